@@ -1,0 +1,1 @@
+"""Reinforcement-learning experience in files: record it, stream it back."""

@@ -1,0 +1,1 @@
+"""Reinforcement-learning experience in memory: rollout storages and replay buffers."""

@@ -1,0 +1,113 @@
+"""The exception tree of the whole project.
+
+One rule: the class builds the text, so that every message has the same five parts:
+*cannot <do what> <where>: expected <x>, got <y>. <what to do>.* Callers' mistakes
+(`UsageError`) and bad data (`DataFileError`) are different branches under one base.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RolloutDataError(Exception):
+    """Base of every error that this project raises on purpose.
+
+    Args:
+        action: What could not be done, as in "read frames 40:60 of trajectory 7".
+        where: The place: file, trajectory, field; "" if there is none.
+        expected: What would have been right.
+        got: What was found instead.
+        advice: What the user can do about it, a sentence without the full stop.
+    """
+
+    def __init__(self, action: str, where: str = "", expected: str = "", got: str = "", advice: str = "") -> None:
+        self.action = action
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.advice = advice
+        super().__init__(action, where, expected, got, advice)
+
+    def __str__(self) -> str:
+        text = f"cannot {self.action}"
+        if self.where:
+            text += f" {self.where}"
+        found = [f"{word} {part}" for word, part in (("expected", self.expected), ("got", self.got)) if part]
+        if found:
+            text += ": " + ", ".join(found)
+        text += "."
+        if self.advice:
+            text += f" {self.advice.rstrip('.')}."
+        return text
+
+
+class UsageError(RolloutDataError, ValueError):
+    """The caller asked for something that cannot be."""
+
+
+class SchemaError(UsageError):
+    """A record has other fields, shapes or dtypes than were declared."""
+
+
+class MissingFieldError(SchemaError, KeyError):
+    """A record lacks a declared field, or has one that was not declared."""
+
+    __str__ = RolloutDataError.__str__
+
+
+class FieldTypeError(SchemaError, TypeError):
+    """A value has a dtype that cannot be stored in its field without loss."""
+
+
+class BufferEmptyError(UsageError):
+    """Something was asked of a store that holds no row yet."""
+
+
+class RolloutOverflowError(RolloutDataError, OverflowError, AssertionError):
+    """A transition was added to a storage that is full; nothing was written."""
+
+
+class ClosedError(UsageError):
+    """Something was asked of an object after `close()`."""
+
+
+class BackgroundError(RolloutDataError, RuntimeError):
+    """A background thread failed; the failure itself is the `__cause__`."""
+
+
+class DatasetExhausted(RolloutDataError, StopIteration):
+    """Every pass over the trajectories has been delivered."""
+
+
+class WaitTimeoutError(RolloutDataError, TimeoutError):
+    """Something that others had to provide did not come within the time given."""
+
+
+class DataFileError(RolloutDataError):
+    """A file or folder does not hold what it should."""
+
+
+class CorruptFileError(DataFileError):
+    """A file is truncated, damaged or contradicts itself."""
+
+
+class UnsafeFileError(DataFileError):
+    """A file asks for something that loading data must never do, such as running code."""
+
+
+class ForeignFileError(DataFileError):
+    """A file is of another format, or of a version that this release does not know."""
+
+
+class RolloutDataWarning(UserWarning):
+    """Data was repaired, skipped or lost; the text says which and how much."""
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """List the valid options as text, the nearest match to `name` first."""
+    listed = sorted(map(str, options))
+    close = difflib.get_close_matches(name, listed, n=1)
+    ordered = close + [option for option in listed if option not in close]
+    return ", ".join(map(repr, ordered)) if ordered else "nothing"
