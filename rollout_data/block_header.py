@@ -1,0 +1,262 @@
+"""The header of a block file: its tables, their checks, and where the rows lie.
+
+One rule: nothing from a file is believed before it was checked against the file's length and
+against itself. Rows are not read here; `FORMAT.md` is the specification.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError
+from storage.fields import Schema
+
+from .layout import RowLayout
+
+FORMAT_NAME = "rollout-data"
+FORMAT_VERSION = 1
+#: The two tables of rows in a block.
+DATA, FINAL = "data", "final"
+#: Flags of a fragment.
+FIRST, TERMINATED, TRUNCATED, OPEN, TENTATIVE, DROPPED = 1, 2, 4, 8, 16, 32
+#: A fragment with one of these is the last of its trajectory.
+ENDS = TERMINATED | TRUNCATED | OPEN | DROPPED
+#: A trajectory ended by one of these is complete.
+COMPLETE = TERMINATED | TRUNCATED | OPEN
+#: No header needs more; a larger one is damage or an attack.
+MAX_SCHEMA_BYTES = 1 << 24
+MAX_HEADER_BYTES = 1 << 32
+
+FRAGMENT_DTYPE = np.dtype(
+    [
+        ("trajectory", "<i8"),  # number within the writer
+        ("env", "<i4"),
+        ("flags", "<u4"),
+        ("start", "<i8"),  # first frame, counted from the trajectory's start
+        ("length", "<i8"),
+        ("row", "<i8"),  # first row in data/
+        ("final_row", "<i8"),  # row in final/, or -1
+        ("end_time_ns", "<i8"),  # when the last frame was recorded
+        ("policy_version", "<i8"),  # or -1
+    ]
+)
+
+
+def final_schema(schema: Schema) -> Schema:
+    """The fields of a true final observation: observation and privileged observation."""
+    return Schema([*schema.below("observation").values(), *schema.below("privileged_observation").values()])
+
+
+@lru_cache(maxsize=64)
+def layouts_of(schema: Schema) -> dict[str, RowLayout]:
+    """Give the row layout of each table of a block with these fields."""
+    return {DATA: RowLayout(schema), FINAL: RowLayout(final_schema(schema))}
+
+
+@lru_cache(maxsize=64)
+def _schema_of(text: str) -> Schema:
+    return Schema.from_json(json.loads(text))
+
+
+@dataclass(frozen=True)
+class BlockHeader:
+    """What is known of a block without reading a row.
+
+    Attributes:
+        path: The file.
+        schema: All fields, as users see them.
+        writer: Who wrote it; with `sequence` it names the block.
+        sequence: Position among the writer's blocks.
+        created_ns: Wall-clock time of writing, nanoseconds since the epoch.
+        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        reward_sums: `[F, R]` float64; R = 0 where no rewards were recorded.
+        locations: Table -> column -> (byte offset in the file, number of rows).
+        checksums: Table -> `[F, columns]` uint32, CRC-32 of each fragment's rows.
+        file_bytes: Size of the file.
+    """
+
+    path: Path
+    schema: Schema
+    writer: str
+    sequence: int
+    created_ns: int
+    fragments: np.ndarray
+    reward_sums: np.ndarray
+    locations: Mapping[str, Mapping[str, tuple[int, int]]]
+    checksums: Mapping[str, np.ndarray]
+    file_bytes: int
+
+    @property
+    def layouts(self) -> dict[str, RowLayout]:
+        return layouts_of(self.schema)
+
+    @property
+    def num_frames(self) -> int:
+        return int(self.fragments["length"].sum())
+
+    def read_rows(self, table: str, column: str, start: int, stop: int) -> np.ndarray:
+        """Read rows `start:stop` of a column: a new `[stop - start, row_bytes]` uint8 array."""
+        offset, num_rows = self.locations[table][column]
+        row_bytes = self.layouts[table].columns[column].row_bytes
+        if not 0 <= start <= stop <= num_rows:
+            raise CorruptFileError(f"read rows {start}:{stop} of", repr(str(self.path)), f"rows in 0:{num_rows}")
+        wanted = (stop - start) * row_bytes
+        with open(self.path, "rb", buffering=0) as file:
+            data = bytearray(wanted)
+            view, done = memoryview(data), 0
+            file.seek(offset + start * row_bytes)
+            while done < wanted and (count := file.readinto(view[done:])):
+                done += count
+        if done < wanted:
+            raise corrupt(self.path, f"{wanted} bytes in rows {start}:{stop}", f"{done}")
+        return np.frombuffer(data, np.uint8).reshape(stop - start, row_bytes)
+
+
+def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
+    """Build the error for a damaged block."""
+    advice = f"Run 'rollout-data verify --repair {path.parent}' to set it aside; the other blocks stay readable"
+    return CorruptFileError("read the block", repr(str(path)), expected, got, advice)
+
+
+def table_crc(fragments: np.ndarray, reward_sums: np.ndarray) -> int:
+    """CRC-32 of the fragment table and the reward sums."""
+    return zlib.crc32(reward_sums.tobytes(), zlib.crc32(fragments.tobytes()))
+
+
+def read_header(path: Path) -> BlockHeader:
+    """Read and check the header of a block.
+
+    Raises:
+        FileNotFoundError: It is not there (any more).
+        CorruptFileError: Truncated, damaged or contradicting itself.
+        ForeignFileError: Not a block, or of a newer version.
+        UnsafeFileError: It points outside itself (links, external or virtual storage).
+    """
+    path = Path(path)
+    file_bytes = os.stat(path).st_size
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return _read_open_file(path, file, file_bytes)
+    except (RolloutDataError, FileNotFoundError, PermissionError, MemoryError):
+        raise
+    except OSError as cause:
+        if "signature not found" in str(cause):
+            raise ForeignFileError("read the block", repr(str(path)), "an HDF5 file", "another format") from cause
+        raise corrupt(path, "an intact HDF5 file", str(cause).split("\n")[0]) from cause
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError, OverflowError, RecursionError) as cause:
+        raise corrupt(path, "an intact header", f"{type(cause).__name__}: {cause}") from cause
+
+
+def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader:
+    attributes = file.attrs
+    kind = attributes.get("format")
+    if kind != FORMAT_NAME:
+        raise ForeignFileError("read the block", repr(str(path)), f"format {FORMAT_NAME!r}", repr(kind))
+    version = int(attributes["version"])
+    if version != FORMAT_VERSION:
+        raise ForeignFileError(
+            "read the block", repr(str(path)), f"version {FORMAT_VERSION}", str(version), "Use the release that wrote it"
+        )
+    text = attributes["schema"]
+    if not isinstance(text, str) or len(text) > MAX_SCHEMA_BYTES:
+        raise corrupt(path, "a schema as JSON text", type(text).__name__)
+    schema = _schema_of(text)
+    fragments = _read_table(path, file, "fragments", file_bytes)
+    if fragments.dtype != FRAGMENT_DTYPE:
+        raise corrupt(path, f"fragments of {FRAGMENT_DTYPE}", str(fragments.dtype))
+    reward_sums = _read_table(path, file, "reward_sums", file_bytes)
+    if (crc := table_crc(fragments, reward_sums)) != int(attributes["tables_crc"]):
+        raise corrupt(path, f"table checksum {int(attributes['tables_crc']):08x}", f"{crc:08x}")
+    locations, checksums = {}, {}
+    for table, layout in layouts_of(schema).items():
+        locations[table] = {
+            name: _locate(path, file, f"{table}/{name}", layout.numpy_dtype(column), file_bytes)
+            for name, column in layout.columns.items()
+        }
+        checksums[table] = _read_table(path, file, f"checksums/{table}", file_bytes)
+        if checksums[table].shape != (len(fragments), len(layout.columns)):
+            raise corrupt(path, f"checksums of {len(fragments)} fragments", str(checksums[table].shape))
+    header = BlockHeader(
+        path=path,
+        schema=schema,
+        writer=str(attributes["writer"]),
+        sequence=int(attributes["sequence"]),
+        created_ns=int(attributes["created_ns"]),
+        fragments=fragments,
+        reward_sums=reward_sums,
+        locations=locations,
+        checksums=checksums,
+        file_bytes=file_bytes,
+    )
+    _check_fragments(header)
+    return header
+
+
+def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
+    """Find a dataset by hard links only: a link can point to any file of the machine."""
+    node: Any = file
+    parts = name.split("/")
+    for depth, part in enumerate(parts):
+        if part not in node:
+            raise corrupt(path, f"a dataset {name!r}", "none")
+        if not isinstance(node.get(part, getlink=True), h5py.HardLink):
+            raise UnsafeFileError("read the block", repr(str(path)), f"{name!r} inside the file", "a link to elsewhere")
+        node = node[part]
+        if not isinstance(node, h5py.Dataset if depth == len(parts) - 1 else h5py.Group):
+            raise corrupt(path, f"a dataset {name!r}", type(node).__name__)
+    if node.is_virtual or node.external:
+        raise UnsafeFileError("read the block", repr(str(path)), f"{name!r} inside the file", "storage in other files")
+    if node.chunks is not None:
+        raise corrupt(path, f"{name!r} stored contiguously", "chunks")
+    return node
+
+
+def _read_table(path: Path, file: h5py.File, name: str, file_bytes: int) -> np.ndarray:
+    dataset = _dataset(path, file, name)
+    declared = int(dataset.size) * dataset.dtype.itemsize
+    if dataset.dtype.hasobject or not 0 <= declared <= min(file_bytes, MAX_HEADER_BYTES):
+        raise corrupt(path, f"a table {name!r} within the {file_bytes} bytes of the file", f"{declared} bytes")
+    return np.asarray(dataset[()])
+
+
+def _locate(path: Path, file: h5py.File, name: str, dtype: np.dtype[Any], file_bytes: int) -> tuple[int, int]:
+    """Find where a column's rows lie: (byte offset, number of rows)."""
+    dataset = _dataset(path, file, name)
+    if dataset.dtype != dtype or dataset.ndim != 1:
+        raise corrupt(path, f"{name!r} as one row of {dtype} per frame", f"{dataset.dtype} in {dataset.ndim} dimensions")
+    num_rows = int(dataset.shape[0])
+    offset = dataset.id.get_offset()
+    if num_rows == 0:
+        return 0, 0
+    if offset is None or offset % 64 or offset + num_rows * dtype.itemsize > file_bytes:
+        raise corrupt(
+            path, f"{num_rows} rows of {name!r} at a multiple of 64 within {file_bytes} bytes", f"offset {offset}"
+        )
+    return int(offset), num_rows
+
+
+def _check_fragments(header: BlockHeader) -> None:
+    """Check that every fragment lies inside the tables of its own block."""
+    fragments = header.fragments
+    sizes = {table: {rows for _, rows in columns.values()} for table, columns in header.locations.items()}
+    if any(len(counts) > 1 for counts in sizes.values()):
+        raise corrupt(header.path, "as many rows in every column", str(sizes))
+    num_rows, num_finals = (next(iter(sizes[table]), 0) for table in (DATA, FINAL))
+    row, length, final = fragments["row"], fragments["length"], fragments["final_row"]
+    is_wrong = (row < 0) | (length < 0) | (row > num_rows - length) | (final < -1) | (final >= num_finals)
+    is_wrong |= (fragments["start"] < 0) | (fragments["env"] < 0) | (fragments["trajectory"] < 0)
+    if is_wrong.any():
+        first = int(np.argmax(is_wrong))
+        raise corrupt(
+            header.path, f"fragments within {num_rows} rows and {num_finals} final rows", f"{fragments[first]} at {first}"
+        )

@@ -1,0 +1,124 @@
+"""Row layout: which bytes of a stored row belong to which field.
+
+One rule: pure arithmetic on a `Schema`. All small fields of a frame stand side by side in one
+packed row (column "frames"), so that a batch is one gather; a field whose row is large gets a
+column of its own, so that reading the others does not drag it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.codecs import check_codec, codec_of, stored_field
+from storage.errors import SchemaError
+from storage.fields import Field, Schema
+
+#: A field whose stored row has at least this many bytes is kept apart from the packed row.
+LARGE_FIELD_BYTES = 4096
+#: Name of the column that holds the packed row.
+PACKED = "frames"
+#: Rows are padded to this many bytes, so that every dtype can be viewed in place.
+ROW_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Column:
+    """One fixed-size row per frame, holding one or several fields.
+
+    Attributes:
+        name: "frames", or the name of the one field that it holds.
+        row_bytes: Size of a row, padded to a multiple of 8 in the packed column.
+        offsets: Field name -> first byte of the field within the row.
+    """
+
+    name: str
+    row_bytes: int
+    offsets: Mapping[str, int]
+
+
+class RowLayout:
+    """Where each field of a schema stands.
+
+    Attributes:
+        schema: The fields as users see them.
+        stored: The same fields as they are stored (after their codecs).
+        columns: Column name -> `Column`.
+        column_of: Field name -> its `Column`.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        for field in schema.values():
+            check_codec(field)
+            if field.num_elements == 0:
+                raise SchemaError("store the field", repr(field.name), "a row of at least one value", str(field.shape))
+        self.schema = schema
+        self.stored = Schema(stored_field(field) for field in schema.values())
+        small = [field for field in self.stored.values() if field.row_bytes < LARGE_FIELD_BYTES]
+        large = [field for field in self.stored.values() if field.row_bytes >= LARGE_FIELD_BYTES]
+        columns = ([_pack(small)] if small else []) + [Column(f.name, _padded(f.row_bytes), {f.name: 0}) for f in large]
+        self.columns = {column.name: column for column in columns}
+        self.column_of = {name: column for column in columns for name in column.offsets}
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one frame over all columns."""
+        return sum(column.row_bytes for column in self.columns.values())
+
+    def numpy_dtype(self, column: Column) -> np.dtype[Any]:
+        """Structured dtype of the packed row, or the plain dtype of a large field's row."""
+        return np.dtype(
+            {
+                "names": list(column.offsets),
+                "formats": [(self.stored[name].numpy_dtype, self.stored[name].shape) for name in column.offsets],
+                "offsets": list(column.offsets.values()),
+                "itemsize": column.row_bytes,
+            }
+        )
+
+    def stored_view(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """View one field in `rows` (uint8 `[..., row_bytes]` of its column) as `[..., *shape]` of its stored dtype."""
+        field = self.stored[name]
+        offset = self.column_of[name].offsets[name]
+        part = rows[..., offset : offset + field.row_bytes]
+        typed = part if field.torch_dtype == torch.uint8 else part.view(field.torch_dtype)
+        return typed.view(*rows.shape[:-1], *field.shape) if len(field.shape) != 1 else typed
+
+    def decoded(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Give one field in `rows` as users see it: a view for raw fields, a new tensor for coded ones."""
+        field = self.schema[name]
+        return codec_of(field).decode(self.stored_view(name, rows), field.torch_dtype)
+
+    def joined_view(self, names: list[str], rows: torch.Tensor) -> torch.Tensor | None:
+        """View several fields as one `[..., D]` tensor, or None if they are not raw, adjacent and of one dtype."""
+        fields = [self.stored[name] for name in names]
+        first, offset = fields[0], self.column_of[names[0]].offsets[names[0]]
+        position = offset
+        for name, field in zip(names, fields, strict=True):
+            column = self.column_of[name]
+            if column is not self.column_of[names[0]] or column.offsets[name] != position:
+                return None
+            if field.dtype != first.dtype or self.schema[name].codec != "raw":
+                return None
+            position += field.row_bytes
+        part = rows[..., offset:position]
+        return part if first.torch_dtype == torch.uint8 else part.view(first.torch_dtype)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def _pack(fields: list[Field]) -> Column:
+    """Lay fields one after the other, each aligned to its item size."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for field in fields:
+        size = field.numpy_dtype.itemsize
+        offsets[field.name] = -(-end // size) * size
+        end = offsets[field.name] + field.row_bytes
+    return Column(PACKED, _padded(end), offsets)
