@@ -1,0 +1,56 @@
+# Every target makes what it needs; a second call is quick. `make demo` and `make test` are all a newcomer needs.
+PYTHON ?= python3
+VENV := .venv
+BENCH_VENV := .venv-bench
+READY := $(VENV)/.ready
+BENCH_READY := $(BENCH_VENV)/.ready
+INPUTS := setup.cfg pyproject.toml constraints.txt
+SOAK_S ?= 600
+NAMES ?=
+
+.PHONY: demo test lint bench soak fuzz clean help
+
+help:
+	@echo "make demo    learn, record, stream, clone: the whole library in a few minutes (report: demo/report.png)"
+	@echo "make test    all tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   all benchmarks against the limit and the installable peers (NAMES='playback record' for some)"
+	@echo "make soak    write and read at once for SOAK_S=$(SOAK_S) seconds, memory watched"
+	@echo "make fuzz    the property tests with many more examples"
+	@echo "make clean   remove the environments and everything generated"
+
+# The stamp is written last, so an interrupted installation is taken up again.
+$(READY): $(INPUTS)
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,plot,test]"
+	@touch $@
+
+# Peers have wishes of their own about other packages, so they live apart and one by one.
+$(BENCH_READY): $(INPUTS) benchmarks/peers.py
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,plot]"
+	$(BENCH_VENV)/bin/python benchmarks/peers.py install
+	@touch $@
+
+demo: $(READY)
+	$(VENV)/bin/python examples/record_stream_learn.py
+
+test: $(READY)
+	$(VENV)/bin/python -m pytest
+
+lint: $(READY)
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/python -m mypy
+
+bench: $(BENCH_READY)
+	$(BENCH_VENV)/bin/python -m benchmarks $(NAMES)
+
+soak: $(READY)
+	SOAK_S=$(SOAK_S) $(VENV)/bin/python -m pytest -m soak --timeout=0 -s
+
+fuzz: $(READY)
+	$(VENV)/bin/python -m pytest -m hypothesis --hypothesis-profile=fuzz --timeout=0
+
+clean:
+	rm -rf $(VENV) $(BENCH_VENV) out demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

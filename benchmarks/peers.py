@@ -1,0 +1,85 @@
+"""The peers: which packages we measure ourselves against, where they come from, which are here.
+
+One rule: a peer is always optional. The list is the extra `bench` in setup.cfg, the versions stand in
+constraints.txt. No imports from this project, so that it runs before anything is installed:
+`python benchmarks/peers.py install`.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+
+#: Distribution -> module, where the names differ.
+MODULES = {
+    "mosaicml-streaming": "streaming",
+    "rsl-rl-lib": "rsl_rl",
+    "stable-baselines3": "stable_baselines3",
+}
+#: Part of the extra for the benchmarks themselves; not measured.
+TOOLS = {"gymnasium", "matplotlib"}
+
+
+class PeerMissing(Exception):
+    """A peer that cannot be measured here; the text says why."""
+
+
+def distributions() -> list[str]:
+    """List the peers' distribution names as setup.cfg has them."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    wanted = config["options.extras_require"]["bench"].split("\n")
+    names = [re.split(r"[\[<>=!~ ]", line.strip())[0] for line in wanted if line.strip()]
+    return [name for name in names if name not in TOOLS]
+
+
+def load(distribution: str, submodule: str = "") -> ModuleType:
+    """Import a peer, or raise `PeerMissing` with the reason."""
+    name = MODULES.get(distribution, distribution)
+    try:
+        return importlib.import_module(f"{name}.{submodule}" if submodule else name)
+    except Exception as error:  # whatever it raises is the reason to skip the peer
+        text = str(error).splitlines() or [""]
+        raise PeerMissing(f"{distribution}: {type(error).__name__}: {text[0]}") from error
+
+
+def versions() -> dict[str, str]:
+    """Say which version of each peer is installed; absent ones are left out."""
+    found = {}
+    for name in distributions():
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def install() -> None:
+    """Install the peers one by one beside the pinned torch; print and go on where one cannot be installed."""
+    names = distributions()
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    kept = [pin for pin in pins if pin.split("==")[0] in {"torch", *names}]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join(kept) + "\n")
+        constraints.flush()
+        for name in names:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            done = subprocess.run([*command, "-c", constraints.name, name], capture_output=True, text=True)
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            result = "installed" if done.returncode == 0 else f"skipped: {(errors or ['pip failed'])[-1]}"
+            sys.stdout.write(f"peer {name}: {result}\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["install"]:
+        sys.exit("usage: python benchmarks/peers.py install")
+    install()
