@@ -54,6 +54,7 @@ HOUSE = {
         "arena",
         "block_header",
         "block_file",
+        "block_folder",
         "index",
         "frames",
         "cursor",

@@ -1,0 +1,1 @@
+"""What the library costs, beside the cheapest possible way and beside the peers. Start with `harness.py`."""

@@ -1,0 +1,61 @@
+"""`python -m benchmarks [NAME ...]`: run workloads, all of them if none is named.
+
+One rule: a workload is known by its line in `WORKLOADS`; nothing else needs to change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from . import harness, report
+
+#: Name -> what is measured; the module of that name in this package has `cases(quick)`.
+WORKLOADS = {
+    "playback": "stream recorded frames to many environments",
+    "record": "write rollouts to disk",
+    "startup": "open a large dataset and assign a trajectory to every environment",
+    "ppo": "store rollouts, estimate advantages, draw mini-batches",
+}
+
+
+def cases(name: str, is_quick: bool) -> Iterator[harness.Case]:
+    """Yield the cases of a workload; imports its module at the first case, so that one cannot spoil the others."""
+    yield from importlib.import_module(f"{__package__}.{name}").cases(is_quick)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the named workloads; 1 if one of ours or a limit failed, also when a promise was missed with `--strict`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: to see that everything runs")
+    parser.add_argument("--strict", action="store_true", help="fail where a promise is missed")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads (default: all)")
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - set(WORKLOADS)
+    if unknown:
+        parser.error(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
+    torch.set_num_threads(options.threads)
+    has_failed = False
+    for name in options.names or WORKLOADS:
+        timings = harness.run(cases(name, options.quick), name)
+        label = f"{name}-quick" if options.quick else name
+        written = [report.write_json(label, timings)]
+        try:
+            written.append(report.draw(label, timings))
+        except ImportError as error:
+            sys.stdout.write(f"no chart: {error}\n")
+        sys.stdout.write(f"\n{name}: {WORKLOADS[name]}\n{report.table(timings)}\n")
+        sys.stdout.write("".join(f"written {path}\n" for path in written))
+        sys.stdout.flush()
+        has_failed |= any(timing.failed and timing.role != harness.PEER for timing in timings)
+        has_failed |= options.strict and any(timing.is_reached is False for timing in timings)
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

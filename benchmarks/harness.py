@@ -1,0 +1,206 @@
+"""The harness: time contenders in alternation, print a table, write JSON and a chart.
+
+One rule: every figure is a ratio to a limit that was measured in the same process, in turns with the
+figure. A workload is a module with a function `cases(quick)` that yields `Case`s; its line in
+`benchmarks/__main__.py` makes it known. What a workload measures does not belong here.
+
+A minimal workload:
+
+    def cases(quick: bool) -> Iterator[Case]:
+        source, target = torch.ones(1 << 20), torch.empty(1 << 20)
+        yield Case(
+            "copy 4 MiB",
+            num_bytes=4 << 20,
+            contenders=(
+                Contender("copy_", lambda: lambda: target.copy_(source), LIMIT),
+                Contender("clone", lambda: lambda: source.clone(), OURS, reach=1.5),
+                Contender("numpy", lambda: lambda: source.numpy().copy(), PEER),
+            ),
+        )
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from .peers import PeerMissing
+
+OURS, LIMIT, PEER = "ours", "limit", "peer"
+#: A repetition calls a short function often enough to last this long, so that the clock does not matter.
+MIN_REPETITION_S = 0.02
+MAX_CALLS = 2000
+#: A contender that needs longer than this for one call is repeated `MIN_REPEATS` times only.
+SLOW_CALL_S = 1.0
+MIN_REPEATS = 5
+
+Call = Callable[[], object]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way of doing a case's work."""
+
+    name: str
+    #: Untimed: makes everything ready and returns what is timed. Raises `PeerMissing` with the reason to skip.
+    prepare: Callable[[], Call]
+    role: str = OURS
+    #: Untimed, before every repetition, which then is a single call: clear a folder, drop the page cache.
+    before: Call | None = None
+    #: What we promise: at most this multiple of the limit, or at most this many seconds per call.
+    reach: float | None = None
+    reach_s: float | None = None
+    #: Untimed, when the case is over.
+    close: Call | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """The same work done by several contenders, one of which is the limit."""
+
+    name: str
+    contenders: tuple[Contender, ...]
+    #: Bytes that one call moves, for the throughput column; 0 for none.
+    num_bytes: int = 0
+    num_repeats: int = 7
+
+    def __post_init__(self) -> None:
+        assert [contender.role for contender in self.contenders].count(LIMIT) == 1, self.name
+
+
+@dataclass
+class Timing:
+    """What was measured of one contender in one case."""
+
+    case: str
+    name: str
+    role: str
+    num_bytes: int = 0
+    reach: float | None = None
+    reach_s: float | None = None
+    #: Seconds per call, one value per repetition.
+    times_s: list[float] = field(default_factory=list)
+    ratio: float | None = None
+    #: Why there is no figure.
+    skipped: str = ""
+    failed: str = ""
+
+    @property
+    def median_s(self) -> float | None:
+        return statistics.median(self.times_s) if self.times_s else None
+
+    @property
+    def is_reached(self) -> bool | None:
+        """Tell whether the promise was kept; None where nothing was promised or measured."""
+        if self.median_s is None or (self.reach is None and self.reach_s is None):
+            return None
+        below_ratio = self.reach is None or (self.ratio is not None and self.ratio <= self.reach)
+        return below_ratio and (self.reach_s is None or self.median_s <= self.reach_s)
+
+
+def measure(case: Case) -> list[Timing]:
+    """Time the contenders of a case in alternation; one that raises is reported and left out."""
+    timings = [
+        Timing(case.name, entry.name, entry.role, case.num_bytes, entry.reach, entry.reach_s)
+        for entry in case.contenders
+    ]
+    calls: list[Call | None] = []
+    for contender, timing in zip(case.contenders, timings, strict=True):
+        calls.append(_guarded(timing, contender.prepare))
+    counts = [_calls_per_repetition(*parts) for parts in zip(case.contenders, timings, calls, strict=True)]
+    order = list(range(len(timings)))
+    gc.collect()
+    gc.disable()
+    try:
+        for repeat in range(max(case.num_repeats, MIN_REPEATS)):
+            for position in order[repeat % len(order) :] + order[: repeat % len(order)]:
+                timing, call = timings[position], calls[position]
+                if call is None or timing.failed or _is_done(timing):
+                    continue
+                elapsed_s = _guarded(timing, lambda p=position, c=call: _repeat(case.contenders[p], c, counts[p]))
+                if elapsed_s is not None:
+                    timing.times_s.append(elapsed_s)
+    finally:
+        gc.enable()
+    for contender, timing in zip(case.contenders, timings, strict=True):
+        if contender.close is not None:
+            _guarded(timing, contender.close)
+    limit_s = next(timing for timing in timings if timing.role == LIMIT).median_s
+    for timing in timings:
+        if timing.median_s is not None and limit_s:
+            timing.ratio = timing.median_s / limit_s
+    return timings
+
+
+def run(cases: Iterable[Case], name: str) -> list[Timing]:
+    """Measure all cases of a workload; a case whose data cannot be made ends the workload with a report."""
+    timings: list[Timing] = []
+    waiting = iter(cases)
+    bar = tqdm(desc=name, unit=" cases")
+    while True:
+        try:
+            case = next(waiting)
+        except StopIteration:
+            break
+        except PeerMissing as error:
+            timings.append(Timing(name, "all cases", LIMIT, skipped=str(error)))
+            break
+        except Exception as error:  # noqa: BLE001 - one workload must not end the others
+            timings.append(Timing(name, "making the cases", OURS, failed=_describe(error)))
+            break
+        bar.set_postfix_str(case.name)
+        timings += measure(case)
+        bar.update()
+    bar.close()
+    return timings
+
+
+def _guarded(timing: Timing, call: Callable[[], Result]) -> Result | None:
+    try:
+        return call()
+    except PeerMissing as error:
+        timing.skipped = str(error)
+    except Exception as error:  # noqa: BLE001 - a contender that raises is reported in the table
+        timing.failed = _describe(error)
+        if os.environ.get("BENCHMARKS_TRACEBACK"):
+            traceback.print_exc()
+    return None
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _is_done(timing: Timing) -> bool:
+    return len(timing.times_s) >= MIN_REPEATS and timing.times_s[0] > SLOW_CALL_S
+
+
+def _calls_per_repetition(contender: Contender, timing: Timing, call: Call | None) -> int:
+    """Warm up and count how many calls make one repetition long enough."""
+    if call is None:
+        return 0
+    if contender.before is not None:
+        return 1
+    first_s = _guarded(timing, lambda: _repeat(contender, call, 1))
+    if first_s is None or first_s > SLOW_CALL_S:
+        return 1
+    second_s = _guarded(timing, lambda: _repeat(contender, call, 1)) or first_s
+    return max(1, min(MAX_CALLS, int(MIN_REPETITION_S / max(second_s, 1e-9))))
+
+
+def _repeat(contender: Contender, call: Call, num_calls: int) -> float:
+    if contender.before is not None:
+        contender.before()
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return (time.perf_counter() - start) / num_calls
