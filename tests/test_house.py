@@ -51,11 +51,11 @@ HOUSE = {
     ],
     "rollout_data": [
         "layout",
-        "arena",
         "block_header",
         "block_file",
-        "block_folder",
         "index",
+        "block_folder",
+        "arena",
         "frames",
         "cursor",
         "sharding",
