@@ -1,0 +1,128 @@
+"""The registry of a rollout storage: each column declared once, everything else loops.
+
+One rule: this is the only place outside `transition.py` that names the columns of a storage.
+Whoever adds a column declares a `Column`; allocation, writing, growing, rolling, saving and
+mini-batches follow from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import SchemaError
+from .fields import Field, Schema, dtype_name
+
+#: `(48,)`, 48, or a nested dict whose leaves are shapes or pairs of shape and dtype.
+ShapeLike = int | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One attribute of a storage, kept as `[T, B, *shape]` per field.
+
+    Attributes:
+        name: The attribute of the storage.
+        fields: Its field, called like the column, or one per leaf below it; none if it is absent.
+        source: Attribute of the transition that fills it; "" if it is computed.
+        batch: Field of the mini-batch that carries it; "" if none does.
+        fallback: Mini-batch field that stands in if the column is absent; "" for None.
+        is_required: Whether every transition must bring it; otherwise rows get the field's fill.
+        is_flag: Whether any dtype is taken and kept as not 0 -> 1.
+        is_padded: Whether recurrent mini-batches split it at dones (what the network reads).
+        is_lazy: Whether it is allocated only when a transition first brings it.
+    """
+
+    name: str
+    fields: tuple[Field, ...]
+    source: str = ""
+    batch: str = ""
+    fallback: str = ""
+    is_required: bool = True
+    is_flag: bool = False
+    is_padded: bool = False
+    is_lazy: bool = False
+
+
+def rollout_columns(
+    obs_shape: ShapeLike, critic_obs_shape: ShapeLike | None, actions_shape: ShapeLike, num_rewards: int
+) -> list[Column]:
+    """Declare what on-policy learning keeps of each step."""
+
+    def like_rewards(name: str, fill: float = 0) -> tuple[Field, ...]:
+        return (Field(name, (num_rewards,), fill=fill),)
+
+    def like_actions(name: str) -> tuple[Field, ...]:
+        return declare_fields(name, actions_shape)
+
+    def observed(name: str, shape: ShapeLike | None) -> tuple[Field, ...]:
+        return () if is_absent(shape) else declare_fields(name, shape)
+
+    log_prob, done = Field("actions_log_prob", (1,)), Field("dones", (1,), "uint8")
+    cut = Field("time_outs", (1,), "bool")
+    return [
+        Column("observations", observed("observations", obs_shape), "observations", "obs", is_padded=True),
+        Column(
+            "critic_observations",
+            observed("critic_observations", critic_obs_shape),
+            "critic_observations",
+            "critic_obs",
+            fallback="obs",
+            is_padded=True,
+        ),
+        Column("actions", like_actions("actions"), "actions", "actions"),
+        Column("rewards", like_rewards("rewards"), "rewards"),
+        Column("dones", (done,), "dones", is_flag=True),
+        Column("values", like_rewards("values"), "values", "values"),
+        Column("actions_log_prob", (log_prob,), "actions_log_prob", "old_actions_log_prob"),
+        Column("mu", like_actions("mu"), "action_mean", "old_mu"),
+        Column("sigma", like_actions("sigma"), "action_sigma", "old_sigma"),
+        Column("returns", like_rewards("returns"), batch="returns"),
+        Column("advantages", like_rewards("advantages"), batch="advantages"),
+        Column("time_outs", (cut,), "time_outs", is_required=False, is_flag=True),
+        # NaN says "nobody gave one", so that it cannot be used by mistake.
+        Column(
+            "bootstrap_values",
+            like_rewards("bootstrap_values", float("nan")),
+            "bootstrap_values",
+            is_required=False,
+            is_lazy=True,
+        ),
+    ]
+
+
+def is_absent(shape: ShapeLike | None) -> bool:
+    """Whether a shape says "no such observations": None, (None,), [None] or an empty mapping."""
+    if isinstance(shape, Mapping):
+        return not shape
+    return shape is None or (isinstance(shape, Iterable) and list(shape) == [None])
+
+
+def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
+    """Declare `name` of a shape, or `name/...` for the leaves of a nested dict of shapes.
+
+    Args:
+        name: Of the column.
+        shape: Sizes (float32), one size, `(sizes, dtype)`, a `Field`, or a mapping of these.
+    """
+    if isinstance(shape, Mapping):
+        return tuple(field for key, below in shape.items() for field in declare_fields(f"{name}/{key}", below))
+    if isinstance(shape, Field):
+        return (Field(name, shape.shape, shape.dtype, fill=shape.fill),)
+    sizes: Any = shape
+    dtype = "float32"
+    if isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], (str, torch.dtype)):
+        sizes = shape[0]
+        dtype = shape[1] if isinstance(shape[1], str) else dtype_name(shape[1], repr(name))
+    sizes = (sizes,) if isinstance(sizes, int) else sizes
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not all(isinstance(size, int) for size in sizes):
+        raise SchemaError("declare the shape of", repr(name), "a sequence of ints or a dict of such", repr(shape))
+    return (Field(name, tuple(sizes), dtype),)
+
+
+def schema_of(columns: Iterable[Column]) -> Schema:
+    """List the fields of all columns; names must not repeat."""
+    return Schema(field for column in columns for field in column.fields)

@@ -1,0 +1,291 @@
+"""Returns and advantages as pure functions: GAE, n-step returns, discounted sums, normalization.
+
+One rule: every backward recursion here is `x[t] += decay[t] * x[t + 1]`, and `_scan_` is the only
+code that runs it. It takes one of two ways by shape: row by row where a row is wide, and
+recursive doubling (Hillis and Steele 1986) where rows are narrow and there are many of them.
+Time is the first axis everywhere. Who stores what is not known here.
+"""
+
+from __future__ import annotations
+
+from math import log2
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import SchemaError, UsageError, nearest
+
+Scalar = float | torch.Tensor
+
+#: What `boot[t]` is where a time-out cut the trajectory, by the name of the rule.
+TRUNCATION_RULES = {"cut": "0", "value": "values[t]", "final": "bootstrap_values[t]"}
+#: Axes over which advantages are normalized, by the name of the rule.
+NORMALIZATIONS: dict[str | None, tuple[int, ...] | None] = {"global": (0, 1, 2), "per_reward": (0, 1), None: None}
+
+_CHUNK_ELEMENTS = 1 << 17  # 512 KiB of float32: what is swept several times stays in the L2 cache
+# Measured cost of one elementwise call and of one element in it, in microseconds, on two machines.
+_COST_NUMPY = (0.65, 0.00020)
+_COST_TORCH = (1.5, 0.00015)
+_COST_CUDA = (5.0, 0.000005)
+
+
+def generalized_advantage(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    next_values: torch.Tensor,
+    dones: torch.Tensor,
+    gamma: Scalar,
+    lam: Scalar,
+) -> torch.Tensor:
+    """Estimate advantages by exponentially weighted TD errors (Schulman et al. 2016, eq. 16).
+
+    Args:
+        rewards: `[T, N, R]`, reward of the step that starts at t.
+        values: `[T, N, R]`, value of the observation at t.
+        next_values: `[T, N, R]`, value to bootstrap from after step t; 0 where terminated.
+        dones: `[T, N, 1]`, True on the last step of a trajectory; bool, or numbers that are 0 or 1.
+        gamma: Discount per step, in [0, 1]; a number or `[R]`.
+        lam: Trace decay, in [0, 1]; a number or `[R]`.
+
+    Returns:
+        `[T, N, R]` of the dtype and on the device of `rewards`; a new tensor.
+    """
+    _check_same_shapes(rewards, values=values, next_values=next_values)
+    advantages = torch.addcmul(rewards, next_values, _like(gamma, rewards)).sub_(values).contiguous()
+    _scan_(advantages, _decay(dones, advantages, gamma * lam))
+    return advantages
+
+
+def rollout_advantage(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    last_values: torch.Tensor,
+    dones: torch.Tensor,
+    gamma: Scalar,
+    lam: Scalar,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Estimate advantages of a rollout, whose next values are its own values one step later.
+
+    The same as `generalized_advantage` with `next_values[t] = values[t + 1]` (`last_values`
+    `[N, R]` at the end) where not done, else 0; but nothing of that size is built. Value that a
+    time-out leaves behind is added to the rewards first: `with_bootstrap`. `out` is contiguous.
+    """
+    _check_same_shapes(rewards, values=values)
+    if last_values.shape != rewards.shape[1:]:
+        raise _shape_error("last_values", rewards.shape[1:], last_values.shape)
+    advantages = torch.empty_like(rewards, memory_format=torch.contiguous_format) if out is None else out
+    num_steps = len(rewards)
+    gamma, lam = _like(gamma, rewards), _like(lam, rewards)
+    rows = _rows_per_piece(rewards)
+    decay = torch.empty_like(rewards[:rows], memory_format=torch.contiguous_format)
+    # From the end, in pieces that stay in the cache from the first of these passes to the last.
+    for start in reversed(range(0, num_steps, rows)):
+        stop = min(start + rows, num_steps)
+        piece, weight = advantages[start:stop], decay[: stop - start]
+        _write_alive(dones[start:stop], gamma, weight)
+        torch.addcmul(rewards[start : stop - 1], weight[:-1], values[start + 1 : stop], out=piece[:-1])
+        next_values = last_values if stop == num_steps else values[stop]
+        torch.addcmul(rewards[stop - 1], weight[-1], next_values, out=piece[-1])
+        piece -= values[start:stop]
+        weight *= lam
+        if stop < num_steps:
+            piece[-1].addcmul_(weight[-1], advantages[stop])
+        _scan_piece_(piece, weight)
+    return advantages
+
+
+def with_bootstrap(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    dones: torch.Tensor,
+    time_outs: torch.Tensor,
+    gamma: Scalar,
+    truncation: str,
+    bootstrap_values: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Add to the reward of each timed-out step the discounted value of what it was cut from.
+
+    Args:
+        rewards, values: `[T, N, R]`.
+        dones, time_outs: `[T, N, 1]`; a time-out counts only where done.
+        gamma: Discount per step; a number or `[R]`.
+        truncation: "cut": nothing (the caller did it already); "value": the value of the last
+            observation before the cut; "final": `bootstrap_values`, the value of the true final one.
+        bootstrap_values: `[T, N, R]`, needed by "final".
+
+    Returns:
+        `rewards` itself if there is nothing to add, else a new tensor.
+    """
+    if truncation not in TRUNCATION_RULES:
+        raise UsageError("compute returns", "", f"truncation {nearest(truncation, TRUNCATION_RULES)}", repr(truncation))
+    if truncation == "cut":
+        return rewards
+    source = values if truncation == "value" else bootstrap_values
+    if source is None:
+        raise UsageError(
+            "compute returns",
+            "with truncation 'final'",
+            "bootstrap_values, the values of the true final observations",
+            "none",
+            "Add them with each transition, or use truncation 'value'",
+        )
+    cut = (dones != 0) & (time_outs != 0)
+    if not bool(cut.any()):
+        return rewards
+    # where, not multiplication: rows that nobody meant may hold anything, NaN too.
+    return torch.where(cut, rewards + source * _like(gamma, rewards), rewards)
+
+
+def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -> torch.Tensor:
+    """Sum the discounted rewards from each step to the end of its trajectory or of the rollout.
+
+    Args:
+        rewards: `[T, N, R]`.
+        dones: `[T, N, 1]`, 1 on the last step of a trajectory, else 0.
+        gamma: Discount per step; a number or `[R]`.
+
+    Returns:
+        `[T, N, R]`, a new tensor.
+    """
+    sums = rewards.clone(memory_format=torch.contiguous_format)
+    _scan_(sums, _decay(dones, sums, gamma))
+    return sums
+
+
+def n_step_returns(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    last_values: torch.Tensor,
+    dones: torch.Tensor,
+    gamma: Scalar,
+    num_steps: int,
+) -> torch.Tensor:
+    """Sum up to `num_steps` discounted rewards and the discounted value of where they lead.
+
+    Args:
+        rewards, values: `[T, N, R]`.
+        last_values: `[N, R]`, value of the observation after the rollout.
+        dones: `[T, N, 1]`; a sum ends at the first done and bootstraps nothing there.
+        gamma: Discount per step; a number or `[R]`.
+        num_steps: At least 1; sums that reach the end of the rollout bootstrap from `last_values`.
+
+    Returns:
+        `[T, N, R]`, a new tensor.
+    """
+    _check_same_shapes(rewards, values=values)
+    if num_steps < 1:
+        raise UsageError("compute n-step returns", "", "num_steps >= 1", str(num_steps))
+    decay = _decay(dones, rewards, gamma)
+    ahead = torch.cat([values[1:], last_values.unsqueeze(0)])
+    returns = torch.addcmul(rewards, decay, ahead)
+    for _ in range(min(num_steps, len(rewards)) - 1):
+        ahead[:-1] = returns[1:]
+        torch.addcmul(rewards, decay, ahead, out=returns)
+    return returns
+
+
+def normalize_(advantages: torch.Tensor, how: str | None) -> torch.Tensor:
+    """Bring `[T, N, R]` in place to mean 0 and standard deviation 1 (unbiased, plus 1e-8).
+
+    Args:
+        advantages: Changed in place.
+        how: "global" over everything, "per_reward" for each of the R apart, None for not at all.
+            Where fewer than two numbers are taken together the result is 0, never NaN.
+    """
+    if how not in NORMALIZATIONS:
+        raise UsageError("normalize advantages", "", nearest(str(how), map(str, NORMALIZATIONS)), repr(how))
+    axes = NORMALIZATIONS[how]
+    if axes is None or not advantages.numel():
+        return advantages
+    count = advantages.numel() if len(axes) == 3 else advantages.shape[0] * advantages.shape[1]
+    if count < 2:
+        return advantages.zero_()
+    advantages -= advantages.mean(axes, keepdim=True)
+    norm = torch.linalg.vector_norm(advantages, dim=axes, keepdim=True)
+    advantages /= norm / (count - 1) ** 0.5 + 1e-8
+    return advantages
+
+
+def _scan_(x: torch.Tensor, decay: torch.Tensor) -> None:
+    """Run `x[t] += decay[t] * x[t + 1]` from the last step to the first, in place."""
+    num_steps = len(x)
+    rows = _rows_per_piece(x)
+    for start in reversed(range(0, num_steps, rows)):
+        stop = min(start + rows, num_steps)
+        if stop < num_steps:
+            x[stop - 1].addcmul_(decay[stop - 1], x[stop])
+        _scan_piece_(x[start:stop], decay[start:stop])
+
+
+def _scan_piece_(x: torch.Tensor, decay: torch.Tensor) -> None:
+    """Scan contiguous `[T, ...]` without neighbours; `decay` is spent. Numpy calls cost half of torch's."""
+    num_steps, width = len(x), x[:1].numel()
+    if num_steps < 2 or not width:
+        return
+    is_numpy = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    call, element = _COST_NUMPY if is_numpy else _COST_CUDA if x.is_cuda else _COST_TORCH
+    rounds = 3 * log2(num_steps)
+    by_rows = 2 * (call + width * element)
+    by_doubling = rounds * (call / num_steps + width * element)
+    scan = _scan_by_doubling_ if by_doubling < by_rows else _scan_by_rows_
+    flat_x, flat_decay = x.view(num_steps, width), decay.view(num_steps, width)
+    if is_numpy:
+        scan(np, flat_x.numpy(), flat_decay.numpy())
+    else:
+        scan(torch, flat_x, flat_decay)
+
+
+def _scan_by_rows_(lib: Any, x: Any, decay: Any) -> None:
+    product = lib.empty_like(x[0])
+    later = x[-1]
+    for t in range(len(x) - 2, -1, -1):
+        row = x[t]
+        lib.multiply(decay[t], later, out=product)
+        lib.add(row, product, out=row)
+        later = row
+
+
+def _scan_by_doubling_(lib: Any, x: Any, decay: Any) -> None:
+    """After the round with `reach` k, `x[t]` sums 2k steps and `decay[t]` is their product."""
+    num_steps, reach = len(x), 1
+    product, spare = lib.empty_like(x), lib.empty_like(x)
+    while reach < num_steps:
+        n = num_steps - reach
+        lib.multiply(decay[:n], x[reach:], out=product[:n])
+        lib.add(x[:n], product[:n], out=x[:n])
+        if 2 * reach < num_steps:
+            lib.multiply(decay[:n], decay[reach:], out=spare[:n])
+            decay, spare = spare, decay
+        reach *= 2
+
+
+def _write_alive(dones: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `factor` where not done, else 0."""
+    # For flags of 0 and 1 this is 5 times faster than a comparison, and as exact.
+    out.copy_(dones).mul_(-factor).add_(factor)
+
+
+def _decay(dones: torch.Tensor, like: torch.Tensor, factor: Scalar) -> torch.Tensor:
+    decay = torch.empty_like(like, memory_format=torch.contiguous_format)
+    _write_alive(dones, _like(factor, like), decay)
+    return decay
+
+
+def _rows_per_piece(x: torch.Tensor) -> int:
+    return max(1, _CHUNK_ELEMENTS // max(1, x[:1].numel()))
+
+
+def _like(factor: Scalar, like: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
+
+
+def _check_same_shapes(rewards: torch.Tensor, **others: torch.Tensor) -> None:
+    for name, other in others.items():
+        if other.shape != rewards.shape:
+            raise _shape_error(name, rewards.shape, other.shape)
+
+
+def _shape_error(name: str, expected: torch.Size, got: torch.Size) -> SchemaError:
+    return SchemaError("compute returns", "", f"{name} of shape {list(expected)}", str(list(got)))
