@@ -1,0 +1,160 @@
+"""Journals: how a writer's death is noticed, and how much it took along.
+
+One rule: a journal is a small file beside the blocks that exists while its writer lives; the
+writer holds a lock on it, which the system releases at any death. It is written at each `add`
+with plain writes, which survive the death of the process (not of the machine).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.errors import UsageError
+
+from .block_file import TEMPORARY_PREFIX, block_name
+
+_MAGIC = b"rdjournl"
+_COUNTS = struct.Struct("<8sqqq")  # magic, frames accepted, frames published, wall-clock time in ns
+_BLOCK = struct.Struct("<qq")  # sequence, frames accepted when the block was cut
+_NUM_SLOTS = 16
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True)
+class DeadWriter:
+    """What was found of a writer that ended without `close()`.
+
+    Attributes:
+        writer: Its name.
+        num_lost_frames: Frames that it had accepted and not yet published.
+        last_sign_ns: Wall-clock time of its last `add`, nanoseconds since the epoch.
+    """
+
+    writer: str
+    num_lost_frames: int
+    last_sign_ns: int
+
+
+def journal_path(folder: Path, writer: str) -> Path:
+    return folder / f".rollout_{writer}.journal"
+
+
+class Journal:
+    """The journal of one living writer. Not for use after `close()`."""
+
+    def __init__(self, folder: Path, writer: str) -> None:
+        self.path = journal_path(folder, writer)
+        while True:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            if not _lock(descriptor):
+                os.close(descriptor)
+                raise UsageError(
+                    "record into",
+                    repr(str(folder)),
+                    f"a writer name that nobody uses now, not {writer!r}",
+                    "a living writer of that name",
+                    "Leave writer_name out to get a free one",
+                )
+            if _is_linked(descriptor, self.path):
+                break
+            os.close(descriptor)  # somebody took the unlocked file for a dead writer's and removed it: once more
+        self._descriptor = descriptor
+        self._accepted = self._published = 0
+        os.pwrite(descriptor, bytes(_COUNTS.size + _NUM_SLOTS * _BLOCK.size), 0)
+        self.accept(0)
+
+    def accept(self, num_frames: int) -> None:
+        """Note how many frames were accepted in all."""
+        self._accepted = num_frames
+        os.pwrite(self._descriptor, _COUNTS.pack(_MAGIC, num_frames, self._published, time.time_ns()), 0)
+
+    def announce(self, sequence: int, num_frames: int) -> None:
+        """Note, before a block is published, how many accepted frames it settles."""
+        slot = _BLOCK.pack(sequence + 1, num_frames)
+        os.pwrite(self._descriptor, slot, _COUNTS.size + sequence % _NUM_SLOTS * _BLOCK.size)
+
+    def publish(self, num_frames: int) -> None:
+        """Note how many accepted frames are settled: in a block, or dropped on purpose."""
+        self._published = num_frames
+        os.pwrite(self._descriptor, struct.pack("<q", num_frames), 16)
+
+    def close(self) -> None:
+        """Remove the journal: everything is settled."""
+        if self._descriptor >= 0:
+            if _is_linked(self._descriptor, self.path):
+                self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def recover_dead_writers(folder: Path) -> list[DeadWriter]:
+    """Clean up after writers that died in `folder`: journals that nobody locks, and their temporary files.
+
+    Published blocks are not touched: they are complete.
+    """
+    found = []
+    for path in sorted(folder.glob(".rollout_*.journal")):
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            if _lock(descriptor) and _is_linked(descriptor, path):
+                writer = path.name.removeprefix(".rollout_").removesuffix(".journal")
+                found.append(_read_dead(folder, writer, descriptor))
+                remove_temporary_files(folder, writer)
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+    return found
+
+
+def remove_temporary_files(folder: Path, writer: str) -> None:
+    """Remove what a dead writer had begun to write."""
+    for temporary in folder.glob(f"{TEMPORARY_PREFIX}rollout_{writer}_*"):
+        temporary.unlink(missing_ok=True)
+
+
+def _read_dead(folder: Path, writer: str, descriptor: int) -> DeadWriter:
+    data = os.pread(descriptor, _COUNTS.size + _NUM_SLOTS * _BLOCK.size, 0)
+    if len(data) < _COUNTS.size or not data.startswith(_MAGIC):  # it died before it accepted anything
+        return DeadWriter(writer, 0, 0)
+    _, accepted, published, last_sign_ns = _COUNTS.unpack_from(data)
+    settled = [published, *_settled_by_blocks(folder, writer, data)]
+    return DeadWriter(writer, max(0, accepted - max(settled)), last_sign_ns)
+
+
+def _settled_by_blocks(folder: Path, writer: str, data: bytes) -> Iterable[int]:
+    """Death may come between publishing a block and noting it: ask the folder."""
+    for offset in range(_COUNTS.size, len(data) - _BLOCK.size + 1, _BLOCK.size):
+        number, settled = _BLOCK.unpack_from(data, offset)
+        if number > 0 and (folder / block_name(writer, number - 1)).exists():
+            yield settled
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock without waiting; True where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _is_linked(descriptor: int, path: Path) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        here, there = os.fstat(descriptor), os.stat(path)
+    except FileNotFoundError:
+        return False
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)

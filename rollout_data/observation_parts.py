@@ -1,0 +1,98 @@
+"""How an observation is cut into components.
+
+One rule: what `obs_segments` says about a flat observation, and about components given one by
+one, is decided here; codecs themselves live in `storage/codecs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from storage.codecs import CODECS
+from storage.errors import SchemaError, UsageError, nearest
+from storage.tree import check_same_names
+
+
+@dataclass(frozen=True)
+class ObservationParts:
+    """How a flat observation is cut into components, and how each is coded.
+
+    Attributes:
+        segments: Component -> shape, in the order of the flat observation; None takes the
+            observation as it comes.
+        codecs: Component -> codec name; "raw" for components not named.
+    """
+
+    segments: Mapping[str, tuple[int, ...]] | None
+    codecs: Mapping[str, str]
+
+    def split(self, flat: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+        """Replace the tensor at `prefix` by one per segment (views); check components given one by one."""
+        if self.segments is None:
+            return flat
+        parts = {name: tensor for name, tensor in flat.items() if name.startswith(prefix + "/")}
+        others = {name: tensor for name, tensor in flat.items() if name != prefix and name not in parts}
+        if prefix in flat:
+            parts = self._cut(flat[prefix], prefix)
+        elif parts:
+            wanted = {f"{prefix}/{name}": shape for name, shape in self.segments.items()}
+            check_same_names(wanted, parts, "take the observation")
+            parts = {name: _shaped(name, parts[name], shape) for name, shape in wanted.items()}
+        return {**parts, **others}
+
+    def _cut(self, tensor: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
+        assert self.segments is not None
+        width = sum(prod(shape) for shape in self.segments.values())
+        if tensor.ndim < 2 or tensor.shape[-1] != width:
+            expected = f"{width} values in the last dimension, as obs_segments add up to"
+            raise SchemaError("split", repr(prefix), expected, f"shape {tuple(tensor.shape)}")
+        parts, start = {}, 0
+        for name, shape in self.segments.items():
+            part = tensor[..., start : start + prod(shape)]
+            parts[f"{prefix}/{name}"] = part.reshape(*tensor.shape[:-1], *shape)
+            start += prod(shape)
+        return parts
+
+
+def _shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Bring a component of shape `[..., *shape]` or flat `[..., D]` to its declared shape."""
+    if tuple(tensor.shape[tensor.ndim - len(shape) :]) == shape and tensor.ndim > len(shape):
+        return tensor
+    if tensor.ndim >= 2 and tensor.shape[-1] == prod(shape):
+        return tensor.reshape(*tensor.shape[:-1], *shape)
+    raise SchemaError(
+        "take the component", repr(name), f"shape [..., {shape}] as in obs_segments", str(tuple(tensor.shape))
+    )
+
+
+def observation_parts(
+    segments: Mapping[str, Sequence[int]] | None, codecs: Mapping[str, str] | None
+) -> ObservationParts:
+    """Check `obs_segments` and `obs_disassemble_mapping` as far as that goes without data."""
+    shapes = None
+    if segments:
+        shapes = {
+            name: (shape,) if isinstance(shape, int) else tuple(map(int, shape)) for name, shape in segments.items()
+        }
+        for name, shape in shapes.items():
+            if not name or prod(shape) < 1:
+                raise UsageError(
+                    "make a RolloutWriter", "with obs_segments", "named, non-empty shapes", f"{name!r}: {shape}"
+                )
+    for name, codec in (codecs or {}).items():
+        if codec not in CODECS:
+            raise UsageError(
+                "make a RolloutWriter", f"with the codec of {name!r}", nearest(str(codec), CODECS), repr(codec)
+            )
+        if shapes is not None and name not in shapes:
+            raise UsageError(
+                "make a RolloutWriter",
+                "with obs_disassemble_mapping",
+                f"names of obs_segments ({nearest(name, shapes)})",
+                repr(name),
+            )
+    return ObservationParts(shapes, dict(codecs or {}))

@@ -1,0 +1,161 @@
+"""Publishing: staged frames become blocks, one after another, in a background thread.
+
+One rule: the state that goes from block to block (sequence, trajectories in progress) is touched
+by that thread only. A failure is kept and raised at every later call: after it nothing more is
+published, because what follows would have a gap.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import partial
+from pathlib import Path
+
+from storage.background import BackgroundWorker
+from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, UsageError
+
+from .block_file import write_block
+from .block_folder import save_index_cache
+from .block_header import read_header
+from .cutting import Carry
+from .journal import Journal
+from .staging import Staging
+
+#: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
+_MIN_UNCACHED_BLOCKS = 8
+
+
+class BlockPublisher:
+    """Write the blocks of one writer.
+
+    Args:
+        folder: Where to.
+        writer: Name of the writer.
+        num_envs: Envs of every staging.
+        journal: Told what is published.
+        max_pending: How many blocks may be in memory, the one being filled included; 1 makes
+            `submit` wait for the disk.
+        durable: Flush to the disk.
+        is_tentative: Mark fragments as valid only once their trajectory has ended.
+
+    Raises:
+        UsageError: The writer's earlier blocks cannot be read, so that its numbering cannot go on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        writer: str,
+        num_envs: int,
+        journal: Journal,
+        max_pending: int,
+        durable: bool,
+        is_tentative: bool,
+    ) -> None:
+        self._folder, self._writer, self._journal = folder, writer, journal
+        self._durable, self._is_tentative = durable, is_tentative
+        self._is_synchronous = max_pending == 1
+        self._sequence, self._carry, self.last_ns = _resume(folder, writer, num_envs)
+        self._worker = BackgroundWorker(f"writer {writer!r}", max_pending=max_pending)
+        self._free_blocks = threading.Semaphore(max(1, max_pending - 1))
+        self._failure: BaseException | None = None
+        self._num_blocks = self._num_uncached = 0
+
+    def submit(self, staging: Staging, num_accepted: int) -> None:
+        """Queue a staging; wait while too many blocks are pending.
+
+        Args:
+            staging: Sealed by this; submitting it twice publishes it once.
+            num_accepted: How many frames are settled when it is published.
+        """
+        self._free_blocks.acquire()  # a Ctrl-C in here changes nothing: the steps stay staged
+        staging.is_sealed = True
+        try:
+            self._worker.submit(partial(self._publish, staging, num_accepted))
+        except BackgroundError as error:
+            self._keep(error)
+            self.raise_failure()
+        if self._is_synchronous:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until everything submitted is published or has failed."""
+        try:
+            self._worker.drain()
+        except BackgroundError as error:
+            self._keep(error)
+
+    def has_failed(self) -> bool:
+        try:
+            self._worker.check()
+        except BackgroundError as error:
+            self._keep(error)
+        return self._failure is not None
+
+    def raise_failure(self) -> None:
+        """Raise what made a block fail, if one did; again at every call."""
+        if self.has_failed():
+            raise BackgroundError(
+                "publish a block",
+                f"in {str(self._folder)!r}",
+                "a writable folder with room",
+                str(self._failure),
+                "What was published before is intact; close this writer and start another one",
+            ) from self._failure
+
+    def close(self) -> None:
+        """Publish what was submitted, renew the index cache, stop. Raises nothing: ask `raise_failure`."""
+        try:
+            self._worker.close()
+        except BackgroundError as error:
+            self._keep(error)
+        if self._num_uncached and self._failure is None:
+            self._save_index()
+
+    def _keep(self, error: BackgroundError) -> None:
+        self._failure = self._failure or error.__cause__ or error
+
+    def _publish(self, staging: Staging, num_accepted: int) -> None:
+        try:
+            if staging.is_published:
+                return
+            staging.is_published = True
+            content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
+            if len(content.fragments):
+                self._journal.announce(self._sequence, num_accepted)
+                write_block(self._folder, content, self._durable)
+                self._sequence += 1
+                self._num_blocks += 1
+                self._num_uncached += 1
+            self._carry = carry
+            self._journal.publish(num_accepted)
+            if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
+                self._save_index()
+        finally:
+            self._free_blocks.release()
+
+    def _save_index(self) -> None:
+        """Renew the index cache; it is an accelerator, so that a failure only warns."""
+        try:
+            save_index_cache(self._folder)
+            self._num_uncached = 0
+        except (OSError, RolloutDataError) as error:
+            warnings.warn(f"the index cache of {str(self._folder)!r} was not renewed: {error}", RolloutDataWarning)
+
+
+def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
+    """Find where the numbering of a writer goes on: sequence, trajectories, time in ns."""
+    sequence, trajectory, last_ns = 0, 0, 0
+    for path in sorted(folder.glob(f"rollout_{writer}_*.h5")):
+        try:
+            header = read_header(path)
+        except RolloutDataError as cause:
+            raise UsageError(
+                "continue the writer", repr(writer), "readable blocks", str(path), "Use another writer_name"
+            ) from cause
+        sequence = max(sequence, header.sequence + 1)
+        if len(header.fragments):
+            trajectory = max(trajectory, int(header.fragments["trajectory"].max()) + 1)
+            last_ns = max(last_ns, int(header.fragments["end_time_ns"].max()))
+    return sequence, Carry.start(num_envs, trajectory), last_ns

@@ -1,0 +1,262 @@
+"""Staging: the frames of a block while it is being filled, as the bytes that the block will hold.
+
+One rule: rows are copied once, to where they are written from; env-major, so that the frames of
+a trajectory are neighbours. Staging decides nothing: `cutting.py` finds the fragments.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from storage.buffer_pool import BufferPool
+from storage.codecs import codec_of
+from storage.fields import Schema
+
+from .block_file import BlockContent
+from .block_header import DATA, DROPPED, ENDS, FINAL, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED, layouts_of
+from .cutting import PRESENT, Carry, Marks, cut
+from .layout import Column, RowLayout
+from .record import REWARD, Rollout
+
+#: A block is written without its unused rows when more than this part of them is unused.
+MAX_UNUSED_PART = 0.25
+_MIN_CAPACITY = 16
+
+
+class RowBuffer:
+    """The columns of one table while they grow: `[lanes, capacity, row_bytes]` uint8 each."""
+
+    def __init__(self, layout: RowLayout, lanes: int, capacity: int, pool: BufferPool) -> None:
+        self.layout = layout
+        self.lanes = lanes
+        self.capacity = 0
+        self._pool = pool
+        self.columns: dict[str, torch.Tensor] = {}
+        self._fields: dict[str, torch.Tensor] = {}
+        self.reserve(capacity)
+
+    def reserve(self, capacity: int, used: int = 0) -> None:
+        """Make room for `capacity` rows per lane, keeping the first `used`."""
+        if capacity <= self.capacity:
+            return
+        for name, column in self.layout.columns.items():
+            rows = self._pool.take(self.lanes * capacity * column.row_bytes).view(
+                self.lanes, capacity, column.row_bytes
+            )
+            for start, stop in _gaps(self.layout, column):
+                rows[..., start:stop] = 0
+            if used:
+                rows[:, :used] = self.columns[name][:, :used]
+            self.columns[name] = rows
+            self._fields.update({name: self.layout.stored_view(name, rows) for name in column.offsets})
+        self.capacity = capacity
+
+    def put(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Copy `[lanes, T, *shape]` of a field to the rows from `start` on, coded."""
+        encoded = codec_of(self.layout.schema[name]).encode(values)
+        self._fields[name][:, start : start + values.shape[1]].copy_(encoded)
+
+    def field(self, name: str, used: int) -> torch.Tensor:
+        """View the stored values of a field: `[lanes, used, *shape]`."""
+        return self._fields[name][:, :used]
+
+    def rows(self, used: int) -> dict[str, np.ndarray]:
+        """View the first `used` rows of each lane, by column."""
+        return {name: rows[:, :used].numpy() for name, rows in self.columns.items()}
+
+    def chosen(self, used: int, lane: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
+        """Copy single rows into `[1, R, row_bytes]`, by column."""
+        place = torch.from_numpy(lane * self.capacity + row)
+        return {
+            name: rows.view(-1, rows.shape[-1]).index_select(0, place).numpy()[None]
+            for name, rows in self.columns.items()
+        }
+
+
+def _gaps(layout: RowLayout, column: Column) -> list[tuple[int, int]]:
+    """Bytes of a row that belong to no field; they are zeroed, so that files hold no stray memory."""
+    gaps, end = [], 0
+    for name, offset in sorted(column.offsets.items(), key=lambda item: item[1]):
+        gaps.append((end, offset))
+        end = offset + layout.stored[name].row_bytes
+    return [(start, stop) for start, stop in [*gaps, (end, column.row_bytes)] if stop > start]
+
+
+class Staging:
+    """The steps that make the next block.
+
+    Args:
+        schema: All fields, as users see them.
+        num_envs: N.
+        max_steps: How many steps it takes at most.
+        capacity: How many to make room for at first; it doubles when needed.
+        pool: Where its memory comes from and returns to.
+
+    Attributes:
+        num_steps: Steps taken.
+        started_s: Monotonic time of the first step, or None.
+        is_sealed: No further step may be put: the block is being published.
+        is_published: Its publication has begun; a second one must do nothing.
+    """
+
+    def __init__(self, schema: Schema, num_envs: int, max_steps: int, capacity: int, pool: BufferPool) -> None:
+        self.schema = schema
+        self.num_envs = num_envs
+        self.max_steps = max_steps
+        capacity = min(max_steps, max(_MIN_CAPACITY, capacity))
+        layouts = layouts_of(schema)
+        self._data = RowBuffer(layouts[DATA], num_envs, capacity, pool)
+        self._final = RowBuffer(layouts[FINAL], 1, _MIN_CAPACITY, pool)
+        self._bits = np.zeros((capacity, num_envs), np.uint8)
+        self._times_ns = np.zeros(capacity, np.int64)
+        self._before = np.zeros(num_envs, np.uint8)
+        self._versions: list[np.ndarray | int] = []
+        self._final_places: list[tuple[np.ndarray, np.ndarray]] = []
+        self._num_finals = 0
+        self.num_steps = 0
+        self.started_s: float | None = None
+        self.is_sealed = False
+        self.is_published = False
+
+    @property
+    def room(self) -> int:
+        return self.max_steps - self.num_steps
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_steps == 0 and not self._before.any()
+
+    def put(self, rollout: Rollout, time_ns: int, drop_terminated: bool = False) -> np.ndarray:
+        """Copy a rollout of at most `room` steps; with `drop_terminated` a termination voids its trajectory.
+
+        Returns:
+            `[T, N]` uint8: the marks of the new frames.
+        """
+        start, count = self.num_steps, rollout.num_steps
+        self._grow(start + count)
+        for name, values in rollout.fields.items():
+            self._data.put(name, start, values.transpose(0, 1))
+        bits = _bits(rollout, drop_terminated)
+        self._bits[start : start + count] = bits
+        self._times_ns[start : start + count] = time_ns + np.arange(count)
+        step, env = self._put_finals(rollout)
+        # From here on the steps exist.
+        version = rollout.policy_version
+        self._versions += [version] * count if isinstance(version, int) else list(version.copy())
+        self._final_places.append((step + start, env))
+        self._num_finals += len(step)
+        self.num_steps = start + count
+        if self.started_s is None:
+            self.started_s = time.monotonic()
+        return bits
+
+    def end(self, env_ids: np.ndarray, flag: int) -> None:
+        """End the trajectories in progress of these envs after their last frame."""
+        bits = self._bits[: self.num_steps, env_ids]
+        is_frame = (bits & PRESENT) > 0
+        has_frame = is_frame.any(axis=0)
+        if has_frame.any():
+            env = env_ids[has_frame]
+            last = self.num_steps - 1 - np.argmax(is_frame[::-1, has_frame], axis=0)
+            is_open = (self._bits[last, env] & ENDS) == 0
+            self._bits[last[is_open], env[is_open]] |= np.uint8(flag)
+        self._before[env_ids[~has_frame]] |= np.uint8(flag)
+
+    def content(self, writer: str, sequence: int, carry: Carry, is_tentative: bool) -> tuple[BlockContent, Carry]:
+        """Cut the staged frames and give what the block holds: views of this staging where possible."""
+        used = self.num_steps
+        marks = Marks(
+            np.ascontiguousarray(self._bits[:used].T),
+            self._before,
+            self._joined_versions(),
+            self._times_ns[:used],
+            self._final_keys(),
+            is_tentative,
+        )
+        fragments, carry = cut(marks, carry)
+        sums = self._reward_sums(fragments)
+        final = np.flatnonzero(fragments["final_row"] >= 0)
+        final_rows = self._final.chosen(self._num_finals, np.int64(0), fragments["final_row"][final])
+        fragments["final_row"][final] = np.arange(len(final))
+        rows = self._data.rows(used)
+        if fragments["length"].sum() < (1 - MAX_UNUSED_PART) * used * self.num_envs:
+            rows = self._used_rows(fragments)
+        tables: Mapping[str, Mapping[str, np.ndarray]] = {DATA: rows, FINAL: final_rows}
+        return BlockContent(self.schema, writer, sequence, fragments, sums, tables), carry
+
+    def _grow(self, needed: int) -> None:
+        capacity = self._data.capacity
+        if needed <= capacity:
+            return
+        capacity = min(self.max_steps, max(needed, 2 * capacity))
+        self._data.reserve(capacity, self.num_steps)
+        bits, times_ns = np.zeros((capacity, self.num_envs), np.uint8), np.zeros(capacity, np.int64)
+        bits[: self.num_steps], times_ns[: self.num_steps] = (
+            self._bits[: self.num_steps],
+            self._times_ns[: self.num_steps],
+        )
+        self._bits, self._times_ns = bits, times_ns
+
+    def _put_finals(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+        """Copy the final rows behind those that are there; give the (step, env) of each."""
+        if rollout.finals is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        step, env = np.nonzero(rollout.terminated | rollout.truncated)
+        needed = self._num_finals + len(step)
+        if needed > self._final.capacity:
+            self._final.reserve(max(needed, 2 * self._final.capacity), self._num_finals)
+        for name, values in rollout.finals.items():
+            self._final.put(name, self._num_finals, values[None])
+        return step, env
+
+    def _final_keys(self) -> np.ndarray:
+        if not self._final_places:
+            return np.zeros(0, np.int64)
+        steps, envs = (np.concatenate(part) for part in zip(*self._final_places, strict=True))
+        return envs * self.num_steps + steps
+
+    def _joined_versions(self) -> np.ndarray | int:
+        if all(isinstance(version, int) for version in self._versions) and len(set(self._versions)) <= 1:
+            return self._versions[0] if self._versions else -1
+        steps = [np.broadcast_to(version, (self.num_envs,)) for version in self._versions]
+        return np.ascontiguousarray(np.stack(steps, axis=1))
+
+    def _reward_sums(self, fragments: np.ndarray) -> np.ndarray:
+        """Sum the rewards of each fragment: `[F, R]` float64."""
+        if REWARD not in self.schema:
+            return np.zeros((len(fragments), 0))
+        width = self.schema[REWARD].num_elements
+        values = self._data.field(REWARD, self.num_steps).to(torch.float64).reshape(-1, width).numpy()
+        sums = np.zeros((len(fragments), width))
+        long = np.flatnonzero(fragments["length"] > 0)
+        if len(long):
+            start = fragments["row"][long]
+            bounds = np.stack([start, start + fragments["length"][long]], axis=1).reshape(-1)
+            padded = np.concatenate([values, np.zeros((1, width))])
+            with np.errstate(all="ignore"):  # NaN and Inf rewards are data
+                sums[long] = np.add.reduceat(padded, bounds, axis=0)[::2]
+        return sums
+
+    def _used_rows(self, fragments: np.ndarray) -> dict[str, np.ndarray]:
+        """Copy the rows that a fragment holds, and renumber the fragments accordingly."""
+        length = fragments["length"]
+        after = np.cumsum(length)
+        old = np.repeat(fragments["row"] - (after - length), length) + np.arange(int(length.sum()))
+        fragments["row"] = np.where(length > 0, after - length, 0)
+        lane, row = np.divmod(old, max(1, self.num_steps))
+        return self._data.chosen(self.num_steps, lane, row)
+
+
+def _bits(rollout: Rollout, drop_terminated: bool) -> np.ndarray:
+    bits = rollout.present * np.uint8(PRESENT)
+    bits |= rollout.terminated * np.uint8(TERMINATED)
+    bits |= rollout.truncated * np.uint8(TRUNCATED)
+    if drop_terminated:
+        bits |= (rollout.terminated & ~rollout.truncated) * np.uint8(DROPPED)
+    if rollout.finals is not None and not rollout.has_final_privileged:
+        bits |= (rollout.terminated | rollout.truncated) * np.uint8(FINAL_OBSERVATION_ONLY)
+    return bits

@@ -1,0 +1,385 @@
+"""RolloutWriter: record the experience of parallel environments into block files.
+
+One rule: check the whole record, then copy it into staging memory, then count it; a background
+thread turns full staging memory into blocks. What a record means is `record.py`'s, which
+fragments come of it `cutting.py`'s, and how a block is written `block_file.py`'s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import secrets
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from storage.buffer_pool import BufferPool
+from storage.errors import (
+    ClosedError,
+    DataFileError,
+    RolloutDataWarning,
+    UsageError,
+)
+from storage.fields import Schema
+
+from .block_header import DATA, DROPPED, OPEN, layouts_of
+from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
+from .metadata import Metadata, publish_metadata
+from .observation_parts import observation_parts
+from .publishing import BlockPublisher
+from .record import REWARD, Rollout, given_values, read_rollout, unpack_storage
+from .staging import Staging
+from .tally import Tally
+
+
+class RolloutWriter:
+    """Record `[num_envs, ...]` steps or `[T, num_envs, ...]` rollouts into a data folder.
+
+    Args:
+        data_dir: The folder; created if it is not there. Any number of writers may share it.
+        num_envs: How many environments step together.
+        obs_segments: Component -> shape, in order: cuts a flat observation into components that are
+            stored as fields of their own. A dict observation has its components by itself.
+        obs_disassemble_mapping: Component -> codec name, for components not to be stored raw.
+        metadata: Context for metadata.json (env, policy, config, frame_rate_hz, ...); the first
+            writer of a folder determines it.
+        block_bytes: The most that is not yet on disk at any time, and so the most that a crash
+            loses. Files hold `block_bytes / max_pending_blocks` at most.
+        block_age_s: A block is closed at the first `add` after this time since its first step.
+        max_pending_blocks: How many blocks, the one being filled included, are in memory; `add`
+            waits for the disk beyond that. 1 writes synchronously.
+        durable: Flush blocks to the disk. Without, data survive a crash of the process only.
+        writer_name: Letters, digits and "-"; left out, a free one is made up. A name that was used
+            before continues its numbering.
+        nonfinite_rewards: "accept" counts NaN and Inf rewards, "refuse" raises before writing.
+        success_only: Keep only trajectories that end by a timeout; one that ends by a `done` that
+            is not a timeout, or does not end, is dropped.
+
+    Attributes:
+        name: The writer's name, part of its file names.
+        recovered: What writers that died in this folder had not published (`DeadWriter` records).
+        num_frames, num_trajectories: Kept so far: not dropped, ended where `success_only`.
+            Trajectories count when they end.
+        num_nonfinite_rewards: Values among the accepted rewards that are NaN or infinite.
+
+    Raises:
+        UsageError: An argument is wrong, or a living writer has this name.
+        DataFileError: The folder cannot be written.
+
+    Not for use from several threads at once. A writer that was not closed is closed when the
+    interpreter exits.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str],
+        num_envs: int,
+        *,
+        obs_segments: Mapping[str, Sequence[int]] | None = None,
+        obs_disassemble_mapping: Mapping[str, str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        block_bytes: int = 256 << 20,
+        block_age_s: float = 30.0,
+        max_pending_blocks: int = 2,
+        durable: bool = True,
+        writer_name: str | None = None,
+        nonfinite_rewards: Literal["accept", "refuse"] = "accept",
+        success_only: bool = False,
+    ) -> None:
+        self._closed = True
+        name = secrets.token_hex(4) if writer_name is None else writer_name
+        _check_arguments(num_envs, block_bytes, max_pending_blocks, name, nonfinite_rewards)
+        self.data_dir = Path(data_dir)
+        self.num_envs = int(num_envs)
+        self.name = name
+        self.success_only = success_only
+        self.nonfinite_rewards = nonfinite_rewards
+        self.num_nonfinite_rewards = 0
+        self._parts = observation_parts(obs_segments, obs_disassemble_mapping)
+        self._context = {"success_traj_only": success_only, **(metadata or {})}
+        self._block_bytes, self._block_age_s = int(block_bytes), float(block_age_s)
+        self._durable = durable
+        self._max_pending = int(max_pending_blocks)
+        self._max_steps = 0
+        self.recovered = self._enter_folder()
+        self._schema: Schema | None = None
+        self._staging: Staging | None = None
+        self._pool = BufferPool()
+        self._num_accepted = 0
+        self._tally = Tally(self.num_envs, success_only)
+        self._owner = os.getpid()
+        self._closed = False
+        _open_writers.add(self)
+
+    def add(
+        self,
+        transition: Any = None,
+        *,
+        observation: Any = None,
+        action: Any = None,
+        reward: Any = None,
+        done: Any = None,
+        timeout: Any = None,
+        terminated: Any = None,
+        truncated: Any = None,
+        privileged_observation: Any = None,
+        final_observation: Any = None,
+        final_privileged_observation: Any = None,
+        policy_version: Any = None,
+        env_mask: Any = None,
+        **extras: Any,
+    ) -> None:
+        """Record one step of all envs. Everything is copied.
+
+        Args:
+            transition: A mapping, named tuple or object with these names, instead of keywords. Names
+                of other records are understood ("observations", "dones", "time_outs", ...).
+            observation: `[N, ...]`, or a (nested) mapping of components.
+            action: `[N, ...]`.
+            reward: `[N]`, `[N, 1]` or `[N, R]`.
+            done: `[N]` or `[N, 1]`: this frame is the last of its trajectory.
+            timeout: The same: where done, it is a truncation. Without done, an end by itself.
+            terminated, truncated: The two kinds of end, instead of done and timeout.
+            privileged_observation: Like observation.
+            final_observation: The true last observation of the envs that end here: `[N, ...]` (other
+                rows are ignored) or `[k, ...]` for the k that end, in env order.
+            final_privileged_observation: Its privileged part; without, it repeats the last frame's.
+            policy_version: An integer, or `[N]`; kept per fragment.
+            env_mask: `[N]` bool; False means that this env has no frame in this step.
+            **extras: Any other field, `[N, ...]` or a mapping.
+
+        Raises:
+            SchemaError: Another field, shape, dtype or leading size than the first record declared;
+                nothing was written and the writer stays usable.
+            BackgroundError: A block could not be written; the cause is the disk's error.
+        """
+        self._add(transition, _keywords(locals()), is_step=True)
+
+    def add_rollout(
+        self,
+        transition: Any = None,
+        *,
+        observation: Any = None,
+        action: Any = None,
+        reward: Any = None,
+        done: Any = None,
+        timeout: Any = None,
+        terminated: Any = None,
+        truncated: Any = None,
+        privileged_observation: Any = None,
+        final_observation: Any = None,
+        final_privileged_observation: Any = None,
+        policy_version: Any = None,
+        env_mask: Any = None,
+        include: Sequence[str] = (),
+        **extras: Any,
+    ) -> None:
+        """Record T steps of all envs: like `add` with `[T, N, ...]` everywhere.
+
+        Args:
+            transition: Also a `storage.RolloutStorage`, of which the filled steps are recorded.
+            final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time, then env.
+            policy_version: An integer, `[T]` or `[T, N]`.
+            include: Fields of a `RolloutStorage` to record besides observations, actions, rewards and
+                dones, for example "values", "actions_log_prob", "mu", "sigma".
+        """
+        self._add(unpack_storage(transition, include), _keywords(locals()), is_step=False)
+
+    def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor) -> None:
+        """Drop the trajectories in progress of these envs, also what is published of them."""
+        self._check_usable()
+        env_ids = np.unique(np.asarray(env_ids, np.int64))
+        if len(env_ids) and not (env_ids[0] >= 0 and env_ids[-1] < self.num_envs):
+            raise UsageError("discard the trajectories of envs", "", f"ids in 0:{self.num_envs}", str(env_ids.tolist()))
+        self._end(env_ids, DROPPED)
+
+    def flush(self) -> None:
+        """Publish everything that was added and wait until it is on the disk."""
+        self._check_usable()
+        self._hand_over()
+        self._publisher.settle()
+        self._publisher.raise_failure()
+
+    def close(self) -> None:
+        """Publish everything, mark trajectories in progress as open, stop. May be called twice.
+
+        Raises:
+            BackgroundError: A block could not be written; what was published before is intact.
+        """
+        if self._closed:
+            return
+        try:
+            if not self._publisher.has_failed():
+                self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
+                self._hand_over()
+        finally:
+            self._publisher.close()
+            self._journal.close()
+            self._closed, self._staging = True, None
+            _open_writers.discard(self)
+        self._publisher.raise_failure()
+
+    def __enter__(self) -> RolloutWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_frames(self) -> int:
+        return self._tally.num_frames
+
+    @property
+    def num_trajectories(self) -> int:
+        return self._tally.num_trajectories
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields, as the first record declared them; None before it."""
+        return self._schema
+
+    def _enter_folder(self) -> list[DeadWriter]:
+        """Create the folder, clean up after the dead, take the writer's name, find its place."""
+        try:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            dead = recover_dead_writers(self.data_dir)
+            self._journal = Journal(self.data_dir, self.name)
+        except OSError as cause:
+            raise DataFileError("record into", repr(str(self.data_dir)), "a writable folder", str(cause)) from cause
+        try:
+            remove_temporary_files(self.data_dir, self.name)
+            self._publisher = BlockPublisher(
+                self.data_dir,
+                self.name,
+                self.num_envs,
+                self._journal,
+                max_pending=self._max_pending,
+                durable=self._durable,
+                is_tentative=self.success_only,
+            )
+            self._last_ns = self._publisher.last_ns
+        except BaseException:
+            self._journal.close()
+            raise
+        for found in dead:
+            warnings.warn(
+                f"writer {found.writer!r} ended without close() in {str(self.data_dir)!r}: "
+                f"{found.num_lost_frames} frames that it had not published are lost; what it published is intact.",
+                RolloutDataWarning,
+                stacklevel=3,
+            )
+        return dead
+
+    def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
+        self._check_usable()
+        values = given_values(transition, keywords)
+        rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
+        num_nonfinite = self._count_nonfinite(rollout)
+        if self._schema is None:
+            self._declare(schema)
+        start = 0
+        while start < rollout.num_steps:
+            staging = self._staging_with_room()
+            stop = min(rollout.num_steps, start + staging.room)
+            part = rollout.steps(start, stop)
+            self._last_ns = max(self._last_ns + 1, time.time_ns())
+            bits = staging.put(part, self._last_ns, self.success_only)
+            self._last_ns += part.num_steps - 1
+            self._tally.count(bits)
+            self._num_accepted += int(np.count_nonzero(part.present))
+            self._journal.accept(self._num_accepted)
+            start = stop
+            if not staging.room or time.monotonic() - (staging.started_s or 0) > self._block_age_s:
+                self._hand_over()
+        self.num_nonfinite_rewards += num_nonfinite
+
+    def _declare(self, schema: Schema) -> None:
+        """Freeze the schema: agree with the folder about it, then make room."""
+        layout = layouts_of(schema)[DATA]
+        try:
+            publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, self._durable)
+        except OSError as cause:
+            raise DataFileError(
+                "write the metadata of", repr(str(self.data_dir)), "a writable folder", str(cause)
+            ) from cause
+        step_bytes = self.num_envs * layout.frame_bytes
+        self._max_steps = max(1, self._block_bytes // self._max_pending // step_bytes)
+        self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(layout.columns))
+        self._staging = Staging(schema, self.num_envs, self._max_steps, 0, self._pool)
+        self._schema = schema
+
+    def _count_nonfinite(self, rollout: Rollout) -> int:
+        reward = rollout.fields.get(REWARD)
+        if reward is None or not reward.dtype.is_floating_point:
+            return 0
+        is_bad = ~torch.isfinite(reward)
+        if not is_bad.any():
+            return 0
+        count = int(is_bad.cpu().numpy()[rollout.present].sum())
+        if count and self.nonfinite_rewards == "refuse":
+            raise UsageError(
+                "add a record", "with the field 'reward'", "finite values", f"{count} NaN or infinite ones"
+            )
+        return count
+
+    def _staging_with_room(self) -> Staging:
+        if self._staging is not None and self._staging.is_sealed:
+            self._hand_over()
+        assert self._staging is not None
+        return self._staging
+
+    def _end(self, env_ids: np.ndarray, flag: int) -> None:
+        self._tally.end(env_ids, flag)
+        if self._schema is not None:
+            self._staging_with_room().end(env_ids, flag)
+
+    def _hand_over(self) -> None:
+        """Give the staged steps to the background thread; wait while too many blocks are pending."""
+        staging = self._staging
+        if staging is None or staging.is_empty:
+            return
+        self._publisher.submit(staging, self._num_accepted)
+        self._staging = Staging(staging.schema, self.num_envs, self._max_steps, staging.num_steps, self._pool)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("record into", repr(str(self.data_dir)), "an open writer", "a closed one")
+        self._publisher.raise_failure()
+
+
+def _keywords(given: dict[str, Any]) -> dict[str, Any]:
+    """Give the keyword values of `add` from its locals."""
+    extras = given.pop("extras")
+    return {name: value for name, value in given.items() if name not in ("self", "transition", "include")} | extras
+
+
+def _check_arguments(num_envs: int, block_bytes: int, max_pending: int, name: str, nonfinite: str) -> None:
+    for what, value in (("num_envs", num_envs), ("block_bytes", block_bytes), ("max_pending_blocks", max_pending)):
+        if int(value) != value or value < 1:
+            raise UsageError("make a RolloutWriter", f"with {what}", "an integer >= 1", repr(value))
+    if not re.fullmatch("[A-Za-z0-9-]{1,100}", name):
+        raise UsageError("make a RolloutWriter", "with writer_name", "1 to 100 letters, digits and '-'", repr(name))
+    if nonfinite not in ("accept", "refuse"):
+        raise UsageError("make a RolloutWriter", "with nonfinite_rewards", "'accept' or 'refuse'", repr(nonfinite))
+
+
+_open_writers: set[RolloutWriter] = set()
+
+
+def _close_open_writers() -> None:
+    for writer in list(_open_writers):
+        if writer._owner == os.getpid():  # a forked child has nothing of its own to publish
+            writer.close()
+
+
+atexit.register(_close_open_writers)
