@@ -1,0 +1,141 @@
+"""The data that the workloads move: made once under out/benchmarks/data, then reused.
+
+One rule: rows look like the real thing. Small data are real MuJoCo rollouts; large data come from a generator:
+every feature is a Gaussian AR(1) process over time (coefficient 0.95, mean 0, variance 1, features and
+environments independent), float32, so that neighbouring frames resemble each other and nothing compresses to zero.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import trange
+
+from rollout_data import RolloutWriter
+
+from .peers import PeerMissing
+from .report import OUT
+
+DATA = OUT / "data"
+#: Widths of the frames that locomotion learners record: observation, privileged observation, action.
+WIDTHS = {"observation": 235, "privileged_observation": 235, "action": 12}
+AR_COEFFICIENT = 0.95
+#: Frames per fragment, and per pickle of the trajectory folders.
+FRAGMENT = 64
+
+Rollout = dict[str, torch.Tensor]
+
+
+def row_bytes(rollout: Rollout) -> int:
+    """Count the bytes of one frame in the columns of a rollout."""
+    return sum(value[0, 0].numel() * value.element_size() for value in rollout.values())
+
+
+def generated(num_steps: int, num_envs: int, widths: dict[str, int] | None = None, seed: int = 0) -> Rollout:
+    """Generate `[T, N, ...]` columns as the module says; every environment's trajectory ends with the last step."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout: Rollout = {}
+    for name, width in (widths or WIDTHS).items():
+        column = torch.randn(num_steps, num_envs, width, generator=generator)
+        for step in range(1, num_steps):
+            column[step].mul_((1 - AR_COEFFICIENT**2) ** 0.5).add_(column[step - 1], alpha=AR_COEFFICIENT)
+        rollout[name] = column
+    rollout["reward"] = torch.randn(num_steps, num_envs, generator=generator)
+    rollout["done"] = torch.zeros(num_steps, num_envs, dtype=torch.bool)
+    rollout["done"][-1] = True
+    return rollout
+
+
+def mujoco(task: str, num_steps: int, num_envs: int, seed: int = 0) -> Rollout:
+    """Roll a uniform random policy through a MuJoCo task; float32 observations, ends where the task ends."""
+    try:
+        import gymnasium
+        from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+        envs = SyncVectorEnv([lambda: gymnasium.make(task)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    except Exception as error:  # without MuJoCo the case is left out, whatever is wrong with it
+        raise PeerMissing(f"{task}: {type(error).__name__}: {error}") from error
+    envs.action_space.seed(seed)
+    observation, _ = envs.reset(seed=seed)
+    steps: list[dict[str, np.ndarray]] = []
+    for _ in trange(num_steps, desc=task, unit=" steps", leave=False):
+        action = envs.action_space.sample()
+        following, reward, terminated, truncated, _ = envs.step(action)
+        steps.append(
+            {"observation": observation, "action": action, "reward": reward, "done": terminated | truncated}
+        )  # fmt: skip
+        observation = following
+    envs.close()
+    rollout = {name: torch.as_tensor(np.stack([step[name] for step in steps])) for name in steps[0]}
+    rollout["done"][-1] = True
+    return {name: value if value.dtype == torch.bool else value.float() for name, value in rollout.items()}
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder of that name under `DATA`, made by `make(folder)` if an earlier run did not finish it."""
+    folder, stamp = DATA / name, DATA / f"{name}.done"
+    if not stamp.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make(folder)
+        stamp.touch()
+    return folder
+
+
+def record(folder: Path, rollout: Rollout, steps_per_rollout: int = 0) -> None:
+    """Write a rollout with our writer, cut into rollouts (hence files and fragments) of so many steps; 0 for whole."""
+    num_steps, num_envs = rollout["done"].shape
+    step = steps_per_rollout or num_steps
+    with RolloutWriter(folder, num_envs, durable=False) as writer:
+        for start in range(0, num_steps, step):
+            writer.add_rollout(**{name: value[start : start + step] for name, value in rollout.items()})
+            writer.flush()
+
+
+#: Our column -> the name in a trajectory folder's pickles.
+FOLDER_NAMES = {
+    "observation": "observations",
+    "privileged_observation": "privileged_observations",
+    "action": "actions",
+    "reward": "rewards",
+    "done": "dones",
+}
+
+
+def record_folders(folder: Path, rollout: Rollout) -> None:
+    """Write a rollout of one trajectory per environment as `trajectory_*/traj_<start>_<stop>.pickle`."""
+    num_steps, num_envs = rollout["done"].shape
+    for env in trange(num_envs, desc="trajectory folders", leave=False):
+        trajectory = folder / f"trajectory_{env}"
+        trajectory.mkdir(parents=True)
+        for start in range(0, num_steps, FRAGMENT):
+            stop = min(start + FRAGMENT, num_steps)
+            chunk = {FOLDER_NAMES[name]: value[start:stop, env].numpy() for name, value in rollout.items()}
+            with open(trajectory / f"traj_{start:06d}_{stop:06d}.pickle", "wb") as file:
+                pickle.dump(chunk, file, protocol=pickle.HIGHEST_PROTOCOL)
+    text = json.dumps({"total_timesteps": num_steps * num_envs, "total_trajectories": num_envs})
+    (folder / "metadata.json").write_text(text, encoding="utf-8")
+
+
+def num_bytes_of(folder: Path) -> int:
+    """Count the bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def forget(folder: Path) -> None:
+    """Drop the files below a folder from the page cache (those that no process maps)."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,176 @@
+"""Playback: stream recorded frames, `[T, N, ...]` batches without end.
+
+The limit is a memcpy of the bytes of one batch, N windows of T + 1 frames (the next observations are views of the
+same frames), from memory into a reused output. Trajectories have 128 frames; environments stand at random places in
+them, so that in every batch some change trajectory. Frames have 235 + 235 + 12 + 1 floats and a flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rollout_data import RolloutDataset
+
+from . import baselines, data
+from .harness import LIMIT, OURS, PEER, Call, Case, Contender
+
+#: Time over limit that we promise (TARGETS: native contiguous, native fragments, cache="ram").
+REACH = {"contiguous": 1 / 0.6, "fragments": 1 / 0.35, "ram": 1 / 0.8}
+COLD_REACH = 4.0
+COLD_ENVS, COLD_STEPS, COLD_BATCHES = 512, 24, 10
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield warm playback for growing N and T, real MuJoCo rollouts, and a cold page cache."""
+    length = 32 if quick else 128
+    sizes = (8, 64) if quick else (64, 1024, 4096)
+    tag = "quick" if quick else "full"
+    made: list[data.Rollout] = []
+
+    def rollout() -> data.Rollout:
+        if not made:
+            made.append(data.generated(length, sizes[-1]))
+        return made[0]
+
+    contiguous = data.made_once(f"playback-{tag}-contiguous", lambda path: data.record(path, rollout()))
+    fragments = data.made_once(
+        f"playback-{tag}-fragments", lambda path: data.record(path, rollout(), min(data.FRAGMENT, length // 2))
+    )
+    folders = data.made_once(f"playback-{tag}-folders", lambda path: data.record_folders(path, rollout()))
+    made.clear()
+    row_bytes = data.row_bytes(data.generated(1, 1))
+    for num_envs in sizes:
+        for num_steps in (1, 24):
+            yield _warm(num_envs, num_steps, row_bytes, length, contiguous, fragments, folders)
+    yield _cold(fragments, folders, row_bytes, length, quick)
+    yield from _real(tag, quick, 2 * length)
+
+
+def _real(tag: str, quick: bool, length: int) -> Iterator[Case]:
+    task, num_envs = "Humanoid-v5", 8 if quick else 64
+    folder = data.made_once(
+        f"playback-{tag}-humanoid", lambda path: data.record(path, data.mujoco(task, length, num_envs))
+    )
+    row_bytes = _row_bytes_of(folder)
+    for num_steps in (1, 24):
+        yield Case(
+            f"{task} N={num_envs} T={num_steps}",
+            (_limit(num_envs, num_steps, row_bytes), _ours("recorded", folder, num_envs, num_steps, length)),
+            num_bytes=num_envs * (num_steps + 1) * row_bytes,
+        )
+
+
+def _warm(
+    num_envs: int, num_steps: int, row_bytes: int, length: int, contiguous: Path, fragments: Path, folders: Path
+) -> Case:
+    is_wide = num_envs == 4096 and num_steps == 24
+    reach_s = 1.5e-3 if (num_envs, num_steps) == (1024, 1) else None
+
+    def folder_reader() -> Call:
+        first = np.random.default_rng(0).integers(0, length, num_envs)
+        reader = baselines.FolderReader(folders, num_envs, first)
+        return lambda: reader.batch(num_steps)
+
+    def ours(name: str, folder: Path, cache: str = "none") -> Contender:
+        key = "ram" if cache == "ram" else name
+        return _ours(name, folder, num_envs, num_steps, length, cache, REACH[key] if is_wide else None, reach_s)
+
+    return Case(
+        f"N={num_envs} T={num_steps}",
+        (
+            _limit(num_envs, num_steps, row_bytes),
+            ours("contiguous", contiguous),
+            ours("fragments", fragments),
+            ours("cache=ram", fragments, "ram"),
+            Contender("trajectory folders", folder_reader, PEER),
+        ),
+        num_bytes=num_envs * (num_steps + 1) * row_bytes,
+    )
+
+
+def _limit(num_envs: int, num_steps: int, row_bytes: int) -> Contender:
+    """Copy as many bytes as a batch has, walking through a source of eight batches so that it is not in the cache."""
+    num_floats = num_envs * (num_steps + 1) * row_bytes // 4
+
+    def prepare() -> Call:
+        source, target = torch.ones(8, num_floats), torch.empty(num_floats)
+        turn = 0
+
+        def call() -> object:
+            nonlocal turn
+            turn = (turn + 1) % 8
+            return target.copy_(source[turn])
+
+        return call
+
+    return Contender("memcpy", prepare, LIMIT)
+
+
+def _ours(
+    name: str,
+    folder: Path,
+    num_envs: int,
+    num_steps: int,
+    length: int,
+    cache: str = "none",
+    reach: float | None = None,
+    reach_s: float | None = None,
+) -> Contender:
+    def prepare() -> Call:
+        dataset = RolloutDataset(
+            folder, num_envs, dataset_loops=0, random_shuffle_traj_order=True, starting_frame_range=(0, length),
+            device="cpu", cache=cache,
+        )  # fmt: skip
+        return lambda: dataset.get_batch(num_steps)
+
+    return Contender(name, prepare, OURS, reach=reach, reach_s=reach_s)
+
+
+def _row_bytes_of(folder: Path) -> int:
+    batch = RolloutDataset(folder, 1, device="cpu").get_batch(1)
+    columns = (batch.observation, batch.privileged_observation, batch.action, batch.reward, batch.done)
+    return sum(column[0, 0].numel() * column.element_size() for column in columns if column is not None)
+
+
+def _cold(folder: Path, folders: Path, row_bytes: int, length: int, quick: bool) -> Case:
+    """Play with nothing in the page cache; the limit reads as many bytes, from the start of the same files."""
+    num_envs, num_steps = (8, 4) if quick else (COLD_ENVS, COLD_STEPS)
+    num_bytes = num_envs * num_steps * COLD_BATCHES * row_bytes
+    buffer = bytearray(8 << 20)
+
+    def read() -> None:
+        missing = num_bytes
+        for path in sorted(folder.glob("*.h5")):
+            with open(path, "rb", buffering=0) as file:
+                while missing > 0 and (count := file.readinto(memoryview(buffer)[: min(len(buffer), missing)])):
+                    missing -= count
+
+    def play(make: Callable[[], Call]) -> Callable[[], Call]:
+        def call() -> None:
+            batch = make()
+            for _ in range(COLD_BATCHES):
+                batch()
+
+        return lambda: call
+
+    def ours() -> Call:
+        return _ours("", folder, num_envs, num_steps, length).prepare()
+
+    def theirs() -> Call:
+        reader = baselines.FolderReader(folders, num_envs, np.random.default_rng(0).integers(0, length, num_envs))
+        return lambda: reader.batch(num_steps)
+
+    return Case(
+        f"cold page cache, N={num_envs} T={num_steps}, {COLD_BATCHES} batches",
+        (
+            Contender("sequential read", lambda: read, LIMIT, before=lambda: data.forget(folder)),
+            Contender("open and play", play(ours), OURS, before=lambda: data.forget(folder), reach=COLD_REACH),
+            Contender("trajectory folders", play(theirs), PEER, before=lambda: data.forget(folders)),
+        ),
+        num_bytes=num_bytes,
+        num_repeats=5,
+    )

@@ -1,0 +1,142 @@
+"""Startup: open a dataset of many short trajectories, and give every environment one.
+
+The limit of opening is to read the bytes of the index file once; the limit of a reset is one gather of the lengths of
+the trajectories that were drawn. Trajectories have 10 frames of 8 + 2 + 1 floats, 1,000 trajectories per rollout.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import trange
+
+from rollout_data import RolloutDataset, RolloutWriter
+
+from . import data
+from .harness import LIMIT, OURS, PEER, Call, Case, Contender
+
+WIDTHS = {"observation": 8, "action": 2}
+LENGTH = 10
+ENVS_PER_ROLLOUT = 1000
+#: What we promise for 100,000 trajectories with the index cache, and for a reset of 4096 environments.
+REACH_OPEN_S, REACH_RESET_S = 0.2, 0.020
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield opening and resetting for 10,000 and 100,000 trajectories."""
+    num_envs = 64 if quick else 4096
+    for num_trajectories in (2000,) if quick else (10_000, 100_000):
+        folder = data.made_once(f"startup-{num_trajectories}", lambda path, num=num_trajectories: _record(path, num))
+        yield _opening(folder, num_trajectories)
+        yield _resetting(folder, num_trajectories, num_envs)
+
+
+def _opening(folder: Path, num_trajectories: int) -> Case:
+    reach_s = REACH_OPEN_S if num_trajectories == 100_000 else None
+    peers = () if num_trajectories == 100_000 else _peers(num_trajectories)
+    return Case(
+        f"open {num_trajectories:,} trajectories",
+        (
+            Contender("read the index file", lambda: _read(folder), LIMIT),
+            Contender("open and reset 1 environment", lambda: lambda: _open(folder, 1), OURS, reach_s=reach_s),
+            Contender(
+                "likewise, nothing in the page cache",
+                lambda: lambda: _open(folder, 1),
+                before=lambda: data.forget(folder),
+            ),
+            *peers,
+        ),
+    )
+
+
+def _resetting(folder: Path, num_trajectories: int, num_envs: int) -> Case:
+    reach_s = REACH_RESET_S if num_trajectories == 100_000 else None
+    return Case(
+        f"reset {num_envs} environments, {num_trajectories:,} trajectories",
+        (
+            Contender("one gather", lambda: _gather(num_trajectories, num_envs), LIMIT),
+            Contender("reset", lambda: _open(folder, num_envs).reset, OURS, reach_s=reach_s),
+            Contender("reset and first batch", lambda: _first_batch(folder, num_envs), OURS),
+        ),
+    )
+
+
+def _record(folder: Path, num_trajectories: int) -> None:
+    rollout = data.generated(LENGTH, ENVS_PER_ROLLOUT, WIDTHS)
+    with RolloutWriter(folder, ENVS_PER_ROLLOUT, durable=False) as writer:
+        for _ in trange(num_trajectories // ENVS_PER_ROLLOUT, desc="recording", leave=False):
+            writer.add_rollout(**rollout)
+
+
+def _read(folder: Path) -> Call:
+    path = folder / ".index.npz"
+    return lambda: path.read_bytes()
+
+
+def _open(folder: Path, num_envs: int) -> RolloutDataset:
+    """Open a dataset and assign the first trajectories; the construction alone would read nothing."""
+    dataset = RolloutDataset(folder, num_envs, dataset_loops=0, random_shuffle_traj_order=True, device="cpu")
+    dataset.reset()
+    return dataset
+
+
+def _first_batch(folder: Path, num_envs: int) -> Call:
+    dataset = _open(folder, num_envs)
+
+    def call() -> object:
+        dataset.reset()
+        return dataset.get_batch(1)
+
+    return call
+
+
+def _gather(num_trajectories: int, num_envs: int) -> Call:
+    lengths = torch.full((num_trajectories,), LENGTH)
+    order = torch.randperm(num_trajectories)[:num_envs]
+    return lambda: lengths.index_select(0, order)
+
+
+def _peers(num_trajectories: int) -> tuple[Contender, ...]:
+    """Trajectory folders, opened by listing them, and one JSON record per trajectory."""
+    rollout = data.generated(LENGTH, num_trajectories, WIDTHS)
+    folders = data.made_once(f"startup-{num_trajectories}-folders", lambda path: data.record_folders(path, rollout))
+    records = data.made_once(f"startup-{num_trajectories}-json", lambda path: _write_records(path, num_trajectories))
+
+    def list_folders() -> int:
+        num_frames = 0
+        for trajectory in sorted(folders.iterdir()):
+            if trajectory.is_dir():
+                stops = [int(path.stem.split("_")[2]) for path in trajectory.iterdir()]
+                num_frames += max(stops)
+        return num_frames
+
+    def parse_records() -> int:
+        lines = (records / "index.jsonl").read_text(encoding="utf-8").splitlines()
+        return sum(json.loads(line)["length"] for line in lines)
+
+    def read_first_chunks() -> list[np.ndarray]:
+        chunks = []
+        for trajectory in sorted(folders.glob("trajectory_*")):
+            with open(next(trajectory.iterdir()), "rb") as file:
+                chunks.append(pickle.load(file)["observations"])
+        return chunks
+
+    return (
+        Contender("trajectory folders, listed", lambda: list_folders, PEER),
+        Contender("trajectory folders, first chunks read", lambda: read_first_chunks, PEER),
+        Contender("JSON record per trajectory", lambda: parse_records, PEER),
+    )
+
+
+def _write_records(folder: Path, num_trajectories: int) -> None:
+    folder.mkdir(parents=True)
+    lines = [
+        json.dumps({"id": number, "env": number, "start": 0, "length": LENGTH, "file": f"block_{number // 1000}.h5"})
+        for number in range(num_trajectories)
+    ]
+    (folder / "index.jsonl").write_text("\n".join(lines), encoding="utf-8")
