@@ -1,1 +1,21 @@
-"""Reinforcement-learning experience in files: record it, stream it back."""
+"""Reinforcement-learning experience in files: record it, stream it back.
+
+Write with `RolloutWriter` (or `record_demonstrations`), read with `RolloutDataset`. `FORMAT.md`
+beside this file specifies the files.
+"""
+
+from storage.errors import RolloutDataError, RolloutDataWarning
+
+from .base import RolloutFileBase
+from .rollout_dataset import RolloutDataset
+from .transition import Transition
+from .writer import RolloutWriter
+
+__all__ = [
+    "RolloutDataError",
+    "RolloutDataWarning",
+    "RolloutDataset",
+    "RolloutFileBase",
+    "RolloutWriter",
+    "Transition",
+]

@@ -1,0 +1,219 @@
+"""Batches: carry out a plan, that is gather rows and view them as a `Transition`.
+
+One rule: one gather per kind of row moves the bytes; everything after it is views, except coded
+components (decoded into new memory) and true final observations (next observations then get
+memory of their own, since the following row belongs to another trajectory).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.buffer_pool import BufferPool
+from storage.fields import Schema
+from storage.tree import map_leaves, unflatten
+
+from .block_header import DATA, FINAL, final_schema
+from .cursor import Bools, Int64s, Plan
+from .frames import FrameStore
+from .index import Runs
+from .layout import RowLayout
+from .transition import Transition
+
+#: Fields that have a place of their own in a `Transition`; all others are extras.
+OBSERVATION, PRIVILEGED, ACTION, REWARD = "observation", "privileged_observation", "action", "reward"
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """How batches look.
+
+    Attributes:
+        device: Where they are delivered.
+        flatten_observations: Join components along the last axis, rather than a dict of them.
+        mark_first_frame: Mark the first frame delivered of a trajectory as done.
+        contiguous: Copy every field into contiguous memory of its own, rather than views.
+    """
+
+    device: torch.device
+    flatten_observations: bool = True
+    mark_first_frame: bool = True
+    contiguous: bool = False
+
+
+@dataclass(eq=False)
+class BatchReader:
+    """Turns plans into batches; holds nothing but reusable memory."""
+
+    options: BatchOptions
+    pool: BufferPool = field(default_factory=BufferPool)
+
+    def read(self, plan: Plan, envs: Int64s, stream_id: int = 0) -> Transition:
+        """Gather what a plan says for `envs` (ascending): a `Transition` of `[T, len(envs), ...]`."""
+        assert plan.parts, "a plan covers its envs"
+        store: FrameStore = plan.parts[0].deal.source
+        gathered = _Gathered(self, plan, envs, store)
+        layout, steps = store.layouts[DATA], plan.num_steps
+        flags = _flags(plan, envs, self.options.mark_first_frame)
+        rows = {name: part[:, :steps].transpose(0, 1) for name, part in gathered.rows.items()}
+        following = {name: part.transpose(0, 1) for name, part in gathered.following().items()}
+        batch = view_rows(layout, rows, following, self.options.flatten_observations)
+        tensors = {name: torch.from_numpy(flag).to(self.options.device) for name, flag in flags.items()}
+        batch = batch._replace(**tensors, stream_id=stream_id)
+        return map_batch(lambda tensor: tensor.contiguous(), batch) if self.options.contiguous else batch
+
+
+class _Gathered:
+    """The rows of one plan: column -> `[N, T + 1, row_bytes]` uint8 on the target device."""
+
+    def __init__(self, reader: BatchReader, plan: Plan, envs: Int64s, store: FrameStore) -> None:
+        self.plan, self.envs, self.store, self.reader = plan, envs, store, reader
+        self.length = plan.num_steps + 1
+        self.device = reader.options.device
+        located = [self._locate(part.deal.source, part.pieces) for part in plan.parts]
+        self.rows = {}
+        for name, column in store.layouts[DATA].columns.items():
+            out = self._allocate(len(envs) * self.length, column.row_bytes, store.device)
+            for part, runs in zip(plan.parts, located, strict=True):
+                part.deal.source.copy((DATA, name), runs, self.length if len(located) == 1 else 0, out)
+            out = out.to(self.device, non_blocking=True)
+            self.rows[name] = out.view(torch.uint8).view(len(envs), self.length, column.row_bytes)
+
+    def _locate(self, store: FrameStore, pieces: Any) -> Runs:
+        env = np.searchsorted(self.envs, pieces.env)
+        target = env * self.length + pieces.time
+        order = np.argsort(target, kind="stable")
+        return store.locate(pieces.trajectory[order], pieces.frame[order], pieces.count[order], target[order])
+
+    def _allocate(self, num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+        shape = (num_rows, row_bytes // 4)
+        if device.type == "cpu" and self.device.type == "cuda":
+            return torch.empty(shape, dtype=torch.int32, pin_memory=True)
+        if device.type == "cpu":
+            return self.reader.pool.empty(shape, torch.int32)
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    def following(self) -> dict[str, torch.Tensor]:
+        """The rows after each row, `[N, T, row_bytes]`, with true final observations put in."""
+        ends = [(part, self._with_final(part)) for part in self.plan.parts]
+        shifted = {name: rows[:, 1:] for name, rows in self.rows.items()}
+        if not any(len(which) for _, which in ends):
+            return shifted
+        needed = {self.store.layouts[DATA].column_of[name].name for name in self.store.layouts[FINAL].schema}
+        for name in needed:
+            own = self._own(shifted[name])
+            shifted[name] = own
+        for part, which in ends:
+            if len(which):
+                self._put_finals(part, which, shifted)
+        return shifted
+
+    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copy `[N, T, row_bytes]` rows into memory of their own."""
+        words = rows.view(torch.int32)
+        if words.device.type == "cpu":
+            return self.reader.pool.empty(words.shape, torch.int32).copy_(words).view(torch.uint8)
+        return words.contiguous().view(torch.uint8)
+
+    def _with_final(self, part: Any) -> Int64s:
+        """Which ends of a part have a recorded final observation."""
+        return np.flatnonzero(part.deal.source.index.final_row[part.ends.trajectory] >= 0)
+
+    def _put_finals(self, part: Any, which: Int64s, rows: dict[str, torch.Tensor]) -> None:
+        store: FrameStore = part.deal.source
+        env = torch.from_numpy(np.searchsorted(self.envs, part.ends.env[which])).to(self.device)
+        time = torch.from_numpy(part.ends.time[which]).to(self.device)
+        layout, final = store.layouts[DATA], store.layouts[FINAL]
+        for name, column in final.columns.items():
+            found = store.finals(name, part.ends.trajectory[which]).to(self.device)
+            for each in column.offsets:
+                target = layout.stored_view(each, rows[layout.column_of[each].name])
+                target[env, time] = final.stored_view(each, found)
+
+
+def _flags(plan: Plan, envs: Int64s, mark_first_frame: bool) -> dict[str, Bools]:
+    """done, timeout, is_first and valid of a plan, each bool `[T, len(envs)]`."""
+    shape = (plan.num_steps, len(envs))
+    done, timeout, is_first = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, bool)
+    for part in plan.parts:
+        env = np.searchsorted(envs, part.ends.env)
+        done[part.ends.time, env] = True
+        timeout[part.ends.time, env] = part.deal.source.index.is_timeout()[part.ends.trajectory]
+    at = np.searchsorted(envs, plan.first_env)
+    mine = (at < len(envs)) & (envs[np.minimum(at, len(envs) - 1)] == plan.first_env)
+    is_first[plan.first_time[mine], at[mine]] = True
+    if mark_first_frame:
+        done |= is_first
+    num_valid = plan.num_valid[envs]
+    valid = np.ones(shape, bool)
+    if len(num_valid) and int(num_valid.min()) < plan.num_steps:
+        valid = np.arange(plan.num_steps)[:, None] < num_valid
+    return {"done": done, "timeout": timeout, "is_first": is_first, "valid": valid}
+
+
+def view_rows(
+    layout: RowLayout, rows: dict[str, torch.Tensor], following: dict[str, torch.Tensor], flatten: bool
+) -> Transition:
+    """View rows and the rows after them as a `Transition` without flags.
+
+    Args:
+        layout: What the rows hold.
+        rows: Column -> `[..., row_bytes]` uint8.
+        following: Likewise, of which only observations are taken.
+        flatten: Join observation components along the last axis.
+    """
+    taken = set(final_schema(layout.schema)) | {ACTION, REWARD}
+    extras = {name: _field(layout, name, rows) for name in layout.schema if name not in taken}
+    nothing = torch.empty(0)
+    return Transition(
+        observation=_observation(layout, OBSERVATION, rows, flatten),
+        privileged_observation=_observation(layout, PRIVILEGED, rows, flatten),
+        action=_field(layout, ACTION, rows) if ACTION in layout.schema else None,
+        reward=_field(layout, REWARD, rows) if REWARD in layout.schema else None,
+        done=nothing,
+        timeout=nothing,
+        next_observation=_observation(layout, OBSERVATION, following, flatten),
+        next_privileged_observation=_observation(layout, PRIVILEGED, following, flatten),
+        is_first=nothing,
+        valid=nothing,
+        extras=unflatten(extras) if extras else None,
+    )
+
+
+def _field(layout: RowLayout, name: str, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    return layout.decoded(name, rows[layout.column_of[name].name])
+
+
+def _observation(layout: RowLayout, group: str, rows: dict[str, torch.Tensor], flatten: bool) -> Any:
+    names = list(layout.schema.below(group))
+    if not names:
+        return None
+    if names == [group]:
+        return _field(layout, group, rows)
+    if not flatten:
+        return unflatten({name[len(group) + 1 :]: _field(layout, name, rows) for name in names})
+    joined = layout.joined_view(names, rows[layout.column_of[names[0]].name])
+    if joined is not None:
+        return joined
+    leading = rows[layout.column_of[names[0]].name].dim() - 1
+    return torch.cat([_field(layout, name, rows).flatten(leading) if layout.schema[name].shape else
+                      _field(layout, name, rows).unsqueeze(-1) for name in names], dim=-1)
+
+
+def map_batch(function: Any, batch: Transition) -> Transition:
+    """Apply `function` to every tensor of a batch."""
+    return Transition(
+        *(
+            value if value is None or isinstance(value, int) else map_leaves(function, value)
+            for value in batch
+        )
+    )
+
+
+def schema_of(store: FrameStore) -> Schema:
+    """The recorded fields of a store."""
+    return store.layouts[DATA].schema

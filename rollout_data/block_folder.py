@@ -1,0 +1,200 @@
+"""A folder of block files: which blocks are there, which are damaged, and the cache of it all.
+
+One rule: a bad file is one entry in `problems` and never hides the good ones beside it. Reading
+creates and changes nothing in the folder; only writers and tools call `save_index_cache`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
+from storage.fields import Schema
+
+from .block_file import open_block
+from .block_header import FRAGMENT_DTYPE, BlockHeader
+from .index import Block, TrajectoryIndex
+
+INDEX_CACHE_NAME = ".index.npz"
+_CACHE_VERSION = 1
+
+
+class BlockFolder:
+    """The blocks of one data folder.
+
+    Args:
+        data_dir: The folder.
+        verify_on_open: Check every checksum of a block when it is first seen.
+        label: Goes before the writers' names, so that those of several folders differ.
+
+    Attributes:
+        schema: Fields of the blocks; None while there is no block.
+        blocks: File name -> `Block`, of the intact blocks.
+        problems: File name -> what is wrong with a file that was left out.
+        built: Index arrays from the cache, valid for exactly the present blocks, or None.
+    """
+
+    def __init__(self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = "") -> None:
+        self.label = label
+        self.data_dir = Path(data_dir)
+        self.verify_on_open = verify_on_open
+        self.schema: Schema | None = None
+        self.blocks: dict[str, Block] = {}
+        self.problems: dict[str, RolloutDataError] = {}
+        self.built: Mapping[str, np.ndarray] | None = None
+        self._sizes: dict[str, int] = {}
+        self._use_cache = not verify_on_open
+
+    def refresh(self) -> bool:
+        """Look at the folder again; open what is new, forget what is gone. True if anything changed."""
+        found = self._list_files()
+        if self._use_cache:
+            self._use_cache = False
+            self._load_cache(found)
+        if found == self._sizes:
+            return False
+        for name in [name for name in self._sizes if found.get(name) != self._sizes[name]]:
+            del self._sizes[name]
+            self.blocks.pop(name, None)
+            self.problems.pop(name, None)
+            self.built = None
+        for name in sorted(name for name in found if name not in self._sizes):
+            self._open(name)
+            self._sizes[name] = found[name]
+            self.built = None
+        return True
+
+    def _list_files(self) -> dict[str, int]:
+        try:
+            with os.scandir(self.data_dir) as entries:
+                files = [entry for entry in entries if entry.name.endswith((".h5", ".hdf5")) and entry.name[0] != "."]
+                sizes = {}
+                for entry in files:
+                    try:
+                        sizes[entry.name] = entry.stat().st_size
+                    except FileNotFoundError:  # removed by retention since it was listed, or a dead link
+                        continue
+                return sizes
+        except (FileNotFoundError, NotADirectoryError) as cause:
+            raise UsageError("open the data folder", repr(str(self.data_dir)), "a folder", "none") from cause
+
+    def _open(self, name: str) -> None:
+        try:
+            header = open_block(self.data_dir / name, verify=self.verify_on_open)
+            self._check_schema(header)
+            self._check_unique(header)
+        except FileNotFoundError:
+            return
+        except (RolloutDataError, OSError) as error:
+            self.problems[name] = error if isinstance(error, RolloutDataError) else _as_problem(self.data_dir / name, error)
+            return
+        places = {(table, column): at for table, columns in header.locations.items() for column, at in columns.items()}
+        writer = self.label + header.writer
+        self.blocks[name] = Block(header.path, writer, header.sequence, header.fragments, places, header.file_bytes)
+
+    def _check_schema(self, header: BlockHeader) -> None:
+        if self.schema is None:
+            self.schema = header.schema
+        elif difference := self.schema.difference(header.schema):
+            raise DataFileError(
+                "read the block", repr(str(header.path)), "the fields of the blocks beside it", difference,
+                "Move it to a folder of its own",
+            )
+
+    def _check_unique(self, header: BlockHeader) -> None:
+        writer = self.label + header.writer
+        for other in self.blocks.values():
+            if other.writer == writer and other.sequence == header.sequence:
+                raise DataFileError(
+                    "read the block", repr(str(header.path)), "each block once",
+                    f"a second copy of {other.path.name!r}", "Remove one of them",
+                )
+
+    def _load_cache(self, found: Mapping[str, int]) -> None:
+        """Take what the cache knows of files that are still there; a bad cache is no cache."""
+        path = self.data_dir / INDEX_CACHE_NAME
+        try:
+            with np.load(path, allow_pickle=False) as cache:
+                about = json.loads(bytes(cache["about"]))
+                if about["version"] != _CACHE_VERSION:
+                    return
+                schema = Schema.from_json(about["schema"])
+                places = [(table, column) for table, column in about["places"]]
+                blocks = self._cached_blocks(cache, about["names"], places, found)
+                if list(blocks) == about["names"] and len(blocks) == len(found):
+                    self.built = {name: cache[name] for name in about["index"]}
+        except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile, RolloutDataError):
+            return
+        self.schema, self.blocks = schema, blocks
+        self._sizes = {name: found[name] for name in blocks}
+
+    def _cached_blocks(
+        self, cache: Any, names: list[str], places: list[tuple[str, str]], found: Mapping[str, int]
+    ) -> dict[str, Block]:
+        fragments, bounds, at = cache["fragments"], cache["bounds"].tolist(), cache["places"].tolist()
+        sizes, sequences = cache["sizes"].tolist(), cache["sequences"].tolist()
+        writers = json.loads(bytes(cache["writers"]))
+        if fragments.dtype != FRAGMENT_DTYPE or not len(names) == len(writers) == len(sizes) == len(bounds) - 1:
+            raise CorruptFileError("use the index cache", repr(str(self.data_dir)))
+        blocks = {}
+        for k, name in enumerate(names):
+            if found.get(name) == sizes[k]:
+                spots = {place: (int(at[k][c][0]), int(at[k][c][1])) for c, place in enumerate(places)}
+                part = fragments[bounds[k] : bounds[k + 1]]
+                writer = self.label + writers[k]
+                blocks[name] = Block(self.data_dir / name, writer, sequences[k], part, spots, sizes[k])
+        return blocks
+
+
+def _as_problem(path: Path, error: OSError) -> CorruptFileError:
+    problem = CorruptFileError("read the block", repr(str(path)), "a readable file", str(error))
+    problem.__cause__ = error
+    return problem
+
+
+def save_index_cache(data_dir: str | os.PathLike[str]) -> None:
+    """Write the index cache of a folder, atomically. For writers and tools; readers never write.
+
+    The cache is an accelerator: it may be deleted at any time and is ignored where it disagrees
+    with the files.
+    """
+    folder = BlockFolder(data_dir)
+    folder.refresh()
+    names = sorted(folder.blocks)
+    blocks = [folder.blocks[name] for name in names]
+    if folder.schema is None or not blocks:
+        return
+    index = TrajectoryIndex(blocks).arrays()
+    places = list(blocks[0].places)
+    about = {
+        "version": _CACHE_VERSION, "schema": folder.schema.to_json(), "names": names, "places": places, "index": list(index)
+    }
+    path = folder.data_dir / INDEX_CACHE_NAME
+    temporary = path.with_name(f".tmp_index_{os.getpid()}_{id(folder):x}")
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(
+                file,
+                about=_json_bytes(about),
+                writers=_json_bytes([block.writer for block in blocks]),
+                sizes=np.array([block.file_bytes for block in blocks], np.int64),
+                sequences=np.array([block.sequence for block in blocks], np.int64),
+                bounds=np.cumsum([0] + [len(block.fragments) for block in blocks]),
+                fragments=np.concatenate([block.fragments for block in blocks]),
+                places=np.array([[block.places[place] for place in places] for block in blocks], np.int64),
+                **index,
+            )
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _json_bytes(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)

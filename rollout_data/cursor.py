@@ -1,0 +1,259 @@
+"""Where each env stands, which frames the next T steps read, and what the new state is.
+
+One rule: pure arithmetic. `plan_steps` reads nothing and changes nothing; it returns a plan of
+integers and the state after it, and whoever executes the plan keeps that state only if all went
+well. Envs that do not change trajectory are never looked at one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """What a pass hands out, and in which order.
+
+    Attributes:
+        lengths: int64 `[M]`, frames of every trajectory that may be referred to.
+        order: int64 `[K]`, the trajectories of this pass in the order of dealing.
+        starts: int64 `[K]`, the frame at which each of them starts.
+        number: Which pass this is, from 0.
+        source: Whatever the trajectory numbers refer to; never looked at here.
+    """
+
+    lengths: Int64s
+    order: Int64s
+    starts: Int64s
+    number: int = 0
+    source: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class StreamState:
+    """Where each env stands.
+
+    Attributes:
+        trajectory: int64 `[N]`, the trajectory that is being delivered; -1 before the first.
+        frame: int64 `[N]`, the next frame of it.
+        is_first: bool `[N]`, that frame is the first one delivered of its trajectory.
+        is_exhausted: bool `[N]`, nothing is left for this env; `frame` is beyond the end.
+        position: How many trajectories of the current pass have been dealt.
+    """
+
+    trajectory: Int64s
+    frame: Int64s
+    is_first: Bools
+    is_exhausted: Bools
+    position: int = 0
+
+    @classmethod
+    def fresh(cls, num_envs: int) -> StreamState:
+        no = np.zeros(num_envs, bool)
+        return cls(np.full(num_envs, -1, np.int64), np.zeros(num_envs, np.int64), no, no.copy())
+
+
+class Pieces(NamedTuple):
+    """Consecutive frames of one trajectory each: `count` frames, delivered to `env` from `time` on."""
+
+    env: Int64s
+    time: Int64s
+    trajectory: Int64s
+    frame: Int64s
+    count: Int64s
+
+
+class Ends(NamedTuple):
+    """The last frames of trajectories: delivered to `env` at step `time`."""
+
+    env: Int64s
+    time: Int64s
+    trajectory: Int64s
+
+
+class Part(NamedTuple):
+    """The part of a plan whose trajectory numbers refer to one deal."""
+
+    deal: Deal
+    pieces: Pieces
+    ends: Ends
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What T steps read and mark; times are `0..T`, where time T is only looked at.
+
+    Attributes:
+        parts: One for each deal that was used; together their pieces cover `[N, T + 1]` once.
+            An exhausted env repeats its last frame, and the end of its trajectory, to the end.
+        first_time, first_env: int64 `[F]`, where trajectories start.
+        num_valid: int64 `[N]`, steps before the env was exhausted; T where it was not.
+    """
+
+    num_steps: int
+    parts: tuple[Part, ...]
+    first_time: Int64s
+    first_env: Int64s
+    num_valid: Int64s
+
+
+#: Begins the pass after a deal: (deal, trajectories in use) -> (the next deal, their numbers in it), or None at the end.
+NextPass = Callable[[Deal, Int64s], "tuple[Deal, Int64s] | None"]
+
+
+def deal_next(state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass) -> tuple[StreamState, Deal]:
+    """Give each of `envs` the next unused trajectory, dropping what they were at."""
+    walk = _Walk(state, deal, next_pass, num_steps=0)
+    walk.refill(np.sort(envs), 0)
+    return walk.state_after(), walk.deal
+
+
+def plan_steps(
+    state: StreamState, deal: Deal, num_steps: int, next_pass: NextPass, envs: Int64s | None = None
+) -> tuple[Plan, StreamState, Deal]:
+    """Plan the next `num_steps` steps.
+
+    An env whose trajectory ends takes the next unused one at once, in the order of (time, env);
+    so the outcome does not depend on how a run is cut into calls.
+
+    Args:
+        state: Where the envs stand; each has a trajectory.
+        deal: The current pass.
+        num_steps: T >= 1.
+        next_pass: Called when a trajectory is wanted and the pass has none left.
+        envs: Which envs advance; None is all. The others are not part of the plan.
+
+    Returns:
+        The plan, the state after it, and the pass that is current then.
+    """
+    walk = _Walk(state, deal, next_pass, num_steps, envs)
+    walk.run()
+    return walk.plan(), walk.state_after(), walk.deal
+
+
+class _Walk:
+    """The running variables of one plan: each env's open segment, and what was emitted."""
+
+    def __init__(
+        self, state: StreamState, deal: Deal, next_pass: NextPass, num_steps: int, envs: Int64s | None = None
+    ) -> None:
+        self.deal, self.next_pass, self.num_steps = deal, next_pass, num_steps
+        self.trajectory = state.trajectory.copy()
+        self.frame = state.frame.copy()
+        self.begin = np.zeros(len(self.frame), np.int64)
+        self.is_exhausted = state.is_exhausted.copy()
+        self.num_valid = np.where(state.is_exhausted, 0, num_steps)
+        self.was_first = state.is_first
+        self.moves = np.ones(len(self.frame), bool)
+        if envs is not None:
+            self.moves[:] = False
+            self.moves[envs] = True
+        self.position = state.position
+        self.parts: list[Part] = []
+        self.pieces: list[Pieces] = []
+        self.ends: list[Ends] = []
+        self.firsts = [(np.zeros(np.count_nonzero(state.is_first), np.int64), np.flatnonzero(state.is_first))]
+
+    def run(self) -> None:
+        """Close segments in the order of their end until all open ones outlast the last step."""
+        is_open = np.flatnonzero(~self.is_exhausted & self.moves)
+        end = np.full(len(self.frame), self.num_steps + 1)
+        end[is_open] = self.deal.lengths[self.trajectory[is_open]] - self.frame[is_open]
+        while len(end) and (time := int(end.min())) <= self.num_steps:
+            envs = np.flatnonzero(end == time)
+            self._emit(envs, time)
+            self.ends.append(Ends(envs, np.full(len(envs), time - 1), self.trajectory[envs]))
+            self.refill(envs, time)
+            alive = envs[~self.is_exhausted[envs]]
+            end[envs] = self.num_steps + 1
+            end[alive] = time + self.deal.lengths[self.trajectory[alive]] - self.frame[alive]
+
+    def refill(self, envs: Int64s, time: int) -> None:
+        """Deal trajectories to `envs`, in this order, from `time` on."""
+        while len(envs):
+            taken = min(len(envs), len(self.deal.order) - self.position)
+            now, envs = envs[:taken], envs[taken:]
+            chosen = slice(self.position, self.position + taken)
+            self.trajectory[now], self.frame[now] = self.deal.order[chosen], self.deal.starts[chosen]
+            self.begin[now] = time
+            self.is_exhausted[now] = False
+            self.num_valid[now] = self.num_steps
+            self.position += taken
+            self.firsts.append((np.full(taken, time), now))
+            if len(envs) and not self._begin_pass():
+                self._exhaust(envs, time)
+                return
+
+    def _begin_pass(self) -> bool:
+        """Go to the next pass; False if there is none."""
+        begun = self.next_pass(self.deal, self.trajectory)
+        if begun is None:
+            return False
+        deal, numbers = begun
+        if deal.source is not self.deal.source:
+            self._close_part()
+        self.deal, self.trajectory, self.position = deal, numbers.copy(), 0
+        return True
+
+    def _exhaust(self, envs: Int64s, time: int) -> None:
+        self.frame[envs] = self.deal.lengths[self.trajectory[envs]]
+        self.begin[envs] = time
+        self.is_exhausted[envs] = True
+        self.num_valid[envs] = np.minimum(self.num_valid[envs], time)
+
+    def _emit(self, envs: Int64s, stop: int) -> None:
+        """Put the open segments of `envs` into the plan, up to time `stop`."""
+        count = stop - self.begin[envs]
+        envs, count = envs[count > 0], count[count > 0]
+        if len(envs):
+            self.pieces.append(Pieces(envs, self.begin[envs], self.trajectory[envs], self.frame[envs], count))
+
+    def _close_part(self) -> None:
+        if self.pieces or self.ends:
+            pieces = Pieces(*(np.concatenate(column) for column in zip(*self.pieces, strict=True))) if self.pieces else _NONE
+            ends = Ends(*(np.concatenate(column) for column in zip(*self.ends, strict=True))) if self.ends else _NO_ENDS
+            self.parts.append(Part(self.deal, pieces, ends))
+        self.pieces, self.ends = [], []
+
+    def plan(self) -> Plan:
+        """Emit what is open up to and including the look at time T, and give the plan."""
+        stop = self.num_steps + 1
+        self._emit(np.flatnonzero(~self.is_exhausted & self.moves), stop)
+        self._repeat_last(np.flatnonzero(self.is_exhausted & self.moves), stop)
+        self._close_part()
+        times, envs = (np.concatenate(column) for column in zip(*self.firsts, strict=True))
+        inside = times < self.num_steps
+        return Plan(self.num_steps, tuple(self.parts), times[inside], envs[inside], self.num_valid)
+
+    def _repeat_last(self, envs: Int64s, stop: int) -> None:
+        """An exhausted env shows its last frame again at every time that is left."""
+        count = stop - self.begin[envs]
+        env = np.repeat(envs, count)
+        time = stop - 1 - (np.arange(len(env)) - np.repeat(np.cumsum(count) - count, count))
+        if len(env):
+            last = self.deal.lengths[self.trajectory[env]] - 1
+            self.pieces.append(Pieces(env, time, self.trajectory[env], last, np.ones(len(env), np.int64)))
+            within = time < self.num_steps
+            self.ends.append(Ends(env[within], time[within], self.trajectory[env][within]))
+
+    def state_after(self) -> StreamState:
+        """Where the envs stand after the last step."""
+        steps = np.where(self.is_exhausted | ~self.moves, 0, self.num_steps - self.begin)
+        starts_now = np.zeros(len(self.frame), bool)
+        for times, envs in self.firsts:
+            starts_now[envs] = times == self.num_steps
+        starts_now |= self.was_first & ~self.moves
+        return StreamState(self.trajectory, self.frame + steps, starts_now & ~self.is_exhausted, self.is_exhausted, self.position)
+
+
+_EMPTY = np.zeros(0, np.int64)
+_NONE = Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
+_NO_ENDS = Ends(_EMPTY, _EMPTY, _EMPTY)
+

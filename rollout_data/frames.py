@@ -1,0 +1,287 @@
+"""Frame stores: rows of frames as tensors, from mapped files, from memory or file by file.
+
+One rule: integers come in, rows go out; which frames a batch needs was decided elsewhere. A
+window that lies in consecutive rows is moved in one piece; only the others are put together
+from their runs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from storage.errors import UsageError
+
+from . import arena
+from .arena import Arena
+from .block_header import DATA, FINAL
+from .index import Block, Int64s, Runs, TrajectoryIndex
+from .layout import RowLayout
+
+#: (table, column): one kind of row.
+Place = tuple[str, str]
+#: Above this share of broken windows, gathering row by row is cheaper than windows and patches.
+_MAX_PATCHED_SHARE = 0.2
+#: The kernel allows 65,530 mappings a process by default; stay clear of it.
+_MAX_MAPPINGS = 50_000
+
+
+def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: torch.Tensor) -> None:
+    """Copy rows into `out`.
+
+    Args:
+        words: `[R, W]` int32, the rows; on any device.
+        runs: Covers `num_windows * length` output rows, each once, in ascending order.
+        first: int64, first row of each run in `words`.
+        length: Rows of a window.
+        out: `[num_windows * length, W]` int32, contiguous, on the device of `words`.
+    """
+    num_windows, width = len(out) // length, words.shape[1]
+    is_whole = runs.count == length
+    num_broken = num_windows - int(np.count_nonzero(is_whole))
+    if length == 1 or num_broken > _MAX_PATCHED_SHARE * num_windows or len(words) < length:
+        torch.index_select(words, 0, _numbers(first, runs.count).to(words.device), out=out)
+        return
+    starts = np.zeros(num_windows, np.int64)
+    starts[runs.target[is_whole] // length] = first[is_whole]
+    windows = words.as_strided((len(words) - length + 1, length * width), (width, 1))
+    where = torch.from_numpy(starts).to(words.device)
+    torch.index_select(windows, 0, where, out=out.view(num_windows, length * width))
+    if num_broken:
+        scatter(words, Runs(*(column[~is_whole] for column in runs)), first[~is_whole], out)
+
+
+def scatter(words: torch.Tensor, runs: Runs, first: Int64s, out: torch.Tensor) -> None:
+    """Copy rows into some rows of `out`; like `gather`, but the runs need not cover it."""
+    rows = torch.index_select(words, 0, _numbers(first, runs.count).to(words.device))
+    out.index_copy_(0, _numbers(runs.target, runs.count).to(out.device), rows.to(out.device))
+
+
+def _numbers(first: Int64s, count: Int64s) -> torch.Tensor:
+    """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
+    shift = first - (np.cumsum(count) - count)
+    return torch.from_numpy(np.repeat(shift, count) + np.arange(int(count.sum())))
+
+
+class FrameStore:
+    """The rows of all trajectories of an index; the base of the stores below.
+
+    Attributes:
+        index: Which frames there are.
+        layouts: Table -> row layout.
+        device: Where the rows are.
+    """
+
+    def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device) -> None:
+        self.index, self.layouts, self.device = index, layouts, device
+
+    def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
+        """Turn pieces of trajectories into runs of this store's rows (see `TrajectoryIndex.locate`)."""
+        return self.index.locate(trajectory, frame, count, target)
+
+    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        """Copy runs of rows into `out`, `[rows, row_bytes / 4]` int32 on `device`.
+
+        `length` > 0: the runs cover `out`, made of windows of this many rows; 0: only a part of it.
+        """
+        words, first = self._words(place), self._first(place, runs)
+        if length:
+            gather(words, runs, first, length, out)
+        else:
+            scatter(words, runs, first, out)
+
+    def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
+        """Final observation rows `[K, row_bytes]` uint8 of trajectories that have one; new memory."""
+        count = np.ones(len(trajectories), np.int64)
+        block, row = self.index.final_block[trajectories], self.index.final_row[trajectories]
+        runs = Runs(np.arange(len(trajectories)), block, row, count)
+        width = self.layouts[FINAL].columns[column].row_bytes // 4
+        out = torch.empty((len(trajectories), width), dtype=torch.int32, device=self.device)
+        self.copy((FINAL, column), runs, 1, out)
+        return out.view(torch.uint8)
+
+    def will_need(self, runs: Runs) -> None:
+        """Have rows fetched in the background, where that helps."""
+
+    def _words(self, place: Place) -> torch.Tensor:
+        raise UsageError("read rows", f"of {type(self).__name__}", "a store that keeps rows as one tensor")
+
+    def _first(self, place: Place, runs: Runs) -> Int64s:
+        return runs.row
+
+
+class FileMap:
+    """The mapped rows of many blocks, one arena for each kind of row; grows as blocks come."""
+
+    def __init__(self, layouts: Mapping[str, RowLayout]) -> None:
+        self.layouts = layouts
+        self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
+        self.arenas = {
+            (table, name): Arena(column.row_bytes) for table, layout in layouts.items() for name, column in layout.columns.items()
+        }
+        self._first_rows: dict[Path, list[int]] = {}
+
+    def add(self, block: Block) -> None:
+        """Map a block, unless it is mapped already: then it may even be gone.
+
+        Raises:
+            FileNotFoundError: It is gone and was not mapped before.
+            CorruptFileError: It is too short.
+        """
+        if block.path not in self._first_rows:
+            rows = [self.arenas[place].map_file(block.path, *block.places[place]) for place in self.places]
+            self._first_rows[block.path] = rows
+
+    def first_rows(self, blocks: Iterable[Block]) -> dict[Place, Int64s]:
+        """For each kind of row, the number of each block's first row, int64 `[B]`."""
+        table = np.array([self._first_rows[block.path] for block in blocks], np.int64).reshape(-1, len(self.places))
+        return {place: np.ascontiguousarray(table[:, k]) for k, place in enumerate(self.places)}
+
+
+def can_map(blocks: Iterable[Block]) -> bool:
+    """True if all these blocks can be mapped at once on this machine."""
+    return arena.is_supported and sum(len(block.places) for block in blocks) <= _MAX_MAPPINGS
+
+
+class MappedFrames(FrameStore):
+    """Rows of block files through memory maps: the page cache is the memory, nothing is copied twice."""
+
+    def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap) -> None:
+        super().__init__(index, layouts, torch.device("cpu"))
+        self.files = files
+        self._first_rows = files.first_rows(index.blocks)
+
+    def will_need(self, runs: Runs) -> None:
+        for place in self.files.places:
+            if place[0] == DATA:
+                mapped = self.files.arenas[place]
+                for first, count in zip(self._first(place, runs).tolist(), runs.count.tolist(), strict=True):
+                    mapped.will_need(first, count)
+
+    def row_numbers(self, place: Place, frames: Int64s) -> Int64s:
+        """Row of each virtual frame, int64 `[K]`."""
+        index = self.index
+        fragment = np.searchsorted(index.fragment_frame, frames, side="right") - 1
+        row = index.fragment_row[fragment] + frames - index.fragment_frame[fragment]
+        return self._first_rows[place][index.fragment_block[fragment]] + row
+
+    def _words(self, place: Place) -> torch.Tensor:
+        return self.files.arenas[place].words_view
+
+    def _first(self, place: Place, runs: Runs) -> Int64s:
+        return self._first_rows[place][runs.block] + runs.row
+
+
+#: Gives all rows of a block: `[num_rows, row_bytes]` uint8.
+ReadRows = Callable[[Block, Place], np.ndarray]
+
+
+class FileFrames(FrameStore):
+    """Rows that are read file by file and kept while they are in use: foreign files, other systems.
+
+    Args:
+        read_rows: Reads all rows of one kind of one block.
+        max_cached_bytes: How much of what was read is kept.
+    """
+
+    def __init__(
+        self,
+        index: TrajectoryIndex,
+        layouts: Mapping[str, RowLayout],
+        read_rows: ReadRows,
+        max_cached_bytes: int = 1 << 30,
+    ) -> None:
+        super().__init__(index, layouts, torch.device("cpu"))
+        self._read_rows, self._max_cached_bytes = read_rows, max_cached_bytes
+        self._cached: OrderedDict[tuple[int, Place], np.ndarray] = OrderedDict()
+        self._cached_bytes = 0
+
+    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        target = out.view(torch.uint8).numpy()
+        for to, block, row, count in zip(*(column.tolist() for column in runs), strict=True):
+            target[to : to + count] = self._rows(block, place)[row : row + count]
+
+    def _rows(self, block: int, place: Place) -> np.ndarray:
+        key = (block, place)
+        rows = self._cached.get(key)
+        if rows is None:
+            rows = self._cached[key] = self._read_rows(self.index.blocks[block], place)
+            self._cached_bytes += rows.nbytes
+            while self._cached_bytes > self._max_cached_bytes and len(self._cached) > 1:
+                self._cached_bytes -= self._cached.popitem(last=False)[1].nbytes
+        else:
+            self._cached.move_to_end(key)
+        return rows
+
+
+class CachedFrames(FrameStore):
+    """Rows of some trajectories copied into memory of one device, each trajectory in one piece.
+
+    Args:
+        source: Where the rows come from.
+        trajectories: int64 `[K]`, which trajectories; only these can be read.
+        device: Where to keep them.
+    """
+
+    def __init__(self, source: FrameStore, trajectories: Int64s, device: torch.device) -> None:
+        super().__init__(source.index, source.layouts, device)
+        lengths = source.index.lengths[trajectories]
+        self._check_fits(int(lengths.sum()))
+        self._first_row = np.full(len(source.index), -1, np.int64)
+        self._first_row[trajectories] = np.cumsum(lengths) - lengths
+        has_final = trajectories[source.index.final_row[trajectories] >= 0]
+        self._final_row = np.full(len(source.index), -1, np.int64)
+        self._final_row[has_final] = np.arange(len(has_final))
+        self._rows: dict[Place, torch.Tensor] = {}
+        runs = source.locate(trajectories, np.zeros_like(lengths), lengths, np.cumsum(lengths) - lengths)
+        for name, column in self.layouts[DATA].columns.items():
+            rows = torch.empty((int(lengths.sum()), column.row_bytes // 4), dtype=torch.int32)
+            self._fill((DATA, name), source, runs, rows)
+        for name in self.layouts[FINAL].columns:
+            self._rows[FINAL, name] = source.finals(name, has_final).view(torch.int32).to(device)
+
+    def holds(self, trajectories: Int64s) -> bool:
+        """True if all these trajectories are here."""
+        return bool((self._first_row[trajectories] >= 0).all())
+
+    def _fill(self, place: Place, source: FrameStore, runs: Runs, rows: torch.Tensor) -> None:
+        """Copy in portions, so that index arrays stay small beside the data."""
+        for first in range(0, len(runs.count), 4096):
+            part = Runs(*(column[first : first + 4096] for column in runs))
+            start, stop = int(part.target[0]), int(part.target[-1] + part.count[-1])
+            shifted = part._replace(target=part.target - start)
+            source.copy(place, shifted, 1, rows[start:stop])
+        self._rows[place] = rows.to(self.device)
+
+    def _check_fits(self, num_rows: int) -> None:
+        needed = num_rows * self.layouts[DATA].frame_bytes
+        if self.device.type == "cpu" and (free := _free_memory_bytes()) is not None and needed > 0.9 * free:
+            raise UsageError(
+                "cache the dataset in memory", "", f"at most 90 % of the free {free / 2**30:.1f} GiB",
+                f"{needed / 2**30:.1f} GiB", "Use cache='none'",
+            )
+
+    def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
+        return Runs(target, np.zeros_like(target), self._first_row[trajectory] + frame, count)
+
+    def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
+        rows = torch.from_numpy(self._final_row[trajectories]).to(self.device)
+        return torch.index_select(self._rows[FINAL, column], 0, rows).view(torch.uint8)
+
+    def _words(self, place: Place) -> torch.Tensor:
+        return self._rows[place]
+
+
+def _free_memory_bytes() -> int | None:
+    """Memory that can be had without swapping, or None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,244 @@
+"""The trajectory index: which frames exist, and in which rows of which block they lie.
+
+One rule: arrays, never a Python object per trajectory or frame. All trajectories stand one after
+the other in a virtual frame axis, in the order in which they were completed; a prefix sum over
+fragments turns virtual frames into rows. Finding the blocks is `block_folder.py`'s work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .block_header import COMPLETE, DROPPED, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """What the index and the frame stores need to know of one file.
+
+    Attributes:
+        path: The file.
+        writer: Whose trajectory numbers its fragments use; unique among all data folders.
+        sequence: Position among the blocks of its writer.
+        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        places: (table, column) -> (byte offset, number of rows); empty for foreign files.
+        file_bytes: Size of the file.
+    """
+
+    path: Path
+    writer: str
+    sequence: int
+    fragments: np.ndarray
+    places: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    file_bytes: int = 0
+
+
+class Runs(NamedTuple):
+    """Consecutive rows of one block each, in the order of their destination.
+
+    Each array is int64 `[R]`: `target` is the first row of the output, then block, first row of
+    the block and number of rows.
+    """
+
+    target: Int64s
+    block: Int64s
+    row: Int64s
+    count: Int64s
+
+
+_ARRAYS = (
+    "first_frame fragment_frame fragment_block fragment_row flags end_time_ns env writer number final_block final_row"
+).split()
+
+
+class TrajectoryIndex:
+    """An immutable snapshot of all trajectories, in the order of their completion.
+
+    Attributes:
+        blocks: The files, in the numbering of `fragment_block` and `final_block`.
+        first_frame: int64 `[M + 1]`, where each trajectory starts on the virtual frame axis.
+        flags: uint32 `[M]`, the flags of `block_header.py` of all its fragments together.
+        env, number, end_time_ns: int64 `[M]`, recorded env, number within the writer, end.
+        writer: int64 `[M]`, position in `writers`.
+        final_block, final_row: int64 `[M]`, where the true final observation lies, -1 if nowhere.
+        num_present: The blocks from this position on are gone from their folder.
+        num_dropped: Trajectories that a writer declared void.
+        num_broken: Trajectories left out because a part of them is missing.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        built: Mapping[str, np.ndarray] | None = None,
+        num_present: int | None = None,
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self.num_present = len(self.blocks) if num_present is None else num_present
+        self.writers = sorted({block.writer for block in self.blocks})
+        if built is not None:
+            vars(self).update({name: built[name] for name in _ARRAYS})
+            self.num_dropped, self.num_broken = map(int, built["counts"])
+            return
+        writer_number = {writer: number for number, writer in enumerate(self.writers)}
+        parts = [block.fragments for block in self.blocks]
+        sizes = [len(part) for part in parts]
+        fragments = np.concatenate(parts) if parts else np.zeros(0, FRAGMENT_DTYPE)
+        block_of = np.repeat(np.arange(len(parts)), sizes)
+        writer_of = np.repeat(np.array([writer_number[block.writer] for block in self.blocks], np.int64), sizes)
+        self._build(_Fragments.of(fragments, block_of, writer_of))
+
+    def _build(self, parts: _Fragments) -> None:
+        parts = parts.take(np.lexsort((parts.end_time_ns, parts.start, parts.trajectory, parts.writer)))
+        is_new = np.ones(len(parts.start), bool)
+        is_new[1:] = (np.diff(parts.writer) != 0) | (np.diff(parts.trajectory) != 0)
+        first = np.flatnonzero(is_new)
+        group = np.cumsum(is_new) - 1
+        if not len(first):
+            self._keep(parts, first, first, np.zeros(0, np.uint32), first, first)
+            return
+        flags = np.bitwise_or.reduceat(parts.flags, first)
+        lengths = np.add.reduceat(parts.length, first)
+        ends = np.maximum.reduceat(parts.end_time_ns, first)
+        finals = np.maximum.reduceat(np.where(parts.final_row >= 0, np.arange(len(group)), -1), first)
+        before = np.cumsum(parts.length) - parts.length
+        is_gap = (parts.length > 0) & (parts.start != before - before[first][group])
+        is_broken = np.logical_or.reduceat(is_gap, first)
+        is_dropped = (flags & DROPPED) > 0
+        is_undecided = ((flags & TENTATIVE) > 0) & ((flags & (TERMINATED | TRUNCATED)) == 0)
+        self.num_dropped = int(is_dropped.sum())
+        self.num_broken = int((is_broken & ~is_dropped).sum())
+        kept = np.flatnonzero(~is_broken & ~is_dropped & ~is_undecided & (lengths > 0))
+        writer, number = parts.writer[first[kept]], parts.trajectory[first[kept]]
+        kept = kept[np.lexsort((number, writer, ends[kept]))]
+        rank = np.full(len(first), -1, np.int64)
+        rank[kept] = np.arange(len(kept))
+        self._keep(parts, rank[group], first[kept], flags[kept], ends[kept], finals[kept])
+
+    def _keep(
+        self, parts: _Fragments, rank: Int64s, heads: Int64s, flags: Any, ends: Int64s, finals: Int64s
+    ) -> None:
+        """Store trajectories `0..M` with their fragments; `rank` -1 leaves a fragment out."""
+        if not len(rank):
+            self.num_dropped = self.num_broken = 0
+        self.flags, self.end_time_ns = flags, ends
+        self.env, self.writer, self.number = parts.env[heads], parts.writer[heads], parts.trajectory[heads]
+        has_final = finals >= 0
+        self.final_block = np.where(has_final, parts.block[finals] if len(parts.block) else finals, -1)
+        self.final_row = np.where(has_final, parts.final_row[finals] if len(parts.block) else finals, -1)
+        used = np.flatnonzero((rank >= 0) & (parts.length > 0))
+        used = used[np.argsort(rank[used], kind="stable")]
+        parts, rank = parts.take(used), rank[used]
+        # Fragments that follow each other in a trajectory and in a block are one.
+        is_start = np.ones(len(rank), bool)
+        is_start[1:] = (np.diff(rank) != 0) | (np.diff(parts.block) != 0)
+        is_start[1:] |= parts.row[1:] != parts.row[:-1] + parts.length[:-1]
+        ends_of_frames = np.cumsum(parts.length)
+        starts_of_frames = ends_of_frames - parts.length
+        self.fragment_block, self.fragment_row = parts.block[is_start], parts.row[is_start]
+        self.fragment_frame = np.append(starts_of_frames[is_start], ends_of_frames[-1:] if len(rank) else 0)
+        is_head = np.ones(len(rank), bool)
+        is_head[1:] = np.diff(rank) != 0
+        self.first_frame = np.append(starts_of_frames[is_head], ends_of_frames[-1:] if len(rank) else 0)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that was computed, in the form that `__init__` takes as `built` for the same blocks."""
+        counts = np.array([self.num_dropped, self.num_broken])
+        return {"counts": counts, **{name: vars(self)[name] for name in _ARRAYS}}
+
+    def __len__(self) -> int:
+        return len(self.flags)
+
+    @property
+    def num_frames(self) -> int:
+        return int(self.first_frame[-1])
+
+    @property
+    def num_fragments(self) -> int:
+        return len(self.fragment_row)
+
+    @property
+    def lengths(self) -> Int64s:
+        """int64 `[M]`: frames of each trajectory; a new array."""
+        return np.diff(self.first_frame)
+
+    def is_complete(self) -> np.ndarray:
+        """bool `[M]`: the trajectory will not grow any more."""
+        return (self.flags & COMPLETE) > 0
+
+    def is_present(self) -> np.ndarray:
+        """bool `[M]`: all its blocks are still in their folder."""
+        present = np.ones(len(self), bool)
+        if self.num_present < len(self.blocks):
+            gone = np.flatnonzero(self.fragment_block >= self.num_present)
+            present[np.searchsorted(self.first_frame, self.fragment_frame[gone], side="right") - 1] = False
+        return present
+
+    def is_timeout(self) -> np.ndarray:
+        """bool `[M]`: it was truncated, or the recording was cut without an end."""
+        return ((self.flags & TRUNCATED) > 0) | ((self.flags & TERMINATED) == 0)
+
+    def keys(self, trajectories: Int64s) -> list[tuple[str, int]]:
+        """Name trajectories so that another snapshot of the same folders can find them."""
+        writers, numbers = self.writer[trajectories].tolist(), self.number[trajectories].tolist()
+        return [(self.writers[writer], number) for writer, number in zip(writers, numbers, strict=True)]
+
+    def find(self, keys: Sequence[tuple[str, int]]) -> Int64s:
+        """Positions of trajectories named by `keys`, int64; -1 for those that are not here."""
+        near = np.flatnonzero(np.isin(self.number, np.array([number for _, number in keys], np.int64)))
+        at = dict(zip(self.keys(near), near.tolist(), strict=True))
+        return np.array([at.get(key, -1) for key in keys], np.int64)
+
+    def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
+        """Turn pieces of trajectories into runs of rows, vectorized.
+
+        Args:
+            trajectory, frame, count: int64 `[P]`: `count` frames from `frame` on, within the trajectory.
+            target: int64 `[P]`, ascending: the first output row of each piece.
+
+        Returns:
+            Runs sorted by target; a piece makes one run for each fragment that it touches.
+        """
+        start = self.first_frame[trajectory] + frame
+        stop = start + count
+        fragment = np.searchsorted(self.fragment_frame, start, side="right") - 1
+        num_runs = np.searchsorted(self.fragment_frame, stop - 1, side="right") - fragment
+        if len(num_runs) and int(num_runs.max()) > 1:
+            piece = np.repeat(np.arange(len(start)), num_runs)
+            step = np.arange(len(piece)) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)
+            fragment, start, stop, target = fragment[piece] + step, start[piece], stop[piece], target[piece]
+            low = np.maximum(self.fragment_frame[fragment], start)
+            stop = np.minimum(self.fragment_frame[fragment + 1], stop)
+            target, start = target + low - start, low
+        row = self.fragment_row[fragment] + start - self.fragment_frame[fragment]
+        return Runs(target, self.fragment_block[fragment], row, stop - start)
+
+
+@dataclass(frozen=True, eq=False)
+class _Fragments:
+    """The fragments of all blocks as plain columns, with the numbers of their block and writer."""
+
+    block: Int64s
+    writer: Int64s
+    trajectory: Int64s
+    env: Int64s
+    flags: Any
+    start: Int64s
+    length: Int64s
+    row: Int64s
+    final_row: Int64s
+    end_time_ns: Int64s
+
+    @classmethod
+    def of(cls, table: np.ndarray, block: Int64s, writer: Int64s) -> _Fragments:
+        names = ("trajectory", "env", "flags", "start", "length", "row", "final_row", "end_time_ns")
+        return cls(block=block, writer=writer, **{name: np.ascontiguousarray(table[name]) for name in names})
+
+    def take(self, order: Int64s) -> _Fragments:
+        return _Fragments(**{name: column[order] for name, column in vars(self).items()})

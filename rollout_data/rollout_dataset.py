@@ -1,0 +1,390 @@
+"""RolloutDataset: recorded rollouts as batches of parallel streams: plan, gather, commit.
+
+One rule: `get_batch` plans with integers, reads what the plan says, and only then moves on; a
+failed read leaves every cursor where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from storage.errors import DatasetExhausted, RolloutDataError, UsageError, nearest
+
+from .base import RolloutFileBase
+from .batches import BatchOptions, BatchReader, map_batch
+from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps
+from .frames import CachedFrames, FrameStore
+from .lookup import empty_batch, frames_at, write_into
+from .passes import PassOptions, choose, deal_order, wait_for_trajectories
+from .prefetch import PrefetchedBatches
+from .readahead import ReadAhead
+from .resume import Position, position_of, restore, state_at
+from .sharding import Shard, current_shard
+from .sources import DataDirs, Source, blocks_of, open_source
+from .transition import Transition
+
+Cache = Literal["none", "ram", "device"]
+_CACHES = ("none", "ram", "device")
+
+
+class RolloutDataset(RolloutFileBase):
+    """Stream recorded trajectories into `num_envs` parallel streams, in order, with random starts.
+
+    Every env plays one trajectory after the other; when one ends, that env alone takes the next
+    unused one. Reads block files, and folders of the older `trajectory_*/traj_*_*.pickle` layout.
+    Nothing is read before the first batch.
+
+    Args:
+        data_dir: A folder or a list of folders.
+        num_envs: Parallel streams.
+        dataset_loops: How often all trajectories are delivered; below 1 for ever.
+        random_shuffle_traj_order: Deal them in an order that is a permutation by (seed, pass).
+        keep_latest_n_trajs: N > 0 reads only the newest N complete trajectories, waits until there
+            are N, and looks for newer ones at every pass.
+        starting_frame_range: Half-open range of the frame at which a trajectory starts.
+        device: Where batches are delivered; None is CUDA if there is one. In DataLoader workers
+            always the CPU.
+        num_transitions_per_env: T of the batches of iteration; None is one step without a time axis.
+        seed: Of permutations and starting frames.
+        cache: "none" reads the mapped files, "ram" copies the frames into memory first, "device"
+            into the memory of `device`, so that a batch never leaves it.
+        flatten_observations: Join components along the last axis in `obs_segments` order; False
+            gives dicts.
+        mark_first_frame: Mark the first frame delivered of a trajectory as done, by which recurrent
+            learners reset. `is_first` tells it in either case.
+        drop_last: Stop at the first batch that not every env can fill, and count what is left in
+            `num_dropped_frames`. False goes on until all envs are exhausted; the exhausted repeat
+            their last transition with `valid=False`.
+        verify_on_open: Check every checksum when a block is first seen.
+        wait_timeout_s: How long to wait for `keep_latest_n_trajs`.
+        contiguous: Give every field contiguous memory of its own, rather than a view of rows.
+        frame_rate_hz: For `get_batch_by_time`; None takes it from the metadata.
+        interpolation: "nearest" or "linear", for `get_batch_by_time`.
+
+    Attributes:
+        problems: What could not be read, was repaired or left out, as exceptions.
+        num_dropped_frames: Frames that `drop_last` left undelivered.
+
+    Raises:
+        UsageError: An argument is wrong, or there are fewer trajectories than envs (at reset).
+        WaitTimeoutError: `keep_latest_n_trajs` did not come in time.
+    """
+
+    def __init__(
+        self,
+        data_dir: DataDirs,
+        num_envs: int,
+        dataset_loops: int = 1,
+        random_shuffle_traj_order: bool = False,
+        keep_latest_n_trajs: int = 0,
+        starting_frame_range: tuple[int, int] = (0, 1),
+        device: torch.device | str | None = None,
+        *,
+        num_transitions_per_env: int | None = None,
+        seed: int = 0,
+        cache: Cache = "none",
+        flatten_observations: bool = True,
+        mark_first_frame: bool = True,
+        drop_last: bool = False,
+        verify_on_open: bool = False,
+        wait_timeout_s: float = 60.0,
+        contiguous: bool = False,
+        frame_rate_hz: float | None = None,
+        interpolation: Literal["nearest", "linear"] = "nearest",
+    ) -> None:
+        super().__init__(data_dir, num_envs, device)
+        if cache not in _CACHES:
+            raise UsageError("open the dataset", repr(data_dir), f"cache in {nearest(str(cache), _CACHES)}", repr(cache))
+        if interpolation not in ("nearest", "linear"):
+            raise UsageError("open the dataset", repr(data_dir), "interpolation 'nearest' or 'linear'", repr(interpolation))
+        self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
+        self.cache, self.drop_last, self.interpolation = cache, drop_last, interpolation
+        self.verify_on_open = verify_on_open
+        self.num_dropped_frames = 0
+        self._passes = PassOptions(
+            int(dataset_loops), bool(random_shuffle_traj_order), int(keep_latest_n_trajs),
+            (int(starting_frame_range[0]), int(starting_frame_range[1])), int(seed), float(wait_timeout_s),
+        )
+        self._look = {
+            "flatten_observations": flatten_observations, "mark_first_frame": mark_first_frame, "contiguous": contiguous
+        }
+        self._frame_rate_hz = frame_rate_hz
+        self._epoch = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be as before the first batch."""
+        self._source: Source | None = None
+        self._deal: Deal | None = None
+        self._state = StreamState.fresh(self.num_envs)
+        self._shard = Shard(0, 1)
+        self._saved: dict[str, Any] | None = None  # the state just loaded, until a batch was delivered
+        self._reader: BatchReader | None = None
+        self._readahead: ReadAhead | None = None
+        self._is_started = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
+        state = self.__dict__.copy()
+        for name in ("_source", "_deal", "_reader", "_readahead", "_state"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+        self._saved = state["_saved"]
+
+    # What there is
+
+    @property
+    def source(self) -> Source:
+        """The opened folders."""
+        if self._source is None:
+            self._source = open_source(self.data_dir, self.verify_on_open)
+        return self._source
+
+    @property
+    def problems(self) -> list[RolloutDataError]:
+        return self.source.problems
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Contents of metadata.json of the (first) folder."""
+        return self.source.metadata
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories in the folders, as last seen."""
+        return len(self._store().index)
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the folders, as last seen."""
+        return self._store().index.num_frames
+
+    @property
+    def num_dataset_looped(self) -> int:
+        """How many passes were dealt out completely."""
+        if self._deal is None:
+            return 0
+        is_over = bool(self._state.is_exhausted.any()) and not self._passes.has_pass(self._deal.number + 1)
+        return self._deal.number + int(is_over)
+
+    def _store(self) -> FrameStore:
+        if self._deal is not None:
+            return self._deal.source
+        self.source.refresh()
+        return self.source.snapshot()
+
+    # Passes
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next reset shuffle otherwise; equal epochs give equal orders. For `DataLoader` epochs."""
+        self._epoch = int(epoch)
+
+    def _begin_pass(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
+        """Look for new trajectories and order pass `number`: (deal, the numbers of `in_use` in it)."""
+        pinned, keys = [], []
+        if before is not None:
+            index = before.source.index
+            pinned, keys = blocks_of(index, in_use), index.keys(in_use)
+        self.source.refresh(pinned)
+        if self._passes.keep_latest_n_trajs:
+            wait_for_trajectories(
+                lambda: self._count_complete(pinned), self._passes.keep_latest_n_trajs, self._passes, repr(self.data_dir)
+            )
+        store = self.source.snapshot()
+        has_moved = before is not None and before.source.index is not store.index
+        numbers = store.index.find(keys) if has_moved else in_use
+        return self._dealt(number, store, numbers, before), numbers
+
+    def _count_complete(self, pinned: Any) -> int:
+        self.source.refresh(pinned)
+        return len(choose(self.source.snapshot().index, self._passes))
+
+    def _dealt(self, number: int, store: FrameStore, in_use: Int64s, before: Deal | None = None) -> Deal:
+        """Order pass `number` over the trajectories of a snapshot."""
+        lengths = store.index.lengths
+        pool = choose(store.index, self._passes)
+        order, starts = deal_order(pool, lengths, self._passes, number + (self._epoch << 20), self._shard)
+        if self.cache != "none":
+            store = self._cached(store, np.union1d(order, in_use[in_use >= 0]), before)
+        return Deal(lengths, order, starts, number, store)
+
+    def _cached(self, store: FrameStore, trajectories: Int64s, before: Deal | None) -> FrameStore:
+        last = before.source if before is not None else None
+        if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
+            return last
+        device = self.device if self.cache == "device" else torch.device("cpu")
+        return CachedFrames(store, trajectories, device)
+
+    def _next_pass(self, deal: Deal, in_use: Int64s) -> tuple[Deal, Int64s] | None:
+        if not self._passes.has_pass(deal.number + 1):
+            return None
+        following = self._begin_pass(deal.number + 1, deal, in_use)
+        if not len(following[0].order):
+            raise UsageError(
+                "begin the next pass", f"over {self.data_dir!r}", "at least one trajectory", "none are left in the folder"
+            )
+        return following
+
+    # Streams (see RolloutFileBase)
+
+    def reset_all(self) -> None:
+        self._saved = None
+        self._shard = current_shard()
+        self.num_dropped_frames = 0
+        self._reader = None
+        nobody = np.zeros(0, np.int64)
+        deal, _ = self._begin_pass(0, None, nobody)
+        self._check_enough(deal)
+        state = StreamState.fresh(self.num_envs)
+        self._state, self._deal = deal_next(state, np.arange(self.num_envs), deal, self._next_pass)
+        self._readahead = ReadAhead(self.num_envs)
+
+    def _check_enough(self, deal: Deal) -> None:
+        num_trajectories = len(deal.order)
+        available = num_trajectories * max(1, self._passes.dataset_loops)
+        if num_trajectories and (self._passes.is_endless or available >= self.num_envs):
+            return
+        among = "" if self._shard.count == 1 else f" for each of {self._shard.count} workers"
+        left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
+        raise UsageError(
+            f"start {self.num_envs} envs", f"on {self.data_dir!r}", f"at least {self.num_envs} trajectories{among}",
+            f"{num_trajectories}{left_out}", "Use fewer envs, more passes (dataset_loops) or more data",
+        )
+
+    def refresh_handlers(self, env_ids: torch.Tensor) -> None:
+        assert self._deal is not None
+        self._state, self._deal = deal_next(self._state, env_ids.numpy(), self._deal, self._next_pass)
+
+    def _plan(self, num_steps: int, envs: Int64s | None = None) -> tuple[Plan, StreamState, Deal]:
+        assert self._deal is not None
+        if self._state.is_exhausted.all():
+            raise DatasetExhausted(
+                "read another batch", f"from {self.data_dir!r}", "", f"all {self.num_dataset_looped} passes were delivered",
+                "reset() starts again",
+            )
+        envs = np.arange(self.num_envs) if envs is None else envs
+        plan, state, deal = plan_steps(self._state, self._deal, num_steps, self._next_pass, envs)
+        if self.drop_last and (plan.num_valid[envs] < num_steps).any():
+            left = deal.lengths[state.trajectory] - state.frame
+            self.num_dropped_frames = int(plan.num_valid.sum() + left[~state.is_exhausted].sum())
+            raise DatasetExhausted(
+                "fill another batch", f"from {self.data_dir!r}", "", f"{self.num_dropped_frames} frames are left",
+                "drop_last=False delivers them",
+            )
+        return plan, state, deal
+
+    def _read(self, plan: Plan, envs: Int64s) -> Transition:
+        if self._reader is None:
+            self._reader = BatchReader(BatchOptions(self.device, **self._look))
+        return self._reader.read(plan, envs, self._shard.index)
+
+    def get_batch(self, num_transitions_per_env: int | None = None) -> Transition:
+        """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
+
+        Raises:
+            DatasetExhausted: Everything was delivered; also a `StopIteration`.
+        """
+        steps = self._checked_steps(num_transitions_per_env)
+        self._ensure_started()
+        plan, state, deal = self._plan(steps or 1)
+        if self._readahead is not None:
+            self._readahead.before(plan)
+        batch = self._read(plan, np.arange(self.num_envs))
+        self._commit(state, deal)
+        return batch if steps is not None else map_batch(lambda tensor: tensor[0], batch)
+
+    def _commit(self, state: StreamState, deal: Deal) -> None:
+        self._state, self._deal, self._saved = state, deal, None
+
+    def get_buffer(self, num_transitions_per_env: int | None = None) -> Transition:
+        """Allocate a batch of zeros in the form that `get_batch` gives."""
+        self._ensure_started()
+        return empty_batch(self._store(), self._batch_options(), self._checked_steps(num_transitions_per_env), self.num_envs)
+
+    def _batch_options(self) -> BatchOptions:
+        return BatchOptions(self.device, **self._look)
+
+    def fill_transition(self, buffer: Transition, env_ids: torch.Tensor | None = None) -> Transition:
+        """Write the next step of `env_ids` into those rows of a `[num_envs, ...]` buffer; only they move on."""
+        self._ensure_started()
+        ids = np.sort(self._checked_ids(env_ids).numpy())
+        plan, state, deal = self._plan(1, ids)
+        step = map_batch(lambda tensor: tensor[0], self._read(plan, ids))
+        write_into(buffer, step, torch.from_numpy(ids))
+        self._commit(state, deal)
+        return buffer
+
+    def fill_rollout(self, buffer: Transition, num_transitions_per_env: int) -> Transition:
+        """Write the next T steps into a `[T, num_envs, ...]` buffer in one plan."""
+        write_into(buffer, self.get_batch(num_transitions_per_env), None)
+        return buffer
+
+    def prefetch(self, num_batches: int = 2, device: torch.device | str | None = None) -> PrefetchedBatches:
+        """Iterate with batches read ahead by a thread and copied to `device` (None: the dataset's).
+
+        `state_dict()` of the iterator tells what was delivered, not what was read ahead.
+        """
+        return PrefetchedBatches(self, num_batches, device)
+
+    # Lookup by time
+
+    @property
+    def frame_rate_hz(self) -> float:
+        rate = self._frame_rate_hz or self.metadata.get("frame_rate_hz")
+        if not rate:
+            raise UsageError(
+                "look frames up by time", f"in {self.data_dir!r}", "a known frame rate", "none",
+                "Give frame_rate_hz, or record it in the metadata",
+            )
+        return float(rate)
+
+    def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
+        assert self._deal is not None
+        return torch.from_numpy(self._deal.lengths[self._state.trajectory[env_ids.numpy()]])
+
+    def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Transition:
+        assert self._deal is not None
+        trajectory = self._state.trajectory[env_ids.numpy()]
+        reader = BatchReader(self._batch_options())
+        return frames_at(reader, self._deal, trajectory, position.numpy(), self.interpolation == "linear")
+
+    # Resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: a few integers per env, plain data. Nothing that was only read ahead."""
+        if self._saved is not None:
+            return dict(self._saved)
+        return state_at(self, position_of(self)) if self._is_started else {"version": 1, "is_started": False}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken: the next batches are the same, also if blocks have come since.
+
+        The next iteration (`iter(dataset)`) continues too, instead of starting again.
+
+        Raises:
+            UsageError: The state belongs to another dataset, number of envs, shard or setting.
+        """
+        self._forget()
+        if state.get("is_started", True):
+            restore(self, state)
+            self._saved = dict(state)
+
+    def __iter__(self) -> Iterator[Transition]:
+        if self._saved is not None:
+            if not self._is_started:  # this is a copy in a DataLoader worker
+                restore(self, self._saved)
+            return self
+        return super().__iter__()
+
+    def _go_to(self, position: Position) -> None:
+        self._state, self._deal = position
+        self._readahead = ReadAhead(self.num_envs)
+        self._is_started = True

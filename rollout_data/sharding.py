@@ -1,0 +1,35 @@
+"""Which share of the trajectories this process delivers: the only place that asks.
+
+One rule: ranks and DataLoader workers together are one list of shards; shards are disjoint and
+complete because each takes every n-th trajectory of an order that all of them compute alike.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import get_worker_info
+
+
+class Shard(NamedTuple):
+    """Number `index` of `count` shards."""
+
+    index: int
+    count: int
+
+
+def current_shard() -> Shard:
+    """Give the shard of this rank (torch.distributed, if initialized) and DataLoader worker."""
+    rank, world_size = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    worker = get_worker_info()
+    if worker is None:
+        return Shard(rank, world_size)
+    return Shard(rank * worker.num_workers + worker.id, world_size * worker.num_workers)
+
+
+def is_in_worker() -> bool:
+    """True inside a DataLoader worker process, where CUDA must not be touched."""
+    return get_worker_info() is not None

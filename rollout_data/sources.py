@@ -1,0 +1,217 @@
+"""Data folders as one source of trajectories: what is there now, as an index and a store of rows.
+
+One rule: a snapshot never changes; `refresh` makes a new one when the folders have. A file that
+cannot be read is reported once, by name, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
+from storage.fields import Schema
+
+from .block_folder import BlockFolder
+from .block_header import layouts_of
+from .formats.trajectory_folder import FolderScan, is_trajectory_folder, read_chunk_rows, scan_trajectory_folder
+from .frames import FileFrames, FileMap, FrameStore, MappedFrames, Place, can_map
+from .index import Block, Int64s, TrajectoryIndex
+from .metadata import read_metadata
+
+DataDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def as_paths(data_dir: DataDirs) -> list[Path]:
+    """Give the folders of a `data_dir` argument; each must exist."""
+    listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
+    paths = [Path(path) for path in listed]
+    if not paths:
+        raise UsageError("open the dataset", "", "at least one data folder", "none")
+    for path in paths:
+        if not path.is_dir():
+            raise UsageError("open the dataset", repr(str(path)), "a folder", "a file" if path.exists() else "nothing there")
+    return paths
+
+
+class Source:
+    """The blocks of one or several data folders.
+
+    Attributes:
+        metadata: Contents of the first folder's metadata.json.
+        problems: Everything that was left out or repaired, in the order in which it was found.
+        num_vanished_blocks: Blocks that were removed while they were in use or being opened.
+    """
+
+    def __init__(self, data_dir: DataDirs, verify_on_open: bool = False) -> None:
+        self.paths = as_paths(data_dir)
+        self.problems: list[RolloutDataError] = []
+        self.num_vanished_blocks = 0
+        self._reported: set[str] = set()
+        self._verify_on_open = verify_on_open
+        self._schema: Schema | None = None
+        self._open_folders()
+
+    def _open_folders(self) -> None:
+        raise UsageError("open the dataset", "", "a known kind of folder", type(self).__name__)
+
+    def refresh(self, pinned: Collection[Block] = ()) -> None:
+        """Look at the folders again; `pinned` blocks stay readable although they are gone."""
+
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
+        """Give what is there now; with `upto` only blocks up to this sequence number of each writer."""
+        raise UsageError("open the dataset", "", "a known kind of folder", type(self).__name__)
+
+    def report(self, problem: RolloutDataError) -> None:
+        """Warn of a problem, once."""
+        if str(problem) not in self._reported:
+            self._reported.add(str(problem))
+            self.problems.append(problem)
+            warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
+
+    def _checked_schema(self, schema: Schema, where: str) -> Schema:
+        if self._schema is None:
+            self._schema = schema
+        elif difference := self._schema.difference(schema):
+            raise DataFileError(
+                "open the folders together", repr(where), f"the fields of {str(self.paths[0])!r}", difference,
+                "Open them as separate datasets",
+            )
+        return self._schema
+
+
+class BlockSource(Source):
+    """Folders of block files."""
+
+    def _open_folders(self) -> None:
+        labels = [""] if len(self.paths) == 1 else [f"{number}:" for number in range(len(self.paths))]
+        self._folders = [
+            BlockFolder(path, self._verify_on_open, label) for path, label in zip(self.paths, labels, strict=True)
+        ]
+        self.metadata: dict[str, Any] = read_metadata(self.paths[0])
+        self._pinned: list[Block] = []
+        self._files: FileMap | None = None
+        self._last: FrameStore | None = None
+
+    def refresh(self, pinned: Collection[Block] = ()) -> None:
+        has_changed = self._last is None
+        for folder in self._folders:
+            has_changed |= folder.refresh()
+            for problem in folder.problems.values():
+                self.report(problem)
+        present = {block.path for block in self._blocks()}
+        gone = [block for block in pinned if block.path not in present]
+        if has_changed or [block.path for block in gone] != [block.path for block in self._pinned]:
+            self.num_vanished_blocks += len(gone)
+            self._pinned = gone
+            self._last = None
+
+    def _blocks(self) -> list[Block]:
+        return [folder.blocks[name] for folder in self._folders for name in sorted(folder.blocks)]
+
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
+        if self._last is not None and upto is None:
+            return self._last
+        for folder in self._folders:
+            if folder.schema is not None:
+                self._checked_schema(folder.schema, str(folder.data_dir))
+        layouts = layouts_of(self._schema or Schema([]))
+        blocks = self._blocks()
+        if upto is not None:
+            blocks = [block for block in blocks if block.sequence <= upto.get(block.writer, -1)]
+        if not can_map([*blocks, *self._pinned]):
+            self._last = FileFrames(TrajectoryIndex(blocks), layouts, lambda block, place: _read_block(block, place, layouts))
+            return self._last
+        if self._files is None or self._files.layouts is not layouts:
+            self._files = FileMap(layouts)
+        mapped = self._mapped(blocks, self._files)
+        is_as_cached = upto is None and mapped == blocks and not self._pinned and len(self._folders) == 1
+        built = self._folders[0].built if is_as_cached else None
+        index = TrajectoryIndex([*mapped, *self._pinned], built, num_present=len(mapped))
+        store = MappedFrames(index, layouts, self._files)
+        if upto is None:
+            self._last = store
+        return store
+
+    def _mapped(self, blocks: list[Block], files: FileMap) -> list[Block]:
+        """Map the blocks; give those that are still there."""
+        kept = []
+        for block in blocks:
+            try:
+                files.add(block)
+                kept.append(block)
+            except FileNotFoundError:
+                self.num_vanished_blocks += 1
+            except RolloutDataError as problem:
+                self.report(problem)
+        return kept
+
+
+class FolderSource(Source):
+    """Folders of the older `trajectory_K/traj_START_END.pickle` layout; frozen as they were at opening."""
+
+    def _open_folders(self) -> None:
+        self._scans: list[FolderScan] = [scan_trajectory_folder(path) for path in self.paths]
+        self.metadata = dict(self._scans[0].metadata)
+        self._chunks: dict[Path, tuple[FolderScan, int]] = {}
+        blocks: list[Block] = []
+        for number, scan in enumerate(self._scans):
+            for problem in scan.problems:
+                self.report(problem)
+            self._checked_schema(scan.schema, str(scan.data_dir))
+            for chunk, path in enumerate(scan.chunk_paths):
+                self._chunks[path] = (scan, chunk)
+                blocks.append(Block(path, f"{number}:", chunk, scan.fragments[scan.chunk_of == chunk]))
+        layouts = layouts_of(self._schema or Schema([]))
+        self._last = FileFrames(TrajectoryIndex(blocks), layouts, self._read_chunk)
+
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
+        return self._last
+
+    def _read_chunk(self, block: Block, place: Place) -> np.ndarray:
+        scan, chunk = self._chunks[block.path]
+        return read_chunk_rows(scan, chunk)[place[1]]
+
+
+def open_source(data_dir: DataDirs, verify_on_open: bool = False) -> Source:
+    """Open folders of block files, or of the older trajectory layout."""
+    paths = as_paths(data_dir)
+    kinds = {path: is_trajectory_folder(path) for path in paths}
+    if len(set(kinds.values())) > 1:
+        old = [str(path) for path, is_old in kinds.items() if is_old]
+        raise UsageError(
+            "open the folders together", "", "folders of one kind", f"trajectory folders in {', '.join(old)} beside block files"
+        )
+    return FolderSource(paths) if kinds[paths[0]] else BlockSource(paths, verify_on_open)
+
+
+def _read_block(block: Block, place: Place, layouts: Mapping[str, Any]) -> np.ndarray:
+    """Map one kind of row of one block, where blocks cannot be mapped side by side."""
+    offset, num_rows = block.places[place]
+    row_bytes = layouts[place[0]].columns[place[1]].row_bytes
+    if num_rows == 0:
+        return np.zeros((0, row_bytes), np.uint8)
+    return np.memmap(block.path, np.uint8, "r", offset, (num_rows, row_bytes))
+
+
+def writers_upto(index: TrajectoryIndex) -> dict[str, int]:
+    """Writer -> the last sequence number that a snapshot knows: with `snapshot(upto=...)` the same again."""
+    found: dict[str, int] = {}
+    for block in index.blocks[: index.num_present]:
+        found[block.writer] = max(found.get(block.writer, -1), block.sequence)
+    return found
+
+
+def blocks_of(index: TrajectoryIndex, trajectories: Int64s) -> list[Block]:
+    """The blocks that hold frames or final observations of these trajectories."""
+    bounds = np.searchsorted(index.fragment_frame, index.first_frame)
+    parts = [index.fragment_block[bounds[t] : bounds[t + 1]] for t in np.unique(trajectories).tolist()]
+    finals = index.final_block[trajectories]
+    used = np.unique(np.concatenate([*parts, finals[finals >= 0]])) if parts else []
+    return [index.blocks[block] for block in used]
+

@@ -1,0 +1,49 @@
+"""Transition: what one batch of a streamed dataset holds."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+#: A tensor, or a (nested) dict of tensors by observation component.
+Observation = torch.Tensor | dict[str, Any]
+
+
+class Transition(NamedTuple):
+    """A batch of transitions, `[T, num_envs, ...]`, or `[num_envs, ...]` where T was not given.
+
+    All tensors are on the dataset's device and belong to the caller: they are never overwritten.
+    Fields that were not recorded are None. `observation` and `next_observation` may share memory
+    with each other (the following frame is the next one's own observation), and so may fields of
+    one frame: clone before writing into one of them.
+
+    Attributes:
+        observation: Components joined along the last axis in `obs_segments` order, or a dict.
+        privileged_observation: What only critics and teachers see, in the same form.
+        action: As recorded.
+        reward: As recorded: `[..., R]`, or without the last axis if it was recorded so.
+        done: bool. The last frame of a trajectory; also the first frame delivered of one, by
+            which recurrent learners reset (unless `mark_first_frame=False`).
+        timeout: bool. The trajectory ended here by a limit, or its recording was cut here.
+        next_observation: The frame after this one; at the end of a trajectory its true final
+            observation if one was recorded, otherwise the next frame of the stream.
+        next_privileged_observation: Likewise.
+        is_first: bool. The first frame delivered of a trajectory.
+        valid: bool. False where an env had nothing left and repeats its last transition.
+        stream_id: Number of the stream (rank and DataLoader worker) that these envs belong to.
+        extras: Further recorded fields by name, or None if there are none.
+    """
+
+    observation: Observation
+    privileged_observation: Observation | None
+    action: torch.Tensor | None
+    reward: torch.Tensor | None
+    done: torch.Tensor
+    timeout: torch.Tensor
+    next_observation: Observation
+    next_privileged_observation: Observation | None
+    is_first: torch.Tensor
+    valid: torch.Tensor
+    stream_id: int = 0
+    extras: dict[str, Any] | None = None

@@ -1,0 +1,132 @@
+"""The cursor arithmetic against a naive simulation that looks at one frame after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_data.cursor import Deal, StreamState, deal_next, plan_steps
+
+
+class NaiveStream:
+    """Each env steps through its trajectory; at its end it takes the next of the queue at once."""
+
+    def __init__(self, num_envs, lengths, passes):
+        self.lengths = lengths
+        self.queue = [item for one_pass in passes for item in one_pass]
+        self.envs = [list(self.queue.pop(0)) for _ in range(num_envs)]
+        self.is_first = [True] * num_envs
+        self.is_exhausted = [False] * num_envs
+
+    def step(self):
+        shown = []
+        for env, (trajectory, frame) in enumerate(self.envs):
+            if self.is_exhausted[env]:
+                shown.append((trajectory, self.lengths[trajectory] - 1, False, True, False))
+            else:
+                is_last = frame == self.lengths[trajectory] - 1
+                shown.append((trajectory, frame, self.is_first[env], is_last, True))
+        for env, (trajectory, frame) in enumerate(self.envs):
+            if self.is_exhausted[env]:
+                continue
+            self.is_first[env] = False
+            self.envs[env][1] += 1
+            if frame + 1 == self.lengths[trajectory]:
+                if self.queue:
+                    self.envs[env] = list(self.queue.pop(0))
+                    self.is_first[env] = True
+                else:
+                    self.is_exhausted[env] = True
+                    self.envs[env] = [trajectory, self.lengths[trajectory]]
+        return shown
+
+    def look(self):
+        return [(trajectory, min(frame, self.lengths[trajectory] - 1)) for trajectory, frame in self.envs]
+
+
+@st.composite
+def streams(draw):
+    num_envs = draw(st.integers(1, 5))
+    lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=8))
+    num_passes = draw(st.integers(1, 3))
+    passes = []
+    for _ in range(num_passes):
+        order = draw(st.permutations(range(len(lengths))))
+        passes.append([(t, draw(st.integers(0, lengths[t] - 1))) for t in order])
+    while num_passes * len(lengths) < num_envs:
+        num_envs -= 1
+    return num_envs, lengths, passes
+
+
+def deals_of(lengths, passes, source):
+    return [
+        Deal(np.array(lengths), np.array([t for t, _ in p]), np.array([f for _, f in p]), number, source[number])
+        for number, p in enumerate(passes)
+    ]
+
+
+def dense(plan, num_envs):
+    """Plan -> (trajectory, frame) of every env and time, with a check that each is covered once."""
+    found = np.full((num_envs, plan.num_steps + 1, 2), -1)
+    for part in plan.parts:
+        for env, time, trajectory, frame, count in zip(*part.pieces, strict=True):
+            assert count >= 1 and (found[env, time : time + count] == -1).all()
+            found[env, time : time + count, 0] = trajectory
+            found[env, time : time + count, 1] = np.arange(frame, frame + count)
+    assert (found >= 0).all()
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(streams(), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.booleans())
+def test_any_cutting_into_calls_equals_stepping_one_frame_at_a_time(stream, calls, has_one_source):
+    num_envs, lengths, passes = stream
+    naive = NaiveStream(num_envs, lengths, passes)
+    sources = ["one"] * len(passes) if has_one_source else [str(number) for number in range(len(passes))]
+    deals = deals_of(lengths, passes, sources)
+
+    def next_pass(deal, in_use):
+        return (deals[deal.number + 1], in_use) if deal.number + 1 < len(deals) else None
+
+    state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deals[0], next_pass)
+    for num_steps in calls:
+        plan, state, deal = plan_steps(state, deal, num_steps, next_pass)
+        frames = dense(plan, num_envs)
+        ends = {(e, t) for part in plan.parts for e, t, _ in zip(*part.ends, strict=True)}
+        firsts = set(zip(plan.first_env.tolist(), plan.first_time.tolist(), strict=True))
+        for time in range(num_steps):
+            for env, (trajectory, frame, is_first, is_last, is_valid) in enumerate(naive.step()):
+                assert tuple(frames[env, time]) == (trajectory, frame)
+                assert ((env, time) in firsts) == is_first
+                assert ((env, time) in ends) == is_last
+                assert (time < plan.num_valid[env]) == is_valid
+        assert [tuple(pair) for pair in frames[:, num_steps]] == naive.look()
+        assert state.is_exhausted.tolist() == naive.is_exhausted
+
+
+@settings(max_examples=100, deadline=None)
+@given(streams(), st.data())
+def test_advancing_some_envs_leaves_the_others_where_they_were(stream, data):
+    num_envs, lengths, passes = stream
+    deals = deals_of(lengths, passes, ["one"] * len(passes))
+
+    def next_pass(deal, in_use):
+        return (deals[deal.number + 1], in_use) if deal.number + 1 < len(deals) else None
+
+    before, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deals[0], next_pass)
+    envs = np.array(sorted(data.draw(st.sets(st.integers(0, num_envs - 1), min_size=1))))
+    others = np.setdiff1d(np.arange(num_envs), envs)
+    plan, after, _ = plan_steps(before, deal, 3, next_pass, envs)
+    assert {int(env) for part in plan.parts for env in part.pieces.env} == set(envs.tolist())
+    for name in ("trajectory", "frame", "is_first", "is_exhausted"):
+        assert (getattr(after, name)[others] == getattr(before, name)[others]).all()
+
+
+def test_inputs_are_not_changed():
+    deal = Deal(np.array([2, 2, 2]), np.array([0, 1, 2]), np.zeros(3, np.int64))
+    state, _ = deal_next(StreamState.fresh(2), np.arange(2), deal, lambda deal, in_use: None)
+    kept = [state.trajectory.copy(), state.frame.copy(), state.is_first.copy(), state.is_exhausted.copy()]
+    plan_steps(state, deal, 5, lambda deal, in_use: None)
+    for array, old in zip((state.trajectory, state.frame, state.is_first, state.is_exhausted), kept, strict=True):
+        assert (array == old).all()

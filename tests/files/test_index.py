@@ -1,0 +1,166 @@
+"""The trajectory index against a naive table of frames, and what it leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_data.block_header import (
+    DROPPED,
+    FIRST,
+    FRAGMENT_DTYPE,
+    OPEN,
+    TENTATIVE,
+    TERMINATED,
+    TRUNCATED,
+)
+from rollout_data.index import Block, TrajectoryIndex
+
+
+def block(number, rows, writer="w"):
+    """A block of fragments `(trajectory, start, length, flags, end_time)`, rows in this order."""
+    table = np.zeros(len(rows), FRAGMENT_DTYPE)
+    at = 0
+    for k, (trajectory, start, length, flags, end) in enumerate(rows):
+        table[k] = (trajectory, 0, flags, start, length, at, -1, end, -1)
+        at += length
+    return Block(Path(f"{writer}{number}"), writer, number, table)
+
+
+@st.composite
+def recordings(draw):
+    """Trajectories cut into fragments and dealt to blocks in order; also their frames by block and row."""
+    num_blocks = draw(st.integers(1, 4))
+    content = [[] for _ in range(num_blocks)]
+    frames, ends = {}, {}
+    clock = 0
+    for trajectory in range(draw(st.integers(1, 6))):
+        cuts = draw(st.lists(st.integers(0, 4), min_size=num_blocks, max_size=num_blocks))
+        start = 0
+        for number, length in enumerate(cuts):
+            if length:
+                clock += 1
+                content[number].append([trajectory, start, length, FIRST if start == 0 else 0, clock])
+                start += length
+        if start:
+            last = max(number for number, length in enumerate(cuts) if length)
+            content[last][-1][3] |= draw(st.sampled_from([TERMINATED, TRUNCATED, OPEN, 0]))
+            ends[trajectory] = clock
+    order = draw(st.permutations(range(num_blocks)))
+    for number, rows in enumerate(content):
+        at = 0
+        for trajectory, start, length, _, _ in rows:
+            for k in range(length):
+                frames[trajectory, start + k] = (number, at + k)
+            at += length
+    blocks = [block(number, content[number]) for number in order]
+    return blocks, frames, sorted(ends, key=lambda trajectory: ends[trajectory])
+
+
+@given(recordings(), st.data())
+def test_every_piece_of_every_trajectory_is_located_frame_by_frame(recording, data):
+    blocks, frames, order = recording
+    index = TrajectoryIndex(blocks)
+    assert index.number.tolist() == order
+    assert index.num_broken == index.num_dropped == 0
+    assert index.num_frames == len(frames)
+    if not order:
+        return
+    wanted = data.draw(st.lists(st.integers(0, len(order) - 1), min_size=1, max_size=6))
+    trajectory = np.array(wanted)
+    frame = np.array([data.draw(st.integers(0, index.lengths[t] - 1)) for t in wanted])
+    count = np.array([data.draw(st.integers(1, index.lengths[t] - f)) for t, f in zip(wanted, frame, strict=True)])
+    target = np.cumsum(count) - count
+    runs = index.locate(trajectory, frame, count, target)
+    assert (np.diff(runs.target) > 0).all() and runs.count.sum() == count.sum()
+    found = {}
+    for to, number, row, length in zip(*runs, strict=True):
+        for k in range(length):
+            found[to + k] = (index.blocks[number].sequence, row + k)
+    expected = [frames[order[t], f + k] for t, f, c in zip(wanted, frame, count, strict=True) for k in range(c)]
+    assert [found[k] for k in range(len(expected))] == expected
+
+
+@given(recordings())
+def test_the_arrays_of_an_index_build_the_same_index(recording):
+    index = TrajectoryIndex(recording[0])
+    again = TrajectoryIndex(recording[0], index.arrays())
+    for name, values in index.arrays().items():
+        assert np.array_equal(values, again.arrays()[name]), name
+
+
+def test_fragments_that_follow_each_other_in_a_block_are_one_run():
+    index = TrajectoryIndex([block(0, [(0, 0, 4, FIRST, 1), (0, 4, 3, TERMINATED, 2), (1, 0, 2, FIRST | OPEN, 3)])])
+    assert index.num_fragments == 2
+    zero = np.zeros(1, np.int64)
+    assert index.locate(zero, zero, zero + 7, zero).count.tolist() == [7]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_trajectory_with_a_missing_part_is_left_out_and_counted(missing):
+    blocks = [
+        block(0, [(0, 0, 3, FIRST, 1), (1, 0, 3, FIRST | TERMINATED, 1)]),
+        block(1, [(0, 3, 3, 0, 2)]),
+        block(2, [(0, 6, 3, TERMINATED, 3), (2, 0, 1, FIRST | TERMINATED, 4)]),
+    ]
+    del blocks[missing]
+    index = TrajectoryIndex(blocks)
+    assert 0 not in index.number.tolist()
+    assert index.num_broken == 1
+
+
+def test_a_missing_end_leaves_an_open_trajectory():
+    index = TrajectoryIndex([block(0, [(0, 0, 3, FIRST, 1)])])
+    assert index.lengths.tolist() == [3]
+    assert index.is_complete().tolist() == [False]
+    assert index.is_timeout().tolist() == [True]
+
+
+def test_tombstones_and_undecided_trajectories_do_not_exist():
+    index = TrajectoryIndex(
+        [
+            block(
+                0, [(0, 0, 3, FIRST | TENTATIVE, 1), (1, 0, 3, FIRST | TENTATIVE, 2), (2, 0, 3, FIRST | TENTATIVE, 3)]
+            ),
+            block(1, [(0, 3, 0, DROPPED, 4), (1, 3, 2, TENTATIVE | TRUNCATED, 5)]),
+        ]
+    )
+    assert index.number.tolist() == [1]
+    assert index.num_dropped == 1
+
+
+def test_an_end_marker_without_frames_ends_its_trajectory():
+    index = TrajectoryIndex([block(0, [(0, 0, 3, FIRST, 1)]), block(1, [(0, 3, 0, OPEN, 2)])])
+    assert index.lengths.tolist() == [3]
+    assert index.is_complete().tolist() == [True]
+
+
+def test_order_is_completion_then_writer_then_number():
+    index = TrajectoryIndex(
+        [
+            block(
+                0,
+                [(1, 0, 1, FIRST | TERMINATED, 5), (0, 0, 1, FIRST | TERMINATED, 5), (2, 0, 1, FIRST | TERMINATED, 1)],
+            ),
+            block(0, [(7, 0, 1, FIRST | TERMINATED, 5)], writer="a"),
+        ]
+    )
+    assert index.keys(np.arange(4)) == [("w", 2), ("a", 7), ("w", 0), ("w", 1)]
+
+
+def test_trajectories_are_found_by_key_in_another_snapshot():
+    old = TrajectoryIndex([block(0, [(0, 0, 1, FIRST | TERMINATED, 5), (1, 0, 1, FIRST | TERMINATED, 6)])])
+    new = TrajectoryIndex([*old.blocks, block(1, [(2, 0, 1, FIRST | TERMINATED, 1)])])
+    assert new.find(old.keys(np.array([0, 1]))).tolist() == [1, 2]
+    assert new.find([("w", 9), ("other", 0)]).tolist() == [-1, -1]
+
+
+def test_an_empty_index_has_nothing():
+    index = TrajectoryIndex([])
+    assert len(index) == index.num_frames == index.num_fragments == 0
+    assert index.find([("w", 0)]).tolist() == [-1]
+    assert len(index.is_present()) == 0
