@@ -1,0 +1,230 @@
+"""The older layout, `trajectory_K/traj_START_END.pickle` beside `metadata.json`, read only.
+
+One rule: nothing on disk is changed and nothing in it is run; whatever is repaired, skipped or
+refused is one entry in `problems`, and the good data beside it loads. The parts: names in
+`trajectory_listing.py`, one file in `trajectory_chunk.py`, one folder in `trajectory_chain.py`,
+the fields in `trajectory_fields.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from storage.errors import CorruptFileError, DataFileError
+from storage.fields import Schema, dtype_name
+
+from ..block_header import DATA, FRAGMENT_DTYPE, layouts_of
+from .trajectory_chain import Pieces, cut_trajectories, join_chunks
+from .trajectory_chunk import Chunk, OpenChunk, chunk_problem, open_chunk, scan_chunk
+from .trajectory_fields import build_schema, difference, key_of, most_common_signature
+from .trajectory_listing import (
+    METADATA_NAME,
+    ChunkFile,
+    TrajectoryFolder,
+    has_trajectory_folder,
+    list_trajectory_folders,
+    read_metadata,
+)
+
+#: Threads wait for the disk; walking a pickle holds the GIL, so that more would not help.
+_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class FolderScan:
+    """What is known of a dataset of trajectory folders without keeping a row of it.
+
+    Attributes:
+        data_dir: The folder.
+        schema: The fields as users see them; empty if nothing could be read.
+        metadata: metadata.json with its order and unknown keys; {} if missing or half-written.
+        chunk_paths: The files that hold kept frames; fragments refer to them by position.
+        fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
+            `row` is the first row within the chunk; trajectories are numbered in their order
+            (modification time of the last chunk, number of the folder, path), and
+            `end_time_ns` freezes that order as strictly increasing numbers.
+        chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
+        problems: All that was repaired, skipped or refused, each naming the file and what was done.
+    """
+
+    data_dir: Path
+    schema: Schema
+    metadata: dict[str, Any]
+    chunk_paths: tuple[Path, ...]
+    fragments: np.ndarray
+    chunk_of: np.ndarray
+    problems: tuple[DataFileError, ...]
+
+
+def is_trajectory_folder(data_dir: str | os.PathLike[str]) -> bool:
+    """Tell whether a folder holds data in the older layout (at any depth), or is about to."""
+    return has_trajectory_folder(data_dir)
+
+
+def scan_trajectory_folder(data_dir: str | os.PathLike[str], *, progress: bool = False) -> FolderScan:
+    """Look at every chunk once and say which trajectories are there.
+
+    Args:
+        data_dir: The folder; all folders below it are searched.
+        progress: Show a progress bar.
+
+    Raises:
+        UsageError: `data_dir` is not a folder.
+        ForeignFileError: The observation is coded in an unknown way.
+    """
+    data_dir = Path(data_dir)
+    listing = list_trajectory_folders(data_dir)
+    problems = list(listing.problems)
+    metadata, metadata_problems = read_metadata(data_dir, listing.folders)
+    scanned = _scan_chunks([file for folder in listing.folders for file in folder.files], progress)
+    chunks = [chunk for chunk in scanned.values() if isinstance(chunk, Chunk)]
+    signature = most_common_signature(chunks)
+    schema, contradictions = build_schema(signature, metadata, data_dir / METADATA_NAME)
+    problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
+    joined = []
+    for folder in listing.folders:
+        good = []
+        for found in (scanned[file] for file in folder.files):
+            if isinstance(found, DataFileError):
+                problems.append(found)
+            elif found.signature != signature:
+                problems.append(_disagreement(found, *difference(signature, found.signature)))
+            else:
+                good.append(found)
+        kept, chain_problems = join_chunks(folder.path, good)
+        problems += chain_problems
+        if kept:
+            pieces, cut_problems = cut_trajectories(folder.path, kept)
+            problems += cut_problems
+            joined.append(_Joined(folder, kept, pieces))
+    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems))
+
+
+class _Joined(NamedTuple):
+    """A folder with the chunks that were kept of it."""
+
+    folder: TrajectoryFolder
+    chunks: list[Chunk]
+    pieces: Pieces
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        return self.chunks[-1].file.mtime_ns, self.folder.number, str(self.folder.path)
+
+
+def _scan_chunks(files: list[ChunkFile], progress: bool) -> dict[ChunkFile, Chunk | DataFileError]:
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="scan") as pool:
+        found = tqdm(pool.map(_try_scan, files), "chunks", len(files), disable=not progress, unit="chunk", leave=False)
+        return dict(zip(files, found, strict=True))
+
+
+def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
+    try:
+        return scan_chunk(file)
+    except DataFileError as error:
+        advice = f"{error.advice}. {_CUT}" if error.advice else _CUT
+        problem = type(error)(error.action, error.where, error.expected, error.got, advice)
+        problem.__cause__ = error.__cause__
+    except OSError as error:
+        problem = chunk_problem(file.path, "a readable file", error.strerror or str(error), _CUT)
+        problem.__cause__ = error
+    return problem
+
+
+_CUT = "Left out, with what follows it in its trajectory"
+
+
+def _disagreement(chunk: Chunk, expected: str, got: str) -> DataFileError:
+    advice = f"{_CUT}; move it to a dataset of its own to read it"
+    return chunk_problem(chunk.file.path, f"{expected}, as in most chunks", got, advice)
+
+
+def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
+    """Report each kind of repair once, with the first file and the number of the others."""
+    first: dict[tuple[str, str, str], Path] = {}
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for chunk in chunks:
+        for repair in chunk.repairs:
+            first.setdefault(repair, chunk.file.path)
+            counts[repair] += 1
+    problems = []
+    for repair, path in first.items():
+        more = f" and {counts[repair] - 1} more" if counts[repair] > 1 else ""
+        problems.append(DataFileError("read as it is the chunk", f"{str(path)!r}{more}", *repair))
+    return problems
+
+
+def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
+    """Number chunks and trajectories in the order of the folders, and freeze that order as times."""
+    paths: list[Path] = []
+    tables, chunk_of = [np.zeros(0, FRAGMENT_DTYPE)], [np.zeros(0, np.int64)]
+    num_trajectories, time_ns = 0, -1
+    for folder in sorted(joined, key=lambda folder: folder.order):
+        fragments = folder.pieces.fragments.copy()
+        time_ns = max(time_ns + 1, folder.chunks[-1].file.mtime_ns)
+        fragments["end_time_ns"] = time_ns + fragments["trajectory"]
+        time_ns = int(fragments["end_time_ns"][-1])
+        fragments["trajectory"] += num_trajectories
+        num_trajectories = int(fragments["trajectory"][-1]) + 1
+        tables.append(fragments)
+        chunk_of.append(folder.pieces.chunk + len(paths))
+        paths += [chunk.file.path for chunk in folder.chunks]
+    return tuple(paths), np.concatenate(tables), np.concatenate(chunk_of)
+
+
+def read_chunk_rows(scan: FolderScan, chunk: int) -> dict[str, np.ndarray]:
+    """Read all rows of a chunk.
+
+    Args:
+        scan: Where the chunk was found.
+        chunk: Position in `scan.chunk_paths`.
+
+    Returns:
+        Column name (`rollout_data.layout`) -> new uint8 `[num_rows, row_bytes]`.
+
+    Raises:
+        DataFileError: The chunk has changed since it was scanned.
+        OSError: It cannot be opened any more.
+    """
+    layout = layouts_of(scan.schema)[DATA]
+    with open_chunk(scan.chunk_paths[chunk]) as opened:
+        _check_unchanged(scan, chunk, opened)
+        rows = {}
+        for name, column in layout.columns.items():
+            table = np.zeros(opened.num_frames, layout.numpy_dtype(column))
+            for field_name in column.offsets:
+                shape = (opened.num_frames, *scan.schema[field_name].shape)
+                table[field_name] = opened.read(key_of(field_name)).reshape(shape)
+            rows[name] = table.view(np.uint8).reshape(opened.num_frames, column.row_bytes)
+    return rows
+
+
+def _check_unchanged(scan: FolderScan, chunk: int, opened: OpenChunk) -> None:
+    stored = layouts_of(scan.schema)[DATA].stored
+    first, stop = np.searchsorted(scan.chunk_of, [chunk, chunk + 1])
+    used = scan.fragments[first:stop]
+    num_rows = int((used["row"] + used["length"]).max(initial=0))
+    arrays = {name: opened.arrays.get(key_of(name)) for name in stored}
+    is_same = opened.num_frames >= num_rows and all(
+        array is not None
+        and dtype_name(array.dtype) == stored[name].dtype
+        and int(np.prod(array.shape[1:])) == stored[name].num_elements
+        for name, array in arrays.items()
+    )
+    if not is_same:
+        raise CorruptFileError(
+            "read the chunk",
+            repr(str(opened.path)),
+            f"at least {num_rows} frames of {scan.schema}",
+            f"{opened.num_frames} of {', '.join(map(str, opened.signature))}",
+            "It has changed since the dataset was opened; open the dataset again",
+        )
