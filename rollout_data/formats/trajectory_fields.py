@@ -89,9 +89,8 @@ def build_schema(
         codec, problem = _codec(stored, name, mapping, bool(segments), metadata_path)
         problems += [problem] if problem else []
         fields.append(Field(_COMPONENT + name, shape, stored.dtype if codec == "raw" else "float32", codec))
-    if components and (
-        missing := [name for name in segments if COMPONENT_PREFIX + name not in dict(_by_key(components))]
-    ):
+    missing = [name for name in segments if COMPONENT_PREFIX + name not in {stored.key for stored in components}]
+    if components and missing:
         got = f"no {COMPONENT_PREFIX}{missing[0]} in them"
         problems.append(_contradiction(metadata_path, f"{SEGMENTS} as in the chunks", got, "The chunks rule"))
     fields += [Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY]
