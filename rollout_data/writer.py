@@ -322,10 +322,9 @@ class RolloutWriter:
         reward = rollout.fields.get(REWARD)
         if reward is None or not reward.dtype.is_floating_point:
             return 0
-        is_bad = ~torch.isfinite(reward)
-        if not is_bad.any():
-            return 0
-        count = int(is_bad.cpu().numpy()[rollout.present].sum())
+        values = reward.cpu().to(torch.float32) if reward.dtype == torch.bfloat16 else reward.cpu()
+        is_bad = ~np.isfinite(values.numpy())
+        count = int(is_bad[rollout.present].sum()) if is_bad.any() else 0
         if count and self.nonfinite_rewards == "refuse":
             raise UsageError(
                 "add a record", "with the field 'reward'", "finite values", f"{count} NaN or infinite ones"

@@ -1,0 +1,93 @@
+"""Helpers of the file tests: read back what a writer published, with naive code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout_data.block_file import open_block
+from rollout_data.block_header import DROPPED, ENDS, FIRST, OPEN, TENTATIVE, TERMINATED, TRUNCATED, BlockHeader
+
+
+@dataclass
+class Recorded:
+    """One trajectory as it stands in the blocks of a folder."""
+
+    writer: str
+    number: int
+    env: int
+    flags: int = 0
+    fields: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    finals: dict[str, np.ndarray] | None = None
+    reward_sum: np.ndarray | None = None
+    versions: list[int] = field(default_factory=list)
+    end_time_ns: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.versions)
+
+    def column(self, name: str) -> np.ndarray:
+        return np.concatenate(self.fields[name])
+
+
+def blocks_of(folder: Path) -> list[BlockHeader]:
+    """Open and verify every block, by writer and sequence."""
+    return [open_block(path, verify=True) for path in sorted(Path(folder).glob("rollout_*.h5"))]
+
+
+def field_values(header: BlockHeader, table: str, name: str, start: int, stop: int) -> np.ndarray:
+    """Read a field's rows as users see them; bfloat16 as float32."""
+    layout = header.layouts[table]
+    rows = header.read_rows(table, layout.column_of[name].name, start, stop)
+    values = layout.decoded(name, torch.from_numpy(rows))
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+
+def trajectories_of(folder: Path) -> list[Recorded]:
+    """Read all trajectories that exist, in the order of their numbers, frame by frame checked."""
+    found: dict[tuple[str, int], Recorded] = {}
+    for header in blocks_of(folder):
+        for fragment, reward_sum in zip(header.fragments, header.reward_sums, strict=True):
+            key = (header.writer, int(fragment["trajectory"]))
+            is_first = bool(fragment["flags"] & FIRST)
+            assert is_first == (key not in found), "FIRST on the first fragment, and only there"
+            one = found.setdefault(key, Recorded(*key, int(fragment["env"])))
+            assert one.env == fragment["env"] and one.length == fragment["start"], "fragments follow each other"
+            assert not one.flags & ENDS, "nothing follows an end"
+            _append(one, header, fragment, reward_sum)
+    return [one for _, one in sorted(found.items()) if _exists(one)]
+
+
+def _append(one: Recorded, header: BlockHeader, fragment: Any, reward_sum: np.ndarray) -> None:
+    start, stop = int(fragment["row"]), int(fragment["row"] + fragment["length"])
+    for name in header.schema:
+        one.fields.setdefault(name, []).append(field_values(header, "data", name, start, stop))
+    one.flags |= int(fragment["flags"])
+    one.versions += [int(fragment["policy_version"])] * (stop - start)
+    one.reward_sum = reward_sum if one.reward_sum is None else one.reward_sum + reward_sum
+    assert int(fragment["end_time_ns"]) >= one.end_time_ns
+    one.end_time_ns = int(fragment["end_time_ns"])
+    if (row := int(fragment["final_row"])) >= 0:
+        layout = header.layouts["final"]
+        one.finals = {name: field_values(header, "final", name, row, row + 1)[0] for name in layout.schema}
+
+
+def _exists(one: Recorded) -> bool:
+    undecided = one.flags & TENTATIVE and not one.flags & (TERMINATED | TRUNCATED)
+    return not one.flags & DROPPED and not undecided and one.length > 0
+
+
+def end_of(one: Recorded) -> str:
+    """Name the end: "terminated", "truncated", "both", "open" or "" (in progress)."""
+    names = {TERMINATED: "terminated", TRUNCATED: "truncated", TERMINATED | TRUNCATED: "both", OPEN: "open", 0: ""}
+    return names[one.flags & (TERMINATED | TRUNCATED | OPEN)]
+
+
+def steps(num_steps: int) -> Iterator[int]:
+    yield from range(num_steps)

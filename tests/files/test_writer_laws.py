@@ -1,0 +1,162 @@
+"""What is recorded is what is read back, for any pattern of ends, masks, versions and block sizes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_data.writer import RolloutWriter
+
+from .recorded import end_of, trajectories_of
+
+SETTINGS = settings(max_examples=40, deadline=None)
+
+
+def make_steps(rng: np.random.Generator, num_steps: int, num_envs: int, has_mask: bool) -> dict[str, np.ndarray]:
+    """Make `[T, N, ...]` values in which every number tells its step and env."""
+    t, n = np.meshgrid(np.arange(num_steps), np.arange(num_envs), indexing="ij")
+    code = (t * 1000 + n).astype(np.float32)
+    done = rng.random((num_steps, num_envs)) < 0.15
+    values: dict[str, Any] = {
+        "observation": {"state": np.stack([code, -code], axis=-1), "flag": (t + n) % 2 == 0},
+        "privileged_observation": (code + 0.5)[..., None].astype(np.float64),
+        "action": (t * 10 + n).astype(np.int64),
+        "reward": code[..., None] / 8,
+        "done": done,
+        "timeout": done & (rng.random(done.shape) < 0.4),
+        "label": torch.from_numpy(code).to(torch.bfloat16)[..., None, None],
+        "policy_version": np.broadcast_to((t // 7) + 0 * n, t.shape),
+        "final_observation": {"state": np.stack([code + 0.25, code], axis=-1), "flag": n % 2 == 0},
+        "final_privileged_observation": (code + 0.75)[..., None].astype(np.float64),
+    }
+    if has_mask:
+        values["env_mask"] = rng.random(done.shape) < 0.7
+    return values
+
+
+def at(value: Any, index: Any) -> Any:
+    return {key: at(item, index) for key, item in value.items()} if isinstance(value, dict) else value[index]
+
+
+def naive_trajectories(values: dict[str, Any], success_only: bool) -> list[dict[str, Any]]:
+    """Cut `[T, N]` steps into trajectories, one frame at a time."""
+    done, timeout = values["done"], values["timeout"]
+    mask = values.get("env_mask", np.ones_like(done))
+    current: dict[int, dict[str, Any]] = {}
+    kept, num_started = [], 0
+    for t in range(len(done)):
+        for n in range(done.shape[1]):
+            if not mask[t, n]:
+                continue
+            if n not in current:
+                current[n] = {"env": n, "frames": [], "end": "open", "number": num_started}
+                num_started += 1
+            current[n]["frames"].append((t, n))
+            if done[t, n]:
+                current[n]["end"] = "truncated" if timeout[t, n] else "terminated"
+                kept.append(current.pop(n))
+    kept += current.values()
+    if success_only:
+        kept = [one for one in kept if one["end"] == "truncated"]
+    return sorted(kept, key=lambda one: one["number"])
+
+
+def check_same(folder: Path, values: dict[str, Any], success_only: bool) -> None:
+    expected = naive_trajectories(values, success_only)
+    got = trajectories_of(folder)
+    assert len(got) == len(expected)
+    by_key = {(one.env, float(one.column("observation/state")[0, 0])): one for one in got}
+    for trajectory in expected:
+        frames = tuple(np.array(trajectory["frames"]).T)
+        one = by_key[(trajectory["env"], float(values["observation"]["state"][frames][0, 0]))]
+        assert end_of(one) == trajectory["end"]
+        assert one.versions == values["policy_version"][frames].tolist()
+        for name, value in (
+            ("observation/state", values["observation"]["state"]),
+            ("observation/flag", values["observation"]["flag"]),
+            ("privileged_observation", values["privileged_observation"]),
+            ("action", values["action"]),
+            ("reward", values["reward"]),
+            ("label", values["label"].float().numpy()),
+        ):
+            column = one.column(name)
+            assert column.dtype == value.dtype and column.shape[1:] == value.shape[2:]
+            np.testing.assert_array_equal(column, value[frames], err_msg=name)
+        np.testing.assert_allclose(one.reward_sum, values["reward"][frames].astype(np.float64).sum(axis=0))
+        last = trajectory["frames"][-1]
+        if trajectory["end"] == "open":
+            assert one.finals is None
+        else:
+            np.testing.assert_array_equal(one.finals["observation/state"], values["final_observation"]["state"][last])
+            assert one.finals["privileged_observation"] == values["final_privileged_observation"][last]
+
+
+CASES = dict(
+    seed=st.integers(0, 2**31),
+    num_steps=st.integers(1, 60),
+    num_envs=st.sampled_from([1, 2, 5]),
+    has_mask=st.booleans(),
+    success_only=st.booleans(),
+    block_bytes=st.sampled_from([1, 700, 5000, 1 << 20]),
+    pending=st.sampled_from([1, 2, 3]),
+)
+
+
+@SETTINGS
+@given(**CASES)
+def test_steps_come_back_as_recorded(seed, num_steps, num_envs, has_mask, success_only, block_bytes, pending):
+    rng = np.random.default_rng(seed)
+    values = make_steps(rng, num_steps, num_envs, has_mask)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = RolloutWriter(
+            folder,
+            num_envs,
+            block_bytes=block_bytes,
+            max_pending_blocks=pending,
+            success_only=success_only,
+            durable=False,
+        )
+        with writer:
+            for t in range(num_steps):
+                writer.add(**at(values, t))
+                if rng.random() < 0.05:
+                    writer.flush()
+        check_same(Path(folder), values, success_only)
+        expected = naive_trajectories(values, success_only)
+        assert writer.num_trajectories == len(expected)
+        assert writer.num_frames == sum(len(one["frames"]) for one in expected)
+
+
+@SETTINGS
+@given(**CASES)
+def test_rollouts_of_any_length_equal_single_steps(
+    seed, num_steps, num_envs, has_mask, success_only, block_bytes, pending
+):
+    rng = np.random.default_rng(seed)
+    values = make_steps(rng, num_steps, num_envs, has_mask)
+    with tempfile.TemporaryDirectory() as folder:
+        with RolloutWriter(
+            folder,
+            num_envs,
+            block_bytes=block_bytes,
+            max_pending_blocks=pending,
+            success_only=success_only,
+            durable=False,
+        ) as writer:
+            start = 0
+            while start < num_steps:
+                stop = min(num_steps, start + int(rng.integers(0, 20)))
+                part = at(values, slice(start, stop))
+                is_end = part["done"] & part.get("env_mask", np.ones_like(part["done"]))
+                if rng.random() < 0.5:  # only the rows of the ends
+                    for name in ("final_observation", "final_privileged_observation"):
+                        part[name] = at(part[name], is_end)
+                writer.add_rollout(part)
+                start = stop
+        check_same(Path(folder), values, success_only)
