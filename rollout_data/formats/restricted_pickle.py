@@ -17,7 +17,7 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from storage.errors import ForeignFileError
 
@@ -85,28 +85,24 @@ class _Machine:
         self.budget = MAX_OPERATIONS
 
     def run(self) -> Any:
-        read = self.file.read
+        read, operations = self.file.read, _OPERATIONS
         while (code := read(1)) != b".":
-            operation = _OPERATIONS.get(code)
-            if operation is None:
+            self.budget -= 1
+            if self.budget < 0 or code not in operations:
                 self._refuse_operation(code)
-            else:
-                self.spend(1)
-                operation(self)
+            operations[code](self)
         if trailing := self.file_bytes - self.file.tell():
             raise corrupt_pickle(self.path, "nothing behind the end of the pickle", f"{trailing} bytes")
         return self.stack.pop()
-
-    def spend(self, count: int) -> None:
-        self.budget -= count
-        if self.budget < 0:
-            raise unsafe_pickle(self.path, "more", f"at most {MAX_OPERATIONS} operations")
 
     def take(self, count: int) -> bytes:
         data = self.file.read(count)
         if len(data) < count:
             raise corrupt_pickle(self.path, f"{count} more bytes", f"the end of the file at {self.file_bytes}")
         return data
+
+    def byte(self) -> int:
+        return self.file.read(1)[0]
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -142,7 +138,12 @@ class _Machine:
             raise unsafe_pickle(self.path, f"the global {full[:200]!r}")
         return GLOBALS[module, name]
 
-    def _refuse_operation(self, code: bytes) -> None:
+    def refuse_size(self) -> NoReturn:
+        raise unsafe_pickle(self.path, "more", f"at most {MAX_OPERATIONS} operations")
+
+    def _refuse_operation(self, code: bytes) -> NoReturn:
+        if self.budget < 0:
+            self.refuse_size()
         known = pickletools.code2op.get(code.decode("latin-1"))  # type: ignore[attr-defined]
         if known is None:
             at = self.file.tell() - len(code)
@@ -166,6 +167,10 @@ def _put(key: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
         m.memo[key(m)] = m.stack[-1]
 
     return operation
+
+
+def _memoize(m: _Machine) -> None:
+    m.memo[len(m.memo)] = m.stack[-1]
 
 
 def _push(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
@@ -235,7 +240,7 @@ def _long(m: _Machine, count: int) -> int:
 
 
 def _protocol(m: _Machine) -> None:
-    version = m.number("<B")
+    version = m.byte()
     if version > MAX_PROTOCOL:
         raise ForeignFileError("read the pickle", repr(str(m.path)), f"a protocol up to {MAX_PROTOCOL}", str(version))
 
@@ -244,7 +249,9 @@ def _reduce(m: _Machine) -> None:
     arguments, function = m.stack.pop(), m.stack.pop()
     if not isinstance(function, Global) or type(arguments) is not tuple:
         raise unsafe_pickle(m.path, f"a call of {kind(function)}")
-    m.spend(sum(len(argument) for argument in arguments if type(argument) in (list, tuple, dict)))
+    m.budget -= sum(len(argument) for argument in arguments if type(argument) in (list, tuple, dict))
+    if m.budget < 0:
+        m.refuse_size()
     m.stack.append(function.call(m.path, arguments))
 
 
@@ -267,21 +274,21 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"\x89": _push(lambda m: False),
     b"I": _push(_integer_line),
     b"L": _push(_integer_line),
-    b"K": _push(lambda m: m.number("<B")),
+    b"K": _push(lambda m: m.byte()),
     b"M": _push(lambda m: m.number("<H")),
     b"J": _push(lambda m: m.number("<i")),
-    b"\x8a": _push(lambda m: _long(m, m.number("<B"))),
+    b"\x8a": _push(lambda m: _long(m, m.byte())),
     b"\x8b": _push(lambda m: _long(m, m.number("<i"))),
     b"F": _push(lambda m: float(m.line())),
     b"G": _push(lambda m: m.number(">d")),
     b"V": _push(lambda m: m.line()),
     b"S": _push(lambda m: m.line().strip("'\"")),
     b"X": _push(lambda m: m.text(m.number("<I"))),
-    b"\x8c": _push(lambda m: m.text(m.number("<B"))),
+    b"\x8c": _push(lambda m: m.text(m.byte())),
     b"\x8d": _push(lambda m: m.text(m.number("<Q"))),
-    b"U": _push(lambda m: m.skip(m.number("<B"))),
+    b"U": _push(lambda m: m.skip(m.byte())),
     b"T": _push(lambda m: m.skip(m.number("<i"))),
-    b"C": _push(lambda m: m.skip(m.number("<B"))),
+    b"C": _push(lambda m: m.skip(m.byte())),
     b"B": _push(lambda m: m.skip(m.number("<I"))),
     b"\x8e": _push(lambda m: m.skip(m.number("<Q"))),
     b"\x96": _push(lambda m: m.skip(m.number("<Q"))),
@@ -299,11 +306,11 @@ _OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"s": _set_item,
     b"u": lambda m: _set_items(m, m.pop_mark()),
     b"p": _put(lambda m: int(_integer_line(m))),
-    b"q": _put(lambda m: m.number("<B")),
+    b"q": _put(lambda m: m.byte()),
     b"r": _put(lambda m: m.number("<I")),
-    b"\x94": _put(lambda m: len(m.memo)),
+    b"\x94": _memoize,
     b"g": _push(lambda m: m.memo[_integer_line(m)]),
-    b"h": _push(lambda m: m.memo[m.number("<B")]),
+    b"h": _push(lambda m: m.memo[m.byte()]),
     b"j": _push(lambda m: m.memo[m.number("<I")]),
     b"c": _push(lambda m: m.find(m.line(), m.line())),
     b"\x93": _push(_stack_global),
