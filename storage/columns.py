@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import nan
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +46,18 @@ class Column:
     is_flag: bool = False
     is_padded: bool = False
     is_lazy: bool = False
+
+
+class Signals(NamedTuple):
+    """The columns that returns are computed from and written to: `[rows, B, R]`, flags `[rows, B, 1]`."""
+
+    rewards: torch.Tensor
+    values: torch.Tensor
+    dones: torch.Tensor
+    time_outs: torch.Tensor
+    returns: torch.Tensor
+    advantages: torch.Tensor
+    bootstrap_values: torch.Tensor | None
 
 
 def rollout_columns(
@@ -86,7 +99,7 @@ def rollout_columns(
         # NaN says "nobody gave one", so that it cannot be used by mistake.
         Column(
             "bootstrap_values",
-            like_rewards("bootstrap_values", float("nan")),
+            like_rewards("bootstrap_values", nan),
             "bootstrap_values",
             is_required=False,
             is_lazy=True,

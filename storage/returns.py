@@ -123,17 +123,17 @@ def with_bootstrap(
     if truncation == "cut":
         return rewards
     source = values if truncation == "value" else bootstrap_values
-    if source is None:
-        raise UsageError(
-            "compute returns",
-            "with truncation 'final'",
-            "bootstrap_values, the values of the true final observations",
-            "none",
-            "Add them with each transition, or use truncation 'value'",
-        )
     cut = (dones != 0) & (time_outs != 0)
     if not bool(cut.any()):
         return rewards
+    if source is None or bool((source.isnan() & cut).any()):
+        raise UsageError(
+            "compute returns",
+            "with truncation 'final'",
+            "bootstrap_values, the values of the true final observations, wherever a time-out cut",
+            "none" if source is None else "NaN",
+            "Add them with each transition, or use truncation 'value'",
+        )
     # where, not multiplication: rows that nobody meant may hold anything, NaN too.
     return torch.where(cut, rewards + source * _like(gamma, rewards), rewards)
 
@@ -194,8 +194,7 @@ def normalize_(advantages: torch.Tensor, how: str | None) -> torch.Tensor:
         how: "global" over everything, "per_reward" for each of the R apart, None for not at all.
             Where fewer than two numbers are taken together the result is 0, never NaN.
     """
-    if how not in NORMALIZATIONS:
-        raise UsageError("normalize advantages", "", nearest(str(how), map(str, NORMALIZATIONS)), repr(how))
+    check_normalization(how)
     axes = NORMALIZATIONS[how]
     if axes is None or not advantages.numel():
         return advantages
@@ -206,6 +205,13 @@ def normalize_(advantages: torch.Tensor, how: str | None) -> torch.Tensor:
     norm = torch.linalg.vector_norm(advantages, dim=axes, keepdim=True)
     advantages /= norm / (count - 1) ** 0.5 + 1e-8
     return advantages
+
+
+def check_normalization(how: str | None) -> None:
+    """Raise `UsageError` if `how` is no key of `NORMALIZATIONS`."""
+    if how not in NORMALIZATIONS:
+        options = nearest(str(how), filter(None, NORMALIZATIONS))
+        raise UsageError("normalize advantages", "", f"None, {options}", repr(how))
 
 
 def _scan_(x: torch.Tensor, decay: torch.Tensor) -> None:

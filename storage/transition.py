@@ -20,7 +20,9 @@ class Transition:
     """What one step of all envs brings; every value has the envs first, `[B, ...]`."""
 
     #: Fields that a storage without such a column passes over: callers of every algorithm fill them.
-    ignorable: ClassVar[frozenset[str]] = frozenset({"critic_observations", "next_observations"})
+    ignorable: ClassVar[frozenset[str]] = frozenset(
+        {"critic_observations", "next_observations", "next_critic_observations"}
+    )
 
     observations: Tree = None
     """`[B, *obs]`, or a dict of such: what the policy saw."""

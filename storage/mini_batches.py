@@ -1,0 +1,144 @@
+"""From columns to mini-batches: one permutation, few gathers, no row copied twice.
+
+One rule: integers decide, a gather moves the bytes. Narrow fields are first laid side by side,
+so that a row of all of them is one piece of memory; a gather of many narrow columns costs twice
+as much (T=24, N=4096, nine fields of 832 bytes: 105 against 50 ms for 20 mini-batches).
+What a mini-batch is called and which columns it has is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+import torch
+
+from .buffer_pool import BufferPool
+from .errors import UsageError
+
+#: Rows from this size on are gathered from their own column: at memory speed, and never copied twice.
+WIDE_ROW_BYTES = 1024
+#: The same where all rows are gathered only once, so that laying them side by side must pay at once.
+WIDE_ROW_BYTES_ONCE = 128
+#: Dtypes of each size: bytes move as the largest that divides every field of a packed row. torch
+#: has its fast concatenation for floating ones only; moved, not computed with, they keep every bit.
+_UNITS = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
+
+
+class RowGather:
+    """Gather rows of several columns by index.
+
+    Args:
+        columns: Name -> contiguous `[num_rows, ...]` tensors on one device. They are read during
+            the construction (narrow ones) and at each gather (wide ones).
+        pool: Where results on the CPU get their memory.
+        wide_row_bytes: Columns with rows of this size or more are not packed.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, torch.Tensor], pool: BufferPool, wide_row_bytes: int = WIDE_ROW_BYTES
+    ) -> None:
+        self._pool = pool
+        self._names = list(columns)
+        self._wide = {name: x for name, x in columns.items() if _row_bytes(x) >= wide_row_bytes}
+        narrow = {name: x for name, x in columns.items() if name not in self._wide}
+        self._layout: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+        self._packed = self._pack(narrow) if narrow else None
+
+    def gather(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Give `[len(index), ...]` of every column; narrow ones are strided views of one new tensor."""
+        found = {name: self._select(x, index) for name, x in self._wide.items()}
+        if self._packed is not None:
+            rows = self._select(self._packed, index)
+            for name, (start, stop, dtype, shape) in self._layout.items():
+                found[name] = rows[:, start:stop].view(dtype).view(len(rows), *shape)
+        return {name: found[name] for name in self._names}
+
+    def _pack(self, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Lay columns side by side, the largest items first, so that each stands aligned to its own size."""
+        ordered = sorted(columns.items(), key=lambda item: -item[1].element_size())
+        size = next(size for size in _UNITS if all(_row_bytes(x) % size == 0 for x in columns.values()))
+        largest = max(x.element_size() for x in columns.values())
+        width = sum(_row_bytes(x) for x in columns.values())
+        width = -(-width // largest) * largest  # every row starts where the largest item may stand
+        num_rows, device = len(ordered[0][1]), ordered[0][1].device
+        parts, start = [], 0
+        for name, x in ordered:
+            stop = start + _row_bytes(x) // size
+            parts.append(x.view(num_rows, -1).view(_UNITS[size]))
+            self._layout[name] = (start, stop, x.dtype, tuple(x.shape[1:]))
+            start = stop
+        if start * size < width:
+            parts.append(parts[0].new_zeros(num_rows, width // size - start))
+        packed = self._empty((num_rows, width // size), _UNITS[size], device)
+        torch.cat(parts, 1, out=packed)  # one pass; copying column by column takes 1.6 times as long
+        return packed
+
+    def _select(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        flat = x.view(len(x), -1)
+        out = self._empty((len(index), flat.shape[1]), x.dtype, x.device)
+        torch.index_select(flat, 0, index, out=out)
+        return out.view(len(index), *x.shape[1:])
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            return self._pool.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def check_counts(num_mini_batches: int, num_epochs: int, num_items: int, item: str) -> None:
+    """Refuse numbers of mini-batches and epochs that cannot be, before anything is generated."""
+    for name, value in (("num_mini_batches", num_mini_batches), ("num_epochs", num_epochs)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError("generate mini-batches", "", f"{name} >= 1", repr(value))
+    if num_mini_batches > num_items:
+        expected = f"num_mini_batches <= {num_items}, one {item} each"
+        raise UsageError("generate mini-batches", "", expected, str(num_mini_batches), "Ask for fewer mini-batches")
+
+
+def batch_bounds(num_rows: int, num_mini_batches: int, drop_last: bool) -> list[tuple[int, int]]:
+    """Cut `range(num_rows)` into mini-batches, half-open.
+
+    With `drop_last` all have `num_rows // num_mini_batches` rows and the remainder is left over;
+    without, the first ones have one row more, so that none is.
+    """
+    size, remainder = divmod(num_rows, num_mini_batches)
+    if drop_last:
+        return [(i * size, (i + 1) * size) for i in range(num_mini_batches)]
+    starts = [i * size + min(i, remainder) for i in range(num_mini_batches + 1)]
+    return list(pairwise(starts))
+
+
+def permutation(num_rows: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """Draw a permutation on the generator's device and give it as an index on `device`."""
+    # int32 halves the cost of drawing: 0.3 instead of 0.7 ms for 100,000 rows.
+    dtype = torch.int32 if num_rows < 2**31 else torch.int64
+    drawn = torch.randperm(num_rows, generator=generator, device=generator.device, dtype=dtype)
+    return drawn.to(device)
+
+
+def row_batches(
+    gather: RowGather,
+    bounds: list[tuple[int, int]],
+    num_rows: int,
+    num_epochs: int,
+    generator: torch.Generator,
+    device: torch.device,
+    once: bool,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield every mini-batch of every epoch; with `once`, views of one shuffled copy."""
+    shuffled: dict[str, torch.Tensor] | None = None
+    for _ in range(num_epochs):
+        if once and shuffled is None:
+            shuffled = gather.gather(permutation(num_rows, generator, device))
+        index = None if once else permutation(num_rows, generator, device)
+        for start, stop in bounds:
+            if shuffled is not None:
+                yield {name: x[start:stop] for name, x in shuffled.items()}
+            else:
+                assert index is not None
+                yield gather.gather(index[start:stop])
+
+
+def _row_bytes(x: torch.Tensor) -> int:
+    return x.element_size() * x[:1].numel()

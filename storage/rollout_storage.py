@@ -1,0 +1,281 @@
+"""`RolloutStorage`: what on-policy learning keeps between two updates.
+
+One rule: this file names no column that it only moves. Columns are declared in `columns.py`,
+held by a `ColumnTable`, cut into batches by `mini_batches.py`; here is the order of events.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .buffer_pool import BufferPool
+from .column_table import ColumnTable
+from .columns import Column, ShapeLike, Signals, is_absent, rollout_columns
+from .errors import BufferEmptyError, RolloutOverflowError, SchemaError, UsageError
+from .mini_batches import WIDE_ROW_BYTES, WIDE_ROW_BYTES_ONCE, RowGather, batch_bounds, check_counts, row_batches
+from .returns import Scalar, check_normalization, normalize_, rollout_advantage, with_bootstrap
+from .transition import MiniBatch, Transition
+from .tree import flatten, unflatten
+
+# Inside the class these names are the established class attributes.
+_Transition = Transition
+_RESHUFFLES = ("epoch", "once")
+
+
+class RolloutStorage:
+    """Steps of all envs between two learner updates, time first: `[T, B, ...]`.
+
+    Args:
+        num_envs: B.
+        num_transitions_per_env: T.
+        obs_shape: Shape of one observation, or a nested dict whose leaves are shapes or pairs of
+            shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`.
+        critic_obs_shape: The same for the critic; None, (None,) or [None] if it sees no other.
+        actions_shape: Shape of one action.
+        num_rewards: R, reward heads.
+        device: Where everything is kept.
+        generator: Draws the permutations: a `torch.Generator`, a seed, or None for a generator of
+            its own that is seeded once from torch's.
+
+    Every column is an attribute: `observations`, `critic_observations` (None if absent),
+    `actions`, `rewards`, `dones` (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `returns`,
+    `advantages`, `time_outs` (bool), `saved_hidden_states`. They share memory with the storage.
+    A subclass adds a column by extending `declare_columns`.
+    """
+
+    Transition: type[Any] = Transition
+    MiniBatch: type[Any] = MiniBatch
+
+    def __init__(
+        self,
+        num_envs: int,
+        num_transitions_per_env: int,
+        obs_shape: ShapeLike,
+        critic_obs_shape: ShapeLike | None,
+        actions_shape: ShapeLike,
+        num_rewards: int = 1,
+        device: torch.device | str = "cpu",
+        *,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        sizes = {"num_envs": num_envs, "num_transitions_per_env": num_transitions_per_env, "num_rewards": num_rewards}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise UsageError("create a storage", "", f"{name} >= 1", repr(size))
+        self.num_envs = num_envs
+        self.obs_shape = obs_shape
+        self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
+        self.actions_shape = actions_shape
+        self.num_rewards = num_rewards
+        self.device = torch.device(device)
+        self.generator = make_generator(generator)
+        self.step = 0
+        self._lock = threading.RLock()
+        self._pool = BufferPool()
+        self._num_partial_rows = 0
+        self._table = ColumnTable(self.declare_columns(), num_transitions_per_env, num_envs, self.device)
+
+    def declare_columns(self) -> list[Column]:
+        """Declare what is kept; subclasses add to the list."""
+        return rollout_columns(self.obs_shape, self.critic_obs_shape, self.actions_shape, self.num_rewards)
+
+    @property
+    def num_transitions_per_env(self) -> int:
+        """T: steps that fit."""
+        return self._table.num_rows
+
+    def __getattr__(self, name: str) -> Any:
+        table = self.__dict__.get("_table")
+        if table is not None and name in table.columns:
+            return table.view(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # -- writing ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add_transitions(self, transition: _Transition) -> None:
+        """Copy one step of all envs to the cursor and advance it.
+
+        Everything is checked before anything is written: a call that raises changes nothing.
+
+        Raises:
+            RolloutOverflowError: The storage is full.
+            MissingFieldError: A required field is None, or one is given that is not kept here.
+            SchemaError, FieldTypeError: A value has a wrong shape, or a dtype that would lose.
+        """
+        with self._lock:
+            if self.step >= self._table.num_rows:
+                raise RolloutOverflowError(
+                    "add a transition",
+                    "",
+                    f"at most {self._table.num_rows} steps",
+                    "one more",
+                    "Call clear() after each update",
+                )
+            for target, value in self._table.plan(transition, self.step):
+                if isinstance(value, torch.Tensor):
+                    target.copy_(value)
+                else:
+                    target.fill_(value)
+            self._num_partial_rows = 0
+            self.step += 1
+
+    def clear(self) -> None:
+        """Start the next rollout: the cursor goes to 0, the tensors stay as they are."""
+        with self._lock:
+            self.step = 0
+            self._num_partial_rows = 0
+
+    # -- computing -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def compute_returns(
+        self,
+        last_values: torch.Tensor,
+        gamma: Scalar,
+        lam: Scalar,
+        *,
+        normalize: str | None = "global",
+        truncation: str = "cut",
+        allow_partial: bool = False,
+    ) -> None:
+        """Write `returns` and `advantages` by generalized advantage estimation.
+
+        Args:
+            last_values: `[B, R]` (or `[B]` with one reward), value of the observation after the last step.
+            gamma: Discount per step, in [0, 1]; a number or `[R]`.
+            lam: Trace decay, in [0, 1]; a number or `[R]`.
+            normalize: Advantages to mean 0 and deviation 1: "global", "per_reward", or None for not.
+            truncation: What a timed-out step bootstraps from: "cut" nothing (the caller added
+                gamma * V to its reward already), "value" its own value, "final" its `bootstrap_values`.
+            allow_partial: Use the steps that are there, if the rollout is not full yet.
+
+        Raises:
+            UsageError: The rollout is not full, or an argument is not as above; nothing is changed.
+        """
+        with self._lock:
+            rows = self._num_rows_for("compute returns", allow_partial)
+            last_values = self._check_last_values(last_values)
+            gamma, lam = (self._check_factor(name, x) for name, x in (("gamma", gamma), ("lam", lam)))
+            check_normalization(normalize)
+            x = self._signals(rows)
+            rewards = with_bootstrap(x.rewards, x.values, x.dones, x.time_outs, gamma, truncation, x.bootstrap_values)
+            rollout_advantage(rewards, x.values, last_values, x.dones, gamma, lam, out=x.advantages)
+            torch.add(x.advantages, x.values, out=x.returns)
+            normalize_(x.advantages, normalize)
+            self._num_partial_rows = rows
+
+    @torch.no_grad()
+    def get_statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Measure the steps that are there; nothing is changed.
+
+        Returns:
+            Mean length of the segments between dones, the open tails counted as segments, and mean
+            reward; float32 scalars.
+        """
+        with self._lock:
+            rows = self._num_rows_for("measure statistics", allow_partial=True)
+            signals = self._signals(rows)
+            num_segments = signals.dones[:-1].count_nonzero() + self.num_envs
+            return rows * self.num_envs / num_segments.float(), signals.rewards.mean()
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def mini_batch_generator(
+        self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: str = "epoch", drop_last: bool = True
+    ) -> Iterator[Any]:
+        """Yield `num_mini_batches * num_epochs` mini-batches of `[M, ...]` for feed-forward networks.
+
+        Args:
+            num_mini_batches: Mini-batches per epoch, 1 to T * B.
+            num_epochs: Passes over the rollout.
+            reshuffle: "epoch": a new permutation per epoch, every batch new memory. "once": one
+                shuffled copy of which every batch of every epoch is a view; 5 times less to move.
+            drop_last: True: every batch has `T * B // num_mini_batches` rows, and the remainder
+                (others in each epoch) is left out. False: sizes differ by at most one, all rows come.
+
+        Raises:
+            UsageError: At the call, not at the first `next`: an argument is not as above, or the
+                rollout is not full (partial ones need `compute_returns(allow_partial=True)`).
+        """
+        with self._lock:
+            rows = self._num_rows_for("generate mini-batches", allow_partial=False)
+        check_counts(num_mini_batches, num_epochs, rows * self.num_envs, "row")
+        if reshuffle not in _RESHUFFLES:
+            raise UsageError("generate mini-batches", "", f"reshuffle one of {_RESHUFFLES}", repr(reshuffle))
+        bounds = batch_bounds(rows * self.num_envs, num_mini_batches, drop_last)
+        return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
+
+    def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
+        with self._lock, torch.no_grad():
+            columns = {name: x.flatten(0, 1) for name, x in flatten(self._batch_columns(rows)).items()}
+            gather = RowGather(columns, self._pool, WIDE_ROW_BYTES_ONCE if once else WIDE_ROW_BYTES)
+        batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.generator, self.device, once)
+        while True:
+            with self._lock, torch.no_grad():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield self._to_mini_batch(batch)
+
+    def _batch_columns(self, rows: int) -> dict[str, Any]:
+        """Name what a mini-batch carries: mini-batch field -> `[rows, B, ...]` tensor or tree of them."""
+        found = {c.batch: self._table.view(c.name, rows) for c in self._table.columns.values() if c.batch}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
+        found = {**unflatten(batch), **more}
+        for column in self._table.columns.values():
+            if column.batch and column.batch not in found:
+                found[column.batch] = found[column.fallback] if column.fallback else None
+        return self.MiniBatch(**found)
+
+    def _signals(self, rows: int) -> Signals:
+        return Signals(*(self._table.view(name, rows) for name in Signals._fields))
+
+    # -- checks ----------------------------------------------------------------------------
+
+    def _num_rows_for(self, action: str, allow_partial: bool) -> int:
+        """How many steps there are to work on; refuse an empty or, if so asked, a partial rollout."""
+        if self.step == 0:
+            raise BufferEmptyError(action, "", "a rollout", "no step since the last clear()")
+        if self.step < self._table.num_rows and not allow_partial and self._num_partial_rows != self.step:
+            raise UsageError(
+                action,
+                "of a partial rollout",
+                f"{self._table.num_rows} steps",
+                str(self.step),
+                "Add the rest, or call compute_returns(..., allow_partial=True)",
+            )
+        return self.step
+
+    def _check_last_values(self, last_values: torch.Tensor) -> torch.Tensor:
+        shape = (self.num_envs, self.num_rewards)
+        last_values = torch.as_tensor(last_values)
+        if last_values.dim() == 1 and self.num_rewards == 1:
+            last_values = last_values.unsqueeze(-1)
+        if tuple(last_values.shape) != shape or last_values.is_complex():
+            got = f"{last_values.dtype} of shape {list(last_values.shape)}"
+            raise SchemaError("compute returns", "", f"last_values of shape {list(shape)}", got)
+        return last_values.to(self.device, torch.float32)
+
+    def _check_factor(self, name: str, factor: Scalar) -> torch.Tensor:
+        checked = torch.as_tensor(factor, dtype=torch.float32, device=self.device)
+        if checked.shape not in (torch.Size([]), torch.Size([self.num_rewards])):
+            expected = f"{name} a number or of shape [{self.num_rewards}]"
+            raise SchemaError("compute returns", "", expected, f"shape {list(checked.shape)}")
+        if not bool(((checked >= 0) & (checked <= 1)).all()):
+            raise UsageError("compute returns", "", f"{name} in [0, 1]", str(factor))
+        return checked
+
+
+def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
+    """Take a generator, seed a new one, or seed one once from torch's default generator."""
+    if isinstance(generator, torch.Generator):
+        return generator
+    seed = int(torch.randint(2**63 - 1, ())) if generator is None else int(generator)
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,235 @@
+"""Returns: equal to a naive loop for every flag pattern, to the closed form in the limits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage import returns
+from storage.errors import SchemaError, UsageError
+from storage.returns import (
+    discounted_sums,
+    generalized_advantage,
+    n_step_returns,
+    normalize_,
+    rollout_advantage,
+    with_bootstrap,
+)
+
+
+def naive_advantage(rewards, values, next_values, dones, gamma, lam):
+    """Two loops over plain floats, in float64: the one oracle."""
+    num_steps, num_envs, num_rewards = rewards.shape
+    gamma, lam = (torch.as_tensor(x, dtype=torch.float64).expand(num_rewards).tolist() for x in (gamma, lam))
+    result = torch.zeros(rewards.shape, dtype=torch.float64)
+    for env, head in itertools.product(range(num_envs), range(num_rewards)):
+        advantage = 0.0
+        for t in reversed(range(num_steps)):
+            alive = 0.0 if dones[t, env, 0] else 1.0
+            delta = float(rewards[t, env, head]) + gamma[head] * float(next_values[t, env, head])
+            advantage = delta - float(values[t, env, head]) + gamma[head] * lam[head] * alive * advantage
+            result[t, env, head] = advantage
+    return result
+
+
+def random_rollout(num_steps, num_envs, num_rewards=1, done_rate=0.2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, num_steps, num_envs, num_rewards, generator=generator)
+    last_values = torch.randn(num_envs, num_rewards, generator=generator)
+    dones = (torch.rand(num_steps, num_envs, 1, generator=generator) < done_rate).to(torch.uint8)
+    return rewards, values, last_values, dones
+
+
+def next_values_of(values, last_values, dones):
+    return torch.cat([values[1:], last_values.unsqueeze(0)]) * (1 - dones.float())
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5, 6])
+def test_advantages_equal_the_naive_loop_for_every_pattern_of_dones(num_steps):
+    patterns = torch.tensor(list(itertools.product([0, 1], repeat=num_steps)), dtype=torch.uint8).T.unsqueeze(-1)
+    rewards, values, last_values, _ = random_rollout(num_steps, patterns.shape[1])
+    got = rollout_advantage(rewards, values, last_values, patterns, 0.9, 0.8)
+    expected = naive_advantage(rewards, values, next_values_of(values, last_values, patterns), patterns, 0.9, 0.8)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("truncation", ["cut", "value", "final"])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
+def test_every_pattern_of_both_end_flags_follows_the_truncation_rule(num_steps, truncation):
+    # 0 goes on, 1 terminated, 2 timed out
+    patterns = torch.tensor(list(itertools.product([0, 1, 2], repeat=num_steps))).T.unsqueeze(-1)
+    rewards, values, last_values, _ = random_rollout(num_steps, patterns.shape[1])
+    final = torch.randn_like(values)
+    dones, time_outs = (patterns > 0).to(torch.uint8), patterns == 2
+    boot = {"cut": torch.zeros_like(values), "value": values, "final": final}[truncation]
+    next_values = torch.where(time_outs, boot, next_values_of(values, last_values, dones))
+    expected = naive_advantage(rewards, values, next_values, dones, 0.9, 0.8)
+    full = with_bootstrap(rewards, values, dones, time_outs, 0.9, truncation, final)
+    got = rollout_advantage(full, values, last_values, dones, 0.9, 0.8)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 70),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    st.sampled_from([0.0, 0.95, 1.0]),
+    st.integers(1, 200),
+)
+def test_both_forms_equal_the_naive_loop_for_any_shape(
+    num_steps, num_envs, num_rewards, done_rate, gamma, lam, chunk_elements
+):
+    rewards, values, last_values, dones = random_rollout(num_steps, num_envs, num_rewards, done_rate, num_steps)
+    next_values = next_values_of(values, last_values, dones)
+    expected = naive_advantage(rewards, values, next_values, dones, gamma, lam)
+    old = returns._CHUNK_ELEMENTS
+    returns._CHUNK_ELEMENTS = chunk_elements  # so that small shapes are worked on in several pieces too
+    try:
+        for got in (
+            rollout_advantage(rewards, values, last_values, dones, gamma, lam),
+            generalized_advantage(rewards, values, next_values, dones, gamma, lam),
+        ):
+            torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+    finally:
+        returns._CHUNK_ELEMENTS = old
+
+
+@pytest.mark.parametrize("shape", [(1000, 1, 1), (2048, 3, 2), (24, 4096, 1), (300, 700, 1)])
+@pytest.mark.parametrize("scan", [returns._scan_by_rows_, returns._scan_by_doubling_])
+def test_both_ways_of_scanning_agree_on_large_shapes(monkeypatch, shape, scan):
+    rewards, values, last_values, dones = random_rollout(*shape, done_rate=0.02)
+    fast = rollout_advantage(rewards, values, last_values, dones, 0.99, 0.95)
+    for name in ("_scan_by_rows_", "_scan_by_doubling_"):
+        monkeypatch.setattr(returns, name, scan)
+    other = rollout_advantage(rewards, values, last_values, dones, 0.99, 0.95)
+    torch.testing.assert_close(fast, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_take_the_torch_way(dtype):
+    rewards, values, last_values, dones = (x.to(dtype) for x in random_rollout(9, 4))
+    got = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
+    expected = naive_advantage(rewards, values, next_values_of(values, last_values, dones), dones, 0.9, 0.8)
+    assert got.dtype == dtype
+    tolerance = 1e-9 if dtype == torch.float64 else 0.2
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance, check_dtype=False)
+
+
+def test_gamma_zero_gives_the_reward_minus_the_value():
+    rewards, values, last_values, dones = random_rollout(7, 5, 2)
+    got = rollout_advantage(rewards, values, last_values, dones, 0.0, 0.9)
+    torch.testing.assert_close(got, rewards - values)
+
+
+def test_lambda_zero_gives_the_one_step_error():
+    rewards, values, last_values, dones = random_rollout(7, 5)
+    expected = rewards + 0.9 * next_values_of(values, last_values, dones) - values
+    torch.testing.assert_close(rollout_advantage(rewards, values, last_values, dones, 0.9, 0.0), expected)
+
+
+def test_lambda_one_gives_the_discounted_sum_minus_the_value():
+    rewards, values, last_values, dones = random_rollout(30, 5)
+    rewards_and_tail = rewards.clone()
+    rewards_and_tail[-1] += 0.9 * last_values * (1 - dones[-1].float())
+    expected = discounted_sums(rewards_and_tail, dones, 0.9) - values
+    got = rollout_advantage(rewards, values, last_values, dones, 0.9, 1.0)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gamma_and_lambda_one_sum_the_rewards_to_the_end():
+    rewards = torch.ones(10, 1, 1)
+    got = discounted_sums(rewards, torch.zeros(10, 1, 1), 1.0).flatten()
+    assert got.tolist() == list(range(10, 0, -1))
+
+
+def test_each_reward_head_has_its_own_discount():
+    rewards, values, last_values, dones = random_rollout(20, 4, 3)
+    gamma, lam = torch.tensor([0.0, 0.5, 0.99]), torch.tensor([0.9, 0.0, 1.0])
+    together = rollout_advantage(rewards, values, last_values, dones, gamma, lam)
+    for head in range(3):
+        part = slice(head, head + 1)
+        alone = rollout_advantage(
+            rewards[..., part], values[..., part], last_values[..., part], dones, float(gamma[head]), float(lam[head])
+        )
+        torch.testing.assert_close(together[..., part], alone, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 100])
+def test_n_step_returns_equal_the_naive_loop(num_steps):
+    rewards, values, last_values, dones = random_rollout(12, 6, 2)
+    got = n_step_returns(rewards, values, last_values, dones, 0.9, num_steps)
+    for t, env, head in itertools.product(range(12), range(6), range(2)):
+        total, weight, k = 0.0, 1.0, t
+        while True:
+            total += weight * float(rewards[k, env, head])
+            weight *= 0.9
+            is_done, k = bool(dones[k, env, 0]), k + 1
+            if is_done:
+                break
+            if k == 12 or k == t + num_steps:
+                total += weight * float(last_values[env, head] if k == 12 else values[k, env, head])
+                break
+        assert float(got[t, env, head]) == pytest.approx(total, abs=1e-5)
+
+
+def test_inputs_are_not_changed():
+    inputs = random_rollout(50, 3)
+    copies = [x.clone() for x in inputs]
+    rewards, values, last_values, dones = inputs
+    rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
+    generalized_advantage(rewards, values, values, dones, 0.9, 0.8)
+    n_step_returns(rewards, values, last_values, dones, 0.9, 3)
+    discounted_sums(rewards, dones, 0.9)
+    assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True))
+
+
+def test_views_with_strides_are_fine():
+    rewards, values, last_values, dones = random_rollout(50, 6)
+    part = slice(None, None, 2)
+    got = rollout_advantage(rewards[:, part], values[:, part], last_values[part], dones[:, part], 0.9, 0.8)
+    whole = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
+    torch.testing.assert_close(got, whole[:, part], atol=1e-6, rtol=1e-6)
+
+
+def test_nan_in_one_env_stays_in_that_env():
+    rewards, values, last_values, dones = random_rollout(1000, 3, done_rate=0)
+    rewards[500, 1] = float("nan")
+    got = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
+    assert got[:501, 1].isnan().all() and not got[501:, 1].isnan().any() and not got[:, [0, 2]].isnan().any()
+
+
+def test_wrong_shapes_and_rules_give_exact_errors():
+    rewards, values, last_values, dones = random_rollout(4, 3)
+    with pytest.raises(SchemaError) as caught:
+        rollout_advantage(rewards, values, last_values[:2], dones, 0.9, 0.8)
+    assert str(caught.value) == "cannot compute returns: expected last_values of shape [3, 1], got [2, 1]."
+    with pytest.raises(SchemaError) as caught:
+        generalized_advantage(rewards, values[:2], values, dones, 0.9, 0.8)
+    assert str(caught.value) == "cannot compute returns: expected values of shape [4, 3, 1], got [2, 3, 1]."
+    with pytest.raises(UsageError) as caught:
+        with_bootstrap(rewards, values, dones, dones, 0.9, "vale")
+    assert str(caught.value) == "cannot compute returns: expected truncation 'value', 'cut', 'final', got 'vale'."
+    with pytest.raises(UsageError, match="expected num_steps >= 1, got 0"):
+        n_step_returns(rewards, values, last_values, dones, 0.9, 0)
+
+
+def test_normalizing_gives_mean_zero_and_deviation_one():
+    x = torch.randn(20, 6, 3) * torch.tensor([1.0, 10.0, 100.0]) + 5
+    everything = normalize_(x.clone(), "global")
+    torch.testing.assert_close(everything, (x - x.mean()) / (x.std() + 1e-8), atol=1e-5, rtol=1e-5)
+    apart = normalize_(x.clone(), "per_reward")
+    torch.testing.assert_close(apart, (x - x.mean((0, 1))) / (x.std((0, 1)) + 1e-8), atol=1e-5, rtol=1e-5)
+    assert torch.equal(normalize_(x.clone(), None), x)
+
+
+@pytest.mark.parametrize("how", ["global", "per_reward"])
+def test_normalizing_fewer_than_two_numbers_gives_zero(how):
+    assert normalize_(torch.full((1, 1, 1), 3.0), how).item() == 0
+    assert normalize_(torch.full((2, 2, 1), 3.0), how).eq(0).all()

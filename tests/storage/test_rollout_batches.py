@@ -1,0 +1,154 @@
+"""`RolloutStorage`: feed-forward mini-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from storage import (
+    RolloutStorage,
+    SchemaError,
+    UsageError,
+)
+from tests.storage.rollouts import (
+    ACTIONS,
+    assert_same,
+    broken,
+    everything,
+    fill,
+    make_storage,
+    make_transition,
+)
+
+
+def rows_of(batch):
+    """Say which (step, env) each row is, and that all fields of a row belong together."""
+    step_and_env = batch.obs[:, 0]
+    for number, x in ((1, batch.critic_obs), (2, batch.actions), (4, batch.values), (5, batch.old_actions_log_prob)):
+        torch.testing.assert_close(x[:, 0], 1000.0 * number + step_and_env, atol=1e-3, rtol=0)
+    torch.testing.assert_close(batch.old_mu[:, -1] + 1000, batch.old_sigma[:, -1], atol=1e-3, rtol=0)
+    return [round(float(x) * 100) for x in step_and_env]
+
+
+@pytest.mark.parametrize("reshuffle", ["epoch", "once"])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("num_mini_batches", [1, 2, 5, 7, 24])
+def test_each_epoch_visits_every_row_once(num_mini_batches, drop_last, reshuffle):
+    storage = fill(make_storage())
+    storage.compute_returns(torch.zeros(4), 0.9, 0.9)
+    generator = storage.mini_batch_generator(num_mini_batches, 3, drop_last=drop_last, reshuffle=reshuffle)
+    batches = [rows_of(batch) for batch in generator]
+    assert len(batches) == 3 * num_mini_batches
+    sizes = {len(batch) for batch in batches}
+    assert sizes == {24 // num_mini_batches} if drop_last else max(sizes) - min(sizes) <= 1
+    everyone = sorted(step * 100 + env for step in range(6) for env in range(4))
+    for epoch in range(3):
+        seen = sorted(
+            row for batch in batches[epoch * num_mini_batches : (epoch + 1) * num_mini_batches] for row in batch
+        )
+        assert set(seen) <= set(everyone) and len(set(seen)) == len(seen)
+        assert len(seen) == (24 // num_mini_batches * num_mini_batches if drop_last else 24)
+
+
+def test_i10_every_epoch_has_its_own_permutation_and_leaves_others_out():
+    storage = fill(make_storage(5, 5))
+    storage.compute_returns(torch.zeros(5), 0.9, 0.9)
+    epochs = [[], [], [], []]
+    for i, batch in enumerate(storage.mini_batch_generator(3, 4)):
+        epochs[i // 3] += rows_of(batch)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert len({frozenset(epoch) for epoch in epochs}) > 1
+
+
+def test_the_permutation_comes_from_the_storages_own_generator():
+    def order(storage):
+        fill(storage).compute_returns(torch.zeros(4), 0.9, 0.9)
+        return [rows_of(batch) for batch in storage.mini_batch_generator(3, 2)]
+
+    state = torch.get_rng_state()
+    assert order(make_storage(generator=3)) == order(make_storage(generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(state, torch.get_rng_state())
+    assert order(make_storage(generator=3)) != order(make_storage(generator=4))
+    torch.manual_seed(0)
+    first = order(make_storage(generator=None))
+    torch.manual_seed(0)
+    assert first == order(make_storage(generator=None))
+
+
+def test_batches_share_no_memory_with_the_storage_or_each_other():
+    storage = fill(make_storage(num_envs=64, num_steps=64))
+    storage.compute_returns(torch.zeros(64), 0.9, 0.9)
+    before = everything(storage)
+    kept = []
+    for batch in storage.mini_batch_generator(4, 3):
+        for other, copy in kept:
+            assert torch.equal(other.obs, copy)
+        kept.append((batch, batch.obs.clone()))
+        batch.advantages.fill_(-5)
+        batch.actions.zero_()
+    after = everything(storage)
+    before.pop("rng"), after.pop("rng")
+    assert_same(before, after)
+
+
+def test_wide_and_narrow_fields_of_every_dtype_come_back_exactly():
+    shape = {
+        "image": ((8, 8, 3), "uint8"),
+        "big": (400,),
+        "odd": ((3,), "uint8"),
+        "half": ((5,), torch.float16),
+        "id": ((), "int64"),
+    }
+    storage = RolloutStorage(3, 4, shape, {"flag": ((2,), "bool")}, (2,), generator=1)
+    for step in range(4):
+        row = (torch.arange(3) + 10 * step).reshape(3, 1)
+        observations = {
+            "image": row.reshape(3, 1, 1, 1).expand(3, 8, 8, 3).to(torch.uint8),
+            "big": row.expand(3, 400).float(),
+            "odd": row.expand(3, 3).to(torch.uint8),
+            "half": row.expand(3, 5).half(),
+            "id": row.squeeze(-1),
+        }
+        transition = make_transition(step, 3, critic_observations={"flag": (row % 2 == 1).expand(3, 2)})
+        storage.add_transitions(broken(transition, "observations", observations))
+    storage.compute_returns(torch.zeros(3), 0.9, 0.9)
+    assert storage.observations["image"].dtype == torch.uint8 and storage.observations["image"].shape == (4, 3, 8, 8, 3)
+    for reshuffle in ("epoch", "once"):
+        for batch in storage.mini_batch_generator(2, 2, reshuffle=reshuffle):
+            ids = batch.obs["id"]
+            assert batch.obs["image"].shape == (6, 8, 8, 3) and batch.obs["half"].dtype == torch.float16
+            for name in ("image", "big", "odd", "half"):
+                rows = batch.obs[name].flatten(1)
+                assert (rows == ids.unsqueeze(-1).to(rows.dtype)).all(), name
+            assert torch.equal(batch.critic_obs["flag"][:, 1], ids % 2 == 1)
+
+
+def test_a_dict_observation_with_a_missing_or_extra_key_is_refused():
+    storage = RolloutStorage(2, 2, {"a": (1,), "b": {"c": (1,)}}, None, (ACTIONS,))
+    x = torch.zeros(2, 1)
+    transition = make_transition(0, 2, critic_observations=None)
+    for wrong in ({"a": x}, {"a": x, "b": {"c": x, "d": x}}, {"a": x, "b": x}, x):
+        with pytest.raises(SchemaError):
+            storage.add_transitions(broken(transition, "observations", wrong))
+    storage.add_transitions(broken(transition, "observations", {"b": {"c": x + 1}, "a": x}))
+    assert storage.observations["b"]["c"][0].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ((0, 1), "expected num_mini_batches >= 1, got 0."),
+        ((25, 1), "expected num_mini_batches <= 24, one row each, got 25. Ask for fewer mini-batches."),
+        ((2, 0), "expected num_epochs >= 1, got 0."),
+        ((2.0, 1), "expected num_mini_batches >= 1, got 2.0."),
+    ],
+)
+def test_wrong_numbers_are_refused_at_the_call(arguments, text):
+    storage = fill(make_storage())
+    before = everything(storage)
+    with pytest.raises(UsageError) as caught:
+        storage.mini_batch_generator(*arguments)
+    assert str(caught.value) == f"cannot generate mini-batches: {text}"
+    with pytest.raises(UsageError, match="reshuffle one of"):
+        storage.mini_batch_generator(1, 1, reshuffle="never")
+    assert_same(before, everything(storage))

@@ -1,0 +1,247 @@
+"""`RolloutStorage`, feed-forward: contract section 2, and the traps of earlier systems."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage import (
+    Column,
+    Field,
+    FieldTypeError,
+    MissingFieldError,
+    RolloutOverflowError,
+    RolloutStorage,
+    SchemaError,
+    Transition,
+    UsageError,
+)
+from storage.columns import rollout_columns
+from tests.storage.rollouts import (
+    ACTIONS,
+    CRITIC,
+    OBS,
+    assert_same,
+    broken,
+    everything,
+    fill,
+    make_storage,
+    make_transition,
+)
+
+REQUIRED = [column for column in rollout_columns(1, 1, 1, 1) if column.source and column.is_required]
+
+
+def test_tensors_have_the_shapes_and_dtypes_of_the_contract():
+    storage = make_storage(4, 6, num_rewards=3)
+    shapes = {
+        "observations": (6, 4, OBS),
+        "critic_observations": (6, 4, CRITIC),
+        **dict.fromkeys(("actions", "mu", "sigma"), (6, 4, ACTIONS)),
+        **dict.fromkeys(("rewards", "values", "returns", "advantages"), (6, 4, 3)),
+        **dict.fromkeys(("actions_log_prob", "dones", "time_outs"), (6, 4, 1)),
+    }
+    for name, shape in shapes.items():
+        tensor = getattr(storage, name)
+        assert tuple(tensor.shape) == shape, name
+        assert tensor.dtype == {"dones": torch.uint8, "time_outs": torch.bool}.get(name, torch.float32)
+        assert not tensor.any()
+    assert storage.bootstrap_values is None and storage.step == 0 and storage.num_transitions_per_env == 6
+    with pytest.raises(AttributeError, match="no attribute 'reward'"):
+        _ = storage.reward
+
+
+@pytest.mark.parametrize("absent", [None, (None,), [None]])
+def test_without_critic_observations_the_batch_carries_the_observations_twice(absent):
+    storage = fill(make_storage(critic_obs_shape=absent))
+    assert storage.critic_observations is None
+    storage.compute_returns(torch.zeros(4, 1), 0.9, 0.9)
+    for batch in storage.mini_batch_generator(2, 1):
+        assert batch.critic_obs is batch.obs
+
+
+def test_what_is_added_stands_at_its_step():
+    storage = fill(make_storage())
+    for step in range(6):
+        expected = make_transition(step, 4)
+        assert torch.equal(storage.observations[step], expected.observations)
+        assert torch.equal(storage.mu[step], expected.action_mean)
+        assert torch.equal(storage.actions_log_prob[step], expected.actions_log_prob)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.Tensor.float, torch.Tensor.bool, torch.Tensor.long, torch.Tensor.to, np.asarray]
+)
+def test_flags_of_any_dtype_and_flat_values_are_taken(make):
+    done = make(
+        torch.tensor([0, 3, 0, 1], dtype=torch.uint8), **({} if make is not torch.Tensor.to else {"dtype": torch.int8})
+    )
+    storage = make_storage(num_steps=1)
+    flat = make_transition(0, 4, done=done, time_outs=done)
+    for name in ("rewards", "values", "actions_log_prob"):
+        flat = broken(flat, name, getattr(flat, name).squeeze(-1))
+    storage.add_transitions(flat)
+    assert storage.dones.flatten().tolist() == [0, 1, 0, 1]
+    assert storage.time_outs.flatten().tolist() == [False, True, False, True]
+    assert torch.equal(storage.rewards[0], make_transition(0, 4).rewards)
+
+
+def test_added_tensors_are_copied_never_aliased():
+    storage = make_storage()
+    transition = make_transition(0, 4)
+    transition.observations.requires_grad_()
+    storage.add_transitions(transition)
+    with torch.no_grad():
+        transition.observations.fill_(-1)
+    assert torch.equal(storage.observations[0], make_transition(0, 4).observations)
+    assert not storage.observations.requires_grad
+
+
+def test_a_full_storage_refuses_one_more_and_changes_nothing():
+    storage = fill(make_storage())
+    before = everything(storage)
+    with pytest.raises(RolloutOverflowError) as caught:
+        storage.add_transitions(make_transition(9, 4))
+    assert isinstance(caught.value, OverflowError) and isinstance(caught.value, AssertionError)
+    assert str(caught.value) == (
+        "cannot add a transition: expected at most 6 steps, got one more. Call clear() after each update."
+    )
+    assert_same(before, everything(storage))
+
+
+def test_clear_moves_only_the_cursor():
+    storage = fill(make_storage())
+    before = everything(storage)
+    storage.clear()
+    assert storage.step == 0
+    storage.step = 6
+    assert_same(before, everything(storage))
+
+
+def test_time_outs_of_an_earlier_rollout_do_not_stay():
+    storage = make_storage(num_steps=1)
+    storage.add_transitions(make_transition(0, 4, time_outs=torch.ones(4)))
+    storage.clear()
+    storage.add_transitions(make_transition(0, 4))
+    assert not storage.time_outs.any()
+
+
+@pytest.mark.parametrize("column", REQUIRED, ids=lambda column: column.source)
+def test_a_missing_required_field_is_named(column):
+    storage = make_storage()
+    before = everything(storage)
+    with pytest.raises(MissingFieldError) as caught:
+        storage.add_transitions(broken(make_transition(0, 4), column.source, None))
+    assert str(caught.value).startswith(f"cannot add a transition without '{column.source}': expected ")
+    assert isinstance(caught.value, ValueError)
+    assert_same(before, everything(storage))
+
+
+def test_a_field_that_is_not_kept_is_refused_by_name():
+    storage = make_storage()
+    with pytest.raises(MissingFieldError, match="cannot add a transition with 'action_labels'"):
+        storage.add_transitions(make_transition(0, 4, action_labels=torch.zeros(4, ACTIONS)))
+
+
+def test_errors_of_shape_and_dtype_say_what_was_expected():
+    storage = make_storage()
+    for name, value, text in [
+        ("rewards", torch.zeros(4, 2), "with 'rewards': expected float32 of shape [4, 1] or [4], got shape [4, 2]."),
+        ("dones", torch.zeros(3), "with 'dones': expected flags of shape [4, 1] or [4], got shape [3]."),
+        ("actions", torch.zeros(4), "with 'actions': expected float32 of shape [4, 2], got shape [4]."),
+        (
+            "values",
+            torch.zeros(4, dtype=torch.complex64),
+            "with 'values': expected float32 of shape [4, 1] or [4], got torch.complex64. Convert it first.",
+        ),
+        (
+            "observations",
+            {"a": torch.zeros(4, 3)},
+            "with 'observations': expected float32 of shape [4, 3], got a mapping.",
+        ),
+    ]:
+        with pytest.raises(SchemaError) as caught:
+            storage.add_transitions(broken(make_transition(0, 4), name, value))
+        assert str(caught.value) == f"cannot add a transition {text}"
+
+
+BAD_VALUES = [
+    torch.zeros(4, 7),
+    torch.zeros(3, 2),
+    torch.zeros(4, 2, 2),
+    torch.zeros(0),
+    torch.zeros(4, OBS, dtype=torch.complex64),
+    torch.zeros(4, ACTIONS, dtype=torch.complex64),
+    torch.zeros(4, 1, device="meta"),
+    torch.zeros(4, ACTIONS).to_sparse(),
+    torch.zeros(4, 1).to_sparse(),
+    "text",
+    object(),
+    {"a": torch.zeros(4, 1)},
+    [[1.0, 2.0], [3.0]],
+    np.array(["a", "b", "c", "d"]),
+]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from([c.source for c in rollout_columns(1, 1, 1, 1) if c.source]),
+    st.sampled_from(range(len(BAD_VALUES))),
+    st.integers(0, 3),
+)
+def test_a_failed_add_leaves_the_storage_bit_identical(name, bad, num_added):
+    storage = fill(make_storage(), count=num_added, time_outs=torch.ones(4))
+    before = everything(storage)
+    with pytest.raises((SchemaError, FieldTypeError)):
+        storage.add_transitions(broken(make_transition(5, 4), name, BAD_VALUES[bad]))
+    assert_same(before, everything(storage))
+
+
+def test_numbers_of_other_dtypes_are_converted_where_nothing_but_precision_is_lost():
+    storage = make_storage()
+    transition = make_transition(3, 4)
+    storage.add_transitions(broken(transition, "actions", transition.actions.double()))
+    storage.add_transitions(broken(transition, "actions", transition.actions.to(torch.int32)))
+    storage.add_transitions(broken(transition, "actions", transition.actions.numpy()))
+    assert torch.equal(storage.actions[0], transition.actions)
+    assert torch.equal(storage.actions[1], transition.actions.floor())
+    assert torch.equal(storage.actions[2], transition.actions)
+
+
+@pytest.mark.parametrize("arguments", [(0, 5), (5, 0), (2.0, 5), (-1, 5)])
+def test_impossible_sizes_are_refused(arguments):
+    with pytest.raises(UsageError, match="cannot create a storage: expected num_"):
+        RolloutStorage(*arguments, (3,), None, (2,))
+    with pytest.raises(SchemaError, match="cannot declare the shape of 'actions'"):
+        RolloutStorage(2, 2, (3,), None, "two")
+
+
+class CostStorage(RolloutStorage):
+    """A subclass that adds one field, in one place."""
+
+    def declare_columns(self):
+        return [*super().declare_columns(), Column("costs", (Field("costs", (2,)),), source="costs")]
+
+
+def test_i17_a_subclass_adds_a_field_in_one_place():
+    class CostTransition(Transition):
+        costs = None
+
+    storage = make_storage(2, 3, CostStorage)
+    assert storage.costs.shape == (3, 2, 2)
+    transition = CostTransition(**vars(make_transition(0, 2)))
+    with pytest.raises(MissingFieldError, match="without 'costs'"):
+        storage.add_transitions(transition)
+    transition.costs = torch.ones(2, 2)
+    storage.add_transitions(transition)
+    assert storage.costs[0].eq(1).all()
+
+
+def test_transition_clear_forgets_everything():
+    transition = make_transition(0, 2, time_outs=torch.ones(2))
+    transition.clear()
+    assert all(value is None for value in vars(transition).values())
+    assert RolloutStorage.Transition() == Transition()
