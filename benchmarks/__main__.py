@@ -6,6 +6,7 @@ One rule: a workload is known by its line in `WORKLOADS`; nothing else needs to 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import sys
 from collections.abc import Iterator
@@ -23,9 +24,11 @@ WORKLOADS = {
 }
 
 
-def cases(name: str, is_quick: bool) -> Iterator[harness.Case]:
+def cases(name: str, is_quick: bool, only: str) -> Iterator[harness.Case]:
     """Yield the cases of a workload; imports its module at the first case, so that one cannot spoil the others."""
-    yield from importlib.import_module(f"{__package__}.{name}").cases(is_quick)
+    for case in importlib.import_module(f"{__package__}.{name}").cases(is_quick):
+        if only in case.name:
+            yield case
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
     parser.add_argument("--quick", action="store_true", help="tiny sizes: to see that everything runs")
     parser.add_argument("--strict", action="store_true", help="fail where a promise is missed")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads (default: all)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads (default 1: several wait for busy neighbours)"
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="only cases whose name contains this")
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(WORKLOADS)
     if unknown:
@@ -42,8 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     has_failed = False
     for name in options.names or WORKLOADS:
-        timings = harness.run(cases(name, options.quick), name)
-        label = f"{name}-quick" if options.quick else name
+        timings = harness.run(cases(name, options.quick, options.only), name)
+        if options.quick:
+            timings = [dataclasses.replace(timing, reach=None, reach_s=None) for timing in timings]
+        label = name + ("-quick" if options.quick else "") + ("-part" if options.only else "")
         written = [report.write_json(label, timings)]
         try:
             written.append(report.draw(label, timings))

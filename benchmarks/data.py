@@ -89,14 +89,22 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
+#: Environments of one rollout, and the most bytes of one file, when a large dataset is written.
+ENVS_PER_ROLLOUT = 1024
+BLOCK_BYTES = 1 << 30
+
+
 def record(folder: Path, rollout: Rollout, steps_per_rollout: int = 0) -> None:
-    """Write a rollout with our writer, cut into rollouts (hence files and fragments) of so many steps; 0 for whole."""
+    """Write a rollout with our writer, one file per `ENVS_PER_ROLLOUT` environments and so many steps (0 for all)."""
     num_steps, num_envs = rollout["done"].shape
+    num_together = min(num_envs, ENVS_PER_ROLLOUT)
     step = steps_per_rollout or num_steps
-    with RolloutWriter(folder, num_envs, durable=False) as writer:
-        for start in range(0, num_steps, step):
-            writer.add_rollout(**{name: value[start : start + step] for name, value in rollout.items()})
-            writer.flush()
+    with RolloutWriter(folder, num_together, durable=False, block_bytes=BLOCK_BYTES) as writer:
+        for env in range(0, num_envs, num_together):
+            for start in range(0, num_steps, step):
+                part = {name: value[start : start + step, env : env + num_together] for name, value in rollout.items()}
+                writer.add_rollout(**part)
+                writer.flush()
 
 
 #: Our column -> the name in a trajectory folder's pickles.

@@ -88,7 +88,7 @@ def seconds(value_s: float) -> str:
 def _promise(timing: Timing) -> str:
     parts = []
     if timing.reach is not None:
-        parts.append(f"{timing.reach:g}x")
+        parts.append(f"{timing.reach:.3g}x")
     if timing.reach_s is not None:
         parts.append(seconds(timing.reach_s))
     return " ".join(parts)
@@ -128,9 +128,10 @@ def draw(name: str, timings: list[Timing], folder: Path = OUT) -> Path:
     axes.axvline(1, color="#7f7f7f", linewidth=1)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[role]) for role in (OURS, PEER)]
     handles.append(plt.Line2D([], [], color="#2ca02c", linewidth=2))
-    axes.legend(handles, ["ours", "peer", "promised"], fontsize=8, loc="lower right")
+    axes.legend(handles, ["ours", "peer", "promised"], fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("time, as a multiple of the limit (cheapest way to move the same bytes); lower is better")
-    axes.set_title(f"{name}")
+    axes.set_title(name, loc="left")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=130)
