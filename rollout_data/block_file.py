@@ -77,17 +77,20 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True) -> Pa
         raise UsageError("publish the block", repr(str(path)), "a free name", "an existing file", "Use another writer name")
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
-        with ThreadPoolExecutor(1, "checksums") as pool:
-            checksums = pool.submit(_checksums, content)
-            places = _write_header(temporary, content)
-            with open(temporary, "r+b", buffering=0) as file:
-                for table, columns in content.rows.items():
-                    for name, rows in columns.items():
-                        _write_rows(file.fileno(), places[f"{table}/{name}"], rows)
-                for table, values in checksums.result().items():
-                    _write_rows(file.fileno(), places[f"checksums/{table}"], values.view(np.uint8)[None])
-                if durable:
-                    os.fsync(file.fileno())
+        places = _write_header(temporary, content)
+        with ThreadPoolExecutor(1, "block") as pool, open(temporary, "r+b", buffering=0) as file:
+            # Checksums cost as much as the copy into the page cache: they run beside it, or beside
+            # the flush, where the processor has nothing to do (54 -> 43 ms for 50 MB; 30 ms is one write).
+            checksums = None if durable else pool.submit(_checksums, content)
+            for table, columns in content.rows.items():
+                for name, rows in columns.items():
+                    _write_rows(file.fileno(), places[f"{table}/{name}"], rows)
+            flushed = pool.submit(os.fsync, file.fileno()) if durable else None
+            for table, values in (checksums.result() if checksums else _checksums(content)).items():
+                _write_rows(file.fileno(), places[f"checksums/{table}"], values.view(np.uint8)[None])
+            if flushed:
+                flushed.result()
+                os.fsync(file.fileno())
         os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
