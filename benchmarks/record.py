@@ -43,14 +43,16 @@ def cases(quick: bool) -> Iterator[Case]:
         ]  # fmt: skip
         limit = Contender("one write", lambda sync=is_durable: lambda: _write(flat, sync), LIMIT, before=_clear)
         name = "durable (fsync)" if is_durable else "not durable"
-        yield Case(name, (limit, *writers, *peers), num_bytes=num_bytes)
+        yield Case(name, (limit, *writers, *peers), num_bytes=num_bytes, num_repeats=11)
     yield _blocked(rollout, num_bytes)
     shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def _clear() -> None:
+    """Empty the folder and let the disk come to rest, so that nobody pays for another's bytes."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
+    os.sync()
 
 
 def _write(flat: object, is_durable: bool) -> None:

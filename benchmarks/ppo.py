@@ -1,0 +1,322 @@
+"""PPO: what a learner's storage does between two updates: add steps, estimate advantages, draw mini-batches.
+
+A rollout has 24 steps of 4096 environments; an observation 48 floats, the critic's 120, an action 12, with mean and
+deviation, one reward. The limit of adding is to copy the same tensors into the same places; of mini-batches, one
+gather per batch out of one packed row per transition, into one reused output, with the permutations given; of
+advantages, one pass in C over the same arrays (skipped where there is no compiler). SB3 keeps neither a second
+observation nor the distribution, so its one observation is as wide as both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage import RolloutStorage, Transition, rollout_advantage
+
+from . import peers
+from .harness import LIMIT, OURS, PEER, Call, Case, Contender
+
+OBS, CRITIC, ACTIONS = 48, 120, 12
+NUM_MINI_BATCHES, NUM_EPOCHS = 4, 5
+GAMMA, LAM = 0.99, 0.95
+#: Steps of different content that are added in turn, so that they do not all come from the cache.
+NUM_SOURCES = 4
+#: (T, N) -> time over the compiled pass that we promise.
+REACH_GAE = {(24, 4096): 2.0, (1000, 1): 20.0, (1000, 64): 6.0}
+
+_C_PASS = """
+void gae(long T, long N, const float* r, const float* v, const float* last, const unsigned char* d,
+         float g, float l, float* adv, float* ret) {
+  for (long n = 0; n < N; ++n) adv[(T - 1) * N + n] = 0;
+  for (long t = T - 1; t >= 0; --t) {
+    const float* next_v = t == T - 1 ? last : v + (t + 1) * N;
+    const float* next_a = t == T - 1 ? adv + t * N : adv + (t + 1) * N;
+    for (long n = 0; n < N; ++n) {
+      float alive = (float)(1 - d[t * N + n]);
+      float a = r[t * N + n] + g * alive * (next_v[n] + l * next_a[n]) - v[t * N + n];
+      adv[t * N + n] = a;
+      ret[t * N + n] = a + v[t * N + n];
+    }
+  }
+}
+"""
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield adding, mini-batches, and advantages for short, long, narrow and wide rollouts."""
+    T, N = (4, 64) if quick else (24, 4096)
+    yield adding(T, N)
+    yield drawing(T, N)
+    for num_steps in (24, 100) if quick else (24, 64, 1000, 2048):
+        for num_envs in (1, 64) if quick else (1, 64, 4096):
+            yield estimating(num_steps, num_envs)
+
+
+def transitions(num_envs: int) -> list[Transition]:
+    """Make a few steps of random numbers."""
+    return [
+        Transition(
+            observations=torch.randn(num_envs, OBS),
+            critic_observations=torch.randn(num_envs, CRITIC),
+            actions=torch.randn(num_envs, ACTIONS),
+            rewards=torch.randn(num_envs),
+            dones=torch.rand(num_envs) < 0.02,
+            values=torch.randn(num_envs, 1),
+            actions_log_prob=torch.randn(num_envs),
+            action_mean=torch.randn(num_envs, ACTIONS),
+            action_sigma=torch.rand(num_envs, ACTIONS),
+        )
+        for _ in range(NUM_SOURCES)
+    ]
+
+
+def filled(num_steps: int, num_envs: int) -> RolloutStorage:
+    """Fill a storage of ours."""
+    storage = RolloutStorage(num_envs, num_steps, (OBS,), (CRITIC,), (ACTIONS,), generator=0)
+    _add_all(storage, transitions(num_envs))
+    storage.compute_returns(torch.zeros(num_envs), GAMMA, LAM)
+    return storage
+
+
+def adding(num_steps: int, num_envs: int) -> Case:
+    """Add all steps of a rollout."""
+
+    def bare() -> Call:
+        storage, steps = filled(num_steps, num_envs), transitions(num_envs)
+        places = [column for column in storage._table.columns.values() if column.is_required and column.source]
+        columns = [getattr(storage, column.name) for column in places]
+        rows = [[getattr(step, column.source).view(num_envs, -1) for column in places] for step in steps]
+
+        def copy() -> None:
+            for t in range(num_steps):
+                for column, row in zip(columns, rows[t % NUM_SOURCES], strict=True):
+                    column[t].copy_(row)
+
+        return copy
+
+    def ours() -> Call:
+        storage, steps = filled(num_steps, num_envs), transitions(num_envs)
+        return lambda: _add_all(storage, steps)
+
+    return Case(
+        f"add T={num_steps} N={num_envs}",
+        (
+            Contender("copy each field", bare, LIMIT),
+            Contender("add_transitions", ours, OURS, reach=1.15 if num_envs == 4096 else None),
+            Contender("rsl_rl", lambda: _rsl_adding(num_steps, num_envs), PEER),
+            Contender("SB3", lambda: _sb3_adding(num_steps, num_envs), PEER),
+        ),
+        num_bytes=num_steps * num_envs * (4 * (OBS + CRITIC + 3 * ACTIONS + 3) + 1),
+    )
+
+
+def drawing(num_steps: int, num_envs: int) -> Case:
+    """Draw all mini-batches of all epochs of one update."""
+    width, num_rows = OBS + CRITIC + 3 * ACTIONS + 4, num_steps * num_envs
+    size = num_rows // NUM_MINI_BATCHES
+
+    def limit() -> Call:
+        packed, out = torch.randn(num_rows, width), torch.empty(size, width)
+        orders = [torch.randperm(num_rows) for _ in range(NUM_EPOCHS)]
+
+        def gather() -> None:
+            for order in orders:
+                for start in range(0, size * NUM_MINI_BATCHES, size):
+                    torch.index_select(packed, 0, order[start : start + size], out=out)
+
+        return gather
+
+    def ours(**options: Any) -> Call:
+        storage = filled(num_steps, num_envs)
+        return lambda: _exhaust(storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS, **options))
+
+    is_wide = num_envs == 4096
+    return Case(
+        f"mini-batches {NUM_MINI_BATCHES}x{NUM_EPOCHS} T={num_steps} N={num_envs}",
+        (
+            Contender("gather packed rows", limit, LIMIT),
+            Contender("new permutation per epoch", ours, OURS, reach=1.35 if is_wide else None),
+            Contender("shuffled once", lambda: ours(reshuffle="once"), OURS, reach=0.35 if is_wide else None),
+            Contender("rsl_rl", lambda: _rsl_drawing(num_steps, num_envs), PEER),
+            Contender("SB3", lambda: _sb3_drawing(num_steps, num_envs), PEER),
+            Contender("torchrl", lambda: _torchrl_drawing(num_steps, num_envs), PEER),
+        ),
+        num_bytes=NUM_EPOCHS * num_rows * width * 4,
+    )
+
+
+def estimating(num_steps: int, num_envs: int) -> Case:
+    """Estimate advantages and returns of one rollout."""
+    rewards, values = torch.randn(2, num_steps, num_envs, 1)
+    dones = (torch.rand(num_steps, num_envs, 1) < 0.02).to(torch.uint8)
+    last = torch.randn(num_envs, 1)
+    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+
+    def ours() -> None:
+        rollout_advantage(rewards, values, last, dones, GAMMA, LAM, out=advantages)
+        torch.add(advantages, values, out=returns)
+
+    def loop() -> None:
+        advantage = torch.zeros_like(last)
+        for t in reversed(range(num_steps)):
+            next_values = last if t == num_steps - 1 else values[t + 1]
+            alive = 1.0 - dones[t].float()
+            delta = rewards[t] + alive * GAMMA * next_values - values[t]
+            advantage = delta + alive * GAMMA * LAM * advantage
+            returns[t] = advantage + values[t]
+        torch.sub(returns, values, out=advantages)
+
+    def torchrl() -> Call:
+        functional = peers.load("torchrl", "objectives.value.functional")
+        ends = dones.bool().transpose(0, 1)
+        inputs = [x.transpose(0, 1) for x in (values, torch.cat([values[1:], last[None]]), rewards)]
+        return lambda: functional.vec_generalized_advantage_estimate(GAMMA, LAM, *inputs, ends, ends)
+
+    def sb3() -> Call:
+        buffer = _sb3_buffer(num_steps, num_envs)
+        ended = dones[-1].flatten().numpy().astype(bool)
+        return lambda: buffer.compute_returns_and_advantage(last, ended)
+
+    return Case(
+        f"advantages T={num_steps} N={num_envs}",
+        (
+            Contender("one pass in C", lambda: _compiled(rewards, values, last, dones, advantages, returns), LIMIT),
+            Contender("rollout_advantage", lambda: ours, OURS, reach=REACH_GAE.get((num_steps, num_envs))),
+            Contender("loop of tensor operations", lambda: loop, PEER),
+            Contender("SB3", sb3, PEER),
+            Contender("torchrl", torchrl, PEER),
+        ),
+        num_bytes=num_steps * num_envs * 17,
+        num_repeats=5,
+    )
+
+
+def _add_all(storage: RolloutStorage, steps: list[Transition]) -> None:
+    storage.clear()
+    for t in range(storage.num_transitions_per_env):
+        storage.add_transitions(steps[t % NUM_SOURCES])
+
+
+def _exhaust(batches: Iterator[Any]) -> None:
+    for _ in batches:
+        pass
+
+
+def _compiled(*tensors: torch.Tensor) -> Call:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise peers.PeerMissing("no C compiler here")
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "gae.c"), Path(folder, "gae.so")
+        source.write_text(_C_PASS, encoding="utf-8")
+        options = ["-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"]
+        subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True)
+        function = ctypes.CDLL(str(library)).gae
+    rewards, values, last, dones, advantages, returns = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
+    sizes = [ctypes.c_long(size) for size in tensors[0].shape[:2]]
+    factors = ctypes.c_float(GAMMA), ctypes.c_float(LAM)
+    # The closure holds the tensors, so that their memory stays where it is.
+    return lambda: (function(*sizes, rewards, values, last, dones, *factors, advantages, returns), tensors)
+
+
+def rsl_filled(num_steps: int, num_envs: int, hidden: Callable[[], Any] | None = None) -> tuple[Any, list[Any]]:
+    """Fill a storage of rsl_rl with the same fields; with `hidden`, recurrent states too."""
+    storage_module = peers.load("rsl-rl-lib", "storage")
+    tensordict = peers.load("tensordict")
+    steps = []
+    for step in transitions(num_envs):
+        made = storage_module.RolloutStorage.Transition()
+        observed = {"policy": step.observations, "critic": step.critic_observations}
+        made.observations = tensordict.TensorDict(observed, batch_size=[num_envs])
+        for name in ("actions", "rewards", "dones", "values", "actions_log_prob"):
+            setattr(made, name, getattr(step, name))
+        made.distribution_params = (step.action_mean, step.action_sigma)
+        if hidden is not None:
+            made.hidden_states = hidden()
+        steps.append(made)
+    storage = storage_module.RolloutStorage("rl", num_envs, num_steps, steps[0].observations, (ACTIONS,))
+    for t in range(num_steps):
+        storage.add_transition(steps[t % NUM_SOURCES])
+    return storage, steps
+
+
+def _rsl_adding(num_steps: int, num_envs: int) -> Call:
+    storage, steps = rsl_filled(num_steps, num_envs)
+
+    def add() -> None:
+        storage.clear()
+        for t in range(num_steps):
+            storage.add_transition(steps[t % NUM_SOURCES])
+
+    return add
+
+
+def _rsl_drawing(num_steps: int, num_envs: int) -> Call:
+    storage, _ = rsl_filled(num_steps, num_envs)
+    return lambda: _exhaust(storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS))
+
+
+def _sb3_buffer(num_steps: int, num_envs: int) -> Any:
+    buffers, spaces = peers.load("stable-baselines3", "common.buffers"), peers.load("gymnasium", "spaces")
+    observation = spaces.Box(-1, 1, (OBS + CRITIC,), np.float32)
+    return buffers.RolloutBuffer(num_steps, observation, spaces.Box(-1, 1, (ACTIONS,), np.float32), n_envs=num_envs)
+
+
+def _sb3_adding(num_steps: int, num_envs: int) -> Call:
+    buffer = _sb3_buffer(num_steps, num_envs)
+    steps = [
+        (
+            torch.cat([step.observations, step.critic_observations], 1).numpy(),
+            step.actions.numpy(),
+            step.rewards.numpy(),
+            step.dones.numpy(),
+            step.values,
+            step.actions_log_prob,
+        )
+        for step in transitions(num_envs)
+    ]
+
+    def add() -> None:
+        buffer.reset()
+        for t in range(num_steps):
+            buffer.add(*steps[t % NUM_SOURCES])
+
+    return add
+
+
+def _sb3_drawing(num_steps: int, num_envs: int) -> Call:
+    buffer, size = _sb3_buffer(num_steps, num_envs), num_steps * num_envs // NUM_MINI_BATCHES
+    buffer.full = True
+
+    def draw() -> None:
+        for _ in range(NUM_EPOCHS):
+            _exhaust(buffer.get(size))
+
+    return draw
+
+
+def _torchrl_drawing(num_steps: int, num_envs: int) -> Call:
+    data, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
+    num_rows, storage = num_steps * num_envs, filled(num_steps, num_envs)
+    columns = {name: x.flatten(0, 1) for name, x in storage._batch_columns(num_steps).items()}
+    buffer = data.ReplayBuffer(
+        storage=data.LazyTensorStorage(num_rows),
+        sampler=data.replay_buffers.samplers.SamplerWithoutReplacement(),
+        batch_size=num_rows // NUM_MINI_BATCHES,
+    )
+    buffer.extend(tensordict.TensorDict(columns, batch_size=[num_rows]))
+
+    def draw() -> None:
+        for _ in range(NUM_MINI_BATCHES * NUM_EPOCHS):
+            buffer.sample()
+
+    return draw
