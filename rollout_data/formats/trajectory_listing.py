@@ -167,11 +167,8 @@ def read_metadata(data_dir: Path, folders: tuple[TrajectoryFolder, ...]) -> tupl
             continue
         if not found:
             found = content
-        elif any(found.get(key) != content.get(key) for key in ("obs_segments", "obs_disassemble_mapping")):
-            expected, advice = (
-                "the obs_segments and mapping of the folders beside it",
-                "Open it as a dataset of its own",
-            )
+        elif any(json.dumps(found.get(key)) != json.dumps(content.get(key)) for key in (SEGMENTS, MAPPING)):
+            expected, advice = f"the {SEGMENTS} and {MAPPING} beside it", "Read with those; or open it by itself"
             problems.append(_problem(DataFileError, path, expected, "others", advice))
     return found, problems
 

@@ -1,0 +1,195 @@
+"""Chunks of one folder: what hangs together from frame 0 on is read, the rest is named."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_data.block_header import OPEN, TERMINATED, TRUNCATED
+from rollout_data.formats.trajectory_folder import read_chunk_rows
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+from tests.formats.folders import NaiveFolder, frames_of, one_problem, scan_of
+
+# How chunks hang together.
+
+
+def test_a_gap_keeps_the_frames_before_it(folder: NaiveFolder) -> None:
+    for start, stop in ((0, 4), (4, 6), (8, 9), (9, 12)):
+        folder.chunk(0, start, stop)
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(0, 6, OPEN)]
+    assert one_problem(scan, CorruptFileError) == (
+        "cannot read the trajectory 'DIR/trajectory_0': expected a chunk from frame 6 on, "
+        "got only 'traj_000008_000009.pickle' and 1 more. Read the first 6 frames and left out the rest."
+    )
+
+
+def test_a_folder_without_its_first_chunk_is_skipped(folder: NaiveFolder) -> None:
+    folder.chunk(0, 4, 8, done=True)
+    folder.chunk(1, 0, 2, done=True)
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(1000, 2, TERMINATED)]
+    assert "expected a chunk from frame 0 on, got only 'traj_000004_000008.pickle'. Skipped the folder." in one_problem(
+        scan, CorruptFileError
+    )
+
+
+def test_of_chunks_with_one_start_the_newest_is_kept(folder: NaiveFolder) -> None:
+    folder.chunk(0, 0, 4)
+    folder.chunk(0, 4, 9, actions=np.full((5, 2), 7, np.float32))
+    folder.chunk(0, 4, 8, done=True)
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(0, 8, TERMINATED)]
+    assert one_problem(scan) == (
+        "cannot read the chunk 'DIR/trajectory_0/traj_000004_000009.pickle': expected one chunk from frame 4 on, "
+        "got also the newer 'traj_000004_000008.pickle'. The older one is left out."
+    )
+
+
+def test_at_equal_times_the_longer_chunk_is_kept(folder: NaiveFolder) -> None:
+    for path in (folder.chunk(0, 0, 6), folder.chunk(0, 0, 4)):
+        os.utime(path, ns=(0, 10**18))
+    assert frames_of(scan_of(folder.data_dir)) == [(0, 6, OPEN)]
+
+
+def test_if_the_newest_is_damaged_the_older_one_is_kept(folder: NaiveFolder) -> None:
+    folder.chunk(0, 0, 4)
+    folder.chunk(0, 0, 6).write_bytes(b"")
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(0, 4, OPEN)]
+    assert "traj_000000_000006.pickle" in one_problem(scan, CorruptFileError)
+
+
+def test_the_length_of_the_arrays_rules_over_the_name(folder: NaiveFolder) -> None:
+    folder.chunk(0, 0, 4, name="traj_000000_000005.pickle")
+    folder.chunk(0, 4, 6)
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(0, 6, OPEN)]
+    assert "expected 5 frames, as its name says, got 4. Read at the length of its arrays." in one_problem(scan)
+
+
+def test_a_wrong_length_that_breaks_the_chain_is_a_gap(folder: NaiveFolder) -> None:
+    folder.chunk(0, 0, 4, name="traj_000000_000005.pickle")
+    folder.chunk(0, 5, 6)
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(0, 4, OPEN)]
+    assert [type(problem) for problem in scan.problems] == [DataFileError, CorruptFileError]
+
+
+def test_a_chunk_without_frames_is_left_out(folder: NaiveFolder) -> None:
+    folder.chunk(0, 0, 4)
+    folder.chunk(0, 4, 4)
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(0, 4, OPEN)]
+    assert "expected at least one frame, got none. Left out." in one_problem(scan)
+
+
+def test_ends_inside_a_folder_split_it(folder: NaiveFolder) -> None:
+    dones = np.zeros((6, 1), np.uint8)
+    dones[[1, 2]] = 1
+    timeouts = np.zeros(6, bool)
+    timeouts[2] = True
+    folder.chunk(0, 0, 6, dones=dones, timeouts=timeouts)
+    folder.chunk(0, 6, 8, done=True)
+    folder.chunk(0, 8, 9)
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(0, 2, TERMINATED), (2, 1, TRUNCATED), (3, 5, TERMINATED), (8, 1, OPEN)]
+    assert one_problem(scan) == (
+        "cannot read as one trajectory 'DIR/trajectory_0': expected an end at the last frame, "
+        "got 3 inside, the first at frame 1. Split into 4 trajectories."
+    )
+    assert scan.fragments[["trajectory", "start", "length", "row"]].tolist() == [
+        (0, 0, 2, 0), (1, 0, 1, 2), (2, 0, 3, 3), (2, 3, 2, 0), (3, 0, 1, 0)
+    ]  # fmt: skip
+
+
+# Damage and attack.
+
+
+def test_every_truncation_of_a_chunk_is_reported_and_the_rest_loads(folder: NaiveFolder) -> None:
+    path = folder.chunk(0, 0, 4)
+    folder.chunk(1, 0, 4, done=True)
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 37), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        scan = scan_of(folder.data_dir)
+        assert frames_of(scan) == [(1000, 4, TERMINATED)]
+        assert "trajectory_0/traj_000000_000004.pickle" in one_problem(scan, CorruptFileError)
+
+
+class Gadget:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def test_a_hostile_chunk_is_refused_and_the_good_ones_stream(folder: NaiveFolder, tmp_path: Path) -> None:
+    folder.chunk(0, 0, 4, infos=Gadget(f"touch {tmp_path / 'ran'}"))
+    folder.chunk(1, 0, 4, done=True)
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(1000, 4, TERMINATED)]
+    assert one_problem(scan, UnsafeFileError) == (
+        "cannot read the pickle 'DIR/trajectory_0/traj_000000_000004.pickle': expected arrays and plain containers "
+        f"only, got the global '{os.system.__module__}.system'. Nothing in the file was run; find out where it comes "
+        "from. Left out, with what follows it in its trajectory."
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+def test_links_that_lead_out_are_refused(folder: NaiveFolder, tmp_path: Path) -> None:
+    folder.chunk(0, 0, 4)
+    outside = tmp_path / "outside"
+    (outside / "trajectory_7").mkdir(parents=True)
+    stolen = folder.chunk(7, 0, 4)
+    stolen.rename(outside / "trajectory_7" / stolen.name)
+    stolen.parent.rmdir()
+    (folder.data_dir / "trajectory_7").symlink_to(outside / "trajectory_7")
+    (folder.data_dir / "elsewhere").symlink_to(outside)
+    (folder.data_dir / "trajectory_0" / "traj_000004_000008.pickle").symlink_to(outside / "trajectory_7" / stolen.name)
+    (folder.data_dir / "metadata.json").symlink_to(outside / "metadata.json")
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(0, 4, OPEN)]
+    assert [type(problem) for problem in scan.problems] == [UnsafeFileError] * 4
+    assert all("got a link that leads out of it. Skipped." in str(problem) for problem in scan.problems)
+
+
+def test_links_inside_are_followed_for_files_and_not_for_folders(folder: NaiveFolder) -> None:
+    path = folder.chunk("blobs", 0, 4, name="abc")
+    folder.chunk(1, 0, 2)
+    (folder.data_dir / "trajectory_0").mkdir()
+    (folder.data_dir / "trajectory_0" / "traj_000000_000004.pickle").symlink_to(path)
+    (folder.data_dir / "trajectory_2").symlink_to("trajectory_1")
+    (folder.data_dir / "trajectory_1" / "loop").symlink_to("..")
+    (folder.data_dir / "trajectory_1" / "traj_000002_000004.pickle").symlink_to("nothing")
+    scan = scan_of(folder.data_dir)
+    assert frames_of(scan) == [(0, 4, OPEN), (1000, 2, OPEN)]
+    assert "got a link to one" in str(scan.problems[0]) and len(scan.problems) == 2
+
+
+def test_what_is_not_a_plain_file_is_not_opened(folder: NaiveFolder) -> None:
+    path = folder.chunk(0, 0, 4)
+    os.mkfifo(path.with_name("traj_000004_000008.pickle"))
+    assert "expected a plain file, got something else. Skipped." in one_problem(scan_of(folder.data_dir))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_files_without_permission_are_reported(folder: NaiveFolder) -> None:
+    folder.chunk(0, 0, 4).chmod(0)
+    folder.chunk(1, 0, 4).parent.chmod(0)
+    assert len(scan_of(folder.data_dir).problems) == 2
+
+
+def test_a_chunk_that_is_gone_or_changed_after_the_scan_is_an_error(folder: NaiveFolder) -> None:
+    path = folder.chunk(0, 0, 4)
+    scan = scan_of(folder.data_dir)
+    for change in ({"actions": np.zeros((3, 9), np.float32)}, {"drop": ("rewards",)}):
+        folder.chunk(0, 0, 3, name=path.name, **change)
+        with pytest.raises(CorruptFileError, match="It has changed since the dataset was opened"):
+            read_chunk_rows(scan, 0)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        read_chunk_rows(scan, 0)
