@@ -25,6 +25,7 @@ from .record import REWARD, Rollout
 #: A block is written without its unused rows when more than this part of them is unused.
 MAX_UNUSED_PART = 0.25
 _MIN_CAPACITY = 16
+_MIN_FINALS = 16
 
 
 class RowBuffer:
@@ -99,7 +100,7 @@ class Staging:
         schema: All fields, as users see them.
         num_envs: N.
         max_steps: How many steps it takes at most.
-        capacity: How many to make room for at first; it doubles when needed.
+        capacity: How many to make room for at first; it grows when needed.
         pool: Where its memory comes from and returns to.
 
     Attributes:
@@ -116,7 +117,7 @@ class Staging:
         capacity = min(max_steps, max(_MIN_CAPACITY, capacity))
         layouts = layouts_of(schema)
         self._data = RowBuffer(layouts[DATA], num_envs, capacity, pool)
-        self._final = RowBuffer(layouts[FINAL], 1, _MIN_CAPACITY, pool)
+        self._final = RowBuffer(layouts[FINAL], 1, _MIN_FINALS, pool)
         self._bits = np.zeros((capacity, num_envs), np.uint8)
         self._times_ns = np.zeros(capacity, np.int64)
         self._before = np.zeros(num_envs, np.uint8)
@@ -198,7 +199,7 @@ class Staging:
         capacity = self._data.capacity
         if needed <= capacity:
             return
-        capacity = min(self.max_steps, max(needed, 2 * capacity))
+        capacity = min(self.max_steps, max(needed, 4 * capacity))
         self._data.reserve(capacity, self.num_steps)
         bits, times_ns = np.zeros((capacity, self.num_envs), np.uint8), np.zeros(capacity, np.int64)
         bits[: self.num_steps], times_ns[: self.num_steps] = (
