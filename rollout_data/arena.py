@@ -15,6 +15,7 @@ import sys
 import weakref
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,14 @@ def _load_libc() -> ctypes.CDLL | None:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_longlong]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_longlong,
+    ]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -68,7 +76,10 @@ def _reserve() -> tuple[int, int]:
         except OSError as error:
             cause = error
     raise UsageError(
-        "map the dataset", "", f"{_RESERVED_BYTES[-1] >> 30} GiB of address space", str(cause),
+        "map the dataset",
+        "",
+        f"{_RESERVED_BYTES[-1] >> 30} GiB of address space",
+        str(cause),
         "Raise the limit (ulimit -v) or use fewer columns",
     ) from cause
 
@@ -90,7 +101,7 @@ class Arena:
         self._end = self._base
         self._close = weakref.finalize(self, _unmap, self._base, self._bytes)
         num_rows = self._bytes // row_bytes
-        buffer = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
+        buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
         self.words_view = torch.from_numpy(np.frombuffer(buffer, np.int32)).view(num_rows, row_bytes // 4)
 
     @property

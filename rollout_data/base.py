@@ -21,7 +21,7 @@ from .sharding import is_in_worker
 EnvIds = Sequence[int] | torch.Tensor | None
 
 
-class RolloutFileBase(IterableDataset, ABC):  # type: ignore[type-arg]
+class RolloutFileBase(IterableDataset, ABC):
     """An endless or finite stream of `[T, num_envs, ...]` batches from files.
 
     A subclass implements `reset_all`, `refresh_handlers`, `get_buffer` and `fill_transition`; a
@@ -78,7 +78,7 @@ class RolloutFileBase(IterableDataset, ABC):  # type: ignore[type-arg]
 
     @abstractmethod
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Any:
-        """Allocate a batch: a named tuple (or a mapping) of tensors `[T, num_envs, ...]`, `[num_envs, ...]` for None."""
+        """Allocate a batch, a named tuple or a mapping of tensors: `[T, num_envs, ...]`; `[num_envs, ...]` for None."""
 
     @abstractmethod
     def fill_transition(self, buffer: Any, env_ids: torch.Tensor | None = None) -> Any:
@@ -169,11 +169,15 @@ class RolloutFileBase(IterableDataset, ABC):  # type: ignore[type-arg]
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
         """Frames of each env's trajectory, int64 `[len(env_ids)]`."""
-        raise UsageError("look frames up by time", f"with {type(self).__name__}", "a reader that can", "one that cannot")
+        raise UsageError(
+            "look frames up by time", f"with {type(self).__name__}", "a reader that can", "one that cannot"
+        )
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
-        """Give the frames at `position` (float64, in frames, within the trajectory) as a batch `[len(env_ids), ...]`."""
-        raise UsageError("look frames up by time", f"with {type(self).__name__}", "a reader that can", "one that cannot")
+        """Give a batch `[len(env_ids), ...]` of the frames at `position` (float64, counted in frames)."""
+        raise UsageError(
+            "look frames up by time", f"with {type(self).__name__}", "a reader that can", "one that cannot"
+        )
 
     def _ensure_started(self) -> None:
         if not self._is_started:
@@ -183,7 +187,7 @@ class RolloutFileBase(IterableDataset, ABC):  # type: ignore[type-arg]
         if env_ids is None:
             return self.all_env_ids
         ids = torch.as_tensor(env_ids, device="cpu").reshape(-1)
-        if ids.dtype == torch.bool or ids.dtype.is_floating_point and len(ids):
+        if ids.dtype == torch.bool or (ids.dtype.is_floating_point and len(ids)):
             raise UsageError("choose envs", "", "integer ids", str(ids.dtype))
         ids = ids.to(torch.int64)
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.num_envs):

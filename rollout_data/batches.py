@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from storage.buffer_pool import BufferPool
-from storage.fields import Schema
 from storage.tree import map_leaves, unflatten
 
 from .block_header import DATA, FINAL, final_schema
@@ -62,7 +61,7 @@ class BatchReader:
         rows = {name: part[:, :steps].transpose(0, 1) for name, part in gathered.rows.items()}
         following = {name: part.transpose(0, 1) for name, part in gathered.following().items()}
         batch = view_rows(layout, rows, following, self.options.flatten_observations)
-        tensors = {name: torch.from_numpy(flag).to(self.options.device) for name, flag in flags.items()}
+        tensors: dict[str, Any] = {name: torch.from_numpy(flag).to(self.options.device) for name, flag in flags.items()}
         batch = batch._replace(**tensors, stream_id=stream_id)
         return map_batch(lambda tensor: tensor.contiguous(), batch) if self.options.contiguous else batch
 
@@ -87,7 +86,7 @@ class _Gathered:
         env = np.searchsorted(self.envs, pieces.env)
         target = env * self.length + pieces.time
         order = np.argsort(target, kind="stable")
-        return store.locate(pieces.trajectory[order], pieces.frame[order], pieces.count[order], target[order])
+        return store.locate(pieces.trajectory[order], pieces.frame[order], pieces.num_frames[order], target[order])
 
     def _allocate(self, num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
         shape = (num_rows, row_bytes // 4)
@@ -200,20 +199,18 @@ def _observation(layout: RowLayout, group: str, rows: dict[str, torch.Tensor], f
     if joined is not None:
         return joined
     leading = rows[layout.column_of[names[0]].name].dim() - 1
-    return torch.cat([_field(layout, name, rows).flatten(leading) if layout.schema[name].shape else
-                      _field(layout, name, rows).unsqueeze(-1) for name in names], dim=-1)
+    return torch.cat(
+        [
+            _field(layout, name, rows).flatten(leading)
+            if layout.schema[name].shape
+            else _field(layout, name, rows).unsqueeze(-1)
+            for name in names
+        ],
+        dim=-1,
+    )
 
 
 def map_batch(function: Any, batch: Transition) -> Transition:
     """Apply `function` to every tensor of a batch."""
-    return Transition(
-        *(
-            value if value is None or isinstance(value, int) else map_leaves(function, value)
-            for value in batch
-        )
-    )
-
-
-def schema_of(store: FrameStore) -> Schema:
-    """The recorded fields of a store."""
-    return store.layouts[DATA].schema
+    values: Any = (value if value is None or isinstance(value, int) else map_leaves(function, value) for value in batch)
+    return Transition(*values)

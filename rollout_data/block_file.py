@@ -22,7 +22,7 @@ import numpy as np
 from storage.errors import CorruptFileError, UsageError
 from storage.fields import Schema
 
-from .block_header import DATA, FINAL, FORMAT_NAME, FORMAT_VERSION, BlockHeader, layouts_of, read_header, table_crc
+from .block_header import DATA, FORMAT_NAME, FORMAT_VERSION, BlockHeader, layouts_of, read_header, table_crc
 
 #: Rows start at a multiple of this, so that files can be mapped side by side.
 DATA_ALIGNMENT = 4096
@@ -74,7 +74,9 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True) -> Pa
     """
     path = folder / block_name(content.writer, content.sequence)
     if path.exists():
-        raise UsageError("publish the block", repr(str(path)), "a free name", "an existing file", "Use another writer name")
+        raise UsageError(
+            "publish the block", repr(str(path)), "a free name", "an existing file", "Use another writer name"
+        )
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
         places = _write_header(temporary, content)
@@ -171,7 +173,9 @@ def _write_header(path: Path, content: BlockContent) -> dict[str, int]:
     """Create the HDF5 file with its tables and room for the rows; give the room's offsets."""
     places: dict[str, int] = {}
     text = json.dumps(content.schema.to_json())
-    with h5py.File(path, "x", libver=("v108", "v108"), alignment_threshold=1, alignment_interval=DATA_ALIGNMENT) as file:
+    with h5py.File(
+        path, "x", libver=("v108", "v108"), alignment_threshold=1, alignment_interval=DATA_ALIGNMENT
+    ) as file:
         file.attrs["format"] = FORMAT_NAME
         file.attrs["version"] = FORMAT_VERSION
         file.attrs["writer"] = content.writer

@@ -93,7 +93,9 @@ class BlockFolder:
         except FileNotFoundError:
             return
         except (RolloutDataError, OSError) as error:
-            self.problems[name] = error if isinstance(error, RolloutDataError) else _as_problem(self.data_dir / name, error)
+            self.problems[name] = (
+                error if isinstance(error, RolloutDataError) else _as_problem(self.data_dir / name, error)
+            )
             return
         places = {(table, column): at for table, columns in header.locations.items() for column, at in columns.items()}
         writer = self.label + header.writer
@@ -104,7 +106,10 @@ class BlockFolder:
             self.schema = header.schema
         elif difference := self.schema.difference(header.schema):
             raise DataFileError(
-                "read the block", repr(str(header.path)), "the fields of the blocks beside it", difference,
+                "read the block",
+                repr(str(header.path)),
+                "the fields of the blocks beside it",
+                difference,
                 "Move it to a folder of its own",
             )
 
@@ -113,8 +118,11 @@ class BlockFolder:
         for other in self.blocks.values():
             if other.writer == writer and other.sequence == header.sequence:
                 raise DataFileError(
-                    "read the block", repr(str(header.path)), "each block once",
-                    f"a second copy of {other.path.name!r}", "Remove one of them",
+                    "read the block",
+                    repr(str(header.path)),
+                    "each block once",
+                    f"a second copy of {other.path.name!r}",
+                    "Remove one of them",
                 )
 
     def _load_cache(self, found: Mapping[str, int]) -> None:
@@ -174,7 +182,11 @@ def save_index_cache(data_dir: str | os.PathLike[str]) -> None:
     index = TrajectoryIndex(blocks).arrays()
     places = list(blocks[0].places)
     about = {
-        "version": _CACHE_VERSION, "schema": folder.schema.to_json(), "names": names, "places": places, "index": list(index)
+        "version": _CACHE_VERSION,
+        "schema": folder.schema.to_json(),
+        "names": names,
+        "places": places,
+        "index": list(index),
     }
     path = folder.data_dir / INDEX_CACHE_NAME
     temporary = path.with_name(f".tmp_index_{os.getpid()}_{id(folder):x}")
@@ -189,7 +201,7 @@ def save_index_cache(data_dir: str | os.PathLike[str]) -> None:
                 bounds=np.cumsum([0] + [len(block.fragments) for block in blocks]),
                 fragments=np.concatenate([block.fragments for block in blocks]),
                 places=np.array([[block.places[place] for place in places] for block in blocks], np.int64),
-                **index,
+                **index,  # type: ignore[arg-type]
             )
         os.replace(temporary, path)
     finally:

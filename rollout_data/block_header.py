@@ -167,7 +167,11 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
     version = int(attributes["version"])
     if version != FORMAT_VERSION:
         raise ForeignFileError(
-            "read the block", repr(str(path)), f"version {FORMAT_VERSION}", str(version), "Use the release that wrote it"
+            "read the block",
+            repr(str(path)),
+            f"version {FORMAT_VERSION}",
+            str(version),
+            "Use the release that wrote it",
         )
     text = attributes["schema"]
     if not isinstance(text, str) or len(text) > MAX_SCHEMA_BYTES:
@@ -235,7 +239,9 @@ def _locate(path: Path, file: h5py.File, name: str, dtype: np.dtype[Any], file_b
     """Find where a column's rows lie: (byte offset, number of rows)."""
     dataset = _dataset(path, file, name)
     if dataset.dtype != dtype or dataset.ndim != 1:
-        raise corrupt(path, f"{name!r} as one row of {dtype} per frame", f"{dataset.dtype} in {dataset.ndim} dimensions")
+        raise corrupt(
+            path, f"{name!r} as one row of {dtype} per frame", f"{dataset.dtype} in {dataset.ndim} dimensions"
+        )
     num_rows = int(dataset.shape[0])
     offset = dataset.id.get_offset()
     if num_rows == 0:
@@ -260,5 +266,7 @@ def _check_fragments(header: BlockHeader) -> None:
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
         raise corrupt(
-            header.path, f"fragments within {num_rows} rows and {num_finals} final rows", f"{fragments[first]} at {first}"
+            header.path,
+            f"fragments within {num_rows} rows and {num_finals} final rows",
+            f"{fragments[first]} at {first}",
         )

@@ -61,13 +61,13 @@ class StreamState:
 
 
 class Pieces(NamedTuple):
-    """Consecutive frames of one trajectory each: `count` frames, delivered to `env` from `time` on."""
+    """Consecutive frames of one trajectory each: `num_frames` of it, delivered to `env` from `time` on."""
 
     env: Int64s
     time: Int64s
     trajectory: Int64s
     frame: Int64s
-    count: Int64s
+    num_frames: Int64s
 
 
 class Ends(NamedTuple):
@@ -104,7 +104,7 @@ class Plan:
     num_valid: Int64s
 
 
-#: Begins the pass after a deal: (deal, trajectories in use) -> (the next deal, their numbers in it), or None at the end.
+#: Begins the pass after a deal: (deal, trajectories in use) -> (next deal, their numbers in it); None at the end.
 NextPass = Callable[[Deal, Int64s], "tuple[Deal, Int64s] | None"]
 
 
@@ -217,7 +217,9 @@ class _Walk:
 
     def _close_part(self) -> None:
         if self.pieces or self.ends:
-            pieces = Pieces(*(np.concatenate(column) for column in zip(*self.pieces, strict=True))) if self.pieces else _NONE
+            pieces = (
+                Pieces(*(np.concatenate(column) for column in zip(*self.pieces, strict=True))) if self.pieces else _NONE
+            )
             ends = Ends(*(np.concatenate(column) for column in zip(*self.ends, strict=True))) if self.ends else _NO_ENDS
             self.parts.append(Part(self.deal, pieces, ends))
         self.pieces, self.ends = [], []
@@ -250,10 +252,11 @@ class _Walk:
         for times, envs in self.firsts:
             starts_now[envs] = times == self.num_steps
         starts_now |= self.was_first & ~self.moves
-        return StreamState(self.trajectory, self.frame + steps, starts_now & ~self.is_exhausted, self.is_exhausted, self.position)
+        return StreamState(
+            self.trajectory, self.frame + steps, starts_now & ~self.is_exhausted, self.is_exhausted, self.position
+        )
 
 
 _EMPTY = np.zeros(0, np.int64)
 _NONE = Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 _NO_ENDS = Ends(_EMPTY, _EMPTY, _EMPTY)
-

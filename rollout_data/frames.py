@@ -8,7 +8,7 @@ from their runs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,10 +41,10 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         out: `[num_windows * length, W]` int32, contiguous, on the device of `words`.
     """
     num_windows, width = len(out) // length, words.shape[1]
-    is_whole = runs.count == length
+    is_whole = runs.num_rows == length
     num_broken = num_windows - int(np.count_nonzero(is_whole))
     if length == 1 or num_broken > _MAX_PATCHED_SHARE * num_windows or len(words) < length:
-        torch.index_select(words, 0, _numbers(first, runs.count).to(words.device), out=out)
+        torch.index_select(words, 0, _numbers(first, runs.num_rows).to(words.device), out=out)
         return
     starts = np.zeros(num_windows, np.int64)
     starts[runs.target[is_whole] // length] = first[is_whole]
@@ -57,8 +57,8 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
 
 def scatter(words: torch.Tensor, runs: Runs, first: Int64s, out: torch.Tensor) -> None:
     """Copy rows into some rows of `out`; like `gather`, but the runs need not cover it."""
-    rows = torch.index_select(words, 0, _numbers(first, runs.count).to(words.device))
-    out.index_copy_(0, _numbers(runs.target, runs.count).to(out.device), rows.to(out.device))
+    rows = torch.index_select(words, 0, _numbers(first, runs.num_rows).to(words.device))
+    out.index_copy_(0, _numbers(runs.target, runs.num_rows).to(out.device), rows.to(out.device))
 
 
 def _numbers(first: Int64s, count: Int64s) -> torch.Tensor:
@@ -121,7 +121,9 @@ class FileMap:
         self.layouts = layouts
         self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
         self.arenas = {
-            (table, name): Arena(column.row_bytes) for table, layout in layouts.items() for name, column in layout.columns.items()
+            (table, name): Arena(column.row_bytes)
+            for table, layout in layouts.items()
+            for name, column in layout.columns.items()
         }
         self._first_rows: dict[Path, list[int]] = {}
 
@@ -136,9 +138,11 @@ class FileMap:
             rows = [self.arenas[place].map_file(block.path, *block.places[place]) for place in self.places]
             self._first_rows[block.path] = rows
 
-    def first_rows(self, blocks: Iterable[Block]) -> dict[Place, Int64s]:
+    def first_rows(self, blocks: Sequence[Block]) -> dict[Place, Int64s]:
         """For each kind of row, the number of each block's first row, int64 `[B]`."""
-        table = np.array([self._first_rows[block.path] for block in blocks], np.int64).reshape(-1, len(self.places))
+        table = np.array([self._first_rows[block.path] for block in blocks], np.int64).reshape(
+            len(blocks), len(self.places)
+        )
         return {place: np.ascontiguousarray(table[:, k]) for k, place in enumerate(self.places)}
 
 
@@ -159,7 +163,7 @@ class MappedFrames(FrameStore):
         for place in self.files.places:
             if place[0] == DATA:
                 mapped = self.files.arenas[place]
-                for first, count in zip(self._first(place, runs).tolist(), runs.count.tolist(), strict=True):
+                for first, count in zip(self._first(place, runs).tolist(), runs.num_rows.tolist(), strict=True):
                     mapped.will_need(first, count)
 
     def row_numbers(self, place: Place, frames: Int64s) -> Int64s:
@@ -250,9 +254,9 @@ class CachedFrames(FrameStore):
 
     def _fill(self, place: Place, source: FrameStore, runs: Runs, rows: torch.Tensor) -> None:
         """Copy in portions, so that index arrays stay small beside the data."""
-        for first in range(0, len(runs.count), 4096):
+        for first in range(0, len(runs.num_rows), 4096):
             part = Runs(*(column[first : first + 4096] for column in runs))
-            start, stop = int(part.target[0]), int(part.target[-1] + part.count[-1])
+            start, stop = int(part.target[0]), int(part.target[-1] + part.num_rows[-1])
             shifted = part._replace(target=part.target - start)
             source.copy(place, shifted, 1, rows[start:stop])
         self._rows[place] = rows.to(self.device)
@@ -261,8 +265,11 @@ class CachedFrames(FrameStore):
         needed = num_rows * self.layouts[DATA].frame_bytes
         if self.device.type == "cpu" and (free := _free_memory_bytes()) is not None and needed > 0.9 * free:
             raise UsageError(
-                "cache the dataset in memory", "", f"at most 90 % of the free {free / 2**30:.1f} GiB",
-                f"{needed / 2**30:.1f} GiB", "Use cache='none'",
+                "cache the dataset in memory",
+                "",
+                f"at most 90 % of the free {free / 2**30:.1f} GiB",
+                f"{needed / 2**30:.1f} GiB",
+                "Use cache='none'",
             )
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:

@@ -50,12 +50,22 @@ class Runs(NamedTuple):
     target: Int64s
     block: Int64s
     row: Int64s
-    count: Int64s
+    num_rows: Int64s
 
 
-_ARRAYS = (
-    "first_frame fragment_frame fragment_block fragment_row flags end_time_ns env writer number final_block final_row"
-).split()
+_ARRAYS = [
+    "first_frame",
+    "fragment_frame",
+    "fragment_block",
+    "fragment_row",
+    "flags",
+    "end_time_ns",
+    "env",
+    "writer",
+    "number",
+    "final_block",
+    "final_row",
+]
 
 
 class TrajectoryIndex:
@@ -121,9 +131,7 @@ class TrajectoryIndex:
         rank[kept] = np.arange(len(kept))
         self._keep(parts, rank[group], first[kept], flags[kept], ends[kept], finals[kept])
 
-    def _keep(
-        self, parts: _Fragments, rank: Int64s, heads: Int64s, flags: Any, ends: Int64s, finals: Int64s
-    ) -> None:
+    def _keep(self, parts: _Fragments, rank: Int64s, heads: Int64s, flags: Any, ends: Int64s, finals: Int64s) -> None:
         """Store trajectories `0..M` with their fragments; `rank` -1 leaves a fragment out."""
         if not len(rank):
             self.num_dropped = self.num_broken = 0

@@ -27,7 +27,7 @@ def empty_batch(store: FrameStore, options: BatchOptions, num_steps: int | None,
         for name, column in layout.columns.items()
     }
     batch = view_rows(layout, rows, rows, options.flatten_observations)
-    flags = {
+    flags: dict[str, Any] = {
         name: torch.zeros(leading, dtype=torch.bool, device=options.device)
         for name in ("done", "timeout", "is_first", "valid")
     }
@@ -105,4 +105,3 @@ def _mix(below: Any, above: Any, nearest: Any, weight: torch.Tensor) -> Any:
         return nearest
     share = weight.to(below.dtype).view(-1, *[1] * (below.dim() - 1))
     return torch.lerp(below, above, share.expand_as(below))
-

@@ -71,9 +71,7 @@ def choose(index: TrajectoryIndex, options: PassOptions) -> Int64s:
     return np.flatnonzero(is_eligible & index.is_complete())[-options.keep_latest_n_trajs :]
 
 
-def deal_order(
-    pool: Int64s, lengths: Int64s, options: PassOptions, number: int, shard: Shard
-) -> tuple[Int64s, Int64s]:
+def deal_order(pool: Int64s, lengths: Int64s, options: PassOptions, number: int, shard: Shard) -> tuple[Int64s, Int64s]:
     """Order a pass: the trajectories of this shard, and the frame at which each starts.
 
     A start is uniform over the part of `starting_frame_range` that lies within the trajectory; 0
@@ -88,7 +86,7 @@ def deal_order(
     if high > 1:
         draws = _generator(options.seed, number, _STARTS).random(len(order))
         starts = np.where(room > 0, low + (draws * np.maximum(room, 1)).astype(np.int64), 0)
-    return order[shard.index :: shard.count], starts[shard.index :: shard.count]
+    return order[shard.number :: shard.total], starts[shard.number :: shard.total]
 
 
 def _generator(seed: int, number: int, purpose: int) -> np.random.Generator:
@@ -110,8 +108,10 @@ def wait_for_trajectories(count_now: Callable[[], int], wanted: int, options: Pa
             left = deadline - time.monotonic()
             if left <= 0:
                 raise WaitTimeoutError(
-                    "read the newest trajectories", f"of {where}",
-                    f"{wanted} complete ones within {options.wait_timeout_s:g} s", str(found),
+                    "read the newest trajectories",
+                    f"of {where}",
+                    f"{wanted} complete ones within {options.wait_timeout_s:g} s",
+                    str(found),
                     "Record more, wait longer (wait_timeout_s) or keep fewer (keep_latest_n_trajs)",
                 )
             time.sleep(min(options.poll_interval_s, left))

@@ -30,7 +30,7 @@ class PrefetchedBatches:
         self._collector: PipelinedDataCollector[Any] = PipelinedDataCollector(_Reader(dataset), target, num_batches)
 
     def __iter__(self) -> Iterator[Transition]:
-        self.dataset._ensure_started()  # noqa: SLF001 - the two are one subject
+        self.dataset._ensure_started()
         self._delivered = position_of(self.dataset)
         items = iter(self._collector)
         try:
@@ -39,7 +39,7 @@ class PrefetchedBatches:
                 yield batch
         finally:
             items.close()  # type: ignore[attr-defined]
-            self.dataset._go_to(self._delivered)  # noqa: SLF001
+            self.dataset._go_to(self._delivered)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands after the last delivered batch; see `RolloutDataset.state_dict`."""

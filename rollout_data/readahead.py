@@ -38,7 +38,9 @@ class ReadAhead:
             if isinstance(store, MappedFrames):
                 self._look(store)
                 if not self._is_warm:
-                    self._advise(store, part.pieces.env, part.pieces.trajectory, part.pieces.frame, part.pieces.count)
+                    self._advise(
+                        store, part.pieces.env, part.pieces.trajectory, part.pieces.frame, part.pieces.num_frames
+                    )
 
     def _look(self, store: MappedFrames) -> None:
         """See now and then whether the files are in memory."""

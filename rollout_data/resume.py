@@ -33,8 +33,8 @@ class Position(NamedTuple):
 
 def position_of(dataset: RolloutDataset) -> Position:
     """The position of a dataset that was started."""
-    assert dataset._deal is not None  # noqa: SLF001 - the two are one subject
-    return Position(dataset._state, dataset._deal)  # noqa: SLF001
+    assert dataset._deal is not None
+    return Position(dataset._state, dataset._deal)
 
 
 def state_at(dataset: RolloutDataset, position: Position) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def state_at(dataset: RolloutDataset, position: Position) -> dict[str, Any]:
         "version": _VERSION,
         "is_started": True,
         "settings": _settings(dataset),
-        "shard": list(dataset._shard),  # noqa: SLF001
-        "epoch": dataset._epoch,  # noqa: SLF001
+        "shard": list(dataset._shard),
+        "epoch": dataset._epoch,
         "pass": deal.number,
         "position": state.position,
         "num_in_pass": len(deal.order),
@@ -75,8 +75,8 @@ def restore(dataset: RolloutDataset, saved: Mapping[str, Any]) -> None:
     if (numbers < 0).any():
         writer, number = keys[int(np.argmin(numbers))]
         raise _misfit(dataset, f"trajectory {number} of writer {writer!r}", "it is not there any more")
-    dataset._shard, dataset._epoch = current_shard(), int(saved["epoch"])  # noqa: SLF001
-    deal = dataset._dealt(int(saved["pass"]), store, numbers)  # noqa: SLF001
+    dataset._epoch = int(saved["epoch"])
+    deal = dataset._new_dealer().dealt(int(saved["pass"]), store, numbers)
     if len(deal.order) != saved["num_in_pass"]:
         raise _misfit(dataset, f"{saved['num_in_pass']} trajectories in the pass", str(len(deal.order)))
     state = StreamState(
@@ -86,12 +86,12 @@ def restore(dataset: RolloutDataset, saved: Mapping[str, Any]) -> None:
         np.array(saved["is_exhausted"], bool),
         int(saved["position"]),
     )
-    dataset._go_to(Position(state, deal))  # noqa: SLF001
+    dataset._go_to(Position(state, deal))
 
 
 def _settings(dataset: RolloutDataset) -> dict[str, Any]:
     """What decides the order of frames."""
-    settings = asdict(dataset._passes)  # noqa: SLF001
+    settings = asdict(dataset._passes)
     settings["starting_frame_range"] = list(settings["starting_frame_range"])
     for name in ("wait_timeout_s", "poll_interval_s"):
         del settings[name]
@@ -107,7 +107,7 @@ def _check(dataset: RolloutDataset, saved: Mapping[str, Any]) -> None:
     shard = current_shard()
     if list(saved["shard"]) != list(shard):
         raise _misfit(
-            dataset, f"the state of shard {shard.index} of {shard.count}", "shard {} of {}".format(*saved["shard"])
+            dataset, f"the state of shard {shard.number} of {shard.total}", "shard {} of {}".format(*saved["shard"])
         )
 
 

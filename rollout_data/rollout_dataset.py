@@ -17,18 +17,20 @@ from storage.errors import DatasetExhausted, RolloutDataError, UsageError, neare
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader, map_batch
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps
-from .frames import CachedFrames, FrameStore
+from .dealer import Dealer
+from .frames import FrameStore
 from .lookup import empty_batch, frames_at, write_into
-from .passes import PassOptions, choose, deal_order, wait_for_trajectories
+from .passes import PassOptions
 from .prefetch import PrefetchedBatches
 from .readahead import ReadAhead
 from .resume import Position, position_of, restore, state_at
 from .sharding import Shard, current_shard
-from .sources import DataDirs, Source, blocks_of, open_source
+from .sources import DataDirs, Source, open_source
 from .transition import Transition
 
 Cache = Literal["none", "ram", "device"]
 _CACHES = ("none", "ram", "device")
+_INTERPOLATIONS = ("nearest", "linear")
 
 
 class RolloutDataset(RolloutFileBase):
@@ -97,20 +99,25 @@ class RolloutDataset(RolloutFileBase):
         interpolation: Literal["nearest", "linear"] = "nearest",
     ) -> None:
         super().__init__(data_dir, num_envs, device)
-        if cache not in _CACHES:
-            raise UsageError("open the dataset", repr(data_dir), f"cache in {nearest(str(cache), _CACHES)}", repr(cache))
-        if interpolation not in ("nearest", "linear"):
-            raise UsageError("open the dataset", repr(data_dir), "interpolation 'nearest' or 'linear'", repr(interpolation))
+        for name, value, allowed in (("cache", cache, _CACHES), ("interpolation", interpolation, _INTERPOLATIONS)):
+            if value not in allowed:
+                raise UsageError("open the dataset", repr(data_dir), f"{name} {nearest(value, allowed)}", repr(value))
         self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
         self.cache, self.drop_last, self.interpolation = cache, drop_last, interpolation
         self.verify_on_open = verify_on_open
         self.num_dropped_frames = 0
         self._passes = PassOptions(
-            int(dataset_loops), bool(random_shuffle_traj_order), int(keep_latest_n_trajs),
-            (int(starting_frame_range[0]), int(starting_frame_range[1])), int(seed), float(wait_timeout_s),
+            int(dataset_loops),
+            bool(random_shuffle_traj_order),
+            int(keep_latest_n_trajs),
+            (int(starting_frame_range[0]), int(starting_frame_range[1])),
+            int(seed),
+            float(wait_timeout_s),
         )
         self._look = {
-            "flatten_observations": flatten_observations, "mark_first_frame": mark_first_frame, "contiguous": contiguous
+            "flatten_observations": flatten_observations,
+            "mark_first_frame": mark_first_frame,
+            "contiguous": contiguous,
         }
         self._frame_rate_hz = frame_rate_hz
         self._epoch = 0
@@ -119,6 +126,7 @@ class RolloutDataset(RolloutFileBase):
     def _forget(self) -> None:
         """Be as before the first batch."""
         self._source: Source | None = None
+        self._dealer: Dealer | None = None
         self._deal: Deal | None = None
         self._state = StreamState.fresh(self.num_envs)
         self._shard = Shard(0, 1)
@@ -130,7 +138,7 @@ class RolloutDataset(RolloutFileBase):
     def __getstate__(self) -> dict[str, Any]:
         """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
         state = self.__dict__.copy()
-        for name in ("_source", "_deal", "_reader", "_readahead", "_state"):
+        for name in ("_source", "_dealer", "_deal", "_reader", "_readahead", "_state"):
             del state[name]
         return state
 
@@ -187,96 +195,62 @@ class RolloutDataset(RolloutFileBase):
         """Let the next reset shuffle otherwise; equal epochs give equal orders. For `DataLoader` epochs."""
         self._epoch = int(epoch)
 
-    def _begin_pass(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
-        """Look for new trajectories and order pass `number`: (deal, the numbers of `in_use` in it)."""
-        pinned, keys = [], []
-        if before is not None:
-            index = before.source.index
-            pinned, keys = blocks_of(index, in_use), index.keys(in_use)
-        self.source.refresh(pinned)
-        if self._passes.keep_latest_n_trajs:
-            wait_for_trajectories(
-                lambda: self._count_complete(pinned), self._passes.keep_latest_n_trajs, self._passes, repr(self.data_dir)
-            )
-        store = self.source.snapshot()
-        has_moved = before is not None and before.source.index is not store.index
-        numbers = store.index.find(keys) if has_moved else in_use
-        return self._dealt(number, store, numbers, before), numbers
-
-    def _count_complete(self, pinned: Any) -> int:
-        self.source.refresh(pinned)
-        return len(choose(self.source.snapshot().index, self._passes))
-
-    def _dealt(self, number: int, store: FrameStore, in_use: Int64s, before: Deal | None = None) -> Deal:
-        """Order pass `number` over the trajectories of a snapshot."""
-        lengths = store.index.lengths
-        pool = choose(store.index, self._passes)
-        order, starts = deal_order(pool, lengths, self._passes, number + (self._epoch << 20), self._shard)
-        if self.cache != "none":
-            store = self._cached(store, np.union1d(order, in_use[in_use >= 0]), before)
-        return Deal(lengths, order, starts, number, store)
-
-    def _cached(self, store: FrameStore, trajectories: Int64s, before: Deal | None) -> FrameStore:
-        last = before.source if before is not None else None
-        if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
-            return last
-        device = self.device if self.cache == "device" else torch.device("cpu")
-        return CachedFrames(store, trajectories, device)
-
-    def _next_pass(self, deal: Deal, in_use: Int64s) -> tuple[Deal, Int64s] | None:
-        if not self._passes.has_pass(deal.number + 1):
-            return None
-        following = self._begin_pass(deal.number + 1, deal, in_use)
-        if not len(following[0].order):
-            raise UsageError(
-                "begin the next pass", f"over {self.data_dir!r}", "at least one trajectory", "none are left in the folder"
-            )
-        return following
+    def _new_dealer(self) -> Dealer:
+        """What orders passes for this process; made anew when the shard or the epoch may have changed."""
+        self._shard = current_shard()
+        keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
+        self._dealer = Dealer(self.source, self._passes, self._shard, self._epoch, keeps_on)
+        return self._dealer
 
     # Streams (see RolloutFileBase)
 
     def reset_all(self) -> None:
-        self._saved = None
-        self._shard = current_shard()
-        self.num_dropped_frames = 0
-        self._reader = None
-        nobody = np.zeros(0, np.int64)
-        deal, _ = self._begin_pass(0, None, nobody)
+        dealer = self._new_dealer()
+        deal = dealer.first()
         self._check_enough(deal)
-        state = StreamState.fresh(self.num_envs)
-        self._state, self._deal = deal_next(state, np.arange(self.num_envs), deal, self._next_pass)
-        self._readahead = ReadAhead(self.num_envs)
+        state, deal = deal_next(StreamState.fresh(self.num_envs), np.arange(self.num_envs), deal, dealer.following)
+        self._saved, self._reader, self.num_dropped_frames = None, None, 0
+        self._go_to(Position(state, deal))
 
     def _check_enough(self, deal: Deal) -> None:
         num_trajectories = len(deal.order)
         available = num_trajectories * max(1, self._passes.dataset_loops)
         if num_trajectories and (self._passes.is_endless or available >= self.num_envs):
             return
-        among = "" if self._shard.count == 1 else f" for each of {self._shard.count} workers"
+        among = "" if self._shard.total == 1 else f" for each of {self._shard.total} workers"
         left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
         raise UsageError(
-            f"start {self.num_envs} envs", f"on {self.data_dir!r}", f"at least {self.num_envs} trajectories{among}",
-            f"{num_trajectories}{left_out}", "Use fewer envs, more passes (dataset_loops) or more data",
+            f"start {self.num_envs} envs",
+            f"on {self.data_dir!r}",
+            f"at least {self.num_envs} trajectories{among}",
+            f"{num_trajectories}{left_out}",
+            "Use fewer envs, more passes (dataset_loops) or more data",
         )
 
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
-        assert self._deal is not None
-        self._state, self._deal = deal_next(self._state, env_ids.numpy(), self._deal, self._next_pass)
+        assert self._deal is not None and self._dealer is not None
+        self._state, self._deal = deal_next(self._state, env_ids.numpy(), self._deal, self._dealer.following)
 
     def _plan(self, num_steps: int, envs: Int64s | None = None) -> tuple[Plan, StreamState, Deal]:
-        assert self._deal is not None
+        assert self._deal is not None and self._dealer is not None
         if self._state.is_exhausted.all():
             raise DatasetExhausted(
-                "read another batch", f"from {self.data_dir!r}", "", f"all {self.num_dataset_looped} passes were delivered",
+                "read another batch",
+                f"from {self.data_dir!r}",
+                "",
+                f"all {self.num_dataset_looped} passes were delivered",
                 "reset() starts again",
             )
         envs = np.arange(self.num_envs) if envs is None else envs
-        plan, state, deal = plan_steps(self._state, self._deal, num_steps, self._next_pass, envs)
+        plan, state, deal = plan_steps(self._state, self._deal, num_steps, self._dealer.following, envs)
         if self.drop_last and (plan.num_valid[envs] < num_steps).any():
             left = deal.lengths[state.trajectory] - state.frame
             self.num_dropped_frames = int(plan.num_valid.sum() + left[~state.is_exhausted].sum())
             raise DatasetExhausted(
-                "fill another batch", f"from {self.data_dir!r}", "", f"{self.num_dropped_frames} frames are left",
+                "fill another batch",
+                f"from {self.data_dir!r}",
+                "",
+                f"{self.num_dropped_frames} frames are left",
                 "drop_last=False delivers them",
             )
         return plan, state, deal
@@ -284,7 +258,7 @@ class RolloutDataset(RolloutFileBase):
     def _read(self, plan: Plan, envs: Int64s) -> Transition:
         if self._reader is None:
             self._reader = BatchReader(BatchOptions(self.device, **self._look))
-        return self._reader.read(plan, envs, self._shard.index)
+        return self._reader.read(plan, envs, self._shard.number)
 
     def get_batch(self, num_transitions_per_env: int | None = None) -> Transition:
         """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
@@ -307,7 +281,9 @@ class RolloutDataset(RolloutFileBase):
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Transition:
         """Allocate a batch of zeros in the form that `get_batch` gives."""
         self._ensure_started()
-        return empty_batch(self._store(), self._batch_options(), self._checked_steps(num_transitions_per_env), self.num_envs)
+        return empty_batch(
+            self._store(), self._batch_options(), self._checked_steps(num_transitions_per_env), self.num_envs
+        )
 
     def _batch_options(self) -> BatchOptions:
         return BatchOptions(self.device, **self._look)
@@ -341,7 +317,10 @@ class RolloutDataset(RolloutFileBase):
         rate = self._frame_rate_hz or self.metadata.get("frame_rate_hz")
         if not rate:
             raise UsageError(
-                "look frames up by time", f"in {self.data_dir!r}", "a known frame rate", "none",
+                "look frames up by time",
+                f"in {self.data_dir!r}",
+                "a known frame rate",
+                "none",
                 "Give frame_rate_hz, or record it in the metadata",
             )
         return float(rate)
@@ -379,7 +358,7 @@ class RolloutDataset(RolloutFileBase):
 
     def __iter__(self) -> Iterator[Transition]:
         if self._saved is not None:
-            if not self._is_started:  # this is a copy in a DataLoader worker
+            if not self._is_started or self._shard != current_shard():  # a copy in a DataLoader worker
                 restore(self, self._saved)
             return self
         return super().__iter__()

@@ -13,10 +13,10 @@ from torch.utils.data import get_worker_info
 
 
 class Shard(NamedTuple):
-    """Number `index` of `count` shards."""
+    """Number `number` of `total` shards."""
 
-    index: int
-    count: int
+    number: int
+    total: int
 
 
 def current_shard() -> Shard:

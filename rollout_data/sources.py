@@ -35,7 +35,9 @@ def as_paths(data_dir: DataDirs) -> list[Path]:
         raise UsageError("open the dataset", "", "at least one data folder", "none")
     for path in paths:
         if not path.is_dir():
-            raise UsageError("open the dataset", repr(str(path)), "a folder", "a file" if path.exists() else "nothing there")
+            raise UsageError(
+                "open the dataset", repr(str(path)), "a folder", "a file" if path.exists() else "nothing there"
+            )
     return paths
 
 
@@ -43,7 +45,6 @@ class Source:
     """The blocks of one or several data folders.
 
     Attributes:
-        metadata: Contents of the first folder's metadata.json.
         problems: Everything that was left out or repaired, in the order in which it was found.
         num_vanished_blocks: Blocks that were removed while they were in use or being opened.
     """
@@ -59,6 +60,11 @@ class Source:
 
     def _open_folders(self) -> None:
         raise UsageError("open the dataset", "", "a known kind of folder", type(self).__name__)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Contents of the first folder's metadata.json, with the established totals."""
+        return {}
 
     def refresh(self, pinned: Collection[Block] = ()) -> None:
         """Look at the folders again; `pinned` blocks stay readable although they are gone."""
@@ -79,7 +85,10 @@ class Source:
             self._schema = schema
         elif difference := self._schema.difference(schema):
             raise DataFileError(
-                "open the folders together", repr(where), f"the fields of {str(self.paths[0])!r}", difference,
+                "open the folders together",
+                repr(where),
+                f"the fields of {str(self.paths[0])!r}",
+                difference,
                 "Open them as separate datasets",
             )
         return self._schema
@@ -88,12 +97,15 @@ class Source:
 class BlockSource(Source):
     """Folders of block files."""
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return read_metadata(self.paths[0])
+
     def _open_folders(self) -> None:
         labels = [""] if len(self.paths) == 1 else [f"{number}:" for number in range(len(self.paths))]
         self._folders = [
             BlockFolder(path, self._verify_on_open, label) for path, label in zip(self.paths, labels, strict=True)
         ]
-        self.metadata: dict[str, Any] = read_metadata(self.paths[0])
         self._pinned: list[Block] = []
         self._files: FileMap | None = None
         self._last: FrameStore | None = None
@@ -125,7 +137,9 @@ class BlockSource(Source):
         if upto is not None:
             blocks = [block for block in blocks if block.sequence <= upto.get(block.writer, -1)]
         if not can_map([*blocks, *self._pinned]):
-            self._last = FileFrames(TrajectoryIndex(blocks), layouts, lambda block, place: _read_block(block, place, layouts))
+            self._last = FileFrames(
+                TrajectoryIndex(blocks), layouts, lambda block, place: _read_block(block, place, layouts)
+            )
             return self._last
         if self._files is None or self._files.layouts is not layouts:
             self._files = FileMap(layouts)
@@ -155,9 +169,12 @@ class BlockSource(Source):
 class FolderSource(Source):
     """Folders of the older `trajectory_K/traj_START_END.pickle` layout; frozen as they were at opening."""
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return dict(self._scans[0].metadata)
+
     def _open_folders(self) -> None:
         self._scans: list[FolderScan] = [scan_trajectory_folder(path) for path in self.paths]
-        self.metadata = dict(self._scans[0].metadata)
         self._chunks: dict[Path, tuple[FolderScan, int]] = {}
         blocks: list[Block] = []
         for number, scan in enumerate(self._scans):
@@ -185,7 +202,10 @@ def open_source(data_dir: DataDirs, verify_on_open: bool = False) -> Source:
     if len(set(kinds.values())) > 1:
         old = [str(path) for path, is_old in kinds.items() if is_old]
         raise UsageError(
-            "open the folders together", "", "folders of one kind", f"trajectory folders in {', '.join(old)} beside block files"
+            "open the folders together",
+            "",
+            "folders of one kind",
+            f"trajectory folders in {', '.join(old)} beside block files",
         )
     return FolderSource(paths) if kinds[paths[0]] else BlockSource(paths, verify_on_open)
 
@@ -212,6 +232,5 @@ def blocks_of(index: TrajectoryIndex, trajectories: Int64s) -> list[Block]:
     bounds = np.searchsorted(index.fragment_frame, index.first_frame)
     parts = [index.fragment_block[bounds[t] : bounds[t + 1]] for t in np.unique(trajectories).tolist()]
     finals = index.final_block[trajectories]
-    used = np.unique(np.concatenate([*parts, finals[finals >= 0]])) if parts else []
-    return [index.blocks[block] for block in used]
-
+    used = np.unique(np.concatenate([finals[finals >= 0], *parts]))
+    return [index.blocks[block] for block in used.tolist()]

@@ -68,7 +68,9 @@ def codec_of(field: Field) -> Codec:
     try:
         return CODECS[field.codec]
     except KeyError:
-        raise UsageError("find the codec of field", repr(field.name), nearest(field.codec, CODECS), repr(field.codec)) from None
+        raise UsageError(
+            "find the codec of field", repr(field.name), nearest(field.codec, CODECS), repr(field.codec)
+        ) from None
 
 
 def stored_field(field: Field) -> Field:

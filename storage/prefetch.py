@@ -153,7 +153,7 @@ class PipelinedDataCollector(Generic[T]):
             thread.join()
 
     def _produce(self, channel: _Channel) -> None:
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         try:
             source = iter(self.iterable)
             while not channel.is_stopped:
@@ -170,7 +170,7 @@ class PipelinedDataCollector(Generic[T]):
                 else:
                     with torch.cuda.stream(stream):
                         item = to_device(item, self.device, self.pin)
-                        event = torch.cuda.Event()
+                        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         event.record(stream)
                 channel.put((item, event, stamp, None))
                 del item

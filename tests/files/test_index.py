@@ -76,7 +76,7 @@ def test_every_piece_of_every_trajectory_is_located_frame_by_frame(recording, da
     count = np.array([data.draw(st.integers(1, index.lengths[t] - f)) for t, f in zip(wanted, frame, strict=True)])
     target = np.cumsum(count) - count
     runs = index.locate(trajectory, frame, count, target)
-    assert (np.diff(runs.target) > 0).all() and runs.count.sum() == count.sum()
+    assert (np.diff(runs.target) > 0).all() and runs.num_rows.sum() == count.sum()
     found = {}
     for to, number, row, length in zip(*runs, strict=True):
         for k in range(length):
@@ -97,7 +97,7 @@ def test_fragments_that_follow_each_other_in_a_block_are_one_run():
     index = TrajectoryIndex([block(0, [(0, 0, 4, FIRST, 1), (0, 4, 3, TERMINATED, 2), (1, 0, 2, FIRST | OPEN, 3)])])
     assert index.num_fragments == 2
     zero = np.zeros(1, np.int64)
-    assert index.locate(zero, zero, zero + 7, zero).count.tolist() == [7]
+    assert index.locate(zero, zero, zero + 7, zero).num_rows.tolist() == [7]
 
 
 @pytest.mark.parametrize("missing", [0, 1])

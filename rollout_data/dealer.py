@@ -1,0 +1,96 @@
+"""The dealer: turns what is in the folders into passes, one after the other.
+
+One rule: folders are looked at only between passes; within one, what there is does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+
+from storage.errors import UsageError
+
+from .cursor import Deal, Int64s
+from .frames import CachedFrames, FrameStore
+from .index import Block
+from .passes import PassOptions, choose, deal_order, wait_for_trajectories
+from .sharding import Shard
+from .sources import Source, blocks_of
+
+#: Passes of different epochs must never share a number.
+_PASSES_AN_EPOCH = 1 << 20
+
+
+class Dealer:
+    """Orders the passes that one process delivers.
+
+    Args:
+        source: The folders.
+        options: Which trajectories, and in which order.
+        shard: The share of this process.
+        epoch: Changes permutations and starts.
+        keeps_on: Device to whose memory the frames are copied first; None leaves them in the files.
+    """
+
+    def __init__(
+        self, source: Source, options: PassOptions, shard: Shard, epoch: int, keeps_on: torch.device | None
+    ) -> None:
+        self.source, self.options, self.shard, self.epoch, self.keeps_on = source, options, shard, epoch, keeps_on
+
+    def first(self) -> Deal:
+        """Give the first pass."""
+        return self._begin(0, None, np.zeros(0, np.int64))[0]
+
+    def following(self, deal: Deal, in_use: Int64s) -> tuple[Deal, Int64s] | None:
+        """Give the pass after `deal` and the numbers of the trajectories `in_use` in it; None if there is none.
+
+        Raises:
+            UsageError: No trajectory is left.
+        """
+        if not self.options.has_pass(deal.number + 1):
+            return None
+        begun = self._begin(deal.number + 1, deal, in_use)
+        if not len(begun[0].order):
+            paths = ", ".join(map(str, self.source.paths))
+            raise UsageError("begin the next pass", f"over {paths!r}", "at least one trajectory", "none left")
+        return begun
+
+    def dealt(self, number: int, store: FrameStore, in_use: Int64s, before: Deal | None = None) -> Deal:
+        """Order pass `number` over the trajectories of a snapshot."""
+        lengths = store.index.lengths
+        pool = choose(store.index, self.options)
+        seed_of_pass = number + self.epoch * _PASSES_AN_EPOCH
+        order, starts = deal_order(pool, lengths, self.options, seed_of_pass, self.shard)
+        if self.keeps_on is not None:
+            store = self._cached(store, np.union1d(order, in_use), before, self.keeps_on)
+        return Deal(lengths, order, starts, number, store)
+
+    def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
+        """Look for new trajectories and order a pass; blocks that are in use stay readable."""
+        pinned: list[Block] = []
+        keys: list[tuple[str, int]] = []
+        if before is not None:
+            index = before.source.index
+            pinned, keys = blocks_of(index, in_use), index.keys(in_use)
+        self.source.refresh(pinned)
+        if self.options.keep_latest_n_trajs:
+            where = repr(", ".join(map(str, self.source.paths)))
+            wanted = self.options.keep_latest_n_trajs
+            wait_for_trajectories(lambda: self._count_complete(pinned), wanted, self.options, where)
+        store = self.source.snapshot()
+        has_moved = before is not None and before.source.index is not store.index
+        numbers = store.index.find(keys) if has_moved else in_use
+        return self.dealt(number, store, numbers, before), numbers
+
+    def _count_complete(self, pinned: Collection[Block]) -> int:
+        self.source.refresh(pinned)
+        return len(choose(self.source.snapshot().index, self.options))
+
+    @staticmethod
+    def _cached(store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device) -> FrameStore:
+        last = before.source if before is not None else None
+        if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
+            return last
+        return CachedFrames(store, trajectories, device)

@@ -1,0 +1,188 @@
+"""Resuming: state at any point equals never having stopped, also when files came meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_data import RolloutDataset
+from storage.errors import UsageError
+from tests.files.recorded import drain, record
+
+
+def same(first, second):
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(first, second, strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=8),
+    calls=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    after=st.integers(1, 6),
+    grows=st.booleans(),
+    cache=st.sampled_from(["none", "ram"]),
+    shuffle=st.booleans(),
+    loops=st.sampled_from([1, 2, 0]),
+)
+def test_resume_at_any_point_equals_never_having_stopped(
+    tmp_path_factory, lengths, calls, after, grows, cache, shuffle, loops
+):
+    data_dir = tmp_path_factory.mktemp("data")
+    record(data_dir, lengths, with_final=True)
+
+    def opened():
+        return RolloutDataset(
+            data_dir, min(2, len(lengths)), loops, shuffle, starting_frame_range=(0, 3), device="cpu", cache=cache
+        )
+
+    one = opened()
+    for num_steps in calls:
+        try:
+            one.get_batch(num_steps)
+        except StopIteration:
+            break
+    state = json.loads(json.dumps(one.state_dict()))
+    other = opened()
+    if grows:
+        # What came after the state was taken must not change the pass that is going on.
+        others_first_pass = sum(lengths) if loops != 1 else 10**9
+        record(data_dir, [3, 1], first_number=50)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    delivered = 0
+    for _ in range(6):
+        try:
+            expected = one.get_batch(after)
+        except StopIteration:
+            with pytest.raises(StopIteration):
+                other.get_batch(after)
+            return
+        assert same(expected, other.get_batch(after))
+        delivered += after
+        if grows and delivered >= others_first_pass:
+            return
+
+
+def test_an_interrupted_epoch_continues_through_the_data_loader(tmp_path):
+    record(tmp_path, [5, 6, 7])
+
+    def opened():
+        return RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=2)
+
+    whole = list(opened())
+    first = opened()
+    iterator = iter(first)
+    begun = [next(iterator), next(iterator)]
+    second = opened()
+    second.load_state_dict(first.state_dict())
+    rest = list(torch.utils.data.DataLoader(second, batch_size=None))
+    assert len(begun) + len(rest) == len(whole)
+    assert all(same(a, b) for a, b in zip(begun + rest, whole, strict=True))
+    assert len(list(second)) == len(whole)  # the next epoch starts from the beginning
+
+
+def test_a_fresh_state_is_a_state(tmp_path):
+    record(tmp_path, [5, 6])
+    dataset = RolloutDataset(tmp_path, 1, device="cpu")
+    state = dataset.state_dict()
+    dataset.get_batch(3)
+    dataset.load_state_dict(state)
+    assert dataset.get_batch(3).observation[:, 0, :2].tolist() == [[0, 0], [0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_envs": 3}, "expected num_envs=3 as in this dataset, got 2"),
+        ({"seed": 1}, "expected seed=1 as in this dataset, got 0"),
+        ({"dataset_loops": 2}, "expected dataset_loops=2 as in this dataset, got 1"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(tmp_path, change, text):
+    record(tmp_path, [5, 6, 7])
+    first = RolloutDataset(tmp_path, 2, device="cpu")
+    first.get_batch(1)
+    arguments = {"num_envs": 2, **change}
+    with pytest.raises(UsageError, match=text):
+        RolloutDataset(tmp_path, device="cpu", **arguments).load_state_dict(first.state_dict())
+
+
+def test_a_state_whose_trajectories_are_gone_is_refused(tmp_path):
+    record(tmp_path, [5, 6], flush_every=1)
+    dataset = RolloutDataset(tmp_path, 1, device="cpu")
+    dataset.get_batch(1)
+    state = dataset.state_dict()
+    for path in tmp_path.glob("rollout_*_000000.h5"):
+        path.unlink()
+    with pytest.raises(UsageError, match=r"trajectory 0 of writer .* got it is not there any more"):
+        RolloutDataset(tmp_path, 1, device="cpu").load_state_dict(state)
+
+
+def test_workers_refuse_a_state_that_is_not_theirs(tmp_path):
+    record(tmp_path, [5] * 8)
+    dataset = RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=2)
+    dataset.get_batch(2)
+    state = dataset.state_dict()
+    dataset.load_state_dict(state)
+    with pytest.raises(UsageError, match="shard"):
+        list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2))
+
+
+def test_a_pickled_dataset_starts_from_the_beginning(tmp_path):
+    record(tmp_path, [5, 6])
+    dataset = RolloutDataset(tmp_path, 1, device="cpu")
+    dataset.get_batch(3)
+    for other in (pickle.loads(pickle.dumps(dataset)), copy.deepcopy(dataset)):
+        assert other.get_batch(1).observation[0, 0, 1] == 0
+    assert dataset.get_batch(1).observation[0, 0, 1] == 3
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 4])
+def test_prefetching_delivers_the_same_and_its_state_is_what_was_delivered(tmp_path, num_read):
+    record(tmp_path, [5, 9, 7, 3])
+
+    def opened():
+        return RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=2)
+
+    plain = drain(opened(), 2)
+    dataset = opened()
+    prefetched = dataset.prefetch(3)
+    for number, batch in enumerate(prefetched):
+        assert same(batch, plain[number])
+        if number + 1 == num_read:
+            state = prefetched.state_dict()
+            break
+    else:
+        state = opened().state_dict()
+    other = opened()
+    other.load_state_dict(state)
+    rest = drain(other, 2)
+    assert len(rest) == len(plain) - num_read
+    assert all(same(a, b) for a, b in zip(rest, plain[num_read:], strict=True))
+    if num_read:
+        assert same(dataset.get_batch(2), plain[num_read])  # leaving the loop puts the dataset back
+
+
+def test_prefetching_hands_over_errors_at_their_place(tmp_path, monkeypatch):
+    record(tmp_path, [9] * 2)
+    dataset = RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=1)
+    read, calls = RolloutDataset.get_batch, []
+
+    def fail_third(self, num_steps=None):
+        calls.append(num_steps)
+        if len(calls) == 3:
+            raise OSError("disk")
+        return read(self, num_steps)
+
+    monkeypatch.setattr(RolloutDataset, "get_batch", fail_third)
+    seen = []
+    with pytest.raises(OSError, match="disk"):
+        for batch in dataset.prefetch(5):
+            seen.append(batch)
+    assert len(seen) == 2
