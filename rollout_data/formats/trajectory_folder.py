@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ class FolderScan:
             `end_time_ns` freezes that order as strictly increasing numbers.
         chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
         problems: All that was repaired, skipped or refused, each naming the file and what was done.
+        known: Every readable chunk by name, size and time, for the next scan.
     """
 
     data_dir: Path
@@ -65,6 +66,7 @@ class FolderScan:
     fragments: np.ndarray
     chunk_of: np.ndarray
     problems: tuple[DataFileError, ...]
+    known: Mapping[ChunkFile, Chunk] = field(default_factory=dict, repr=False)
 
 
 def is_trajectory_folder(data_dir: str | os.PathLike[str]) -> bool:
@@ -72,12 +74,15 @@ def is_trajectory_folder(data_dir: str | os.PathLike[str]) -> bool:
     return has_trajectory_folder(data_dir)
 
 
-def scan_trajectory_folder(data_dir: str | os.PathLike[str], *, progress: bool = False) -> FolderScan:
+def scan_trajectory_folder(
+    data_dir: str | os.PathLike[str], *, progress: bool = False, previous: FolderScan | None = None
+) -> FolderScan:
     """Look at every chunk once and say which trajectories are there.
 
     Args:
         data_dir: The folder; all folders below it are searched.
         progress: Show a progress bar.
+        previous: An earlier scan of this folder: only chunks that are new or have changed are opened.
 
     Raises:
         UsageError: `data_dir` is not a folder.
@@ -87,8 +92,12 @@ def scan_trajectory_folder(data_dir: str | os.PathLike[str], *, progress: bool =
     listing = list_trajectory_folders(data_dir)
     problems = list(listing.problems)
     metadata, metadata_problems = read_metadata(data_dir, listing.folders)
-    scanned = _scan_chunks([file for folder in listing.folders for file in folder.files], progress)
-    chunks = [chunk for chunk in scanned.values() if isinstance(chunk, Chunk)]
+    files = [file for folder in listing.folders for file in folder.files]
+    known = previous.known if previous else {}
+    scanned = _scan_chunks([file for file in files if file not in known], progress)
+    scanned = {file: known[file] if file in known else scanned[file] for file in files}
+    readable = {file: chunk for file, chunk in scanned.items() if isinstance(chunk, Chunk)}
+    chunks = readable.values()
     signature = most_common_signature(chunks)
     schema, contradictions = build_schema(signature, metadata, data_dir / METADATA_NAME)
     problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
@@ -108,7 +117,7 @@ def scan_trajectory_folder(data_dir: str | os.PathLike[str], *, progress: bool =
             pieces, cut_problems = cut_trajectories(folder.path, kept)
             problems += cut_problems
             joined.append(_Joined(folder, kept, pieces))
-    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems))
+    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), readable)
 
 
 class _Joined(NamedTuple):
@@ -193,12 +202,13 @@ def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.n
     return tuple(paths), np.concatenate(tables), np.concatenate(chunk_of)
 
 
-def read_chunk_rows(scan: FolderScan, chunk: int) -> dict[str, np.ndarray]:
+def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """Read all rows of a chunk.
 
     Args:
         scan: Where the chunk was found.
         chunk: Position in `scan.chunk_paths`.
+        columns: Which columns to read; None for all. The bytes of the others are not touched.
 
     Returns:
         Column name (`rollout_data.layout`) -> new uint8 `[num_rows, row_bytes]`.
@@ -211,7 +221,8 @@ def read_chunk_rows(scan: FolderScan, chunk: int) -> dict[str, np.ndarray]:
     with open_chunk(scan.chunk_paths[chunk]) as opened:
         _check_unchanged(scan, chunk, opened)
         rows = {}
-        for name, column in layout.columns.items():
+        for name in layout.columns if columns is None else columns:
+            column = layout.columns[name]
             table = np.zeros(opened.num_frames, layout.numpy_dtype(column))
             for field_name in column.offsets:
                 shape = (opened.num_frames, *scan.schema[field_name].shape)

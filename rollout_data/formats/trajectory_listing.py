@@ -36,6 +36,7 @@ class ChunkFile:
     stop: int
     path: Path
     mtime_ns: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,13 @@ def _chunk_files(
         try:
             if match is None:
                 strangers += [] if entry.name.startswith(".") else [entry.name]
-            elif not is_inside(entry.path, root):
+            elif entry.is_symlink() and not is_inside(entry.path, root):
                 problems.append(_outside(path))
             elif not entry.is_file():  # a pipe would block for ever
                 problems.append(_problem(DataFileError, path, "a plain file", "something else", "Skipped"))
             else:
-                files.append(ChunkFile(int(match[1]), int(match[2]), path, entry.stat().st_mtime_ns))
+                stat = entry.stat()
+                files.append(ChunkFile(int(match[1]), int(match[2]), path, stat.st_mtime_ns, stat.st_size))
         except OSError:  # removed since it was listed
             continue
     if strangers:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_data.block_header import OPEN, TERMINATED, TRUNCATED
+from rollout_data.block_header import FIRST, OPEN, TERMINATED, TRUNCATED
 from rollout_data.formats.trajectory_folder import read_chunk_rows
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
-from tests.formats.folders import NaiveFolder, frames_of, one_problem, scan_of
+from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, scan_of
 
 # How chunks hang together.
 
@@ -117,6 +117,17 @@ def test_every_truncation_of_a_chunk_is_reported_and_the_rest_loads(folder: Naiv
         scan = scan_of(folder.data_dir)
         assert frames_of(scan) == [(1000, 4, TERMINATED)]
         assert "trajectory_0/traj_000000_000004.pickle" in one_problem(scan, CorruptFileError)
+
+
+def test_every_changed_byte_of_a_chunk_is_data_or_a_problem_and_never_a_crash(folder: NaiveFolder) -> None:
+    path = folder.chunk(0, 0, 2)
+    folder.chunk(1, 0, 4, done=True)
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 3):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x15]) + whole[position + 1 :])
+        scan = scan_of(folder.data_dir)
+        read(scan)
+        assert (4, FIRST | TERMINATED) in scan.fragments[["length", "flags"]].tolist()
 
 
 class Gadget:

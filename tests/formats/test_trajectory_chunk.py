@@ -95,6 +95,7 @@ def test_a_large_field_has_a_column_of_its_own(folder: NaiveFolder) -> None:
     rows = read_chunk_rows(scan, 0)
     assert {name: array.shape for name, array in rows.items()} == {"frames": (3, 32), "observation/image": (3, 8192)}
     np.testing.assert_array_equal(rows["observation/image"], images)
+    assert list(read_chunk_rows(scan, 0, ["frames"])) == ["frames"]
     assert all(array.dtype == np.uint8 and array.flags.c_contiguous for array in rows.values())
 
 

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_data.block_header import OPEN, TERMINATED, TRUNCATED
+from rollout_data.formats.trajectory_chunk import Chunk, scan_chunk
 from rollout_data.formats.trajectory_folder import is_trajectory_folder, scan_trajectory_folder
+from rollout_data.formats.trajectory_listing import ChunkFile
 from storage.codecs import stored_field
 from storage.errors import UsageError
 from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, scan_of
@@ -142,6 +144,41 @@ def test_other_files_are_left_alone_and_named(folder: NaiveFolder) -> None:
         "cannot read 'DIR/trajectory_0': expected chunks called traj_START_END.pickle, "
         "got 'backup_traj_000004_000008.pickle' and 1 more. Skipped these files."
     )
+
+
+def test_a_second_scan_opens_only_what_is_new(folder: NaiveFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.chunk(0, 0, 4)
+    damaged = folder.chunk(1, 0, 4)
+    damaged.write_bytes(b"")
+    first = scan_of(folder.data_dir)
+    folder.chunk(0, 4, 6, done=True)
+    folder.chunk(1, 0, 4)
+    opened = []
+
+    def note(file: ChunkFile) -> Chunk:
+        opened.append(file.path.parent.name)
+        return scan_chunk(file)
+
+    monkeypatch.setattr("rollout_data.formats.trajectory_folder.scan_chunk", note)
+    second = scan_trajectory_folder(folder.data_dir, previous=first)
+    assert opened == ["trajectory_0", "trajectory_1"]
+    assert frames_of(second) == frames_of(scan_of(folder.data_dir)) == [(0, 6, TERMINATED), (1000, 4, OPEN)]
+    assert second.problems == ()
+
+
+def test_a_scan_can_be_sent_to_another_process(sample: Callable[[str], Path]) -> None:
+    scan = scan_of(sample("components"))
+    sent = pickle.loads(pickle.dumps(scan))
+    assert [t["action"].tolist() for t in read(sent)] == [t["action"].tolist() for t in read(scan)]
+
+
+@pytest.mark.parametrize("num_chunks", [3, 40])
+def test_threads_change_nothing(folder: NaiveFolder, num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(num_chunks):
+        folder.chunk(number, 0, 2)
+    expected = frames_of(scan_of(folder.data_dir))
+    monkeypatch.setattr("rollout_data.formats.trajectory_folder.time.thread_time", lambda: 0.0)
+    assert frames_of(scan_of(folder.data_dir)) == expected == [(1000 * k, 2, OPEN) for k in range(num_chunks)]
 
 
 # Laws.
