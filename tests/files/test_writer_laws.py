@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollout_data.writer import RolloutWriter
 
-from .recorded import end_of, trajectories_of
+from tests.files.readback import end_of, trajectories_of
 
 SETTINGS = settings(max_examples=40, deadline=None)
 
