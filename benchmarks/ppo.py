@@ -176,6 +176,8 @@ def estimating(num_steps: int, num_envs: int) -> Case:
         torch.sub(returns, values, out=advantages)
 
     def torchrl() -> Call:
+        if num_steps * num_envs > 1_000_000:
+            raise peers.PeerMissing("torchrl: takes 5 to 17 seconds for each call of this size")
         functional = peers.load("torchrl", "objectives.value.functional")
         ends = dones.bool().transpose(0, 1)
         inputs = [x.transpose(0, 1) for x in (values, torch.cat([values[1:], last[None]]), rewards)]

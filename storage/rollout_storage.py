@@ -228,7 +228,7 @@ class RolloutStorage:
         return {name: x for name, x in found.items() if x is not None}
 
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
-        found = {**unflatten(batch), **more}
+        found = unflatten(batch) | more
         for column in self._table.columns.values():
             if column.batch and column.batch not in found:
                 found[column.batch] = found[column.fallback] if column.fallback else None
