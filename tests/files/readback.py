@@ -1,112 +1,88 @@
-"""Recordings whose every value tells where it comes from, for tests of reading.
-
-A frame's observation is `[trajectory, frame, 1000 * trajectory + frame]`; actions and rewards are
-functions of it, so that a wrong index shows by arithmetic. Final observations have a half frame.
-"""
+"""Helpers of the file tests: read back what a writer published, with naive code."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from rollout_data import RolloutWriter
+from rollout_data.block_file import open_block
+from rollout_data.block_header import DROPPED, ENDS, FIRST, OPEN, TENTATIVE, TERMINATED, TRUNCATED, BlockHeader
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recorded:
-    """One trajectory that was recorded."""
+    """One trajectory as it stands in the blocks of a folder."""
 
+    writer: str
     number: int
-    length: int
-    end: str  # "terminated", "truncated" or "open"
-    has_final: bool
+    env: int
+    flags: int = 0
+    fields: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    finals: dict[str, np.ndarray] | None = None
+    reward_sum: np.ndarray | None = None
+    versions: list[int] = field(default_factory=list)
+    end_time_ns: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.versions)
+
+    def column(self, name: str) -> np.ndarray:
+        return np.concatenate(self.fields[name])
 
 
-def observation_of(trajectory, frame):
-    return np.array([trajectory, frame, 1000 * trajectory + frame], np.float32)
+def blocks_of(folder: Path) -> list[BlockHeader]:
+    """Open and verify every block, by writer and sequence."""
+    return [open_block(path, verify=True) for path in sorted(Path(folder).glob("rollout_*.h5"))]
 
 
-def record(
-    data_dir: Path,
-    lengths: list[int],
-    num_envs: int = 1,
-    ends: list[str] | None = None,
-    with_final: bool = False,
-    first_number: int = 0,
-    flush_every: int | None = None,
-    **options,
-) -> list[Recorded]:
-    """Record trajectories of these lengths, dealt to envs as they become free; gives them in the order of completion.
-
-    The last trajectory of an env is "open" only if `ends` says so; env slots without work are masked.
-    """
-    ends = ends or ["terminated"] * len(lengths)
-    queue = [
-        Recorded(first_number + k, n, e, with_final and e != "open")
-        for k, (n, e) in enumerate(zip(lengths, ends, strict=True))
-    ]
-    current: list[Recorded | None] = [None] * num_envs
-    frame = [0] * num_envs
-    done_list = []
-    with RolloutWriter(data_dir, num_envs, durable=False, **options) as writer:
-        step = 0
-        while True:
-            for env in range(num_envs):
-                if current[env] is None and queue:
-                    current[env], frame[env] = queue.pop(0), 0
-            if all(item is None for item in current):
-                break
-            observation = np.zeros((num_envs, 3), np.float32)
-            final = np.zeros((num_envs, 3), np.float32)
-            done, timeout, mask = (np.zeros(num_envs, bool) for _ in range(3))
-            for env, item in enumerate(current):
-                if item is None:
-                    continue
-                mask[env] = True
-                observation[env] = observation_of(item.number, frame[env])
-                final[env] = observation_of(item.number, frame[env] + 0.5)
-                if frame[env] == item.length - 1 and item.end != "open":
-                    done[env], timeout[env] = True, item.end == "truncated"
-            extra = {"final_observation": final} if with_final else {}
-            writer.add(
-                observation=observation,
-                privileged_observation=-observation,
-                action=observation[:, :2] * 10,
-                reward=observation[:, 2],
-                done=done,
-                timeout=timeout,
-                env_mask=mask,
-                **extra,
-            )
-            for env, item in enumerate(current):
-                if item is not None:
-                    frame[env] += 1
-                    if frame[env] == item.length:
-                        done_list.append(item)
-                        # An open trajectory keeps its env for good: nothing may follow it there.
-                        current[env] = None
-                        if item.end == "open" and queue:
-                            raise ValueError("an open trajectory must be the last of the recording")
-            step += 1
-            if flush_every and step % flush_every == 0:
-                writer.flush()
-    return done_list
+def field_values(header: BlockHeader, table: str, name: str, start: int, stop: int) -> np.ndarray:
+    """Read a field's rows as users see them; bfloat16 as float32."""
+    layout = header.layouts[table]
+    rows = header.read_rows(table, layout.column_of[name].name, start, stop)
+    values = layout.decoded(name, torch.from_numpy(rows))
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
-def frames_of(batch):
-    """Every valid transition of a batch as (step, env, trajectory, frame)."""
-    steps, envs = batch.valid.nonzero(as_tuple=True)
-    values = batch.observation[steps, envs]
-    return [(int(t), int(n), int(v[0]), int(v[1])) for t, n, v in zip(steps, envs, values, strict=True)]
+def trajectories_of(folder: Path) -> list[Recorded]:
+    """Read all trajectories that exist, in the order of their numbers, frame by frame checked."""
+    found: dict[tuple[str, int], Recorded] = {}
+    for header in blocks_of(folder):
+        for fragment, reward_sum in zip(header.fragments, header.reward_sums, strict=True):
+            key = (header.writer, int(fragment["trajectory"]))
+            is_first = bool(fragment["flags"] & FIRST)
+            assert is_first == (key not in found), "FIRST on the first fragment, and only there"
+            one = found.setdefault(key, Recorded(*key, int(fragment["env"])))
+            assert one.env == fragment["env"] and one.length == fragment["start"], "fragments follow each other"
+            assert not one.flags & ENDS, "nothing follows an end"
+            _append(one, header, fragment, reward_sum)
+    return [one for _, one in sorted(found.items()) if _exists(one)]
 
 
-def drain(dataset, num_steps):
-    """All batches until the end."""
-    batches = []
-    while True:
-        try:
-            batches.append(dataset.get_batch(num_steps))
-        except StopIteration:
-            return batches
+def _append(one: Recorded, header: BlockHeader, fragment: Any, reward_sum: np.ndarray) -> None:
+    start, stop = int(fragment["row"]), int(fragment["row"] + fragment["length"])
+    for name in header.schema:
+        one.fields.setdefault(name, []).append(field_values(header, "data", name, start, stop))
+    one.flags |= int(fragment["flags"])
+    one.versions += [int(fragment["policy_version"])] * (stop - start)
+    one.reward_sum = reward_sum if one.reward_sum is None else one.reward_sum + reward_sum
+    assert int(fragment["end_time_ns"]) >= one.end_time_ns
+    one.end_time_ns = int(fragment["end_time_ns"])
+    if (row := int(fragment["final_row"])) >= 0:
+        layout = header.layouts["final"]
+        one.finals = {name: field_values(header, "final", name, row, row + 1)[0] for name in layout.schema}
+
+
+def _exists(one: Recorded) -> bool:
+    undecided = one.flags & TENTATIVE and not one.flags & (TERMINATED | TRUNCATED)
+    return not one.flags & DROPPED and not undecided and one.length > 0
+
+
+def end_of(one: Recorded) -> str:
+    """Name the end: "terminated", "truncated", "both", "open" or "" (in progress)."""
+    names = {TERMINATED: "terminated", TRUNCATED: "truncated", TERMINATED | TRUNCATED: "both", OPEN: "open", 0: ""}
+    return names[one.flags & (TERMINATED | TRUNCATED | OPEN)]

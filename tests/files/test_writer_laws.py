@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_data.writer import RolloutWriter
-
 from tests.files.readback import end_of, trajectories_of
 
 SETTINGS = settings(max_examples=40, deadline=None)
