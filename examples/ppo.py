@@ -61,9 +61,10 @@ class ActorCritic(nn.Module):
         return torch.distributions.Normal(self.mean(observations), self.log_std.exp())
 
     @torch.no_grad()
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        """Give the most likely action, as environments want it."""
-        return self.mean(torch.as_tensor(observations, dtype=torch.float32)).numpy()
+    def act(self, observations: np.ndarray, explore: bool = False) -> np.ndarray:
+        """Give the most likely actions, or drawn ones, as environments want them."""
+        distribution = self.distribution(torch.as_tensor(observations, dtype=torch.float32))
+        return (distribution.sample() if explore else distribution.mean).numpy()
 
 
 @torch.no_grad()

@@ -85,6 +85,7 @@ HOUSE = {
         "publishing",
         "tally",
         "writer",
+        "gym_adapter",
         "recording",
         "trajectory_replay_buffer",
         "expert",
