@@ -21,6 +21,10 @@ class Tally:
         self._lengths = np.zeros(num_envs, np.int64)  # frames of the trajectories in progress
 
     @property
+    def num_finished_frames(self) -> int:
+        return self._num_kept
+
+    @property
     def num_frames(self) -> int:
         return self._num_kept if self._success_only else self._num_kept + int(self._lengths.sum())
 

@@ -240,6 +240,11 @@ class RolloutWriter:
         return self._tally.num_frames
 
     @property
+    def num_finished_frames(self) -> int:
+        """Frames of the kept trajectories that have ended."""
+        return self._tally.num_finished_frames
+
+    @property
     def num_trajectories(self) -> int:
         return self._tally.num_trajectories
 

@@ -96,7 +96,7 @@ def check_same(folder: Path, values: dict[str, Any], success_only: bool) -> None
             assert one.finals["privileged_observation"] == values["final_privileged_observation"][last]
 
 
-CASES = dict(
+CASES: dict[str, Any] = dict(  # noqa: C408
     seed=st.integers(0, 2**31),
     num_steps=st.integers(1, 60),
     num_envs=st.sampled_from([1, 2, 5]),

@@ -1,0 +1,250 @@
+"""Recording a policy: every autoreset mode and the batched-tensor convention give the same true trajectories."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_data.recording import record_demonstrations
+from storage.errors import UsageError
+from tests.files.readback import end_of, trajectories_of
+
+gymnasium = pytest.importorskip("gymnasium")
+from gymnasium import spaces  # noqa: E402
+from gymnasium.vector import AutoresetMode, SyncVectorEnv  # noqa: E402
+
+
+class Counting(gymnasium.Env):
+    """Counts its steps; episode k of env n has n + k % 3 + 2 steps, every other one is truncated."""
+
+    def __init__(self, number=0, as_dict=False, discrete=False):
+        self.number, self.as_dict, self.episode = number, as_dict, -1
+        box = spaces.Box(-1e6, 1e6, (3,), np.float32)
+        self.observation_space = spaces.Dict(state=box, count=spaces.Discrete(1000)) if as_dict else box
+        self.action_space = spaces.Discrete(7) if discrete else spaces.Box(-1, 1, (2,), np.float32)
+
+    def observe(self):
+        state = np.array([self.number, self.episode, self.t], np.float32)
+        return {"state": state, "count": self.t} if self.as_dict else state
+
+    def reset(self, *, seed=None, options=None):
+        self.episode, self.t = self.episode + 1, 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.t += 1
+        is_end = self.t == self.number + self.episode % 3 + 2
+        return self.observe(), float(self.t), is_end and self.episode % 2 == 0, is_end and self.episode % 2 == 1, {}
+
+
+def make_envs(mode, num_envs=3, **options):
+    makers = [lambda n=n: Counting(n, **options) for n in range(num_envs)]
+    return SyncVectorEnv(makers, autoreset_mode=mode)
+
+
+def zeros(observation):
+    return np.zeros((3, 2), np.float32)
+
+
+def check_counting(folder, is_dict=False):
+    found = trajectories_of(folder)
+    for one in found:
+        state = one.column("observation/state" if is_dict else "observation")
+        episode = int(state[0, 1])
+        assert (state[:, 0] == one.env).all() and (state[:, 1] == episode).all()
+        assert state[:, 2].tolist() == list(range(one.length))
+        assert one.column("reward").tolist() == list(range(1, one.length + 1))
+        if end_of(one) != "open":
+            assert one.length == one.env + episode % 3 + 2
+            assert end_of(one) == ("terminated" if episode % 2 == 0 else "truncated")
+            final = one.finals["observation/state" if is_dict else "observation"]
+            assert final.tolist() == [one.env, episode, one.length]
+            if is_dict:
+                assert one.finals["observation/count"] == one.length
+    return found
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_every_autoreset_mode_records_the_same_true_episodes(tmp_path, mode, is_dict):
+    summary = record_demonstrations(
+        make_envs(mode, as_dict=is_dict), zeros, tmp_path, min_trajectories=12, show_progress=False
+    )
+    found = check_counting(tmp_path, is_dict)
+    assert summary.num_trajectories == len(found) >= 12
+    assert summary.num_frames == sum(one.length for one in found)
+    for env in range(3):
+        episodes = [one for one in found if one.env == env]
+        assert [int(one.column("observation/state" if is_dict else "observation")[0, 1]) for one in episodes] == list(
+            range(len(episodes))
+        )
+
+
+def test_discrete_actions_are_recorded_as_executed(tmp_path):
+    envs = make_envs(AutoresetMode.NEXT_STEP, discrete=True)
+    record_demonstrations(envs, lambda obs: [[1], [2], [3]], tmp_path, min_timesteps=20, show_progress=False)
+    for one in trajectories_of(tmp_path):
+        assert one.column("action").dtype == np.int64
+        assert (one.column("action") == one.env + 1).all()
+
+
+def test_a_torch_module_gets_tensors_of_its_dtype(tmp_path):
+    class Policy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(3, 2)
+
+        def act_inference(self, observation):
+            return self.net(observation)
+
+    policy = Policy()
+    record_demonstrations(make_envs("NextStep"), policy, tmp_path, min_timesteps=9, show_progress=False)
+    one = trajectories_of(tmp_path)[0]
+    with torch.no_grad():
+        expected = policy.net(torch.from_numpy(one.column("observation"))).numpy()
+    np.testing.assert_allclose(one.column("action"), expected, rtol=1e-5)
+    assert json.loads((tmp_path / "metadata.json").read_text())["policy"] == "Policy"
+
+
+class TensorEnvs:
+    """A batched simulator that writes observations, time-outs and clipped actions in place."""
+
+    def __init__(self, num_envs=4, has_privileged=True, gives_finals=True):
+        self.num_envs, self.has_privileged, self.gives_finals = num_envs, has_privileged, gives_finals
+        self.t = torch.zeros(num_envs)
+        self.episode = torch.zeros(num_envs)
+        self.obs = torch.zeros(num_envs, 3)
+
+    def _observe(self):
+        self.obs[:] = torch.stack([torch.arange(self.num_envs).float(), self.episode, self.t], dim=-1)
+        return self.obs
+
+    def reset(self):
+        return self._observe(), self.get_privileged_observations()
+
+    def get_observations(self):
+        return self._observe()
+
+    def get_privileged_observations(self):
+        return self.obs.double() * 2 if self.has_privileged else None
+
+    def step(self, actions):
+        actions.clip_(-0.5, 0.5)
+        self.t += 1
+        infos = {}
+        rewards = self.t[:, None].clone()
+        done = self.t == torch.arange(self.num_envs) + self.episode % 3 + 2
+        infos["time_outs"] = torch.ones(self.num_envs, dtype=torch.bool) & (self.episode % 2 == 1)
+        if self.gives_finals:
+            infos["final_observation"] = self._observe()[done].clone()
+        self.t[done] = 0
+        self.episode[done] += 1
+        return self._observe(), self.get_privileged_observations(), rewards, done.to(torch.uint8), infos
+
+
+@pytest.mark.parametrize("has_privileged", [False, True])
+def test_the_batched_tensor_convention_is_recorded(tmp_path, has_privileged):
+    envs = TensorEnvs(has_privileged=has_privileged)
+    summary = record_demonstrations(
+        envs, lambda obs: torch.full((4, 2), 0.9), tmp_path, min_trajectories=15, show_progress=False
+    )
+    found = trajectories_of(tmp_path)
+    assert len(found) == summary.num_trajectories
+    for one in found:
+        state = one.column("observation")
+        assert state[:, 2].tolist() == list(range(one.length))
+        assert (one.column("action") == np.float32(0.9)).all(), "the policy's action, not the simulator's clipped one"
+        assert one.column("reward").shape == (one.length, 1)
+        if has_privileged:
+            np.testing.assert_array_equal(one.column("privileged_observation"), state.astype(np.float64) * 2)
+        if end_of(one) != "open":
+            assert end_of(one) == ("truncated" if state[0, 1] % 2 else "terminated")
+            assert one.finals["observation"][2] == one.length
+
+
+def test_recording_continues_what_is_there(tmp_path):
+    first = record_demonstrations(make_envs("NextStep"), zeros, tmp_path, min_trajectories=5, show_progress=False)
+    again = record_demonstrations(make_envs("NextStep"), zeros, tmp_path, min_trajectories=20, show_progress=False)
+    assert again.num_trajectories == first.num_trajectories + again.num_new_trajectories >= 20
+    assert len(trajectories_of(tmp_path)) == again.num_trajectories
+    enough = record_demonstrations(make_envs("NextStep"), zeros, tmp_path, min_trajectories=20, show_progress=False)
+    assert enough.num_steps == 0 and enough.num_frames == again.num_frames
+
+
+def test_min_timesteps_without_unfinished_trajectories(tmp_path):
+    summary = record_demonstrations(
+        make_envs("SameStep"), zeros, tmp_path, min_timesteps=100, keep_unfinished=False, show_progress=False
+    )
+    found = check_counting(tmp_path)
+    assert all(end_of(one) != "open" for one in found)
+    assert sum(one.length for one in found) == summary.num_frames >= 100
+
+
+def test_success_only_keeps_the_trajectories_that_timed_out(tmp_path):
+    record_demonstrations(
+        make_envs("NextStep"),
+        zeros,
+        tmp_path,
+        min_trajectories=6,
+        success_only=True,
+        show_progress=False,
+        block_bytes=200,
+    )
+    found = check_counting(tmp_path)
+    assert len(found) >= 6 and {end_of(one) for one in found} == {"truncated"}
+
+
+def test_ctrl_c_publishes_what_was_recorded(tmp_path):
+    count = 0
+
+    def policy(observation):
+        nonlocal count
+        count += 1
+        if count == 30:
+            raise KeyboardInterrupt
+        return zeros(observation)
+
+    with pytest.raises(KeyboardInterrupt):
+        record_demonstrations(make_envs("SameStep"), policy, tmp_path, min_timesteps=10**6, show_progress=False)
+    assert sum(one.length for one in check_counting(tmp_path)) == 29 * 3
+    assert not list(tmp_path.glob(".rollout_*")) and not list(tmp_path.glob(".tmp_*"))
+
+
+def test_segments_and_codecs_reach_the_files(tmp_path):
+    record_demonstrations(
+        TensorEnvs(has_privileged=False),
+        lambda obs: torch.zeros(4, 2),
+        tmp_path,
+        min_timesteps=8,
+        obs_segments={"where": (1,), "image": (1, 2)},
+        obs_disassemble_mapping={"image": "normalized_image"},
+        metadata={"frame_rate_hz": 50},
+        show_progress=False,
+    )
+    document = json.loads((tmp_path / "metadata.json").read_text())
+    assert document["obs_segments"] == {"where": [1], "image": [1, 2]}
+    assert document["obs_disassemble_mapping"] == {"image": "normalized_image"}
+    assert (document["env"], document["frame_rate_hz"], document["min_timesteps"]) == ("TensorEnvs", 50, 8)
+    assert trajectories_of(tmp_path)[0].column("observation/image").shape[1:] == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("env", "policy", "text"),
+    [
+        (object(), zeros, "a vectorized environment with num_envs and step()"),
+        (TensorEnvs(), 3, "cannot record with int: expected a callable, or an object with act_inference or act, got neither."),
+    ],
+)
+def test_what_cannot_be_recorded_is_said(tmp_path, env, policy, text):
+    with pytest.raises(UsageError) as caught:
+        record_demonstrations(env, policy, tmp_path / "x", min_timesteps=1)
+    assert text in str(caught.value)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_recording_needs_a_goal(tmp_path):
+    with pytest.raises(UsageError, match="min_timesteps or min_trajectories above 0, got neither"):
+        record_demonstrations(TensorEnvs(), zeros, tmp_path)
