@@ -7,15 +7,18 @@ beside this file specifies the files.
 from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .base import RolloutFileBase
+from .recording import RecordingSummary, record_demonstrations
 from .rollout_dataset import RolloutDataset
 from .transition import Transition
 from .writer import RolloutWriter
 
 __all__ = [
+    "RecordingSummary",
     "RolloutDataError",
     "RolloutDataWarning",
     "RolloutDataset",
     "RolloutFileBase",
     "RolloutWriter",
     "Transition",
+    "record_demonstrations",
 ]
