@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataError, Us
 from storage.fields import Schema
 
 from .block_file import open_block
-from .block_header import FRAGMENT_DTYPE, BlockHeader
+from .block_header import DATA, FINAL, FRAGMENT_DTYPE, BlockHeader, layouts_of
 from .index import Block, TrajectoryIndex
 
 INDEX_CACHE_NAME = ".index.npz"
@@ -136,9 +136,13 @@ class BlockFolder:
                 schema = Schema.from_json(about["schema"])
                 places = [(table, column) for table, column in about["places"]]
                 blocks = self._cached_blocks(cache, about["names"], places, found)
+                _check_places(blocks.values(), schema)
                 if list(blocks) == about["names"] and len(blocks) == len(found):
-                    self.built = {name: cache[name] for name in about["index"]}
-        except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile, RolloutDataError):
+                    built = {name: cache[name] for name in about["index"]}
+                    _check_built(list(blocks.values()), built)
+                    self.built = built
+        except (OSError, LookupError, ValueError, TypeError, EOFError, zipfile.BadZipFile, RolloutDataError):
+            self.built = None
             return
         self.schema, self.blocks = schema, blocks
         self._sizes = {name: found[name] for name in blocks}
@@ -159,6 +163,33 @@ class BlockFolder:
                 writer = self.label + writers[k]
                 blocks[name] = Block(self.data_dir / name, writer, sequences[k], part, spots, sizes[k])
         return blocks
+
+
+def _check_places(blocks: Iterable[Block], schema: Schema) -> None:
+    """Raise unless the rows of cached blocks lie within their files, and the fragments within the rows."""
+    layouts = layouts_of(schema)
+    for block in blocks:
+        num_rows: dict[str, set[int]] = {DATA: set(), FINAL: set()}
+        for (table, column), (offset, rows) in block.places.items():
+            num_rows[table].add(rows)
+            if min(offset, rows) < 0 or offset + rows * layouts[table].columns[column].row_bytes > block.file_bytes:
+                raise CorruptFileError("use the index cache", repr(str(block.path)), "rows within the file")
+        part = block.fragments
+        rows, finals = (max(num_rows[table], default=0) for table in (DATA, FINAL))
+        is_wrong = (part["row"] < 0) | (part["length"] < 0) | (part["row"] > rows - part["length"])
+        if (is_wrong | (part["final_row"] >= finals) | (part["final_row"] < -1)).any() or len(num_rows[DATA]) > 1:
+            raise CorruptFileError("use the index cache", repr(str(block.path)), "fragments within the rows")
+
+
+def _check_built(blocks: list[Block], built: Mapping[str, np.ndarray]) -> None:
+    """Raise unless the cached index arrays agree with their blocks."""
+    rows = {
+        table: np.array([max((n for (t, _), (_, n) in b.places.items() if t == table), default=0) for b in blocks], int)
+        for table in (DATA, FINAL)
+    }
+    ok, reason = TrajectoryIndex(blocks, built).check_valid(rows[DATA], rows[FINAL])
+    if not ok:
+        raise CorruptFileError("use the index cache", "", reason, "something else")
 
 
 def _as_problem(path: Path, error: OSError) -> CorruptFileError:

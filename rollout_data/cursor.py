@@ -105,6 +105,7 @@ class Plan:
 
 
 #: Begins the pass after a deal: (deal, trajectories in use) -> (next deal, their numbers in it); None at the end.
+#: The number of a trajectory that is gone is -1: its env goes on with another one.
 NextPass = Callable[[Deal, Int64s], "tuple[Deal, Int64s] | None"]
 
 
@@ -187,20 +188,23 @@ class _Walk:
             self.num_valid[now] = self.num_steps
             self.position += taken
             self.firsts.append((np.full(taken, time), now))
-            if len(envs) and not self._begin_pass():
-                self._exhaust(envs, time)
-                return
+            if len(envs):
+                begun = self.next_pass(self.deal, self.trajectory)
+                if begun is None:
+                    self._exhaust(envs, time)
+                    return
+                envs = self._enter(*begun, envs, time)
 
-    def _begin_pass(self) -> bool:
-        """Go to the next pass; False if there is none."""
-        begun = self.next_pass(self.deal, self.trajectory)
-        if begun is None:
-            return False
-        deal, numbers = begun
+    def _enter(self, deal: Deal, numbers: Int64s, waiting: Int64s, time: int) -> Int64s:
+        """Go on with the next pass; gives `waiting` and the envs whose trajectory is not in it any more."""
+        is_lost = (numbers < 0) & ~self.is_exhausted
+        is_lost[waiting] = False
+        lost = np.flatnonzero(is_lost)
+        self._emit(lost, time)
         if deal.source is not self.deal.source:
             self._close_part()
         self.deal, self.trajectory, self.position = deal, numbers.copy(), 0
-        return True
+        return np.concatenate([waiting, lost])
 
     def _exhaust(self, envs: Int64s, time: int) -> None:
         self.frame[envs] = self.deal.lengths[self.trajectory[envs]]

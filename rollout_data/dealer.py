@@ -64,7 +64,7 @@ class Dealer:
         seed_of_pass = number + self.epoch * _PASSES_AN_EPOCH
         order, starts = deal_order(pool, lengths, self.options, seed_of_pass, self.shard)
         if self.keeps_on is not None:
-            store = self._cached(store, np.union1d(order, in_use), before, self.keeps_on)
+            store = self._cached(store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
         return Deal(lengths, order, starts, number, store)
 
     def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:

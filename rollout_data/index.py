@@ -160,6 +160,35 @@ class TrajectoryIndex:
         counts = np.array([self.num_dropped, self.num_broken])
         return {"counts": counts, **{name: vars(self)[name] for name in _ARRAYS}}
 
+    def check_valid(self, num_rows: Int64s, num_finals: Int64s) -> tuple[bool, str]:
+        """Check an index that was not built here: (ok, reason).
+
+        Args:
+            num_rows, num_finals: int64 `[B]`, rows in the two tables of each block.
+        """
+        sizes = np.diff(self.fragment_frame)
+        block, row = self.fragment_block, self.fragment_row
+        has_final = self.final_row >= 0
+        columns = (self.env, self.writer, self.number, self.final_block, self.final_row, self.end_time_ns)
+        rules = {
+            "one entry a trajectory": all(len(column) == len(self) == len(self.first_frame) - 1 for column in columns),
+            "one entry a fragment": len(sizes) == len(block) == len(row),
+            "frames from 0 on": self.fragment_frame[:1].tolist() == self.first_frame[:1].tolist() == [0],
+            "frames in order": bool((sizes > 0).all() and (np.diff(self.first_frame) > 0).all()),
+            "trajectories of whole fragments": bool(np.isin(self.first_frame, self.fragment_frame).all()),
+            "as many frames in fragments": self.fragment_frame[-1:].tolist() == self.first_frame[-1:].tolist(),
+            "known writers": bool(((self.writer >= 0) & (self.writer < len(self.writers))).all()),
+            "known blocks": _within(block, len(num_rows)) and _within(self.final_block[has_final], len(num_rows)),
+        }
+        failed = [name for name, holds in rules.items() if not holds]
+        if failed:
+            return False, failed[0]
+        if bool(((row < 0) | (row > num_rows[block] - sizes)).any()):
+            return False, "rows within their block"
+        if bool((self.final_row[has_final] >= num_finals[self.final_block[has_final]]).any()):
+            return False, "final rows within their block"
+        return True, ""
+
     def __len__(self) -> int:
         return len(self.flags)
 
@@ -226,6 +255,10 @@ class TrajectoryIndex:
             target, start = target + low - start, low
         row = self.fragment_row[fragment] + start - self.fragment_frame[fragment]
         return Runs(target, self.fragment_block[fragment], row, stop - start)
+
+
+def _within(values: Int64s, stop: int) -> bool:
+    return bool(((values >= 0) & (values < stop)).all())
 
 
 @dataclass(frozen=True, eq=False)

@@ -167,32 +167,60 @@ class BlockSource(Source):
 
 
 class FolderSource(Source):
-    """Folders of the older `trajectory_K/traj_START_END.pickle` layout; frozen as they were at opening."""
+    """Folders of the older `trajectory_K/traj_START_END.pickle` layout."""
 
     @property
     def metadata(self) -> dict[str, Any]:
         return dict(self._scans[0].metadata)
 
     def _open_folders(self) -> None:
-        self._scans: list[FolderScan] = [scan_trajectory_folder(path) for path in self.paths]
-        self._chunks: dict[Path, tuple[FolderScan, int]] = {}
+        self._scans = [scan_trajectory_folder(path) for path in self.paths]
+        self._last = self._store()
+
+    def refresh(self, pinned: Collection[Block] = ()) -> None:
+        scans = [scan_trajectory_folder(old.data_dir, previous=old) for old in self._scans]
+        if [scan.chunk_paths for scan in scans] != [old.chunk_paths for old in self._scans]:
+            present = {path for scan in scans for path in scan.chunk_paths}
+            self.num_vanished_blocks += sum(block.path not in present for block in pinned)
+            self._scans = scans
+            self._last = self._store()
+
+    def _store(self) -> FrameStore:
+        """Index the chunks of all scans; each chunk is a block."""
+        chunks: dict[Path, tuple[FolderScan, int]] = {}
         blocks: list[Block] = []
         for number, scan in enumerate(self._scans):
             for problem in scan.problems:
                 self.report(problem)
             self._checked_schema(scan.schema, str(scan.data_dir))
+            fragments = scan.fragments.copy()
+            folder_of = [_key(scan, path) for path in scan.chunk_paths]
+            fragments["trajectory"] = _numbers_within(np.array(folder_of)[scan.chunk_of], fragments["trajectory"])
+            parts = np.split(fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths))))
             for chunk, path in enumerate(scan.chunk_paths):
-                self._chunks[path] = (scan, chunk)
-                blocks.append(Block(path, f"{number}:", chunk, scan.fragments[scan.chunk_of == chunk]))
-        layouts = layouts_of(self._schema or Schema([]))
-        self._last = FileFrames(TrajectoryIndex(blocks), layouts, self._read_chunk)
+                chunks[path] = (scan, chunk)
+                blocks.append(Block(path, f"{number}:{folder_of[chunk]}", chunk, parts[chunk]))
+
+        def read(block: Block, place: Place) -> np.ndarray:
+            scan, chunk = chunks[block.path]
+            return read_chunk_rows(scan, chunk, columns=[place[1]])[place[1]]
+
+        return FileFrames(TrajectoryIndex(blocks), layouts_of(self._schema or Schema([])), read)
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
         return self._last
 
-    def _read_chunk(self, block: Block, place: Place) -> np.ndarray:
-        scan, chunk = self._chunks[block.path]
-        return read_chunk_rows(scan, chunk)[place[1]]
+
+def _key(scan: FolderScan, chunk_path: Path) -> str:
+    """Name a trajectory folder so that it is the same after another scan."""
+    return chunk_path.parent.relative_to(scan.data_dir).as_posix()
+
+
+def _numbers_within(folder: np.ndarray, trajectory: Int64s) -> Int64s:
+    """Number trajectories within their folder, 0 in all but the folders that hold several."""
+    _, folder_number = np.unique(folder, return_inverse=True)
+    pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
+    return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(pairs[0], folder_number)
 
 
 def open_source(data_dir: DataDirs, verify_on_open: bool = False) -> Source:

@@ -130,3 +130,25 @@ def test_inputs_are_not_changed():
     plan_steps(state, deal, 5, lambda deal, in_use: None)
     for array, old in zip((state.trajectory, state.frame, state.is_first, state.is_exhausted), kept, strict=True):
         assert (array == old).all()
+
+
+def test_an_env_whose_trajectory_is_gone_goes_on_with_another():
+    old = Deal(np.array([2, 9]), np.array([0, 1]), np.zeros(2, np.int64), 0, "old")
+    new = Deal(np.array([3, 4]), np.array([1, 0]), np.zeros(2, np.int64), 1, "new")
+
+    def next_pass(deal, in_use):
+        return new, np.full(len(in_use), -1)
+
+    state, deal = deal_next(StreamState.fresh(2), np.arange(2), old, next_pass)
+    plan, state, deal = plan_steps(state, deal, 4, next_pass)
+    shown = dense(plan, 2)
+    assert [part.deal.source for part in plan.parts] == ["old", "new"]
+    assert shown[0].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]]
+    assert shown[1].tolist() == [[1, 0], [1, 1], [0, 0], [0, 1], [0, 2]]
+    assert state.trajectory.tolist() == [1, 0] and state.frame.tolist() == [2, 2]
+    assert sorted(zip(plan.first_env.tolist(), plan.first_time.tolist(), strict=True)) == [
+        (0, 0),
+        (0, 2),
+        (1, 0),
+        (1, 2),
+    ]

@@ -1,0 +1,227 @@
+"""Damaged, foreign, vanished and growing files beside good ones; every store gives the same batches."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from rollout_data import RolloutDataset
+from rollout_data.block_file import open_block
+from rollout_data.block_folder import INDEX_CACHE_NAME, save_index_cache
+from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning, UsageError
+from tests.files.recorded import drain, frames_of, record
+
+
+def numbers_of(dataset, num_steps=4):
+    return sorted({number for batch in drain(dataset, num_steps) for *_, number, _ in frames_of(batch)})
+
+
+def record_blocks(data_dir, num_blocks=3):
+    """One trajectory a block; gives the files in order."""
+    record(data_dir, [4] * num_blocks, flush_every=4)
+    return sorted(data_dir.glob("rollout_*.h5"))
+
+
+def opened(data_dir, num_envs=1, **options):
+    return RolloutDataset(data_dir, num_envs, device="cpu", **options)
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_truncated_block_is_named_and_the_others_stream(tmp_path, has_cache):
+    paths = record_blocks(tmp_path)
+    if not has_cache:
+        (tmp_path / INDEX_CACHE_NAME).unlink()
+    paths[1].write_bytes(paths[1].read_bytes()[:-100])
+    dataset = opened(tmp_path)
+    with pytest.warns(RolloutDataWarning, match=paths[1].name):
+        assert numbers_of(dataset) == [0, 2]
+    assert [type(problem) for problem in dataset.problems] == [CorruptFileError]
+
+
+def test_flipped_rows_are_found_when_asked_to_verify(tmp_path):
+    paths = record_blocks(tmp_path)
+    offset, _ = open_block(paths[1]).locations["data"]["frames"]
+    flip(paths[1], offset + 5)
+    with pytest.warns(RolloutDataWarning, match=rf"read frames 0:4 of trajectory 1 in '.*{paths[1].name}'.*checksum"):
+        assert numbers_of(opened(tmp_path, verify_on_open=True)) == [0, 2]
+
+
+def test_foreign_files_are_named_and_other_files_ignored(tmp_path):
+    record_blocks(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "text.h5").write_text("hello")
+    with h5py.File(tmp_path / "other.hdf5", "w") as file:
+        file["x"] = np.zeros(3)
+    dataset = opened(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert numbers_of(dataset) == [0, 1, 2]
+    assert [type(problem) for problem in dataset.problems] == [ForeignFileError] * 2
+    assert sorted(Path(str(w.message).split("'")[1]).name for w in caught) == ["other.hdf5", "text.h5"]
+
+
+def test_a_problem_is_reported_once(tmp_path):
+    record_blocks(tmp_path)
+    (tmp_path / "text.h5").write_text("hello")
+    dataset = opened(tmp_path, dataset_loops=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        drain(dataset, 4)
+    assert len(caught) == len(dataset.problems) == 1
+
+
+def test_a_copied_block_does_not_deliver_its_frames_twice(tmp_path):
+    paths = record_blocks(tmp_path)
+    shutil.copy(paths[0], tmp_path / "zz_copy.h5")
+    with pytest.warns(RolloutDataWarning, match="second copy"):
+        assert sum(len(frames_of(batch)) for batch in drain(opened(tmp_path), 4)) == 12
+
+
+def test_a_block_with_other_fields_is_left_out(tmp_path):
+    record_blocks(tmp_path / "a")
+    from rollout_data import RolloutWriter
+
+    with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
+        writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
+    other = next((tmp_path / "b").glob("rollout_*.h5"))
+    other.rename(tmp_path / "a" / "zz.h5")
+    with pytest.warns(RolloutDataWarning, match=r"field 'observation' is float32\[5\] instead of float32\[3\]"):
+        assert numbers_of(opened(tmp_path / "a")) == [0, 1, 2]
+
+
+def test_a_block_that_vanishes_between_listing_and_opening_is_skipped(tmp_path, monkeypatch):
+    record_blocks(tmp_path)
+    map_file = __import__("rollout_data.arena", fromlist=["Arena"]).Arena.map_file
+
+    def vanish(self, path, *place):
+        if path.name.endswith("000001.h5"):
+            path.unlink(missing_ok=True)
+        return map_file(self, path, *place)
+
+    monkeypatch.setattr("rollout_data.arena.Arena.map_file", vanish)
+    dataset = opened(tmp_path)
+    assert numbers_of(dataset) == [0, 2]
+    assert dataset.source.num_vanished_blocks == 1
+
+
+def test_blocks_removed_while_they_are_played_are_played_to_their_end(tmp_path):
+    paths = record_blocks(tmp_path)
+    dataset = opened(tmp_path, dataset_loops=0)
+    assert frames_of(dataset.get_batch(1)) == [(0, 0, 0, 0)]
+    paths[0].unlink()
+    paths[1].unlink()
+    # This pass still knows them; the next one sees that they are gone.
+    batch = dataset.get_batch(14)
+    assert [(number, frame) for *_, number, frame in frames_of(batch)] == [
+        (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (2, 0), (2, 1), (2, 2),
+    ]  # fmt: skip
+    dataset.reset()
+    assert numbers_of(opened(tmp_path)) == [2]
+
+
+def test_a_trajectory_that_is_being_played_survives_the_removal_of_its_block(tmp_path):
+    record(tmp_path, [2, 30], flush_every=2, num_envs=2)
+    dataset = opened(tmp_path, 2, dataset_loops=0)
+    dataset.get_batch(1)
+    record(tmp_path, [3], first_number=7)
+    for path in sorted(tmp_path.glob("rollout_*.h5"))[:3]:
+        if open_block(path).sequence == 1:
+            path.unlink()
+    batch = dataset.get_batch(25)
+    assert batch.observation[:, 1, :2].tolist() == [[1, frame] for frame in range(1, 26)]
+
+
+def test_a_folder_that_is_emptied_is_an_error_at_the_next_pass(tmp_path):
+    paths = record_blocks(tmp_path)
+    dataset = opened(tmp_path, dataset_loops=0)
+    dataset.get_batch(2)
+    for path in paths:
+        path.unlink()
+    with pytest.raises(UsageError, match="cannot begin the next pass"):
+        for _ in range(10):
+            dataset.get_batch(4)
+
+
+def test_new_trajectories_join_at_the_next_pass(tmp_path):
+    record(tmp_path, [3, 3])
+    dataset = opened(tmp_path, dataset_loops=2)
+    first = [number for batch in [dataset.get_batch(5)] for *_, number, _ in frames_of(batch)]
+    record(tmp_path, [2], first_number=9)
+    rest = [number for batch in drain(dataset, 4) for *_, number, _ in frames_of(batch)]
+    assert first + rest == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 9, 9]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-50]),
+        lambda path: path.write_bytes(b"PK\x03\x04" + bytes(500)),
+        lambda path: flip(path, 3000),
+        lambda path: np.savez(path, about=np.array([{"x": 1}], dtype=object)),
+    ],
+)
+def test_a_spoilt_index_cache_is_ignored(tmp_path, spoil):
+    record_blocks(tmp_path)
+    cache = tmp_path / INDEX_CACHE_NAME
+    spoil(cache)
+    if cache.with_suffix(".npz.npz").exists():
+        cache.with_suffix(".npz.npz").rename(cache)
+    assert numbers_of(opened(tmp_path)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "name", ["fragment_row", "fragment_block", "fragment_frame", "first_frame", "final_row", "places"]
+)
+def test_an_index_cache_with_forged_numbers_reads_no_memory_outside_the_files(tmp_path, name):
+    record_blocks(tmp_path)
+    cache = tmp_path / INDEX_CACHE_NAME
+    save_index_cache(tmp_path)
+    with np.load(cache) as file:
+        arrays = dict(file)
+    arrays[name] = arrays[name] + (1 << 50)
+    with open(cache, "wb") as file:
+        np.savez(file, **arrays)
+    assert numbers_of(opened(tmp_path)) == [0, 1, 2]
+
+
+def test_reading_leaves_the_folder_as_it_was(tmp_path):
+    record_blocks(tmp_path)
+    (tmp_path / INDEX_CACHE_NAME).unlink()
+    before = {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.iterdir()}
+    drain(opened(tmp_path, cache="ram"), 4)
+    assert {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("variant", ["no maps", "cold", "ram"])
+def test_every_way_of_reading_gives_the_same_batches(tmp_path, monkeypatch, variant):
+    record(tmp_path, [9, 1, 30, 4, 17, 2, 8], num_envs=2, flush_every=5, with_final=True)
+    arguments = {"dataset_loops": 3, "random_shuffle_traj_order": True, "starting_frame_range": (0, 4)}
+    expected = drain(opened(tmp_path, 3, **arguments), 6)
+    if variant == "no maps":
+        monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
+    if variant == "cold":
+        monkeypatch.setattr("rollout_data.readahead.residency", lambda arena, rows: 0.0)
+    dataset = opened(tmp_path, 3, cache="ram" if variant == "ram" else "none", **arguments)
+    for batch, other in zip(expected, drain(dataset, 6), strict=True):
+        for one, two in zip(batch, other, strict=True):
+            assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+def test_a_dataset_larger_than_memory_is_not_cached(tmp_path, monkeypatch):
+    record_blocks(tmp_path)
+    monkeypatch.setattr("rollout_data.frames._free_memory_bytes", lambda: 100)
+    with pytest.raises(UsageError, match="Use cache='none'"):
+        opened(tmp_path, cache="ram").reset()
