@@ -172,7 +172,7 @@ def _cold(folder: Path, folders: Path, row_bytes: int, length: int, quick: bool)
 
     def read() -> None:
         missing = num_bytes
-        for path in sorted(folder.glob("*.h5")):
+        for path in sorted(folder.glob("rollout_*.h5")):
             with open(path, "rb", buffering=0) as file:
                 while missing > 0 and (count := file.readinto(memoryview(buffer)[: min(len(buffer), missing)])):
                     missing -= count

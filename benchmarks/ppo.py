@@ -309,7 +309,7 @@ def _sb3_drawing(num_steps: int, num_envs: int) -> Call:
 def _torchrl_drawing(num_steps: int, num_envs: int) -> Call:
     data, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
     num_rows, storage = num_steps * num_envs, filled(num_steps, num_envs)
-    columns = {name: x.flatten(0, 1) for name, x in storage._batch_columns(num_steps).items()}
+    columns = {name: x.flatten(0, 1) for name, x, _ in storage._batch_columns(num_steps)}
     buffer = data.ReplayBuffer(
         storage=data.LazyTensorStorage(num_rows),
         sampler=data.replay_buffers.samplers.SamplerWithoutReplacement(),

@@ -35,15 +35,14 @@ class Settings:
 
 
 def make_envs(task: str, num_envs: int) -> SyncVectorEnv:
-    """Make environments that restart within the step that ends an episode; `infos["final_obs"]` has the true end."""
+    """Make environments that restart in the step that ends an episode; `infos["final_obs"]` has the true end."""
     makers = [lambda: gymnasium.make(task)] * num_envs
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def network(num_inputs: int, num_outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_outputs)
-    )  # fmt: skip
+def network(num_inputs: int, num_outputs: int, width: int = 64) -> nn.Sequential:
+    layers = nn.Linear(num_inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_outputs)
+    return nn.Sequential(*layers)
 
 
 class ActorCritic(nn.Module):

@@ -69,7 +69,14 @@ def record(expert: ActorCritic, plan: Plan, data_dir: Path) -> float:
     """
     envs = make_envs(TASK, plan.num_record_envs)
     start = time.perf_counter()
-    record_demonstrations(envs, partial(expert.act, explore=True), data_dir, min_trajectories=plan.num_trajectories)
+    record_demonstrations(
+        envs,
+        partial(expert.act, explore=True),
+        data_dir,
+        min_trajectories=plan.num_trajectories,
+        keep_unfinished=False,
+        seed=7,
+    )
     duration_s = time.perf_counter() - start
     envs.close()
     return duration_s
@@ -98,7 +105,7 @@ def clone(data_dir: Path, plan: Plan) -> nn.Module:
     num_batches = plan.num_passes * first.num_frames / (plan.num_stream_envs * plan.num_stream_steps)
     slower = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: max(0.01, 1 - number / num_batches))
     for batch in tqdm(loader, desc="cloning", unit=" batches", total=round(num_batches)):
-        error = (student(batch.observation) - batch.action).square().mean(-1)
+        error = (student(batch.observation.float()) - batch.action).square().mean(-1)
         loss = (error * batch.valid).sum() / batch.valid.sum()
         optimizer.zero_grad()
         loss.backward()
@@ -109,7 +116,7 @@ def clone(data_dir: Path, plan: Plan) -> nn.Module:
 
 def measure(data_dir: Path, plan: Plan, recording_s: float, report: Report) -> None:
     """Measure streaming, and writing the same frames again, each beside the cheapest way to move the same bytes."""
-    small, wide = (plan.num_stream_steps, plan.num_stream_envs), (128, 2 * plan.num_stream_envs)
+    small, wide = (plan.num_stream_steps, plan.num_stream_envs), (128, plan.num_stream_envs)
     batches: list[Transition] = []
     small_s = timed(lambda: [None for _ in stream(data_dir, small[1], small[0], 1)])
     wide_s = timed(lambda: batches.extend(stream(data_dir, wide[1], wide[0], 1)))

@@ -112,7 +112,7 @@ class Report:
 def summary(data_dir: Path) -> str:
     """Describe a recording: what is in it and how large it is on disk."""
     dataset = RolloutDataset(data_dir, 1, device="cpu")
-    files = list(data_dir.glob("*.h5"))
+    files = list(data_dir.glob("rollout_*.h5"))
     num_bytes = sum(path.stat().st_size for path in files)
     num_frames = dataset.num_frames
     batch = dataset.get_batch()

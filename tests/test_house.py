@@ -37,6 +37,7 @@ HOUSE = {
         "transition",
         "columns",
         "column_table",
+        "hidden_states",
         "mini_batches",
         "rollout_storage",
         "queue_rollout_storage",
@@ -297,12 +298,11 @@ def test_no_function_is_longer_than_a_screen() -> None:
     for path in python_files(*FLOORS, "benchmarks", "examples"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                has_docstring = ast.get_docstring(node) is not None
-                docstring = node.body[0].end_lineno - node.body[0].lineno + 1 if has_docstring else 0
-                length = node.end_lineno - node.lineno + 1 - docstring
+                body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+                length = node.end_lineno - body[0].lineno + 1 if body else 0
                 if length > MAX_FUNCTION_LINES:
                     long[f"{path.relative_to(ROOT)}:{node.name}"] = length
-    assert long == {}, "lines without the docstring"
+    assert long == {}, "lines of the body, without the docstring"
 
 
 def test_importing_a_floor_is_quick_and_takes_no_optional_package_along() -> None:

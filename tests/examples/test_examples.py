@@ -1,0 +1,82 @@
+"""The examples run, and print, draw and record what they promise; how well they learn is for `make demo` to show."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout_data import RolloutDataset
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+MAX_QUICK_S = 60
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Run the whole job once: the folder and what was printed."""
+    pytest.importorskip("gymnasium")
+    folder = tmp_path_factory.mktemp("job")
+    start = time.monotonic()
+    text = run(str(EXAMPLES / "record_stream_learn.py"), "--quick", cwd=folder)
+    assert time.monotonic() - start < MAX_QUICK_S
+    return folder, text
+
+
+def test_the_job_prints_returns_and_throughput(demo: tuple[Path, str]) -> None:
+    _, text = demo
+    for policy in ("random", "expert (PPO)", "clone"):
+        row = next(line for line in text.splitlines() if line.startswith(policy))
+        assert len(re.findall(r"-?[\d.]+", row)) == 5
+    for name in ("DataLoader, batches", "RolloutWriter, durable", "memcpy of the same"):
+        row = next(line for line in text.splitlines() if line.startswith(name))
+        assert float(row[42:].split()[0].replace(",", "")) > 0
+
+
+def test_the_job_leaves_a_picture_and_a_recording(demo: tuple[Path, str]) -> None:
+    folder, text = demo
+    assert (folder / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "demo" / "report.png").stat().st_size > 20_000
+    dataset = RolloutDataset(folder / "demo" / "data", 4, device="cpu")
+    assert dataset.num_trajectories >= 48
+    assert f"{dataset.num_frames:,}" in text
+    assert sorted(path.name for path in (folder / "demo").iterdir()) == ["data", "report.png"]
+
+
+def test_playback_goes_frame_by_frame(demo: tuple[Path, str]) -> None:
+    folder, _ = demo
+    lines = run(str(EXAMPLES / "playback.py"), "demo/data", "7", cwd=folder).splitlines()
+    assert sum("rewards" in line for line in lines) == 7
+    assert sum("begins a trajectory" in line for line in lines) >= 4
+
+
+def test_ppo_learns_something_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import ppo
+    import torch
+
+    returns: list[float] = []
+    settings = ppo.Settings(num_envs=4, num_steps=32, num_updates=3, num_epochs=2, num_mini_batches=2)
+    policy = ppo.train("InvertedDoublePendulum-v5", settings, lambda update, finished: returns.extend(finished))
+    assert len(returns) > 5 and all(0 < value < 1000 for value in returns)
+    assert all(torch.isfinite(parameter).all() for parameter in policy.parameters())
+
+
+def test_the_examples_are_short_enough_to_copy() -> None:
+    lengths = {name: len((EXAMPLES / name).read_text().splitlines()) for name in ("ppo.py", "playback.py")}
+    assert lengths["ppo.py"] < 150 and lengths["playback.py"] <= 25
