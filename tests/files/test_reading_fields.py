@@ -149,7 +149,7 @@ def folders(tmp_path):
 def test_the_older_folders_stream_like_the_rollouts_that_they_hold(folders):
     arrays = np.load(Path(__file__).parents[1] / "data" / "mujoco" / "Ant-v5.npz")
     dataset = opened(folders / "ant", 1)
-    streams = [batch for batch in drain(dataset, 50)]
+    streams = drain(dataset, 50)
     valid = torch.cat([batch.valid[:, 0] for batch in streams])
     seen = {
         name: torch.cat([getattr(batch, field)[:, 0] for batch in streams])[valid].numpy()
