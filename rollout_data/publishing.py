@@ -7,23 +7,30 @@ published, because what follows would have a gap.
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
 from functools import partial
 from pathlib import Path
 
+import h5py
+
 from storage.background import BackgroundWorker
-from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, UsageError
+from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, SchemaError, UsageError
+from storage.fields import Schema
 
 from .block_file import write_block
 from .block_folder import save_index_cache
-from .block_header import read_header
+from .block_header import layouts_of, read_header
 from .cutting import Carry
 from .journal import Journal
+from .layout import PACKED
 from .staging import Staging
 
 #: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
 _MIN_UNCACHED_BLOCKS = 8
+#: HDF5 keeps attributes and types in entries of 64 KiB.
+_MAX_ENTRY_BYTES = 60_000
 
 
 class BlockPublisher:
@@ -142,6 +149,27 @@ class BlockPublisher:
             self._num_uncached = 0
         except (OSError, RolloutDataError) as error:
             warnings.warn(f"the index cache of {str(self._folder)!r} was not renewed: {error}", RolloutDataWarning)
+
+
+def check_storable(schema: Schema) -> None:
+    """Raise `SchemaError` if a block cannot hold these fields: HDF5 limits a header entry to 64 KiB."""
+    for name in schema:
+        parts = name.split("/")
+        if parts[0] == PACKED or any(not part.strip(".") or "\0" in part for part in parts):
+            raise SchemaError("store the field", repr(name), f"a name other than {PACKED!r}, without parts of dots", "")
+        for end in range(1, len(parts)):
+            if (parent := "/".join(parts[:end])) in schema:
+                raise SchemaError("store the field", repr(name), "no field above it", repr(parent))
+    sizes = [len(json.dumps(schema.to_json()))]
+    for layout in layouts_of(schema).values():
+        sizes += [
+            len(h5py.h5t.py_create(layout.numpy_dtype(c), logical=True).encode()) for c in layout.columns.values()
+        ]
+    if max(sizes) > _MAX_ENTRY_BYTES:
+        expected = f"a description of at most {_MAX_ENTRY_BYTES} bytes"
+        raise SchemaError(
+            "store", f"{len(schema)} fields", expected, f"{max(sizes)} bytes", "Join fields to wider ones"
+        )
 
 
 def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:

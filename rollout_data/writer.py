@@ -34,7 +34,7 @@ from .block_header import DATA, DROPPED, OPEN, layouts_of
 from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
 from .metadata import Metadata, publish_metadata
 from .observation_parts import observation_parts
-from .publishing import BlockPublisher
+from .publishing import BlockPublisher, check_storable
 from .record import REWARD, Rollout, given_values, read_rollout, unpack_storage
 from .staging import Staging
 from .tally import Tally
@@ -311,6 +311,7 @@ class RolloutWriter:
     def _declare(self, schema: Schema) -> None:
         """Freeze the schema: agree with the folder about it, then make room."""
         layout = layouts_of(schema)[DATA]
+        check_storable(schema)
         try:
             publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, self._durable)
         except OSError as cause:

@@ -1,0 +1,128 @@
+"""The file format: FORMAT.md's own reader, and recordings of earlier versions that read the same for ever."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import rollout_data
+from rollout_data.block_file import open_block
+from rollout_data.metadata import read_metadata
+from rollout_data.writer import RolloutWriter
+from storage.tree import flatten
+from tests.files import golden
+from tests.files.readback import Recorded, end_of, trajectories_of
+
+FORMAT = (Path(rollout_data.__file__).parent / "FORMAT.md").read_text(encoding="utf-8")
+FOLDERS = sorted(path for path in golden.FOLDER.glob("v*/*") if path.is_dir())
+
+
+def reference_reader():
+    (code,) = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
+    assert len(code.splitlines()) <= 40
+    assert "rollout_data" not in code and "torch" not in code
+    names: dict = {}
+    exec(code, names)
+    return names["read_folder"]
+
+
+def check_reference(folder: Path) -> list[Recorded]:
+    expected = trajectories_of(folder)
+    got = reference_reader()(folder)
+    got = {
+        key: one
+        for key, one in got.items()
+        if any(len(rows) for name, rows in one.items() if "/" not in name and name != "flags")
+    }
+    assert sorted(got) == [(one.writer, one.number) for one in expected]
+    for one in expected:
+        theirs = got[(one.writer, one.number)]
+        assert theirs["flags"] == one.flags
+        for name in one.fields:
+            np.testing.assert_array_equal(theirs[name], one.column(name), err_msg=name)
+        for name, final in (one.finals or {}).items():
+            np.testing.assert_array_equal(theirs["final/" + name], final)
+    return expected
+
+
+@pytest.mark.parametrize("name", golden.RECORDINGS)
+def test_the_reader_in_format_md_reads_what_we_write(tmp_path, name):
+    golden.record(name, tmp_path)
+    assert check_reference(tmp_path)
+
+
+def test_there_are_golden_files_of_the_present_version():
+    assert {path.name for path in FOLDERS if path.parent.name == "v1"} == set(golden.RECORDINGS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+def test_golden_files_read_the_same_for_ever(folder):
+    steps, _, _, options = golden.RECORDINGS[folder.name]
+    found = trajectories_of(folder)
+    for one in found:
+        start = START[folder.name][one.number]
+        for t in range(one.length):
+            expected = flat(steps(start + t))
+            for name, rows in one.fields.items():
+                row, want = np.concatenate(rows)[t], expected[name][one.env]
+                want = want.float().numpy() if want.dtype == torch.bfloat16 else want.numpy()
+                tolerance = 0.5 / 255 + 1e-7 if name == "observation/depth" else 0
+                np.testing.assert_allclose(row, want, atol=tolerance, rtol=0, err_msg=name)
+                assert row.dtype == want.dtype and row.shape == want.shape
+    assert [(one.number, one.env, one.length, end_of(one)) for one in found] == ENDS[folder.name]
+    metadata = read_metadata(folder)
+    assert metadata["made_by"] == "tests"
+    assert metadata["total_trajectories"] == len(found)
+    assert metadata["obs_disassemble_mapping"] == options.get("obs_disassemble_mapping", {})
+
+
+#: Trajectory number -> step at which it started.
+START = {"dtypes": {0: 0, 1: 0, 2: 4, 3: 6}, "components": {1: 0, 3: 3}}
+ENDS = {
+    "dtypes": [(0, 0, 4, "terminated"), (1, 1, 6, "truncated"), (2, 0, 5, "open"), (3, 1, 3, "open")],
+    "components": [(1, 1, 5, "truncated"), (3, 0, 4, "truncated")],
+}
+
+
+def flat(step):
+    tensors = {name: value for name, value in flatten(step).items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in tensors.items() if not name.startswith("final")}
+
+
+@pytest.mark.parametrize("dtype", golden.DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (1500,)])
+def test_every_dtype_and_shape_comes_back_with_the_same_bytes(tmp_path, dtype, shape):
+    torch_dtype = getattr(torch, dtype)
+    values = torch.randint(0, 256, (2, *shape, torch_dtype.itemsize), dtype=torch.uint8)
+    values = (values % 2 if dtype == "bool" else values).view(torch_dtype).view(2, *shape)
+    with RolloutWriter(tmp_path, 2, durable=False) as writer:
+        writer.add(observation=values, action=values, reward=values)
+    header = open_block(next(tmp_path.glob("*.h5")), verify=True)
+    assert header.schema["observation"].dtype == dtype and header.schema["reward"].shape == shape
+    for name in ("observation", "action", "reward"):
+        layout = header.layouts["data"]
+        rows = torch.from_numpy(header.read_rows("data", layout.column_of[name].name, 0, 2))
+        got = layout.decoded(name, rows).contiguous()
+        assert torch.equal(got.view(torch.uint8), values.contiguous().view(torch.uint8))
+
+
+def test_a_block_is_plain_hdf5_without_stray_bytes(tmp_path):
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        writer.add(observation=np.ones((1, 3), np.uint8), action=np.full(1, 2.5), odd=np.ones((1, 5), np.int8))
+    with h5py.File(next(tmp_path.glob("*.h5"))) as file:
+        frames = file["data/frames"]
+        assert frames.chunks is None and frames.compression is None and frames.id.get_offset() % 4096 == 0
+        assert frames["observation"].tolist() == [[1, 1, 1]] and frames["action"].tolist() == [2.5]
+        row = np.fromfile(file.filename, np.uint8, frames.dtype.itemsize, offset=frames.id.get_offset())
+    assert frames_gaps(row) == [0] * 8
+
+
+def frames_gaps(row):
+    """Bytes between observation (0:3), action (8:16), odd (16:21) and the end of the row (24)."""
+    assert len(row) == 24
+    return [*row[3:8].tolist(), *row[21:24].tolist()]
