@@ -12,11 +12,16 @@ from .errors import (
     UsageError,
 )
 from .fields import Field, Schema
+from .padding import split_and_pad_trajectories, unpad_trajectories
+from .queue_rollout_storage import ActionLabelRollout, QueueRolloutStorage
 from .returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
 from .rollout_storage import RolloutStorage
-from .transition import HiddenStates, MiniBatch, Transition
+from .sarsa_rollout_storage import SarsaRolloutStorage
+from .transition import ActionLabelMiniBatch, HiddenStates, MiniBatch, SarsaMiniBatch, Transition
 
 __all__ = [
+    "ActionLabelMiniBatch",
+    "ActionLabelRollout",
     "BufferEmptyError",
     "BufferPool",
     "Column",
@@ -25,9 +30,12 @@ __all__ = [
     "HiddenStates",
     "MiniBatch",
     "MissingFieldError",
+    "QueueRolloutStorage",
     "RolloutDataError",
     "RolloutOverflowError",
     "RolloutStorage",
+    "SarsaMiniBatch",
+    "SarsaRolloutStorage",
     "Schema",
     "SchemaError",
     "Transition",
@@ -36,4 +44,6 @@ __all__ = [
     "generalized_advantage",
     "n_step_returns",
     "rollout_advantage",
+    "split_and_pad_trajectories",
+    "unpad_trajectories",
 ]

@@ -128,6 +128,21 @@ class ColumnTable:
         for tensor in self.tensors.values():
             tensor.copy_(torch.cat([tensor[start:], tensor[:start]]))
 
+    def check(self, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Check values for columns by name, as `plan` would; give their leaves by field name."""
+        found: dict[str, torch.Tensor] = {}
+        for wanted in self._inputs:
+            if wanted.column.name in values:
+                value = self._to_tensor(wanted, values[wanted.column.name])
+                _check(wanted, value)
+                found[wanted.field.name] = value.view(wanted.shapes[0])
+        return found
+
+    def substitute(self, name: str, tensor: torch.Tensor) -> None:
+        """Use another tensor of the same shape and dtype for a field; memory of the caller's choice."""
+        self.tensors[name] = tensor
+        self._rows = None
+
     def replace(self, tensors: Mapping[str, torch.Tensor], num_rows: int) -> None:
         """Take other tensors in the place of all that are here; the caller has checked them."""
         self.tensors = dict(tensors)

@@ -8,13 +8,14 @@ What a mini-batch is called and which columns it has is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 
 from .buffer_pool import BufferPool
 from .errors import UsageError
+from .padding import Segments, find_segments, pad
 
 #: Rows from this size on are gathered from their own column: at memory speed, and never copied twice.
 WIDE_ROW_BYTES = 1024
@@ -138,6 +139,56 @@ def row_batches(
             else:
                 assert index is not None
                 yield gather.gather(index[start:stop])
+
+
+class EnvGroups:
+    """Recurrent mini-batches: whole envs, cut at dones and padded, computed once for all epochs.
+
+    Args:
+        padded: Name -> `[T, B, ...]`, what the network reads: becomes `[T, n_traj, ...]`.
+        whole: Name -> `[T, B, ...]`, what only the loss reads: stays `[T, envs, ...]`.
+        states: `[T, layers, B, *H]` leaves; become those of each trajectory's first step.
+        dones: `[T, B, 1]`.
+        pool: Where results on the CPU get their memory.
+    """
+
+    def __init__(
+        self,
+        padded: Mapping[str, torch.Tensor],
+        whole: Mapping[str, torch.Tensor],
+        states: Sequence[torch.Tensor],
+        dones: torch.Tensor,
+        pool: BufferPool,
+    ) -> None:
+        self._pool = pool
+        self.segments = find_segments(dones)
+        self._padded = {name: pad(x, self.segments, self._empty) for name, x in padded.items()}
+        self._whole = {name: self._empty(x.shape, x.dtype, x.device).copy_(x) for name, x in whole.items()}
+        self._states = [first_states(x, self.segments) for x in states]
+
+    def group(self, start: int, stop: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        """Give the batch of envs `start` to `stop`: fields by name, leaves of the states, masks."""
+        first, last = self.segments.bounds[start], self.segments.bounds[stop]
+        fields = {name: x[:, first:last] for name, x in self._padded.items()}
+        fields.update((name, x[:, start:stop]) for name, x in self._whole.items())
+        states = [x[:, first:last].contiguous() for x in self._states]
+        return fields, states, self.segments.masks[:, first:last]
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return (
+            self._pool.empty(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+        )
+
+
+def first_states(x: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Pick from `[T, layers, B, *H]` the states at each trajectory's first step: `[layers, n_traj, *H]`."""
+    _, num_layers, num_envs = x.shape[:3]
+    step = torch.div(segments.starts, num_envs, rounding_mode="floor")
+    env = segments.starts - step * num_envs
+    layer = torch.arange(num_layers, device=x.device).unsqueeze(1)
+    index = (step * num_layers + layer) * num_envs + env
+    picked = x.flatten(0, 2).index_select(0, index.flatten())
+    return picked.view(num_layers, len(step), *x.shape[3:])
 
 
 def _row_bytes(x: torch.Tensor) -> int:

@@ -118,8 +118,7 @@ def with_bootstrap(
     Returns:
         `rewards` itself if there is nothing to add, else a new tensor.
     """
-    if truncation not in TRUNCATION_RULES:
-        raise UsageError("compute returns", "", f"truncation {nearest(truncation, TRUNCATION_RULES)}", repr(truncation))
+    check_rules(None, truncation)
     if truncation == "cut":
         return rewards
     source = values if truncation == "value" else bootstrap_values
@@ -194,7 +193,7 @@ def normalize_(advantages: torch.Tensor, how: str | None) -> torch.Tensor:
         how: "global" over everything, "per_reward" for each of the R apart, None for not at all.
             Where fewer than two numbers are taken together the result is 0, never NaN.
     """
-    check_normalization(how)
+    check_rules(how)
     axes = NORMALIZATIONS[how]
     if axes is None or not advantages.numel():
         return advantages
@@ -207,11 +206,13 @@ def normalize_(advantages: torch.Tensor, how: str | None) -> torch.Tensor:
     return advantages
 
 
-def check_normalization(how: str | None) -> None:
-    """Raise `UsageError` if `how` is no key of `NORMALIZATIONS`."""
-    if how not in NORMALIZATIONS:
-        options = nearest(str(how), filter(None, NORMALIZATIONS))
-        raise UsageError("normalize advantages", "", f"None, {options}", repr(how))
+def check_rules(normalize: str | None, truncation: str = "cut") -> None:
+    """Raise `UsageError` if one is no key of `NORMALIZATIONS` or `TRUNCATION_RULES`."""
+    if normalize not in NORMALIZATIONS:
+        options = nearest(str(normalize), filter(None, NORMALIZATIONS))
+        raise UsageError("normalize advantages", "", f"None, {options}", repr(normalize))
+    if truncation not in TRUNCATION_RULES:
+        raise UsageError("compute returns", "", f"truncation {nearest(truncation, TRUNCATION_RULES)}", repr(truncation))
 
 
 def _scan_(x: torch.Tensor, decay: torch.Tensor) -> None:

@@ -16,8 +16,17 @@ from .buffer_pool import BufferPool
 from .column_table import ColumnTable
 from .columns import Column, ShapeLike, Signals, is_absent, rollout_columns
 from .errors import BufferEmptyError, RolloutOverflowError, SchemaError, UsageError
-from .mini_batches import WIDE_ROW_BYTES, WIDE_ROW_BYTES_ONCE, RowGather, batch_bounds, check_counts, row_batches
-from .returns import Scalar, check_normalization, normalize_, rollout_advantage, with_bootstrap
+from .hidden_states import SavedStates
+from .mini_batches import (
+    WIDE_ROW_BYTES,
+    WIDE_ROW_BYTES_ONCE,
+    EnvGroups,
+    RowGather,
+    batch_bounds,
+    check_counts,
+    row_batches,
+)
+from .returns import Scalar, check_rules, normalize_, rollout_advantage, with_bootstrap
 from .transition import MiniBatch, Transition
 from .tree import flatten, unflatten
 
@@ -78,6 +87,7 @@ class RolloutStorage:
         self._pool = BufferPool()
         self._num_partial_rows = 0
         self._table = ColumnTable(self.declare_columns(), num_transitions_per_env, num_envs, self.device)
+        self._states = SavedStates(self._table)
 
     def declare_columns(self) -> list[Column]:
         """Declare what is kept; subclasses add to the list."""
@@ -116,13 +126,22 @@ class RolloutStorage:
                     "one more",
                     "Call clear() after each update",
                 )
-            for target, value in self._table.plan(transition, self.step):
+            states = transition.hidden_states
+            leaves = self._states.check(states)
+            writes = self._table.plan(transition, self.step)
+            writes += self._states.plan(states, leaves, self.step)
+            for target, value in writes:
                 if isinstance(value, torch.Tensor):
                     target.copy_(value)
                 else:
                     target.fill_(value)
             self._num_partial_rows = 0
             self.step += 1
+
+    @property
+    def saved_hidden_states(self) -> Any:
+        """Recurrent states before each step, leaves `[T, layers, B, *H]`; None if none were ever added."""
+        return self._states.build(self._states.leaves())
 
     def clear(self) -> None:
         """Start the next rollout: the cursor goes to 0, the tensors stay as they are."""
@@ -161,7 +180,8 @@ class RolloutStorage:
             rows = self._num_rows_for("compute returns", allow_partial)
             last_values = self._check_last_values(last_values)
             gamma, lam = (self._check_factor(name, x) for name, x in (("gamma", gamma), ("lam", lam)))
-            check_normalization(normalize)
+            check_rules(normalize, truncation)
+            self._put_in_order()
             x = self._signals(rows)
             rewards = with_bootstrap(x.rewards, x.values, x.dones, x.time_outs, gamma, truncation, x.bootstrap_values)
             rollout_advantage(rewards, x.values, last_values, x.dones, gamma, lam, out=x.advantages)
@@ -180,7 +200,9 @@ class RolloutStorage:
         with self._lock:
             rows = self._num_rows_for("measure statistics", allow_partial=True)
             signals = self._signals(rows)
-            num_segments = signals.dones[:-1].count_nonzero() + self.num_envs
+            # Dones of the newest step end what would be a segment of its own anyway.
+            newest = signals.dones[(self.step - 1) % rows]
+            num_segments = signals.dones.count_nonzero() - newest.count_nonzero() + self.num_envs
             return rows * self.num_envs / num_segments.float(), signals.rewards.mean()
 
     # -- reading ---------------------------------------------------------------------------
@@ -210,9 +232,31 @@ class RolloutStorage:
         bounds = batch_bounds(rows * self.num_envs, num_mini_batches, drop_last)
         return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
 
+    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[Any]:
+        """Yield `num_mini_batches * num_epochs` mini-batches of whole envs for recurrent networks.
+
+        Every env is cut at its dones into trajectories of T steps, padded with zeros. Observations
+        are `[T, n_traj, ...]` and `masks` says what is data; everything else is `[T, envs, ...]`.
+        `hidden_states` are those of each trajectory's first step, `[layers, n_traj, H]`, or None if
+        none were added. Groups are contiguous and differ by at most one env; none is left out.
+        Batches share memory with those of other epochs, never with the storage.
+
+        Raises:
+            UsageError: At the call: like `mini_batch_generator`; at most one mini-batch per env.
+        """
+        with self._lock:
+            rows = self._num_rows_for("generate mini-batches", allow_partial=False)
+        check_counts(num_mini_batches, num_epochs, self.num_envs, "env")
+        bounds = batch_bounds(self.num_envs, num_mini_batches, drop_last=False)
+        return self._env_batches(rows, bounds, num_epochs)
+
+    #: The established misspelling.
+    reccurent_mini_batch_generator = recurrent_mini_batch_generator
+
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
         with self._lock, torch.no_grad():
-            columns = {name: x.flatten(0, 1) for name, x in flatten(self._batch_columns(rows)).items()}
+            self._put_in_order()
+            columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
             gather = RowGather(columns, self._pool, WIDE_ROW_BYTES_ONCE if once else WIDE_ROW_BYTES)
         batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.generator, self.device, once)
         while True:
@@ -222,10 +266,28 @@ class RolloutStorage:
                 return
             yield self._to_mini_batch(batch)
 
-    def _batch_columns(self, rows: int) -> dict[str, Any]:
-        """Name what a mini-batch carries: mini-batch field -> `[rows, B, ...]` tensor or tree of them."""
-        found = {c.batch: self._table.view(c.name, rows) for c in self._table.columns.values() if c.batch}
-        return {name: x for name, x in found.items() if x is not None}
+    def _env_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
+        with self._lock, torch.no_grad():
+            self._put_in_order()
+            columns = self._batch_columns(rows)
+            padded = {name: x for name, x, is_padded in columns if is_padded}
+            whole = {name: x for name, x, is_padded in columns if not is_padded}
+            states = [leaf[:rows] for leaf in self._states.leaves()]
+            groups = EnvGroups(padded, whole, states, self._signals(rows).dones, self._pool)
+        for _ in range(num_epochs):
+            for start, stop in bounds:
+                with torch.no_grad():
+                    batch, leaves, masks = groups.group(start, stop)
+                yield self._to_mini_batch(batch, hidden_states=self._states.build(leaves), masks=masks)
+
+    def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
+        """List what a mini-batch carries: flat mini-batch name, `[rows, B, ...]`, and whether it is padded."""
+        carried = [column for column in self._table.columns.values() if column.batch]
+        return [
+            (name, x, column.is_padded)
+            for column in carried
+            for name, x in flatten_column(column.batch, self._table.view(column.name, rows))
+        ]
 
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
         found = unflatten(batch) | more
@@ -233,6 +295,9 @@ class RolloutStorage:
             if column.batch and column.batch not in found:
                 found[column.batch] = found[column.fallback] if column.fallback else None
         return self.MiniBatch(**found)
+
+    def _put_in_order(self) -> None:
+        """Bring the steps into the order of time; here they always are."""
 
     def _signals(self, rows: int) -> Signals:
         return Signals(*(self._table.view(name, rows) for name in Signals._fields))
@@ -271,6 +336,11 @@ class RolloutStorage:
         if not bool(((checked >= 0) & (checked <= 1)).all()):
             raise UsageError("compute returns", "", f"{name} in [0, 1]", str(factor))
         return checked
+
+
+def flatten_column(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    """List a column's leaves by flat name; none if it is absent."""
+    return [] if value is None else list(flatten({name: value}).items())
 
 
 def make_generator(generator: torch.Generator | int | None) -> torch.Generator:

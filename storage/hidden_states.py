@@ -1,0 +1,133 @@
+"""Recurrent states of any structure: None, a tensor, or (named) tuples of these, to leaves and back.
+
+One rule: the structure is fixed by the first states that come, and later ones must have it.
+Leaves are `[layers, B, *H]` and are kept in a `ColumnTable` like everything else.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+
+from .column_table import ColumnTable
+from .errors import SchemaError
+from .fields import Field, dtype_name
+from .transition import HiddenStates
+
+_LEAF = "tensor"
+_COLUMN = "saved_hidden_states"
+_ACTION = "add a transition"
+
+
+class StateStructure:
+    """The shape of a tree of recurrent states, without its tensors.
+
+    Args:
+        layout: "tensor", None, or a list of layouts; a list that starts with a dict
+            `{"names": [...]}` is a named tuple. This form can be written as JSON.
+    """
+
+    def __init__(self, layout: Any) -> None:
+        self.layout = layout
+
+    @classmethod
+    def of(cls, states: Any) -> StateStructure:
+        """Read the structure of `states`."""
+        return cls(_layout(states))
+
+    def leaves(self, states: Any) -> list[torch.Tensor]:
+        """List the tensors of `states`, or raise `SchemaError` if it has another structure."""
+        got = _layout(states)
+        if got != self.layout:
+            raise SchemaError(_ACTION, "with 'hidden_states'", f"the structure {_words(self.layout)}", _words(got))
+        return _leaves(states)
+
+    def build(self, leaves: list[Any]) -> Any:
+        """Give the states with these leaves; the inverse of `leaves`."""
+        waiting = list(leaves)
+        return _build(self.layout, waiting)
+
+
+class SavedStates:
+    """The recurrent states before each step, in a table of their storage; nothing until some come."""
+
+    def __init__(self, table: ColumnTable) -> None:
+        self._table = table
+        self.structure: StateStructure | None = None
+
+    def leaves(self) -> list[torch.Tensor]:
+        """List the leaves, `[T, layers, B, *H]`; they share memory with the table."""
+        return [x for name, x in self._table.tensors.items() if name.startswith(_COLUMN + "/")]
+
+    def build(self, leaves: list[torch.Tensor]) -> Any:
+        """Give states with these leaves; None if none ever came."""
+        return None if self.structure is None else self.structure.build(leaves)
+
+    def check(self, states: Any) -> list[torch.Tensor]:
+        """List the leaves of a transition's states; refuse another structure, shape or dtype."""
+        if self.structure is None and not count_leaves(states):
+            return []
+        leaves = (self.structure or StateStructure.of(states)).leaves(states)
+        known = [x[0] for x in self.leaves()] if self.structure else leaves
+        for leaf, like in zip(leaves, known, strict=True):
+            is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
+            if not is_placed or leaf.shape != like.shape or leaf.dtype != like.dtype or leaf.is_meta:
+                expected = list(like.shape) if self.structure else f"[layers, {self._table.num_envs}, H]"
+                got = f"{leaf.dtype} of shape {list(leaf.shape)} on {leaf.device}"
+                raise SchemaError(_ACTION, "with 'hidden_states'", f"{like.dtype} of shape {expected}", got)
+        return leaves
+
+    def plan(self, states: Any, leaves: list[torch.Tensor], row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Say where checked leaves go; make room first if they are the first that come."""
+        if self.structure is None and leaves:
+            self.allocate(StateStructure.of(states), [(tuple(x.shape), dtype_name(x.dtype)) for x in leaves])
+        return [(kept[row], leaf) for kept, leaf in zip(self.leaves(), leaves, strict=True)]
+
+    def allocate(self, structure: StateStructure, leaves: list[tuple[tuple[int, ...], str]]) -> None:
+        """Fix the structure, and the shape and dtype of each leaf."""
+        self.structure = structure
+        fields = [Field(f"{_COLUMN}/{i}", shape, dtype) for i, (shape, dtype) in enumerate(leaves)]
+        self._table.allocate(fields, with_envs=False)
+
+
+def count_leaves(states: Any) -> int:
+    """Count the tensors in `states`; 0 for None and for (None, None)."""
+    return len(_leaves(states))
+
+
+def _layout(states: Any) -> Any:
+    if states is None:
+        return None
+    if isinstance(states, torch.Tensor):
+        return _LEAF
+    if isinstance(states, (tuple, list)):
+        names = [{"names": list(states._fields)}] if hasattr(states, "_fields") else []
+        return [*names, *(_layout(child) for child in states)]
+    raise SchemaError(_ACTION, "with 'hidden_states'", "None, a tensor, or tuples of these", type(states).__name__)
+
+
+def _leaves(states: Any) -> list[torch.Tensor]:
+    if isinstance(states, torch.Tensor):
+        return [states]
+    return [leaf for child in states or () for leaf in _leaves(child)]
+
+
+def _build(layout: Any, waiting: list[Any]) -> Any:
+    if layout is None:
+        return None
+    if layout == _LEAF:
+        return waiting.pop(0)
+    names = layout[0]["names"] if layout and isinstance(layout[0], dict) else None
+    children = [_build(child, waiting) for child in (layout[1:] if names else layout)]
+    if names is None:
+        return tuple(children)
+    kind = HiddenStates if tuple(names) == HiddenStates._fields else namedtuple("States", names)
+    return kind(*children)
+
+
+def _words(layout: Any) -> str:
+    if not isinstance(layout, list):
+        return str(layout)
+    return "(" + ", ".join(_words(child) for child in layout if not isinstance(child, dict)) + ")"
