@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import torch
 
+from . import peers
 from .data import FOLDER_NAMES, Rollout
 
 
@@ -87,3 +88,8 @@ def write_groups(folder: Path, rollout: Rollout) -> None:
 def write_torch(folder: Path, rollout: Rollout) -> None:
     """Write the rollout as one file of `torch.save`."""
     torch.save(rollout, folder / "rollout.pt")
+
+
+def write_tensordict(folder: Path, rollout: Rollout) -> None:
+    """Write the rollout as memory maps of the `tensordict` package."""
+    peers.load("tensordict").TensorDict(rollout, batch_size=rollout["done"].shape).memmap(folder / "tensordict")

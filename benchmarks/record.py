@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from rollout_data import RolloutWriter
 
-from . import baselines, data
+from . import baselines, data, peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 
 #: 2 KiB per frame: 250 + 249 + 12 floats, the reward (4 bytes); the flag comes on top.
@@ -36,14 +36,15 @@ def cases(quick: bool) -> Iterator[Case]:
     flat = torch.cat([value.reshape(-1).view(torch.uint8) for value in rollout.values()]).numpy()
     for is_durable in (False, True):
         writers = [_writer("add, step by step", rollout, is_durable), _writer("add_rollout", rollout, is_durable, True)]
-        peers = [] if is_durable else [
+        others = [] if is_durable else [
             _peer("torch.save", baselines.write_torch, rollout),
+            _peer("tensordict memmap", baselines.write_tensordict, rollout, needs="tensordict"),
             _peer("pickle per env", baselines.write_pickles, rollout),
             _peer("HDF5 group per env", baselines.write_groups, rollout),
         ]  # fmt: skip
         limit = Contender("one write", lambda sync=is_durable: lambda: _write(flat, sync), LIMIT, before=_clear)
         name = "durable (fsync)" if is_durable else "not durable"
-        yield Case(name, (limit, *writers, *peers), num_bytes=num_bytes, num_repeats=11)
+        yield Case(name, (limit, *writers, *others), num_bytes=num_bytes, num_repeats=11)
     yield _blocked(rollout, num_bytes)
     shutil.rmtree(FOLDER, ignore_errors=True)
 
@@ -88,9 +89,11 @@ def _writer(name: str, rollout: data.Rollout, is_durable: bool, at_once: bool = 
     return Contender(name, lambda: call, OURS, before=before, reach=REACH, close=close)
 
 
-def _peer(name: str, write: object, rollout: data.Rollout) -> Contender:
+def _peer(name: str, write: Callable[[Path, data.Rollout], None], rollout: data.Rollout, needs: str = "") -> Contender:
     def prepare() -> Call:
-        return lambda: write(Path(FOLDER), rollout)  # type: ignore[operator]
+        if needs:
+            peers.load(needs)
+        return lambda: write(FOLDER, rollout)
 
     return Contender(name, prepare, PEER, before=_clear)
 

@@ -117,9 +117,13 @@ def clone(data_dir: Path, plan: Plan) -> nn.Module:
 def measure(data_dir: Path, plan: Plan, recording_s: float, report: Report) -> None:
     """Measure streaming, and writing the same frames again, each beside the cheapest way to move the same bytes."""
     small, wide = (plan.num_stream_steps, plan.num_stream_envs), (128, plan.num_stream_envs)
-    batches: list[Transition] = []
-    small_s = timed(lambda: [None for _ in stream(data_dir, small[1], small[0], 1)])
-    wide_s = timed(lambda: batches.extend(stream(data_dir, wide[1], wide[0], 1)))
+
+    def play(num_steps: int, num_envs: int) -> None:
+        for _ in stream(data_dir, num_envs, num_steps, 1):
+            pass
+
+    small_s, wide_s = (min(timed(lambda size=size: play(*size)) for _ in range(3)) for size in (small, wide))
+    batches = list(stream(data_dir, wide[1], wide[0], 1))
     names = ("observation", "action", "reward")
     columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
     valid = torch.cat([batch.valid for batch in batches])
