@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -80,18 +81,18 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True) -> Pa
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
         places = _write_header(temporary, content)
-        with ThreadPoolExecutor(1, "block") as pool, open(temporary, "r+b", buffering=0) as file:
+        with open(temporary, "r+b", buffering=0) as file:
             # Checksums cost as much as the copy into the page cache: they run beside it, or beside
             # the flush, where the processor has nothing to do (54 -> 43 ms for 50 MB; 30 ms is one write).
-            checksums = None if durable else pool.submit(_checksums, content)
-            for table, columns in content.rows.items():
-                for name, rows in columns.items():
-                    _write_rows(file.fileno(), places[f"{table}/{name}"], rows)
-            flushed = pool.submit(os.fsync, file.fileno()) if durable else None
-            for table, values in (checksums.result() if checksums else _checksums(content)).items():
-                _write_rows(file.fileno(), places[f"checksums/{table}"], values.view(np.uint8)[None])
-            if flushed:
-                flushed.result()
+            with _Beside(lambda: None if durable else _checksums(content)) as checksums:
+                for table, columns in content.rows.items():
+                    for name, rows in columns.items():
+                        _write_rows(file.fileno(), places[f"{table}/{name}"], rows)
+            with _Beside(lambda: os.fsync(file.fileno()) if durable else None):
+                values = checksums.value or _checksums(content)
+            for table, numbers in values.items():
+                _write_rows(file.fileno(), places[f"checksums/{table}"], numbers.view(np.uint8)[None])
+            if durable:
                 os.fsync(file.fileno())
         os.rename(temporary, path)
     except BaseException:
@@ -100,6 +101,41 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True) -> Pa
     if durable:
         sync_folder(folder)
     return path
+
+
+class _Beside:
+    """Call a function in a thread while the `with` block runs; a failure is raised at its end.
+
+    Not a `ThreadPoolExecutor`, which refuses work while the interpreter exits: then, or where no
+    thread can be started any more, the function is called first.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._failure: BaseException | None = None
+        self.value: Any = None
+        self._thread: threading.Thread | None = threading.Thread(target=self._call, name="block", daemon=True)
+
+    def _call(self) -> None:
+        try:
+            self.value = self._function()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            self._failure = error
+
+    def __enter__(self) -> _Beside:
+        try:
+            assert self._thread is not None
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+            self._call()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if error is None and self._failure is not None:
+            raise self._failure
 
 
 def sync_folder(folder: Path) -> None:

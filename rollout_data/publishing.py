@@ -65,6 +65,7 @@ class BlockPublisher:
         self._is_synchronous = max_pending == 1
         self._sequence, self._carry, self.last_ns = _resume(folder, writer, num_envs)
         self._worker = BackgroundWorker(f"writer {writer!r}", max_pending=max_pending)
+        self._worker.submit(lambda: None)  # starts the thread: while the interpreter exits none can be started
         self._free_blocks = threading.Semaphore(max(1, max_pending - 1))
         self._failure: BaseException | None = None
         self._num_blocks = self._num_uncached = 0

@@ -1,0 +1,485 @@
+"""RolloutWriter: what it takes, what it refuses, and what it tells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_data import RolloutWriter
+from rollout_data.block_header import FINAL_OBSERVATION_ONLY
+from rollout_data.metadata import read_metadata
+from storage.errors import ClosedError, FieldTypeError, MissingFieldError, RolloutDataError, SchemaError, UsageError
+from tests.files.readback import blocks_of, end_of, trajectories_of
+
+N = 3
+
+
+def step(t: int = 0, **changes: Any) -> dict[str, Any]:
+    values = {
+        "observation": np.full((N, 4), t, np.float32),
+        "action": np.full((N, 2), t, np.float32),
+        "reward": np.full(N, t, np.float32),
+        "done": np.zeros(N, bool),
+    }
+    return {name: value for name, value in {**values, **changes}.items() if value is not None}
+
+
+def make(folder, **options):
+    return RolloutWriter(folder, N, durable=False, **options)
+
+
+def frames_in(folder):
+    return sum(one.length for one in trajectories_of(folder))
+
+
+# What it takes
+
+
+def test_mapping_named_tuple_and_object_are_the_same_record(tmp_path):
+    class Named(NamedTuple):
+        observation: Any
+        action: Any
+        reward: Any
+        done: Any
+        next_observation: Any = None
+
+    @dataclass
+    class Plural:
+        observations: Any
+        actions: Any
+        rewards: Any
+        dones: Any
+        time_outs: Any = None
+        hidden_states: Any = None
+
+    class Bare:
+        def __init__(self, values):
+            vars(self).update(values)
+
+    values = step(5)
+    forms = [values, Named(**values, next_observation=1), Plural(*values.values(), hidden_states=(1, 2)), Bare(values)]
+    with make(tmp_path) as writer:
+        for form in forms:
+            writer.add(form)
+    for one in trajectories_of(tmp_path):
+        assert sorted(one.fields) == ["action", "observation", "reward"]
+        assert one.column("observation").tolist() == [[5] * 4] * 4
+
+
+def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
+    from storage.rollout_storage import RolloutStorage
+
+    storage = RolloutStorage(N, 6, (4,), (5,), (2,), num_rewards=2)
+    for t in range(4):
+        transition = storage.Transition()
+        transition.observations, transition.critic_observations = torch.full((N, 4), t), torch.full((N, 5), t + 0.5)
+        transition.actions, transition.rewards = torch.full((N, 2), -t), torch.full((N, 2), t)
+        for name in ("observations", "critic_observations", "actions", "rewards"):
+            setattr(transition, name, getattr(transition, name).float())
+        transition.dones = torch.tensor([t == 1, t == 2, False])
+        transition.time_outs = torch.tensor([False, t == 2, False])
+        transition.values, transition.actions_log_prob = torch.full((N, 2), 9.0), torch.full((N,), 0.25)
+        transition.action_mean = transition.action_sigma = torch.zeros(N, 2)
+        storage.add_transitions(transition)
+    with make(tmp_path) as writer:
+        writer.add_rollout(storage, include=("values", "actions_log_prob"), policy_version=3)
+        with pytest.raises(UsageError, match="a field of the storage"):
+            writer.add_rollout(storage, include=("nothing",))
+    found = trajectories_of(tmp_path)
+    assert [(one.env, one.length, end_of(one)) for one in found] == [
+        (0, 2, "terminated"),
+        (1, 3, "truncated"),
+        (2, 4, "open"),
+        (0, 2, "open"),
+        (1, 1, "open"),
+    ]
+    assert found[0].column("privileged_observation").tolist() == [[0.5] * 5, [1.5] * 5]
+    assert found[0].column("values").shape == (2, 2) and found[0].versions == [3, 3]
+
+
+def test_values_may_change_after_add(tmp_path):
+    values = step(1)
+    with make(tmp_path) as writer:
+        writer.add(**values)
+        for value in values.values():
+            value[...] = 7
+        writer.add(**step(2))
+    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [[1, 2]] * N
+
+
+def test_arrays_of_any_layout_are_taken(tmp_path):
+    base = np.arange(N * 4, dtype=np.float32).reshape(N, 4)
+    read_only = base.copy()
+    read_only.flags.writeable = False
+    forms = [
+        base,
+        np.asfortranarray(base),
+        base[:, ::-1][:, ::-1],
+        read_only,
+        base.astype(">f4"),
+        torch.from_numpy(base),
+    ]
+    forms += [torch.from_numpy(base.T.copy()).T, base.astype("<f4").tolist()]
+    with make(tmp_path) as writer:
+        for form in forms[:-1]:
+            writer.add(**step(observation=form))
+        with pytest.raises(FieldTypeError):
+            writer.add(**step(observation=forms[-1]))  # python floats are float64
+    assert trajectories_of(tmp_path)[1].column("observation").tolist() == [base[1].tolist()] * 7
+
+
+def test_one_env_and_one_frame(tmp_path):
+    with RolloutWriter(tmp_path, 1) as writer:
+        writer.add(observation=torch.ones(1, 1), action=torch.ones(1), done=[True])
+    (one,) = trajectories_of(tmp_path)
+    assert (one.length, end_of(one)) == (1, "terminated")
+    assert (writer.num_frames, writer.num_trajectories) == (1, 1)
+
+
+def test_nothing_recorded_leaves_no_block(tmp_path):
+    with make(tmp_path) as writer:
+        writer.flush()
+    assert list(tmp_path.iterdir()) == []
+    with make(tmp_path) as writer:
+        writer.add_rollout(**{name: value[None][:0] for name, value in step().items()})
+    assert not blocks_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ends"),
+    [
+        ({"done": [1, 1, 0], "timeout": [0, 1, 1]}, ["terminated", "truncated", "open"]),
+        ({"done": [[True], [False], [False]]}, ["terminated", "open", "open"]),
+        ({"done": None, "timeout": [0, 1, 0]}, ["open", "truncated", "open"]),
+        ({"done": None, "terminated": [1, 0, 1], "truncated": [0, 1, 1]}, ["terminated", "truncated", "both"]),
+        ({"done": [1, 1, 0], "truncated": [0, 1, 0]}, ["terminated", "truncated", "open"]),
+        ({"done": [1, 1, 0], "terminated": [0, 1, 0]}, ["truncated", "terminated", "open"]),
+        ({"done": [0.0, 1.0, 0.0]}, ["open", "terminated", "open"]),
+        ({"done": [1, 1, 0], "env_mask": [1, 0, 1]}, ["terminated", "open"]),
+        ({"done": None}, ["open"] * 3),
+    ],
+)
+def test_flags_say_how_a_trajectory_ends(tmp_path, flags, ends):
+    with make(tmp_path) as writer:
+        writer.add(**step(done=None))
+        writer.add(**step(**{name: value if value is None else np.array(value) for name, value in flags.items()}))
+    found = trajectories_of(tmp_path)
+    masked = [one for one in found if one.length == 1]
+    assert [end_of(one) for one in found if one not in masked] == ends
+    assert all(end_of(one) == "open" for one in masked)
+
+
+def test_flat_observations_are_cut_into_segments(tmp_path):
+    with make(
+        tmp_path, obs_segments={"b": (2,), "a": [1, 2]}, obs_disassemble_mapping={"a": "normalized_image"}
+    ) as writer:
+        flat = torch.tensor([[5.0, 6.0, 0.25, 2.0]]).repeat(N, 1)
+        writer.add(**step(observation=flat))
+        parts = {"a": torch.tensor([[[0.5, float("nan")]]]).repeat(N, 1, 1), "b": torch.ones(N, 2)}
+        writer.add(**step(observation=parts, done=np.ones(N), final_observation=flat))
+    one = trajectories_of(tmp_path)[0]
+    assert list(one.fields)[:2] == ["observation/b", "observation/a"]
+    assert one.column("observation/b").tolist() == [[5, 6], [1, 1]]
+    np.testing.assert_allclose(one.column("observation/a"), [[[0.25, 1]], [[0.5, 0]]], atol=0.5 / 255)
+    assert one.finals["observation/b"].tolist() == [5, 6]
+    metadata = read_metadata(tmp_path)
+    assert list(metadata["obs_segments"].items()) == [("b", [2]), ("a", [1, 2])]
+
+
+def test_a_missing_privileged_final_repeats_the_last_frame_and_says_so(tmp_path):
+    with make(tmp_path) as writer:
+        privileged = np.arange(N, dtype=np.float64)[:, None]
+        final = np.full((N, 4), 9, np.float32)
+        writer.add(**step(done=[1, 0, 1]), privileged_observation=privileged, final_observation=final)
+    one, _, other = trajectories_of(tmp_path)
+    assert one.flags & other.flags & FINAL_OBSERVATION_ONLY
+    assert other.finals["observation"].tolist() == [9] * 4 and other.finals["privileged_observation"].tolist() == [2]
+
+
+def test_discarded_trajectories_vanish_published_parts_included(tmp_path):
+    with make(tmp_path) as writer:
+        writer.add(**step(0))
+        writer.flush()
+        writer.discard([0, 1])
+        writer.add(**step(1))
+        writer.discard(torch.tensor([1]))
+        writer.add(**step(2, done=[1, 1, 1]))
+        writer.discard([2])
+        with pytest.raises(UsageError, match="ids in 0:3"):
+            writer.discard([3])
+    found = trajectories_of(tmp_path)
+    assert [(one.env, one.column("observation")[:, 0].tolist()) for one in found] == [
+        (2, [0, 1, 2]),
+        (0, [1, 2]),
+        (1, [2]),
+    ]
+    assert (writer.num_frames, writer.num_trajectories) == (6, 3)
+
+
+def test_success_only_drops_what_ends_by_itself_and_what_does_not_end(tmp_path):
+    with make(tmp_path, success_only=True, block_bytes=100) as writer:
+        for t in range(6):
+            writer.add(**step(t, done=[t == 3, t == 4, False], timeout=[False, t == 4, False]))
+    (one,) = trajectories_of(tmp_path)
+    assert (one.env, one.length, end_of(one)) == (1, 5, "truncated")
+    assert (writer.num_frames, writer.num_trajectories) == (5, 1)
+    assert json.loads((tmp_path / "metadata.json").read_text())["success_traj_only"] is True
+
+
+def test_end_times_order_completion_even_if_the_clock_stands(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout_data.writer.time.time_ns", lambda: 1000)
+    with make(tmp_path) as writer:
+        for t in range(4):
+            writer.add(**step(t, done=[t == 2, t == 1, t == 3]))
+    assert [one.end_time_ns for one in trajectories_of(tmp_path)][:3] == [1002, 1001, 1003]
+
+
+def test_blocks_are_cut_by_age(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("rollout_data.writer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rollout_data.staging.time.monotonic", lambda: now[0])
+    with make(tmp_path, block_age_s=5) as writer:
+        for t in range(9):
+            now[0] = float(t)
+            writer.add(**step(t))
+    assert [header.num_frames // N for header in blocks_of(tmp_path)] == [7, 2]
+
+
+def test_a_block_never_holds_more_than_its_share(tmp_path):
+    with make(tmp_path, block_bytes=10_000, max_pending_blocks=2) as writer:
+        for t in range(300):
+            writer.add(**step(t))
+    frame_bytes = blocks_of(tmp_path)[0].layouts["data"].frame_bytes
+    assert max(header.num_frames for header in blocks_of(tmp_path)) * frame_bytes <= 5000
+    assert frames_in(tmp_path) == 300 * N
+
+
+def test_nonfinite_rewards_are_counted_or_refused(tmp_path):
+    bad = np.array([np.nan, np.inf, 1], np.float32)
+    with make(tmp_path / "a") as writer:
+        writer.add(**step(reward=bad))
+        writer.add(**step(reward=bad, env_mask=np.array([False, True, True])))
+    assert writer.num_nonfinite_rewards == 3
+    assert np.isnan(trajectories_of(tmp_path / "a")[0].column("reward")).all()
+    with make(tmp_path / "b", nonfinite_rewards="refuse") as writer:
+        with pytest.raises(UsageError) as caught:
+            writer.add(**step(reward=bad))
+        writer.add(**step(reward=bad, env_mask=np.array([False, False, True])))
+    text = "cannot add a record with the field 'reward': expected finite values, got 2 NaN or infinite ones."
+    assert str(caught.value) == text
+    assert frames_in(tmp_path / "b") == 1 and writer.num_nonfinite_rewards == 0
+
+
+def test_two_writers_share_a_folder(tmp_path):
+    with make(tmp_path) as one, make(tmp_path) as other:
+        for writer in (one, other, one):
+            writer.add(**step())
+    assert frames_in(tmp_path) == 9 and one.name != other.name
+
+
+def test_a_name_used_before_continues_its_numbering(tmp_path):
+    for _ in range(2):
+        with make(tmp_path, writer_name="robot-1") as writer:
+            writer.add(**step(done=np.ones(N)))
+            with pytest.raises(UsageError, match="a living writer of that name"):
+                make(tmp_path, writer_name="robot-1")
+    assert [header.sequence for header in blocks_of(tmp_path)] == [0, 1]
+    assert [one.number for one in trajectories_of(tmp_path)] == list(range(2 * N))
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (
+            {"observation": np.zeros((2, 4), np.float32)},
+            SchemaError,
+            "cannot add a record with the field 'observation': "
+            "expected leading size (3,) (num_envs), got shape (2, 4).",
+        ),
+        (
+            {"reward": np.zeros((4,), np.float32)},
+            SchemaError,
+            "cannot add a record with the field 'reward': expected leading size (3,) (num_envs), got shape (4,).",
+        ),
+        (
+            {"action": np.zeros((N, 3), np.float32)},
+            SchemaError,
+            "cannot add a record with the field 'action': expected rows of shape (2,), got (3,).",
+        ),
+        (
+            {"action": np.zeros((N, 2), np.float64)},
+            FieldTypeError,
+            "cannot add a record with the field 'action': "
+            "expected dtype float32, as declared by the first record, got float64.",
+        ),
+        (
+            {"reward": None},
+            MissingFieldError,
+            "cannot add a record without the field 'reward': expected observation, action, reward, "
+            "got observation, action.",
+        ),
+        (
+            {"mu": np.zeros(N)},
+            MissingFieldError,
+            "cannot add a record with the field 'mu': expected observation, action, reward, "
+            "got observation, action, reward, mu.",
+        ),
+        ({"action": None}, MissingFieldError, "cannot add a record without the field 'action': expected action, got"),
+        ({"done": np.zeros((N, 2))}, SchemaError, "with the flag 'done': expected shape (3,) or (3, 1), got (3, 2)."),
+        ({"action": np.array(["a"] * N)}, FieldTypeError, "of 'action': expected one of bool, uint8"),
+        ({"action": [[1], [1, 2], [3]]}, SchemaError, "cannot take the value of 'action': expected an array, got"),
+        ({"action": np.zeros((N, 2), complex)}, FieldTypeError, "complex128"),
+        ({"policy_version": 0.5}, FieldTypeError, "with policy_version: expected integers, got float64."),
+        ({"policy_version": [1, 2]}, SchemaError, "with policy_version: expected one integer or shape (3,), got (2,)."),
+        (
+            {"final_observation": np.zeros((2, 4), np.float32), "done": [1, 0, 0]},
+            SchemaError,
+            "cannot add a record with 'final_observation': "
+            "expected shape (3, 4), or (1, 4) for the ends of this record, got (2, 4).",
+        ),
+        ({"final_observation": np.zeros((N, 4), int)}, FieldTypeError, "expected dtype float32"),
+        ({"final_privileged_observation": np.zeros((N, 4))}, MissingFieldError, "'privileged_observation'"),
+        ({"timeout": [1, 0, 0], "truncated": [0, 0, 0]}, UsageError, "with both timeout and truncated"),
+        (
+            {"done": [1, 0, 0], "terminated": [0, 0, 0], "truncated": [0, 0, 0]},
+            UsageError,
+            "expected done = terminated | truncated, got a contradiction.",
+        ),
+        ({"actions": np.zeros((N, 2), np.float32)}, UsageError, "with 'action': expected each value once"),
+    ],
+)
+def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change, kind, text):
+    with make(tmp_path) as writer:
+        writer.add(**step(1))
+        with pytest.raises(kind) as caught:
+            writer.add(**step(2, **change))
+        assert text in str(caught.value) and isinstance(caught.value, RolloutDataError)
+        rollout = {name: np.asarray(value)[None] for name, value in step(2).items()}
+        rollout |= {name: None if value is None else [value] for name, value in change.items()}
+        if "policy_version" not in change:
+            with pytest.raises(RolloutDataError):
+                writer.add_rollout(**{name: value for name, value in rollout.items() if value is not None})
+        writer.add(**step(3))
+    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [[1, 3]] * N
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "text"),
+    [
+        (
+            {"obs_segments": {"a": (3,)}},
+            {},
+            "cannot split 'observation': expected 3 values in the last dimension, as obs_segments add up to, "
+            "got shape (3, 4).",
+        ),
+        (
+            {"obs_segments": {"a": (3,)}},
+            {"observation": {"b": np.zeros((N, 3))}},
+            "cannot take the observation without the field 'observation/a': expected observation/a, got observation/b.",
+        ),
+        (
+            {"obs_disassemble_mapping": {"dpth": "raw"}},
+            {"observation": {"depth": np.zeros((N, 3))}},
+            "cannot code the component of obs_disassemble_mapping: expected 'depth', got 'dpth'.",
+        ),
+        (
+            {"obs_disassemble_mapping": {"depth": "normalized_image"}},
+            {"observation": {"depth": np.zeros((N, 3), int)}},
+            "cannot code the field as 'normalized_image' 'observation/depth': expected a floating dtype, got int64.",
+        ),
+        ({}, {"frames": np.zeros(N)}, "cannot store the field 'frames'"),
+        (
+            {},
+            {"sim": np.zeros((N, 0))},
+            "cannot store the field 'sim': expected a row of at least one value, got (0,).",
+        ),
+        ({}, {"sim": {"a/b": np.zeros(N)}}, "cannot name a leaf"),
+    ],
+)
+def test_a_wrong_first_record_writes_nothing(tmp_path, options, changes, text):
+    with make(tmp_path, **options) as writer:
+        with pytest.raises(SchemaError) as caught:
+            writer.add(**step(**changes))
+        assert text in str(caught.value)
+        assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".journal")]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"writer_name": "a_b"}, "with writer_name: expected 1 to 100 letters, digits and '-', got 'a_b'."),
+        ({"writer_name": "../x"}, "with writer_name"),
+        ({"block_bytes": 0}, "with block_bytes: expected an integer >= 1, got 0."),
+        ({"max_pending_blocks": 1.5}, "with max_pending_blocks: expected an integer >= 1, got 1.5."),
+        ({"nonfinite_rewards": "x"}, "with nonfinite_rewards: expected 'accept' or 'refuse', got 'x'."),
+        ({"obs_segments": {"a": (0,)}}, "with obs_segments: expected named, non-empty shapes, got 'a': (0,)."),
+        (
+            {"obs_segments": {"a": (1,)}, "obs_disassemble_mapping": {"a": "nrmalized_image"}},
+            "with the codec of 'a': expected 'normalized_image', 'raw', got 'nrmalized_image'.",
+        ),
+        (
+            {"obs_segments": {"a": (1,)}, "obs_disassemble_mapping": {"b": "raw"}},
+            "expected names of obs_segments ('a')",
+        ),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_made(tmp_path, options, text):
+    with pytest.raises(UsageError) as caught:
+        make(tmp_path / "new", **options)
+    assert text in str(caught.value)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(UsageError, match="with num_envs"):
+        RolloutWriter(tmp_path / "new", 0)
+
+
+def test_a_second_writer_with_another_schema_is_told_the_difference(tmp_path):
+    with make(tmp_path) as writer:
+        writer.add(**step())
+    before = sorted(path.name for path in tmp_path.iterdir())
+    other = {"action": np.zeros((N, 5), np.float32)}
+    with make(tmp_path) as writer:
+        with pytest.raises(SchemaError) as caught:
+            writer.add(**step(**other))
+        assert str(caught.value) == (
+            f"cannot record into {str(tmp_path)!r}: expected the fields that it already holds, "
+            "got field 'action' is float32[5] instead of float32[2]. Record other data into another folder."
+        )
+        writer.add(**step())  # it may still do right
+    after = sorted(path.name for path in tmp_path.iterdir())
+    assert len(after) == len(before) + 1
+    with (
+        make(tmp_path, obs_segments={"a": (4,)}) as writer,
+        pytest.raises(SchemaError, match="'observation' is missing"),
+    ):
+        writer.add(**step())
+
+
+def test_a_closed_writer_says_so(tmp_path):
+    writer = make(tmp_path)
+    writer.add(**step())
+    writer.close()
+    writer.close()
+    for call in (lambda: writer.add(**step()), writer.flush, lambda: writer.discard([0])):
+        with pytest.raises(ClosedError, match="expected an open writer, got a closed one"):
+            call()
+
+
+def test_a_forgotten_writer_is_closed_at_exit(tmp_path):
+    code = (
+        "import sys, numpy as np\nfrom rollout_data import RolloutWriter\n"
+        "w = RolloutWriter(sys.argv[1], 2)\nw.add(observation=np.zeros((2, 1)), action=np.zeros(2))\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert frames_in(tmp_path) == 2
+    assert not list(tmp_path.glob(".rollout_*.journal"))
