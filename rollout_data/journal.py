@@ -13,6 +13,7 @@ import os
 import struct
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from .block_file import TEMPORARY_PREFIX, block_name
 
 _MAGIC = b"rdjournl"
 _COUNTS = struct.Struct("<8sqqq")  # magic, frames accepted, frames published, wall-clock time in ns
+_PUBLISHED_OFFSET = 16
 _BLOCK = struct.Struct("<qq")  # sequence, frames accepted when the block was cut
 _NUM_SLOTS = 16
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -67,23 +69,31 @@ class Journal:
             os.close(descriptor)  # somebody took the unlocked file for a dead writer's and removed it: once more
         self._descriptor = descriptor
         self._accepted = self._published = 0
-        os.pwrite(descriptor, bytes(_COUNTS.size + _NUM_SLOTS * _BLOCK.size), 0)
-        self.accept(0)
+        try:
+            os.pwrite(descriptor, bytes(_COUNTS.size + _NUM_SLOTS * _BLOCK.size), 0)
+            os.pwrite(descriptor, _COUNTS.pack(_MAGIC, 0, 0, time.time_ns()), 0)
+        except OSError:
+            self.close()
+            raise
 
     def accept(self, num_frames: int) -> None:
         """Note how many frames were accepted in all."""
         self._accepted = num_frames
-        os.pwrite(self._descriptor, _COUNTS.pack(_MAGIC, num_frames, self._published, time.time_ns()), 0)
+        self._write(0, _COUNTS.pack(_MAGIC, num_frames, self._published, time.time_ns()))
 
     def announce(self, sequence: int, num_frames: int) -> None:
         """Note, before a block is published, how many accepted frames it settles."""
-        slot = _BLOCK.pack(sequence + 1, num_frames)
-        os.pwrite(self._descriptor, slot, _COUNTS.size + sequence % _NUM_SLOTS * _BLOCK.size)
+        self._write(_COUNTS.size + sequence % _NUM_SLOTS * _BLOCK.size, _BLOCK.pack(sequence + 1, num_frames))
 
     def publish(self, num_frames: int) -> None:
         """Note how many accepted frames are settled: in a block, or dropped on purpose."""
         self._published = num_frames
-        os.pwrite(self._descriptor, struct.pack("<q", num_frames), 16)
+        self._write(_PUBLISHED_OFFSET, struct.pack("<q", num_frames))
+
+    def _write(self, offset: int, data: bytes) -> None:
+        """Overwrite; bytes that cannot be written only make a later loss report less exact."""
+        with suppress(OSError):
+            os.pwrite(self._descriptor, data, offset)
 
     def close(self) -> None:
         """Remove the journal: everything is settled."""

@@ -132,10 +132,10 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
         OSError: The folder cannot be written.
     """
     path = folder / METADATA_NAME
-    found, present = _from_file(path), load_metadata(folder)
+    present = load_metadata(folder)
     if present is not None:
         _check_same(folder, present, metadata)
-        if found is not None and len(found.schema):
+        if _schema_of(path) is not None:
             return present
     temporary = folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
     try:
@@ -144,8 +144,8 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        if path.exists() and (found is None or not len(found.schema)):
-            os.replace(temporary, path)  # a damaged one helps nobody
+        if path.exists() and _schema_of(path) is None:
+            os.replace(temporary, path)  # a damaged one helps nobody; an intact one is never half-written
         elif not _link(temporary, path):
             return publish_metadata(folder, metadata, writer, durable)  # another writer was faster: match it
     finally:
@@ -191,6 +191,11 @@ def _from_file(path: Path) -> Metadata | None:
         return Metadata.from_json(document) if isinstance(document, dict) else None
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError, RolloutDataError):
         return None
+
+
+def _schema_of(path: Path) -> Schema | None:
+    found = _from_file(path)
+    return found.schema if found is not None and len(found.schema) else None
 
 
 def _from_blocks(folder: Path) -> Metadata | None:

@@ -1,0 +1,323 @@
+"""Faults while recording: each gives one clear error and leaves all published data readable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_data import RolloutDataWarning, RolloutWriter
+from rollout_data import publishing as publishing_module
+from rollout_data.journal import Journal, recover_dead_writers
+from rollout_data.metadata import Metadata, publish_metadata, read_metadata
+from storage.errors import BackgroundError, DataFileError, RolloutDataError, SchemaError, UsageError
+from storage.fields import Field, Schema
+from tests.files.readback import blocks_of, trajectories_of
+
+N = 2
+
+
+def step(t=0):
+    return {"observation": np.full((N, 300), t, np.float32), "action": np.full((N, 1), t, np.float32)}
+
+
+def frames_in(folder):
+    return sum(one.length for one in trajectories_of(folder))
+
+
+def check_left(folder, num_frames):
+    assert frames_in(folder) == num_frames
+    assert {path.suffix for path in folder.iterdir()} <= {".h5", ".json", ".npz"}
+    assert not list(folder.glob(".tmp_*"))
+
+
+def failing_write(monkeypatch, error, allowed=1):
+    """Let `allowed` blocks through, then fail."""
+    original, count = publishing_module.write_block, [0]
+
+    def write(*args, **kwargs):
+        count[0] += 1
+        if count[0] > allowed:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(publishing_module, "write_block", write)
+
+
+@pytest.mark.parametrize("call", ["add", "flush", "discard", "close"])
+def test_a_background_failure_is_raised_at_the_next_call_and_at_close(tmp_path, monkeypatch, call):
+    failing_write(monkeypatch, OSError(errno.EIO, "Input/output error"))
+    writer = RolloutWriter(tmp_path, N, durable=False)
+    writer.add(**step(1))
+    writer.flush()
+    writer.add(**step(2))
+    with pytest.raises(BackgroundError):
+        writer.flush()
+    if call != "close":
+        with pytest.raises(BackgroundError) as caught:
+            {"add": lambda: writer.add(**step(3)), "flush": writer.flush, "discard": lambda: writer.discard([0])}[
+                call
+            ]()
+        assert isinstance(caught.value, RolloutDataError) and isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(BackgroundError) as caught:
+        writer.close()
+    assert str(caught.value) == (
+        f"cannot publish a block in {str(tmp_path)!r}: expected a writable folder with room, "
+        "got [Errno 5] Input/output error. "
+        "What was published before is intact; close this writer and start another one."
+    )
+    writer.close()
+    check_left(tmp_path, N)
+
+
+def test_a_full_disk_ends_in_one_error(tmp_path):
+    """With a tmpfs of 1 MiB if we may mount one, otherwise with a limit on file sizes in another process."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        data = folder / "data"
+        writer = RolloutWriter(data, N, block_bytes=400_000)
+        with pytest.raises(BackgroundError, match="No space left on device"), writer:
+            for t in range(10_000):
+                writer.add(**step(t))
+        assert len(blocks_of(data)) >= 2
+        check_left(data, frames_in(data))
+        with open(folder / "filler", "wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        with pytest.raises(DataFileError, match=r"expected a writable folder, got .*No space left on device"):
+            RolloutWriter(data, N)
+        check_left(data, frames_in(data))
+        for room in range(16_384, 200_000, 16_384):  # wherever it ends: journal, metadata, header, rows, checksums
+            os.truncate(folder / "filler", max(0, (folder / "filler").stat().st_size - 16_384))
+            error = None
+            try:
+                with RolloutWriter(data, N) as writer:
+                    for t in range(3):
+                        writer.add(**step(t))
+            except RolloutDataError as caught:
+                error = caught
+            check_left(data, frames_in(data))
+            assert error is None or "No space left" in str(error) or room < 100_000, str(error)
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_files_that_may_not_grow_end_in_one_error(tmp_path):
+    code = (
+        "import resource, signal, sys\nimport numpy as np\nfrom rollout_data import RolloutWriter\n"
+        "from storage.errors import BackgroundError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "writer = RolloutWriter(sys.argv[1], 1, block_bytes=1 << 20)\n"
+        "def add(t): writer.add(observation=np.full((1, 300), t, np.float32), action=np.zeros(1))\n"
+        "add(0); writer.flush()\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        "try:\n    [add(t) for t in range(5000)]; writer.close()\n"
+        "except BackgroundError as error:\n    print(error)\n"
+        "try:\n    writer.close()\nexcept BackgroundError as error:\n    print('at close')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "cannot publish a block in" in done.stdout and "File too large" in done.stdout and "at close" in done.stdout
+    check_left(tmp_path, 1)
+
+
+def test_a_folder_deleted_while_recording_ends_in_one_error(tmp_path):
+    data = tmp_path / "data"
+    writer = RolloutWriter(data, N, block_bytes=10_000)
+    writer.add(**step())
+    shutil.rmtree(data)
+    with pytest.raises(BackgroundError, match="No such file or directory"):
+        for t in range(100):
+            writer.add(**step(t))
+        writer.flush()
+    with pytest.raises(BackgroundError):
+        writer.close()
+    assert not data.exists()
+    writer.close()
+
+
+def test_a_read_only_folder_is_refused_at_once(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("rollout_data.journal.os.open", refuse)
+    with pytest.raises(DataFileError) as caught:
+        RolloutWriter(tmp_path, N)
+    assert str(caught.value) == (
+        f"cannot record into {str(tmp_path)!r}: expected a writable folder, got [Errno 13] Permission denied."
+    )
+    assert isinstance(caught.value.__cause__, PermissionError)
+
+
+def test_a_read_only_mount_is_refused_at_once(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        for folder in (tmp_path, tmp_path / "new"):
+            with pytest.raises(DataFileError, match=r"expected a writable folder, got .*Read-only file system"):
+                RolloutWriter(folder, N)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataFileError, match="expected a writable folder"):
+        RolloutWriter(tmp_path / "file", N)
+
+
+def test_an_unwritable_metadata_file_writes_nothing(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RolloutWriter(tmp_path, N) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout_data.metadata.os.link", refuse)
+            with pytest.raises(DataFileError, match="cannot write the metadata of"):
+                writer.add(**step())
+        writer.add(**step())
+    check_left(tmp_path, N)
+
+
+def test_file_systems_without_hard_links_are_served(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("rollout_data.metadata.os.link", refuse)
+    for _ in range(2):
+        with RolloutWriter(tmp_path, N) as writer:
+            writer.add(**step())
+    check_left(tmp_path, 2 * N)
+
+
+def test_an_exception_in_the_users_loop_still_publishes(tmp_path):
+    with pytest.raises(KeyboardInterrupt), RolloutWriter(tmp_path, N) as writer:
+        writer.add(**step())
+        raise KeyboardInterrupt
+    check_left(tmp_path, N)
+
+
+@pytest.mark.parametrize("pending", [1, 2, 3])
+def test_a_slow_disk_holds_the_caller_back_and_drops_nothing(tmp_path, monkeypatch, pending):
+    original, gate, waiting = publishing_module.write_block, threading.Event(), []
+
+    def write(*args, **kwargs):
+        waiting.append(len(waiting))
+        gate.wait(10)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(publishing_module, "write_block", write)
+    writer = RolloutWriter(tmp_path, N, block_bytes=1, max_pending_blocks=pending, durable=False)
+    num_added = 0
+
+    def record():
+        nonlocal num_added
+        for t in range(8):
+            writer.add(**step(t))
+            num_added += 1
+
+    recorder = threading.Thread(target=record)
+    recorder.start()
+    recorder.join(0.3)
+    assert recorder.is_alive() and num_added == max(0, pending - 1), "every step is a block; the caller waits"
+    gate.set()
+    recorder.join()
+    writer.close()
+    check_left(tmp_path, 8 * N)
+
+
+def test_metadata_has_one_winner_among_writers_that_start_together(tmp_path):
+    schemas = [Schema([Field("observation", (size,))]) for size in (1, 2, 3, 4)] * 4
+    barrier, outcomes = threading.Barrier(len(schemas)), []
+
+    def publish(number, schema):
+        barrier.wait()
+        try:
+            publish_metadata(tmp_path, Metadata.of_schema(schema, {"by": number}), f"w{number}", durable=False)
+            outcomes.append(schema["observation"].shape[0])
+        except SchemaError:
+            pass
+
+    threads = [threading.Thread(target=publish, args=item) for item in enumerate(schemas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 4 and len(set(outcomes)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["metadata.json"]
+
+
+@pytest.mark.parametrize("text", [None, "", "{", '{"fields": 3}', "[1]", '{"fields": [{"name": ""}]}', "\x00\xff"])
+def test_metadata_that_is_missing_or_damaged_is_rebuilt_from_the_blocks(tmp_path, text):
+    with RolloutWriter(tmp_path, N, metadata={"env": "walk"}) as writer:
+        writer.add(**{**step(), "observation": {"a": np.zeros((N, 2)), "b": np.zeros((N, 1))}})
+    whole = read_metadata(tmp_path)
+    assert (whole["env"], whole["total_timesteps"], whole["total_trajectories"]) == ("walk", N, N)
+    path = tmp_path / "metadata.json"
+    path.unlink() if text is None else path.write_text(text, encoding="latin-1")
+    rebuilt = read_metadata(tmp_path)
+    for name in ("fields", "obs_segments", "obs_disassemble_mapping", "total_timesteps", "total_trajectories"):
+        assert rebuilt[name] == whole[name]
+    with RolloutWriter(tmp_path, N, metadata={"env": "run"}) as writer:
+        with pytest.raises(SchemaError):
+            writer.add(**step())
+        writer.add(**{**step(), "observation": {"a": np.zeros((N, 2)), "b": np.zeros((N, 1))}})
+    assert read_metadata(tmp_path)["fields"] == whole["fields"] and read_metadata(tmp_path)["env"] == "run"
+
+
+def test_metadata_of_nothing_is_an_error(tmp_path):
+    with pytest.raises(DataFileError, match=r"expected a metadata\.json or a block, got neither"):
+        read_metadata(tmp_path)
+
+
+def test_unknown_keys_of_metadata_are_kept(tmp_path):
+    with RolloutWriter(tmp_path, N, metadata={"config": {"a": [1, None]}, "total_timesteps": 5}) as writer:
+        writer.add(**step())
+    metadata = read_metadata(tmp_path)
+    assert metadata["config"] == {"a": [1, None]} and metadata["total_timesteps"] == N
+    assert "total_timesteps" not in (tmp_path / "metadata.json").read_text()
+
+
+def test_a_folder_of_another_format_is_not_mixed_with_ours(tmp_path):
+    (tmp_path / "metadata.json").write_text('{"env": "Other", "total_timesteps": 3}')
+    with RolloutWriter(tmp_path, N) as writer, pytest.raises(SchemaError, match="one of another format"):
+        writer.add(**step())
+    assert (tmp_path / "metadata.json").read_text().startswith('{"env": "Other"')
+
+
+def test_a_journal_tells_what_its_dead_writer_lost(tmp_path):
+    journal = Journal(tmp_path, "dead")
+    journal.accept(120)
+    journal.announce(3, 100)
+    journal.publish(80)
+    (tmp_path / ".tmp_rollout_dead_000004.h5").write_bytes(b"half")
+    (tmp_path / ".tmp_rollout_alive_000004.h5").write_bytes(b"half")
+    assert recover_dead_writers(tmp_path) == [], "its writer lives"
+    os.close(journal._descriptor)
+    (tmp_path / "rollout_dead_000003.h5").write_bytes(b"")  # published, and died before it noted so
+    with pytest.warns(RolloutDataWarning, match="writer 'dead' ended without .* 20 frames that it had not published"):
+        writer = RolloutWriter(tmp_path, N)
+    assert [(one.writer, one.num_lost_frames) for one in writer.recovered] == [("dead", 20)]
+    writer.close()
+    assert sorted(path.name for path in Path(tmp_path).iterdir()) == [
+        ".tmp_rollout_alive_000004.h5",
+        "rollout_dead_000003.h5",
+    ]
+
+
+def test_a_name_with_damaged_blocks_is_not_continued(tmp_path):
+    (tmp_path / "rollout_a_000000.h5").write_bytes(b"damaged")
+    with pytest.raises(UsageError, match="cannot continue the writer 'a': expected readable blocks"):
+        RolloutWriter(tmp_path, N, writer_name="a")
+    assert not list(tmp_path.glob(".rollout_*"))
