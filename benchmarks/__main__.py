@@ -21,6 +21,7 @@ WORKLOADS = {
     "record": "write rollouts to disk",
     "startup": "open a large dataset and assign a trajectory to every environment",
     "ppo": "store rollouts, estimate advantages, draw mini-batches",
+    "ppo_recurrent": "cut rollouts into padded trajectories, draw mini-batches of whole environments",
 }
 
 
