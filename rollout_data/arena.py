@@ -104,11 +104,6 @@ class Arena:
         buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
         self.words_view = torch.from_numpy(np.frombuffer(buffer, np.int32)).view(num_rows, row_bytes // 4)
 
-    @property
-    def address(self) -> int:
-        """Where row 0 lies."""
-        return self._base
-
     def map_file(self, path: Path, offset: int, num_rows: int) -> int:
         """Map `num_rows` rows that start at byte `offset` of a file; give the number of the first.
 
@@ -145,6 +140,13 @@ class Arena:
         assert _libc is not None
         _libc.madvise(page, start - page + num_rows * self.row_bytes, _MADV_WILLNEED)
 
+    def is_resident(self, row: int) -> bool:
+        """True if the page where a row begins is in memory, or the kernel does not tell."""
+        assert _libc is not None
+        page = (self._base + row * self.row_bytes) // _PAGE * _PAGE
+        state = ctypes.c_ubyte()
+        return _libc.mincore(page, _PAGE, ctypes.byref(state)) != 0 or bool(state.value & 1)
+
     def _first_page(self, inner: int) -> int:
         """Find the next page whose address plus `inner` is a whole number of rows from the base."""
         unit = gcd(self.row_bytes, _PAGE)
@@ -159,13 +161,3 @@ class Arena:
     def close(self) -> None:
         """Unmap everything; `words_view` must not be used afterwards. Idempotent."""
         self._close()
-
-
-def residency(arena: Arena, rows: np.ndarray) -> float:
-    """Share of these rows whose first page is in memory; 1 where the kernel does not tell."""
-    assert _libc is not None
-    state, found = ctypes.c_ubyte(), 0
-    for row in rows.tolist():
-        page = (arena.address + row * arena.row_bytes) // _PAGE * _PAGE
-        found += _libc.mincore(page, _PAGE, ctypes.byref(state)) != 0 or state.value & 1
-    return found / len(rows)

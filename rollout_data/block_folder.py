@@ -18,7 +18,7 @@ import numpy as np
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 from storage.fields import Schema
 
-from .block_file import open_block
+from .block_file import TEMPORARY_PREFIX, open_block
 from .block_header import DATA, FINAL, FRAGMENT_DTYPE, BlockHeader, layouts_of
 from .index import Block, TrajectoryIndex
 
@@ -198,9 +198,10 @@ def _as_problem(path: Path, error: OSError) -> CorruptFileError:
     return problem
 
 
-def save_index_cache(data_dir: str | os.PathLike[str]) -> None:
+def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> None:
     """Write the index cache of a folder, atomically. For writers and tools; readers never write.
 
+    `writer` names the temporary file, so that what a dead writer leaves is found and removed.
     The cache is an accelerator: it may be deleted at any time and is ignored where it disagrees
     with the files.
     """
@@ -220,7 +221,7 @@ def save_index_cache(data_dir: str | os.PathLike[str]) -> None:
         "index": list(index),
     }
     path = folder.data_dir / INDEX_CACHE_NAME
-    temporary = path.with_name(f".tmp_index_{os.getpid()}_{id(folder):x}")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}rollout_{writer}_index_{os.getpid()}_{id(folder):x}")
     try:
         with open(temporary, "wb") as file:
             np.savez(

@@ -17,7 +17,7 @@ from .frames import CachedFrames, FrameStore
 from .index import Block
 from .passes import PassOptions, choose, deal_order, wait_for_trajectories
 from .sharding import Shard
-from .sources import Source, blocks_of
+from .sources import BlocksInUse, Source, blocks_of
 
 #: Passes of different epochs must never share a number.
 _PASSES_AN_EPOCH = 1 << 20
@@ -69,23 +69,23 @@ class Dealer:
 
     def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
         """Look for new trajectories and order a pass; blocks that are in use stay readable."""
-        pinned: list[Block] = []
-        keys: list[tuple[str, int]] = []
-        if before is not None:
-            index = before.source.index
-            pinned, keys = blocks_of(index, in_use), index.keys(in_use)
-        self.source.refresh(pinned)
+        index = before.source.index if before is not None else None
+
+        def blocks_in_use() -> Collection[Block]:
+            return blocks_of(index, in_use) if index is not None else ()
+
+        self.source.refresh(blocks_in_use)
         if self.options.keep_latest_n_trajs:
             where = repr(", ".join(map(str, self.source.paths)))
             wanted = self.options.keep_latest_n_trajs
-            wait_for_trajectories(lambda: self._count_complete(pinned), wanted, self.options, where)
+            wait_for_trajectories(lambda: self._count_complete(blocks_in_use), wanted, self.options, where)
         store = self.source.snapshot()
-        has_moved = before is not None and before.source.index is not store.index
-        numbers = store.index.find(keys) if has_moved else in_use
+        has_moved = index is not None and index is not store.index
+        numbers = store.index.find(index.keys(in_use)) if index is not None and has_moved else in_use
         return self.dealt(number, store, numbers, before), numbers
 
-    def _count_complete(self, pinned: Collection[Block]) -> int:
-        self.source.refresh(pinned)
+    def _count_complete(self, in_use: BlocksInUse) -> int:
+        self.source.refresh(in_use)
         return len(choose(self.source.snapshot().index, self.options))
 
     @staticmethod

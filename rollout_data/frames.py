@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from storage.buffer_pool import BufferPool
 from storage.errors import UsageError
 
 from . import arena
@@ -25,8 +26,8 @@ from .layout import RowLayout
 
 #: (table, column): one kind of row.
 Place = tuple[str, str]
-#: Above this share of broken windows, gathering row by row is cheaper than windows and patches.
-_MAX_PATCHED_SHARE = 0.2
+#: Above this share of pieces that lie in several runs, smaller pieces are cheaper than patches.
+_MAX_PATCHED_SHARE = 0.1
 #: The kernel allows 65,530 mappings a process by default; stay clear of it.
 _MAX_MAPPINGS = 50_000
 #: Threads that ask the kernel for pages while the disk is the limit.
@@ -43,25 +44,46 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         length: Rows of a window.
         out: `[num_windows * length, W]` int32, contiguous, on the device of `words`.
     """
-    num_windows, width = len(out) // length, words.shape[1]
-    is_whole = runs.num_rows == length
-    num_broken = num_windows - int(np.count_nonzero(is_whole))
-    if length == 1 or num_broken > _MAX_PATCHED_SHARE * num_windows or len(words) < length:
-        torch.index_select(words, 0, _numbers(first, runs.num_rows).to(words.device), out=out)
-        return
-    starts = np.zeros(num_windows, np.int64)
-    starts[runs.target[is_whole] // length] = first[is_whole]
-    windows = words.as_strided((len(words) - length + 1, length * width), (width, 1))
-    where = torch.from_numpy(starts).to(words.device)
-    torch.index_select(windows, 0, where, out=out.view(num_windows, length * width))
-    if num_broken:
-        scatter(words, Runs(*(column[~is_whole] for column in runs)), first[~is_whole], out)
+    width, device = words.shape[1], words.device
+    size = _piece_size(runs.target, length, len(out))
+    if size == length and len(first) == len(out) // length:
+        starts, broken = torch.from_numpy(first), None
+    else:
+        numbers = _numbers(first, runs.num_rows)
+        starts = numbers[::size].clone()
+        crossed = runs.target[runs.target % size != 0] // size
+        broken = torch.from_numpy(crossed[np.diff(crossed, prepend=-1) != 0])
+        starts[broken] = 0
+    pieces = words.as_strided((len(words) - size + 1, size * width), (width, 1))
+    torch.index_select(pieces, 0, starts.to(device), out=out.view(-1, size * width))
+    if broken is not None and len(broken):
+        rows = torch.index_select(words, 0, numbers.view(-1, size)[broken].view(-1).to(device))
+        _put_rows(rows.view(-1, size * width), broken, out.view(-1, size * width))
+
+
+def _put_rows(rows: torch.Tensor, target: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy `rows` to the rows `target` of `out`; on the CPU through numpy, which takes a quarter of the time."""
+    if out.device.type == "cpu":
+        out.numpy()[target.numpy()] = rows.cpu().numpy()
+    else:
+        out.index_copy_(0, target.to(out.device), rows.to(out.device))
+
+
+def _piece_size(target: Int64s, length: int, num_rows: int) -> int:
+    """How many rows to move at once: the largest divisor of a window's length of which few pieces are broken.
+
+    Moving 5 rows of 2 KB at once takes as long as a memcpy, row by row 1.6 times as long.
+    """
+    for size in range(length, 1, -1):
+        if length % size == 0 and np.count_nonzero(target % size) <= _MAX_PATCHED_SHARE * (num_rows // size):
+            return size
+    return 1
 
 
 def scatter(words: torch.Tensor, runs: Runs, first: Int64s, out: torch.Tensor) -> None:
     """Copy rows into some rows of `out`; like `gather`, but the runs need not cover it."""
     rows = torch.index_select(words, 0, _numbers(first, runs.num_rows).to(words.device))
-    out.index_copy_(0, _numbers(runs.target, runs.num_rows).to(out.device), rows.to(out.device))
+    _put_rows(rows, _numbers(runs.target, runs.num_rows), out)
 
 
 def _numbers(first: Int64s, count: Int64s) -> torch.Tensor:
@@ -179,7 +201,8 @@ class MappedFrames(FrameStore):
     def _advise(self, place: Place, runs: Runs) -> None:
         mapped = self.files.arenas[place]
         for first, num_rows in zip(self._first(place, runs).tolist(), runs.num_rows.tolist(), strict=True):
-            mapped.will_need(first, num_rows)
+            if not mapped.is_resident(first + num_rows - 1):
+                mapped.will_need(first, num_rows)
 
     def row_numbers(self, place: Place, frames: Int64s) -> Int64s:
         """Row of each virtual frame, int64 `[K]`."""
@@ -258,7 +281,8 @@ class CachedFrames(FrameStore):
         self._rows: dict[Place, torch.Tensor] = {}
         runs = source.locate(trajectories, np.zeros_like(lengths), lengths, np.cumsum(lengths) - lengths)
         for name, column in self.layouts[DATA].columns.items():
-            rows = torch.empty((int(lengths.sum()), column.row_bytes // 4), dtype=torch.int32)
+            # Pooled memory has huge pages, which make gathering from it 1.25 times faster.
+            rows = BufferPool(1).empty((int(lengths.sum()), column.row_bytes // 4), torch.int32)
             self._fill((DATA, name), source, runs, rows)
         for name in self.layouts[FINAL].columns:
             self._rows[FINAL, name] = source.finals(name, has_final).view(torch.int32).to(device)

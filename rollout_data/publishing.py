@@ -146,7 +146,7 @@ class BlockPublisher:
     def _save_index(self) -> None:
         """Renew the index cache; it is an accelerator, so that a failure only warns."""
         try:
-            save_index_cache(self._folder)
+            save_index_cache(self._folder, self._writer)
             self._num_uncached = 0
         except (OSError, RolloutDataError) as error:
             warnings.warn(f"the index cache of {str(self._folder)!r} was not renewed: {error}", RolloutDataWarning)

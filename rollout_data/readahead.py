@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arena import residency
 from .block_header import DATA
 from .cursor import Int64s, Plan
 from .frames import FrameStore, MappedFrames
@@ -18,7 +17,7 @@ from .index import TrajectoryIndex
 _STRETCH_BYTES = 256 * 1024
 #: How many rows are looked at to see whether the files are in memory, and how often.
 _NUM_SAMPLES = 64
-_BATCHES_BETWEEN_LOOKS = 64
+_BATCHES_BETWEEN_LOOKS = {True: 64, False: 4}
 
 
 class ReadAhead:
@@ -48,12 +47,13 @@ class ReadAhead:
             self._index = store.index
             self._end[:] = 0
             self._num_batches = 0
-        if self._num_batches % _BATCHES_BETWEEN_LOOKS == 0 and store.index.num_frames:
+        if self._num_batches % _BATCHES_BETWEEN_LOOKS[self._is_warm] == 0 and store.index.num_frames:
             frames = np.linspace(0, store.index.num_frames - 1, _NUM_SAMPLES).astype(np.int64)
             self._is_warm = all(
-                residency(store.files.arenas[place], store.row_numbers(place, frames)) == 1.0
+                store.files.arenas[place].is_resident(row)
                 for place in store.files.places
                 if place[0] == DATA
+                for row in store.row_numbers(place, frames).tolist()
             )
         self._num_batches += 1
 

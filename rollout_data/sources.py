@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from .frames import FileFrames, FileMap, FrameStore, MappedFrames, Place, can_ma
 from .index import Block, Int64s, TrajectoryIndex
 from .metadata import read_metadata
 
+#: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
+BlocksInUse = Callable[[], Collection[Block]]
 DataDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -66,8 +68,8 @@ class Source:
         """Contents of the first folder's metadata.json, with the established totals."""
         return {}
 
-    def refresh(self, pinned: Collection[Block] = ()) -> None:
-        """Look at the folders again; `pinned` blocks stay readable although they are gone."""
+    def refresh(self, in_use: BlocksInUse = tuple) -> None:
+        """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
         """Give what is there now; with `upto` only blocks up to this sequence number of each writer."""
@@ -110,16 +112,18 @@ class BlockSource(Source):
         self._files: FileMap | None = None
         self._last: FrameStore | None = None
 
-    def refresh(self, pinned: Collection[Block] = ()) -> None:
-        has_changed = self._last is None
+    def refresh(self, in_use: BlocksInUse = tuple) -> None:
+        has_changed = self._last is None or bool(self._pinned)
         for folder in self._folders:
             has_changed |= folder.refresh()
             for problem in folder.problems.values():
                 self.report(problem)
+        if not has_changed:
+            return
         present = {block.path for block in self._blocks()}
-        gone = [block for block in pinned if block.path not in present]
-        if has_changed or [block.path for block in gone] != [block.path for block in self._pinned]:
-            self.num_vanished_blocks += len(gone)
+        gone = [block for block in in_use() if block.path not in present]
+        if self._last is None or gone != self._pinned or present != {block.path for block in self._last.index.blocks}:
+            self.num_vanished_blocks += sum(block not in self._pinned for block in gone)
             self._pinned = gone
             self._last = None
 
@@ -177,11 +181,11 @@ class FolderSource(Source):
         self._scans = [scan_trajectory_folder(path) for path in self.paths]
         self._last = self._store()
 
-    def refresh(self, pinned: Collection[Block] = ()) -> None:
+    def refresh(self, in_use: BlocksInUse = tuple) -> None:
         scans = [scan_trajectory_folder(old.data_dir, previous=old) for old in self._scans]
         if [scan.chunk_paths for scan in scans] != [old.chunk_paths for old in self._scans]:
             present = {path for scan in scans for path in scan.chunk_paths}
-            self.num_vanished_blocks += sum(block.path not in present for block in pinned)
+            self.num_vanished_blocks += sum(block.path not in present for block in in_use())
             self._scans = scans
             self._last = self._store()
 

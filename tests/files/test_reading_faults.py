@@ -213,7 +213,7 @@ def test_every_way_of_reading_gives_the_same_batches(tmp_path, monkeypatch, vari
     if variant == "no maps":
         monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
     if variant == "cold":
-        monkeypatch.setattr("rollout_data.readahead.residency", lambda arena, rows: 0.0)
+        monkeypatch.setattr("rollout_data.arena.Arena.is_resident", lambda arena, row: False)
     dataset = opened(tmp_path, 3, cache="ram" if variant == "ram" else "none", **arguments)
     for batch, other in zip(expected, drain(dataset, 6), strict=True):
         for one, two in zip(batch, other, strict=True):
