@@ -1,0 +1,82 @@
+"""Kill recorders at random instants and look at what they left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from rollout_data.writer import RolloutWriter
+from tests.files import crash_nursery
+from tests.files.readback import blocks_of, end_of, trajectories_of
+
+
+@contextmanager
+def nursery() -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-m", "tests.files.crash_nursery"]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.stdin.close()
+        process.wait(10)
+
+
+def kill_one(process: subprocess.Popen, folder: Path, seed: int) -> dict[str, int]:
+    """Let a recorder live for a random time, kill it, check everything; give what happened."""
+    rng = np.random.default_rng(seed)
+    process.stdin.write(f"{folder} {seed}\n")
+    process.stdin.flush()
+    process_id = int(process.stdout.readline())
+    time.sleep(float(rng.random() ** 3 * 0.25))
+    os.kill(process_id, signal.SIGKILL)
+    while os.path.exists(f"/proc/{process_id}"):
+        time.sleep(0.001)
+    path = Path(f"{folder}.acknowledged")
+    acknowledged = int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
+    return check_what_is_left(folder, acknowledged)
+
+
+def check_what_is_left(folder: Path, acknowledged: int) -> dict[str, int]:
+    published = check_recording(folder) if folder.exists() else 0
+    temporaries = list(folder.glob(".tmp_*"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        writer = RolloutWriter(folder, 1)
+    lost = sum(dead.num_lost_frames for dead in writer.recovered)
+    assert [f"{lost} frames that it had not published" in str(one.message) for one in caught] == [True] * len(
+        writer.recovered
+    )
+    writer.close()
+    left = [path.name for path in folder.iterdir() if path.name.startswith(".") and path.name != ".index.npz"]
+    assert left == [], left
+    assert acknowledged <= published + lost <= acknowledged + 4, (acknowledged, published, lost)
+    headers = blocks_of(folder)
+    if headers:
+        frame_bytes = headers[0].layouts["data"].frame_bytes
+        assert lost * frame_bytes <= crash_nursery.BLOCK_BYTES, "at most one block is lost"
+    return {"published": published, "lost": lost, "blocks": len(headers), "temporaries": len(temporaries)}
+
+
+def check_recording(folder: Path) -> int:
+    """Check every value of every frame; give the number of frames."""
+    num_frames = 0
+    for one in trajectories_of(folder):
+        observation = one.column("observation")
+        assert (observation[:, 0] == one.env).all() and (observation[:, 1] == observation[0, 1]).all()
+        assert observation[:, 2].tolist() == list(range(one.length)), "no frame is torn out"
+        assert one.column("action").tolist() == (observation[:, 2] * 2).tolist()
+        if end_of(one):
+            assert one.finals["observation"].tolist() == [one.env, observation[0, 1], one.length]
+        num_frames += one.length
+    return num_frames

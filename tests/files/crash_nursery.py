@@ -1,0 +1,69 @@
+"""Recorders that are made to be killed: a process that has imported everything forks them on request.
+
+`python -m tests.files.crash_nursery` reads lines "folder seed" and answers each with the process id
+of a recorder, which records until it is killed and writes the number of frames whose `add` has
+returned into `<folder>.acknowledged`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from rollout_data.block_header import layouts_of
+from rollout_data.writer import RolloutWriter
+
+BLOCK_BYTES = 6000
+
+
+def step_of(rng: np.random.Generator, num_envs: int, ages: np.ndarray, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """Make one step in which every value tells its env, trajectory and frame; advance the counters."""
+    observation = np.stack([np.arange(num_envs), numbers, ages], axis=-1).astype(np.float64)
+    done = rng.random(num_envs) < 0.1
+    timeout = done & (rng.random(num_envs) < 0.5)
+    final = observation + [0, 0, 1]
+    ages += 1
+    ages[done], numbers[done] = 0, numbers[done] + 1
+    values = {"observation": observation, "action": observation[:, 2] * 2, "reward": observation[:, 2]}
+    return {**values, "done": done, "timeout": timeout, "final_observation": final}
+
+
+def record_until_killed(folder: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_envs = int(rng.integers(1, 5))
+    ages, numbers = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
+    acknowledged = os.open(f"{folder}.acknowledged", os.O_CREAT | os.O_WRONLY)
+    writer = RolloutWriter(
+        folder, num_envs, block_bytes=BLOCK_BYTES, durable=bool(seed % 2), max_pending_blocks=1 + seed % 3
+    )
+    count = 0
+    while True:
+        writer.add(**step_of(rng, num_envs, ages, numbers))
+        count += num_envs
+        os.pwrite(acknowledged, count.to_bytes(8, "little"), 0)
+        if seed % 4 == 0:
+            time.sleep(0.0005)  # mostly between blocks rather than mostly inside a write
+        assert layouts_of(writer.schema)
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        folder, seed = line.split()
+        process_id = os.fork()
+        if process_id == 0:
+            try:
+                record_until_killed(Path(folder), int(seed))
+            finally:
+                os._exit(1)
+        print(process_id, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""kill -9 at random instants: every published block is whole, and reopening tells what is lost."""
+
+from __future__ import annotations
+
+from tests.files.crash import kill_one, nursery
+
+#: `make soak` kills 200.
+NUM_KILLS = 12
+
+
+def test_a_killed_recorder_leaves_whole_blocks_and_loses_one_at_most(tmp_path):
+    with nursery() as process:
+        outcomes = [kill_one(process, tmp_path / f"data_{seed}", seed) for seed in range(NUM_KILLS)]
+    assert any(one["blocks"] for one in outcomes) and any(one["lost"] for one in outcomes)
