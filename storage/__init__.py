@@ -14,9 +14,11 @@ from .errors import (
 from .fields import Field, Schema
 from .padding import split_and_pad_trajectories, unpad_trajectories
 from .queue_rollout_storage import ActionLabelRollout, QueueRolloutStorage
+from .replay_buffer import ReplayBuffer
 from .returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
 from .rollout_storage import RolloutStorage
 from .sarsa_rollout_storage import SarsaRolloutStorage
+from .snapshot import load_store
 from .transition import ActionLabelMiniBatch, HiddenStates, MiniBatch, SarsaMiniBatch, Transition
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "MiniBatch",
     "MissingFieldError",
     "QueueRolloutStorage",
+    "ReplayBuffer",
     "RolloutDataError",
     "RolloutOverflowError",
     "RolloutStorage",
@@ -42,6 +45,7 @@ __all__ = [
     "UsageError",
     "discounted_sums",
     "generalized_advantage",
+    "load_store",
     "n_step_returns",
     "rollout_advantage",
     "split_and_pad_trajectories",

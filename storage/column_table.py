@@ -144,12 +144,28 @@ class ColumnTable:
         self._rows = None
 
     def replace(self, tensors: Mapping[str, torch.Tensor], num_rows: int) -> None:
-        """Take other tensors in the place of all that are here; the caller has checked them."""
-        self.tensors = dict(tensors)
+        """Take other tensors of `num_rows` steps in the place of all that are here.
+
+        Raises:
+            SchemaError: One is missing, or has another shape or dtype; nothing is changed.
+        """
+        for field in self.schema.values():
+            found = tensors.get(field.name)
+            expected = (num_rows, self.num_envs, *field.shape)
+            if found is None and field.name in self.tensors and not self._is_lazy(field):
+                raise MissingFieldError("load a state", f"without {field.name!r}", str(list(expected)), "nothing")
+            if found is not None and (tuple(found.shape) != expected or found.dtype != field.torch_dtype):
+                got = f"{found.dtype} {list(found.shape)}"
+                raise SchemaError("load a state", f"with {field.name!r}", f"{field.dtype} {list(expected)}", got)
+        ordered = [*(name for name in self.tensors if name in tensors), *tensors]
+        self.tensors = {name: tensors[name] for name in ordered}
         self._fills = {name: self.schema[name].fill if name in self.schema else 0 for name in tensors}
         self._brought = set(self.schema) & set(tensors)
         self.num_rows = num_rows
         self._rows = None
+
+    def _is_lazy(self, field: Field) -> bool:
+        return self.columns[field.name.split("/")[0]].is_lazy
 
     def _input(self, column: Column, field: Field) -> _Input:
         shapes = [torch.Size((self.num_envs, *field.shape))]

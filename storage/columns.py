@@ -16,9 +16,13 @@ import torch
 
 from .errors import SchemaError
 from .fields import Field, Schema, dtype_name
+from .tree import flatten, unflatten
 
 #: `(48,)`, 48, or a nested dict whose leaves are shapes or pairs of shape and dtype.
 ShapeLike = int | Sequence[int] | Mapping[str, Any]
+
+#: What a storage is made with -> the column that has that shape.
+SHAPED = {"obs": "observations", "critic_obs": "critic_observations", "actions": "actions"}
 
 
 @dataclass(frozen=True)
@@ -139,3 +143,21 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
 def schema_of(columns: Iterable[Column]) -> Schema:
     """List the fields of all columns; names must not repeat."""
     return Schema(field for column in columns for field in column.fields)
+
+
+def shape_to_json(name: str, fields: Iterable[Field]) -> Any:
+    """Write the declared shape of the column `name` as JSON; None if it is absent."""
+    return [[field.name[len(name) + 1 :], list(field.shape), field.dtype] for field in fields] or None
+
+
+def shape_from_json(written: Any) -> Any:
+    """Read what `shape_to_json` wrote, in the form that a storage is made with."""
+    if written is None:
+        return None
+    shapes = {path: tuple(shape) if dtype == "float32" else (tuple(shape), dtype) for path, shape, dtype in written}
+    return shapes[""] if "" in shapes else unflatten(shapes)
+
+
+def flatten_column(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    """List a column's leaves by flat name; none if it is absent."""
+    return [] if value is None else list(flatten({name: value}).items())

@@ -57,9 +57,13 @@ class SavedStates:
         self._table = table
         self.structure: StateStructure | None = None
 
+    def owns(self, name: str) -> bool:
+        """Whether a tensor of the table is one of these."""
+        return name.startswith(_COLUMN + "/")
+
     def leaves(self) -> list[torch.Tensor]:
         """List the leaves, `[T, layers, B, *H]`; they share memory with the table."""
-        return [x for name, x in self._table.tensors.items() if name.startswith(_COLUMN + "/")]
+        return [x for name, x in self._table.tensors.items() if self.owns(name)]
 
     def build(self, leaves: list[torch.Tensor]) -> Any:
         """Give states with these leaves; None if none ever came."""

@@ -110,6 +110,14 @@ def batch_bounds(num_rows: int, num_mini_batches: int, drop_last: bool) -> list[
     return list(pairwise(starts))
 
 
+def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
+    """Take a generator, seed a new one, or seed one once from torch's default generator."""
+    if isinstance(generator, torch.Generator):
+        return generator
+    seed = int(torch.randint(2**63 - 1, ())) if generator is None else int(generator)
+    return torch.Generator().manual_seed(seed)
+
+
 def permutation(num_rows: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
     """Draw a permutation on the generator's device and give it as an index on `device`."""
     # int32 halves the cost of drawing: 0.3 instead of 0.7 ms for 100,000 rows.

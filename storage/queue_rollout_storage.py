@@ -7,6 +7,7 @@ sees the steps in the order of time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import floor
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from .columns import Column, ShapeLike, declare_fields
 from .errors import BufferEmptyError, UsageError
 from .rollout_storage import RolloutStorage
+from .snapshot import State
 from .transition import ActionLabelMiniBatch, Transition
 
 
@@ -104,6 +106,20 @@ class QueueRolloutStorage(RolloutStorage):
 
     def _put_in_order(self) -> None:
         self.untie_buffer_loop()
+
+    def _arguments(self) -> dict[str, Any]:
+        steps, ratio = self.num_timesteps_each_rollout, self.buffer_dilation_ratio
+        return {**super()._arguments(), "num_transitions_per_env": steps, "buffer_dilation_ratio": ratio}
+
+    def _get_state(self) -> State:
+        state = super()._get_state()
+        state.numbers["buffer_full"] = self.buffer_full
+        return state
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            super()._set_state(numbers, tensors)
+            self.buffer_full = numbers["buffer_full"]
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
         if self.buffer_full:

@@ -14,9 +14,19 @@ import torch
 
 from .buffer_pool import BufferPool
 from .column_table import ColumnTable
-from .columns import Column, ShapeLike, Signals, is_absent, rollout_columns
+from .columns import (
+    SHAPED,
+    Column,
+    ShapeLike,
+    Signals,
+    flatten_column,
+    is_absent,
+    rollout_columns,
+    shape_from_json,
+    shape_to_json,
+)
 from .errors import BufferEmptyError, RolloutOverflowError, SchemaError, UsageError
-from .hidden_states import SavedStates
+from .hidden_states import SavedStates, StateStructure
 from .mini_batches import (
     WIDE_ROW_BYTES,
     WIDE_ROW_BYTES_ONCE,
@@ -24,18 +34,20 @@ from .mini_batches import (
     RowGather,
     batch_bounds,
     check_counts,
+    make_generator,
     row_batches,
 )
 from .returns import Scalar, check_rules, normalize_, rollout_advantage, with_bootstrap
+from .snapshot import Snapshotted, State
 from .transition import MiniBatch, Transition
-from .tree import flatten, unflatten
+from .tree import unflatten
 
 # Inside the class these names are the established class attributes.
 _Transition = Transition
 _RESHUFFLES = ("epoch", "once")
 
 
-class RolloutStorage:
+class RolloutStorage(Snapshotted):
     """Steps of all envs between two learner updates, time first: `[T, B, ...]`.
 
     Args:
@@ -302,6 +314,41 @@ class RolloutStorage:
     def _signals(self, rows: int) -> Signals:
         return Signals(*(self._table.view(name, rows) for name in Signals._fields))
 
+    # -- saving ----------------------------------------------------------------------------
+
+    def _arguments(self) -> dict[str, Any]:
+        """JSON-able keywords that make an equal, empty storage."""
+        shapes = {
+            f"{short}_shape": shape_to_json(name, self._table.columns[name].fields) for short, name in SHAPED.items()
+        }
+        sizes = {"num_envs": self.num_envs, "num_transitions_per_env": self.num_transitions_per_env}
+        return {**sizes, **shapes, "num_rewards": self.num_rewards}
+
+    @classmethod
+    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
+        shapes = {f"{short}_shape": shape_from_json(arguments[f"{short}_shape"]) for short in SHAPED}
+        return cls(**{**arguments, **shapes}, device=device)
+
+    def _get_state(self) -> State:
+        with self._lock:
+            structure = self._states.structure
+            numbers = {
+                "step": self.step,
+                "num_rows": self._table.num_rows,
+                "num_partial_rows": self._num_partial_rows,
+                "states": structure.layout if structure else None,
+            }
+            tensors = {**self._table.tensors, "rng": self.generator.get_state()}
+            return State(self._arguments(), numbers, tensors)
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            kept = {name: x for name, x in tensors.items() if name in self._table.schema or self._states.owns(name)}
+            self._table.replace(kept, numbers["num_rows"])
+            self._states.structure = StateStructure(numbers["states"]) if numbers["states"] is not None else None
+            self.generator.set_state(tensors["rng"])
+            self.step, self._num_partial_rows = numbers["step"], numbers["num_partial_rows"]
+
     # -- checks ----------------------------------------------------------------------------
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
@@ -336,16 +383,3 @@ class RolloutStorage:
         if not bool(((checked >= 0) & (checked <= 1)).all()):
             raise UsageError("compute returns", "", f"{name} in [0, 1]", str(factor))
         return checked
-
-
-def flatten_column(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-    """List a column's leaves by flat name; none if it is absent."""
-    return [] if value is None else list(flatten({name: value}).items())
-
-
-def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """Take a generator, seed a new one, or seed one once from torch's default generator."""
-    if isinstance(generator, torch.Generator):
-        return generator
-    seed = int(torch.randint(2**63 - 1, ())) if generator is None else int(generator)
-    return torch.Generator().manual_seed(seed)

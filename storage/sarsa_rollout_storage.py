@@ -7,13 +7,15 @@ kept apart, and put in where a batch is made.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .columns import Column
+from .columns import Column, flatten_column
 from .errors import MissingFieldError, SchemaError
-from .rollout_storage import RolloutStorage, flatten_column
+from .rollout_storage import RolloutStorage
+from .snapshot import State
 from .transition import SarsaMiniBatch, Transition
 from .tree import unflatten
 
@@ -23,6 +25,7 @@ _SHIFTED = {
     "critic_observations": ("all_critic_observations", "next_critic_observations", "next_critic_obs"),
 }
 _ACTION = "add a transition"
+_WHOLE, _FINALS = "whole/", "finals/"
 
 
 class SarsaRolloutStorage(RolloutStorage):
@@ -133,6 +136,36 @@ class SarsaRolloutStorage(RolloutStorage):
     def _to_mini_batch(self, batch: Any, **more: Any) -> Any:
         made = super()._to_mini_batch(batch, **more)
         return made if made.next_critic_obs is not None else made._replace(next_critic_obs=made.next_obs)
+
+    def _arguments(self) -> dict[str, Any]:
+        options = {name: getattr(self, name) for name in ("strict_next", "emit_next_valid", "validate")}
+        return {**super()._arguments(), **options}
+
+    def _get_state(self) -> State:
+        with self._lock:
+            state = super()._get_state()
+            state.numbers.update(has_next=list(self._has_next), finals=sorted(self._finals))
+            state.tensors.update((_WHOLE + name, x) for name, x in self._whole.items())
+            for step, (ended, values) in self._finals.items():
+                state.tensors[f"{_FINALS}{step}/envs"] = ended
+                state.tensors.update((f"{_FINALS}{step}/of/{name}", x) for name, x in values.items())
+            for name in self._whole:
+                del state.tensors[name]
+            return state
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            whole = {name: tensors[_WHOLE + name] for name in self._whole}
+            super()._set_state(numbers, {**tensors, **{name: x[:-1] for name, x in whole.items()}})
+            self._whole = whole
+            self._has_next = list(numbers["has_next"])
+            self._finals = {
+                step: (
+                    tensors[f"{_FINALS}{step}/envs"],
+                    {name: tensors[f"{_FINALS}{step}/of/{name}"] for name in whole},
+                )
+                for step in numbers["finals"]
+            }
 
     def _with_finals(self, x: torch.Tensor, name: str, rows: int) -> torch.Tensor:
         """Put the true final observations in; `x` itself if there are none."""

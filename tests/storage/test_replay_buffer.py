@@ -1,0 +1,85 @@
+"""`ReplayBuffer`: equal to a list, uniform, and checked before anything is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage import BufferEmptyError, FieldTypeError, ReplayBuffer, SchemaError, UsageError
+
+
+def pairs(first, count, *shape):
+    """States first, first + 1, ...; the next state is a thousand more."""
+    states = torch.arange(first, first + count).float().reshape(-1, *([1] * len(shape))).expand(count, *shape)
+    return states, states + 1000
+
+
+@given(st.integers(1, 7), st.lists(st.integers(0, 20), max_size=6), st.sampled_from([(), (2,), (2, 3)]))
+def test_the_buffer_equals_sequential_insertion(size, counts, shape):
+    buffer, slots, total = ReplayBuffer(shape, size), [None] * size, 0
+    for count in counts:
+        buffer.insert(*pairs(total, count, *shape))
+        for row in range(total, total + count):
+            slots[row % size] = row
+        total += count
+    assert buffer.step == total % size and len(buffer) == buffer.num_samples == min(total, size)
+    for slot, row in enumerate(slots):
+        if row is not None:
+            assert buffer.states[slot].eq(row).all() and buffer.next_states[slot].eq(row + 1000).all()
+
+
+def test_samples_are_uniform_pairs_from_valid_rows_only():
+    buffer = ReplayBuffer(2, 10, generator=0)
+    buffer.insert(*pairs(0, 6, 2))
+    states, next_states = next(buffer.feed_forward_generator(1, 12000))
+    assert torch.equal(next_states, states + 1000)
+    counts = torch.bincount(states[:, 0].long(), minlength=10)
+    assert not counts[6:].any() and (counts[:6] - 2000).abs().max() < 250
+
+
+def test_batches_are_drawn_when_asked_for_and_share_no_memory():
+    buffer = ReplayBuffer((2,), 4, generator=0)
+    buffer.insert(*pairs(0, 4, 2))
+    batches = buffer.feed_forward_generator(3, 5)
+    next(batches)[0].fill_(-1)
+    assert buffer.states.min() >= 0
+    buffer.insert(*pairs(50, 4, 2))
+    assert next(batches)[0].min() >= 50
+    assert len(list(batches)) == 1 and not list(buffer.feed_forward_generator(0, 5))
+
+
+def test_wrong_calls_fail_at_once_and_change_nothing():
+    buffer = ReplayBuffer(3, 4)
+    with pytest.raises(BufferEmptyError):
+        buffer.feed_forward_generator(1, 1)
+    for states, later, error in [
+        (torch.ones(2, 3), torch.ones(3, 3), SchemaError),
+        (torch.ones(2, 4), torch.ones(2, 4), SchemaError),
+        (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.complex64), FieldTypeError),
+    ]:
+        with pytest.raises(error):
+            buffer.insert(states, later)
+    assert not buffer.states.any() and not len(buffer) and buffer.step == 0
+    buffer.insert(*pairs(1, 2, 3))
+    for arguments in ((-1, 2), (1, 0), (1.0, 2)):
+        with pytest.raises(UsageError):
+            buffer.feed_forward_generator(*arguments)
+    with pytest.raises(UsageError, match="expected buffer_size >= 1, got 0"):
+        ReplayBuffer(3, 0)
+
+
+@pytest.mark.parametrize("count", [0, 2, 5, 11])
+def test_a_loaded_buffer_draws_the_same_batches(tmp_path, count):
+    buffer = ReplayBuffer((2,), 5, generator=1)
+    buffer.insert(*pairs(0, count, 2))
+    buffer.save(tmp_path / "kept")
+    loaded, copied = ReplayBuffer.load(tmp_path / "kept"), ReplayBuffer((2,), 5)
+    copied.load_state_dict(buffer.state_dict())
+    if count:
+        drawn = [next(each.feed_forward_generator(1, 20))[1] for each in (buffer, loaded, copied)]
+        assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+    for each in (buffer, loaded, copied):
+        each.insert(*pairs(100, 3, 2))
+    assert torch.equal(buffer.states, loaded.states) and buffer.step == copied.step == loaded.step

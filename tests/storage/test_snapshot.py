@@ -1,0 +1,222 @@
+"""Saving and loading: every store in every state, and every kind of damage."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage import (
+    ActionLabelRollout,
+    HiddenStates,
+    QueueRolloutStorage,
+    ReplayBuffer,
+    RolloutStorage,
+    SarsaRolloutStorage,
+    SchemaError,
+    load_store,
+)
+from storage import snapshot as snapshots
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError
+from tests.storage.rollouts import ACTIONS, assert_same, broken, everything, make_storage, make_transition
+
+KINDS = {
+    "plain": (RolloutStorage, {}),
+    "queue": (QueueRolloutStorage, {"buffer_dilation_ratio": 1.5}),
+    "labels": (ActionLabelRollout, {"buffer_dilation_ratio": 2.0}),
+    "sarsa": (SarsaRolloutStorage, {"emit_next_valid": True}),
+}
+
+
+def advance(storage, first, count, hidden=False):
+    """Add steps with flags, labels, next observations and states, where the storage takes them."""
+    num_envs = storage.num_envs
+    for step in range(first, first + count):
+        done = torch.tensor([(step + env) % 3 == 0 for env in range(num_envs)])
+        transition = make_transition(step, num_envs, 1, done, time_outs=done, bootstrap_values=torch.ones(num_envs))
+        if isinstance(storage, ActionLabelRollout):
+            transition.action_labels = torch.full((num_envs, ACTIONS), float(step))
+        if isinstance(storage, SarsaRolloutStorage):
+            transition.next_observations = transition.observations + 1.5
+            transition.next_critic_observations = transition.critic_observations + 1.5
+        if hidden:
+            transition.hidden_states = HiddenStates(torch.full((2, num_envs, 3), float(step)), None)
+        storage.add_transitions(transition)
+        if isinstance(storage, QueueRolloutStorage) and storage.step % 4 == 0:
+            storage.clear()
+
+
+def make(kind, state):
+    cls, options = KINDS[kind]
+    storage = make_storage(3, 4, cls, **options)
+    count = {"empty": 0, "part": 2, "full": 4, "wrapped": 9}[state]
+    if state == "wrapped" and not isinstance(storage, QueueRolloutStorage):
+        advance(storage, 0, 4)
+        storage.clear()
+        count = 3
+    advance(storage, 0, count, hidden=kind in ("plain", "queue") and state != "wrapped")
+    return storage
+
+
+def batches_of(storage):
+    storage.compute_returns(torch.zeros(3), 0.9, 0.9, allow_partial=True)
+    flat = [x for batch in storage.mini_batch_generator(2, 2) for x in batch if isinstance(x, torch.Tensor)]
+    return flat + [batch.masks for batch in storage.recurrent_mini_batch_generator(3, 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", ["empty", "part", "full", "wrapped"])
+@pytest.mark.parametrize("way", ["state_dict", "save"])
+def test_a_loaded_storage_goes_on_exactly_like_the_saved_one(tmp_path, kind, state, way):
+    storage = make(kind, state)
+    before = everything(storage)
+    if way == "save":
+        storage.save(tmp_path / "kept")
+        loaded = type(storage).load(tmp_path / "kept")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
+    else:
+        cls, options = KINDS[kind]
+        loaded = make_storage(3, 4, cls, **{**options, "generator": 99})
+        loaded.load_state_dict(storage.state_dict())
+    assert_same(before, everything(storage))
+    assert_same(before, everything(loaded))
+    if state == "empty":
+        return
+    for x, y in zip(batches_of(storage), batches_of(loaded), strict=True):
+        assert torch.equal(x, y)
+    if kind == "queue":
+        room = storage.num_transitions_per_env - storage.step
+        for either in (storage, loaded):
+            advance(either, 20, min(2, room), hidden=state != "wrapped")
+        assert_same(everything(storage), everything(loaded))
+
+
+def test_a_state_dict_shares_no_memory():
+    storage = make("plain", "part")
+    state = storage.state_dict()
+    storage.observations.fill_(-1)
+    assert not (state["tensors"]["observations"] == -1).any()
+
+
+def test_states_keep_their_structure_and_nested_observations_their_dtypes(tmp_path):
+    shape = {"image": ((2, 2), "uint8"), "deep": {"half": ((3,), "bfloat16"), "id": ((), "int64")}}
+    storage = RolloutStorage(2, 3, shape, None, (2,), generator=0)
+    for step in range(3):
+        observations = {
+            "image": torch.full((2, 2, 2), step, dtype=torch.uint8),
+            "deep": {"half": torch.full((2, 3), step + 0.5).bfloat16(), "id": torch.tensor([step, step + 1])},
+        }
+        hidden = (None, (torch.ones(1, 2, 4), torch.zeros(3, 2, 5)))
+        transition = make_transition(step, 2, hidden_states=hidden, critic_observations=None)
+        storage.add_transitions(broken(transition, "observations", observations))
+    storage.save(tmp_path / "kept")
+    loaded = load_store(tmp_path / "kept")
+    assert type(loaded) is RolloutStorage and loaded.observations["deep"]["half"].dtype == torch.bfloat16
+    assert_same(everything(storage), everything(loaded))
+    actor, (first, second) = loaded.saved_hidden_states
+    assert actor is None and first.shape == (3, 1, 2, 4) and second.shape == (3, 3, 2, 5)
+    assert loaded.obs_shape["image"] == ((2, 2), "uint8")
+
+
+def test_a_state_of_another_class_or_of_other_arguments_is_refused(tmp_path):
+    storage = make("plain", "full")
+    before = everything(storage)
+    with pytest.raises(SchemaError, match="expected one of RolloutStorage, got one of QueueRolloutStorage"):
+        storage.load_state_dict(make("queue", "part").state_dict())
+    with pytest.raises(SchemaError, match="expected one with num_envs=3, got 4"):
+        storage.load_state_dict(make_storage(4, 4).state_dict())
+    state = make("plain", "full").state_dict()
+    state["tensors"]["actions"] = state["tensors"]["actions"][:2]
+    with pytest.raises(SchemaError, match=r"with 'actions': expected float32 \[4, 3, 2\]"):
+        storage.load_state_dict(state)
+    assert_same(before, everything(storage))
+    storage.save(tmp_path / "kept")
+    with pytest.raises(ForeignFileError, match="'RolloutStorage'"):
+        QueueRolloutStorage.load(tmp_path / "kept")
+
+
+def test_saving_again_replaces_and_a_failed_save_keeps_the_old_one(tmp_path, monkeypatch):
+    make("plain", "part").save(tmp_path / "kept")
+    newer = make("plain", "full")
+    newer.save(tmp_path / "kept")
+    assert RolloutStorage.load(tmp_path / "kept").step == 4
+
+    def no_space(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshots, "_sync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        make("plain", "part").save(tmp_path / "kept")
+    assert RolloutStorage.load(tmp_path / "kept").step == 4 and [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_crash_between_the_two_renames_loses_nothing(tmp_path):
+    make("plain", "full").save(tmp_path / "kept")
+    os.rename(tmp_path / "kept", tmp_path / ".kept.previous")
+    assert RolloutStorage.load(tmp_path / "kept").step == 4
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_each_flipped_bit_and_each_truncation_of_the_columns_is_reported(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("damage") / "kept"
+    make("plain", "full").save(folder)
+    path = folder / snapshots.COLUMNS
+    content = bytearray(path.read_bytes())
+    whole = RolloutStorage.load(folder)
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    try:
+        loaded = RolloutStorage.load(folder)
+    except DataFileError:
+        return
+    assert_same(everything(whole), everything(loaded))  # the bit stood where no data does
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"format": "other"}, ForeignFileError),
+        ({"version": 99}, ForeignFileError),
+        ({"class": "Unknown"}, ForeignFileError),
+        ({"columns": None}, CorruptFileError),
+    ],
+)
+def test_a_changed_config_is_reported(tmp_path, change, error):
+    make("plain", "full").save(tmp_path / "kept")
+    path = tmp_path / "kept" / snapshots.CONFIG
+    config = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    with pytest.raises(error):
+        RolloutStorage.load(tmp_path / "kept")
+
+
+def test_missing_and_foreign_folders_give_one_clear_error(tmp_path):
+    with pytest.raises(DataFileError) as caught:
+        RolloutStorage.load(tmp_path / "none")
+    assert str(caught.value).endswith("expected a folder with config.json, got none.")
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(CorruptFileError):
+        load_store(tmp_path)
+    make("plain", "full").save(tmp_path / "kept")
+    (tmp_path / "kept" / snapshots.COLUMNS).unlink()
+    with pytest.raises(DataFileError, match=r"the file columns\.hdf5"):
+        load_store(tmp_path / "kept")
+
+
+def test_i18_every_storage_has_the_attributes_that_its_methods_read(tmp_path):
+    for cls in (RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage, ActionLabelRollout):
+        storage = make_storage(2, 2, cls)
+        for name in storage._table.columns:
+            getattr(storage, name)
+        storage.save(tmp_path / cls.__name__)
+        assert type(load_store(tmp_path / cls.__name__)) is cls
+    ReplayBuffer(3, 4).save(tmp_path / "replay")
+    assert type(load_store(tmp_path / "replay", device="cpu")) is ReplayBuffer
