@@ -23,7 +23,7 @@ import numpy as np
 from storage.errors import CorruptFileError, UsageError
 from storage.fields import Schema
 
-from .block_header import DATA, FORMAT_NAME, FORMAT_VERSION, BlockHeader, layouts_of, read_header, table_crc
+from .block_header import ABOUT, DATA, FORMAT_NAME, FORMAT_VERSION, BlockHeader, header_crc, layouts_of, read_header
 
 #: Rows start at a multiple of this, so that files can be mapped side by side.
 DATA_ALIGNMENT = 4096
@@ -214,11 +214,10 @@ def _write_header(path: Path, content: BlockContent) -> dict[str, int]:
     ) as file:
         file.attrs["format"] = FORMAT_NAME
         file.attrs["version"] = FORMAT_VERSION
-        file.attrs["writer"] = content.writer
-        file.attrs["sequence"] = content.sequence
-        file.attrs["created_ns"] = time.time_ns()
-        file.attrs["schema"] = text
-        file.attrs["tables_crc"] = table_crc(content.fragments, content.reward_sums)
+        about = (text, content.writer, content.sequence, time.time_ns())
+        for name, value in zip(ABOUT, about, strict=True):
+            file.attrs[name] = value
+        file.attrs["header_crc"] = header_crc(content.fragments, content.reward_sums, about)
         file.create_dataset("fragments", data=content.fragments)
         file.create_dataset("reward_sums", data=content.reward_sums)
         for table, layout in layouts_of(content.schema).items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,13 +18,15 @@ from typing import Any
 import h5py
 import numpy as np
 
-from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 from storage.fields import Schema
 
 from .layout import RowLayout
 
 FORMAT_NAME = "rollout-data"
 FORMAT_VERSION = 1
+#: Attributes under the header's checksum, in this order.
+ABOUT = ("schema", "writer", "sequence", "created_ns")
 #: The two tables of rows in a block.
 DATA, FINAL = "data", "final"
 #: Flags of a fragment.
@@ -130,9 +132,10 @@ def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
     return CorruptFileError("read the block", repr(str(path)), expected, got, advice)
 
 
-def table_crc(fragments: np.ndarray, reward_sums: np.ndarray) -> int:
-    """CRC-32 of the fragment table and the reward sums."""
-    return zlib.crc32(reward_sums.tobytes(), zlib.crc32(fragments.tobytes()))
+def header_crc(fragments: np.ndarray, reward_sums: np.ndarray, about: Iterable[object]) -> int:
+    """CRC-32 of the fragment table, the reward sums and the attributes in `ABOUT`."""
+    crc = zlib.crc32(reward_sums.tobytes(), zlib.crc32(fragments.tobytes()))
+    return zlib.crc32("\n".join(map(str, about)).encode(), crc)
 
 
 def read_header(path: Path) -> BlockHeader:
@@ -149,12 +152,14 @@ def read_header(path: Path) -> BlockHeader:
     try:
         with h5py.File(path, "r", locking=False) as file:
             return _read_open_file(path, file, file_bytes)
-    except (RolloutDataError, FileNotFoundError, PermissionError, MemoryError):
+    except (DataFileError, FileNotFoundError, PermissionError, MemoryError):
         raise
     except OSError as cause:
         if "signature not found" in str(cause):
             raise ForeignFileError("read the block", repr(str(path)), "an HDF5 file", "another format") from cause
         raise corrupt(path, "an intact HDF5 file", str(cause).split("\n")[0]) from cause
+    except RolloutDataError as cause:  # a schema that cannot be is the file's fault here, not the caller's
+        raise corrupt(path, "an intact schema", str(cause)) from cause
     except (KeyError, ValueError, TypeError, RuntimeError, AttributeError, OverflowError, RecursionError) as cause:
         raise corrupt(path, "an intact header", f"{type(cause).__name__}: {cause}") from cause
 
@@ -181,8 +186,14 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
     if fragments.dtype != FRAGMENT_DTYPE:
         raise corrupt(path, f"fragments of {FRAGMENT_DTYPE}", str(fragments.dtype))
     reward_sums = _read_table(path, file, "reward_sums", file_bytes)
-    if (crc := table_crc(fragments, reward_sums)) != int(attributes["tables_crc"]):
-        raise corrupt(path, f"table checksum {int(attributes['tables_crc']):08x}", f"{crc:08x}")
+    if fragments.ndim != 1 or reward_sums.ndim != 2 or len(reward_sums) != len(fragments):
+        raise corrupt(path, "reward sums for each fragment", f"shapes {fragments.shape} and {reward_sums.shape}")
+    about = [attributes[name] for name in ABOUT]
+    if (crc := header_crc(fragments, reward_sums, about)) != int(attributes["header_crc"]):
+        raise corrupt(path, f"header checksum {int(attributes['header_crc']):08x}", f"{crc:08x}")
+    writer, sequence = attributes["writer"], int(attributes["sequence"])
+    if not isinstance(writer, str) or sequence < 0:
+        raise corrupt(path, "a writer's name and a sequence number", f"{writer!r} and {sequence}")
     locations, checksums = {}, {}
     for table, layout in layouts_of(schema).items():
         locations[table] = {
@@ -195,8 +206,8 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
     header = BlockHeader(
         path=path,
         schema=schema,
-        writer=str(attributes["writer"]),
-        sequence=int(attributes["sequence"]),
+        writer=writer,
+        sequence=sequence,
         created_ns=int(attributes["created_ns"]),
         fragments=fragments,
         reward_sums=reward_sums,
