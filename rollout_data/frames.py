@@ -7,6 +7,7 @@ from their runs.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -184,11 +185,12 @@ class MappedFrames(FrameStore):
         self.files = files
         self._first_rows = files.first_rows(index.blocks)
         self._advisers: ThreadPoolExecutor | None = None
+        self._advisers_pid = 0
 
     def will_need(self, runs: Runs) -> None:
-        if self._advisers is None:
+        if self._advisers is None or self._advisers_pid != os.getpid():  # a fork leaves the threads behind
             # Asking takes the kernel about 0.1 ms for 256 KiB that are not in memory: more threads, more in flight.
-            self._advisers = ThreadPoolExecutor(_NUM_ADVISERS, "read-ahead")
+            self._advisers, self._advisers_pid = ThreadPoolExecutor(_NUM_ADVISERS, "read-ahead"), os.getpid()
         jobs = [
             self._advisers.submit(self._advise, place, Runs(*(column[first::_NUM_ADVISERS] for column in runs)))
             for place in self.files.places

@@ -225,3 +225,12 @@ def test_a_dataset_larger_than_memory_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout_data.frames._free_memory_bytes", lambda: 100)
     with pytest.raises(UsageError, match="Use cache='none'"):
         opened(tmp_path, cache="ram").reset()
+
+
+def test_workers_forked_from_a_process_that_reads_ahead_read_ahead_themselves(tmp_path, monkeypatch):
+    record(tmp_path, [9] * 6)
+    monkeypatch.setattr("rollout_data.arena.Arena.is_resident", lambda arena, row: False)
+    dataset = opened(tmp_path, num_transitions_per_env=4)
+    dataset.get_batch(4)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert sum(len(frames_of(batch)) for batch in loader) == 54
