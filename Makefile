@@ -15,7 +15,7 @@ help:
 	@echo "make test    all tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks against the limit and the installable peers (NAMES='playback record' for some)"
-	@echo "make soak    write and read at once for SOAK_S=$(SOAK_S) seconds, memory watched"
+	@echo "make soak    the long tests: kill -9, flipped bits, recording while playing for SOAK_S=$(SOAK_S) seconds"
 	@echo "make fuzz    the property tests with many more examples"
 	@echo "make clean   remove the environments and everything generated"
 

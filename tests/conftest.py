@@ -4,14 +4,23 @@ import pytest
 import torch
 from hypothesis import settings
 
+#: `make fuzz` draws so many times as many examples as a test asks for.
+FUZZ_FACTOR = 20
+#: Where hypothesis keeps what `@settings` asked for; a test that did not ask follows the profile.
+ASKED = "_hypothesis_internal_use_settings"
+
 settings.register_profile("default", deadline=None, derandomize=True)
-settings.register_profile("fuzz", deadline=None, max_examples=2000)
+settings.register_profile("fuzz", deadline=None, max_examples=100 * FUZZ_FACTOR)
 settings.load_profile("default")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_fuzz = config.getoption("--hypothesis-profile") == "fuzz"
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        asked = getattr(getattr(item, "obj", None), ASKED, None)
+        if is_fuzz and asked is not None:
+            # A method's attributes are its function's.
+            test = getattr(item.obj, "__func__", item.obj)
+            setattr(test, ASKED, settings(asked, max_examples=FUZZ_FACTOR * asked.max_examples, derandomize=False))

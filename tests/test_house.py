@@ -6,6 +6,7 @@ A new file is added in one place: its line in `HOUSE`, below everything that it 
 from __future__ import annotations
 
 import ast
+import configparser
 import importlib
 import re
 import subprocess
@@ -25,24 +26,34 @@ HOUSE = {
         "tree",
         "fields",
         "buffer_pool",
+        "row_layout",
+        "records",
+        "prefix_sum",
         "ring",
         "windows",
+        "final_rows",
+        "stream_order",
         "sum_tree",
         "returns",
         "padding",
         "samplers",
+        "priorities",
         "codecs",
         "background",
+        "column_files",
         "snapshot",
+        "buffer_files",
         "transition",
         "columns",
         "column_table",
         "hidden_states",
         "mini_batches",
+        "adapters/",
         "rollout_storage",
         "queue_rollout_storage",
         "sarsa_rollout_storage",
         "replay_buffer",
+        "transitions",
         "dict_buffer",
         "trajectory_buffer",
         "z_buffer",
@@ -88,6 +99,9 @@ HOUSE = {
         "writer",
         "gym_adapter",
         "recording",
+        "retention",
+        "repair",
+        "packing",
         "trajectory_replay_buffer",
         "expert",
         "cli/",
@@ -332,3 +346,21 @@ def test_the_repository_names_no_machine() -> None:
             lines = path.read_text(encoding="utf-8").splitlines()
             found += [f"{name}:{number}: {line}" for number, line in enumerate(lines, 1) if own.search(line)]
     assert found == []
+
+
+def test_the_project_declares_its_extras_and_ships_its_types() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert set(config["options.extras_require"]) == {"demo", "test", "bench", "formats", "ray", "plot"}
+    names = {re.split(r"[\[<>=]", line)[0] for line in config["options"]["install_requires"].split()}
+    assert names == CORE_DEPENDENCIES
+    assert config["options"]["python_requires"] == ">=3.10"
+    for floor in FLOORS:
+        assert (ROOT / floor / "py.typed").exists()
+        assert "py.typed" in config["options.package_data"][floor]
+
+
+def test_every_pin_is_exact_and_names_no_local_build() -> None:
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert "torch==2.13.0" in pins
+    assert [pin for pin in pins if not re.fullmatch(r'[\w.-]+==[\w.]+( ; python_version [<>=]+ "3\.11")?', pin)] == []
