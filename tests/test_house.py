@@ -48,7 +48,6 @@ HOUSE = {
         "column_table",
         "hidden_states",
         "mini_batches",
-        "adapters/",
         "rollout_storage",
         "queue_rollout_storage",
         "sarsa_rollout_storage",
@@ -64,6 +63,7 @@ HOUSE = {
         "prefetch",
         "compressed",
         "remote",
+        "adapters/",
     ],
     "rollout_data": [
         "layout",
