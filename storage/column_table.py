@@ -69,9 +69,9 @@ class ColumnTable:
         self._rows = None
 
     def view(self, name: str, stop: int | None = None) -> Any:
-        """Give a column's tensor, a nested dict of them, or None; they share memory with the table."""
-        column = self.columns[name]
-        found = {field.name: self.tensors[field.name][:stop] for field in column.fields if field.name in self.tensors}
+        """Give a column's tensor, a nested dict of them, or None if it is not kept; shared memory."""
+        fields = self.columns[name].fields if name in self.columns else ()
+        found = {field.name: self.tensors[field.name][:stop] for field in fields if field.name in self.tensors}
         if not found:
             return None
         return found[name] if name in found else unflatten(found)[name]
@@ -137,6 +137,21 @@ class ColumnTable:
                 _check(wanted, value)
                 found[wanted.field.name] = value.view(wanted.shapes[0])
         return found
+
+    def assign(self, name: str, value: Any) -> None:
+        """Copy `[T, B, *shape]` (or a nested dict of such) over a whole column; its tensors stay the same."""
+        action = f"assign to {name!r}"
+        targets = {field.name: self.tensors.get(field.name) for field in self.columns[name].fields}
+        given = flatten({name: value})
+        check_same_names(targets, given, action)
+        for key, target in targets.items():
+            shape = list(target.shape) if target is not None else "nothing, it is not kept yet"
+            if target is None or tuple(given[key].shape) != tuple(target.shape):
+                raise SchemaError(action, "", f"shape {shape}", str(list(given[key].shape)))
+        with torch.no_grad():
+            for key, target in targets.items():
+                assert target is not None
+                target.copy_(given[key])
 
     def substitute(self, name: str, tensor: torch.Tensor) -> None:
         """Use another tensor of the same shape and dtype for a field; memory of the caller's choice."""

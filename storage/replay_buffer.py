@@ -46,7 +46,7 @@ class ReplayBuffer(Snapshotted):
         self.obs_dim = (obs_dim,) if isinstance(obs_dim, int) else tuple(obs_dim)
         self.buffer_size = buffer_size
         self.device = torch.device(device)
-        self.generator = make_generator(generator)
+        self.rng = make_generator(generator)
         self.states = torch.zeros(buffer_size, *self.obs_dim, device=self.device)
         self.next_states = torch.zeros(buffer_size, *self.obs_dim, device=self.device)
         self.step = 0
@@ -101,7 +101,7 @@ class ReplayBuffer(Snapshotted):
     @torch.no_grad()
     def _draw(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self._lock:
-            index = torch.randint(self.num_samples, (size,), generator=self.generator, device=self.generator.device)
+            index = torch.randint(self.num_samples, (size,), generator=self.rng, device=self.rng.device)
             columns = {"states": self.states, "next_states": self.next_states}
             # Nothing is packed: that would copy the whole buffer for one sample.
             found = RowGather(columns, self._pool, wide_row_bytes=0).gather(index.to(self.device))
@@ -113,11 +113,11 @@ class ReplayBuffer(Snapshotted):
             numbers = {"step": self.step, "num_samples": self.num_samples}
             held = slice(0, self.num_samples)
             tensors = {"states": self.states[held], "next_states": self.next_states[held]}
-            return State(arguments, numbers, {**tensors, "rng": self.generator.get_state()})
+            return State(arguments, numbers, {**tensors, "rng": self.rng.get_state()})
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
-            self.generator.set_state(tensors["rng"])
+            self.rng.set_state(tensors["rng"])
             self.step, self.num_samples = numbers["step"], numbers["num_samples"]
             for kept, name in ((self.states, "states"), (self.next_states, "next_states")):
                 kept[: self.num_samples] = tensors[name]

@@ -93,7 +93,7 @@ class RolloutStorage(Snapshotted):
         self.actions_shape = actions_shape
         self.num_rewards = num_rewards
         self.device = torch.device(device)
-        self.generator = make_generator(generator)
+        self.rng = make_generator(generator)
         self.step = 0
         self._lock = threading.RLock()
         self._pool = BufferPool()
@@ -115,6 +115,14 @@ class RolloutStorage(Snapshotted):
         if table is not None and name in table.columns:
             return table.view(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `storage.returns = x` writes into the column, as `storage.returns[:] = x` does; it never hides it.
+        table = self.__dict__.get("_table")
+        if table is not None and name in table.columns:
+            table.assign(name, value)
+        else:
+            super().__setattr__(name, value)
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -270,7 +278,7 @@ class RolloutStorage(Snapshotted):
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
             gather = RowGather(columns, self._pool, WIDE_ROW_BYTES_ONCE if once else WIDE_ROW_BYTES)
-        batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.generator, self.device, once)
+        batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.rng, self.device, once)
         while True:
             with self._lock, torch.no_grad():
                 batch = next(batches, None)
@@ -338,7 +346,7 @@ class RolloutStorage(Snapshotted):
                 "num_partial_rows": self._num_partial_rows,
                 "states": structure.layout if structure else None,
             }
-            tensors = {**self._table.tensors, "rng": self.generator.get_state()}
+            tensors = {**self._table.tensors, "rng": self.rng.get_state()}
             return State(self._arguments(), numbers, tensors)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -346,7 +354,7 @@ class RolloutStorage(Snapshotted):
             kept = {name: x for name, x in tensors.items() if name in self._table.schema or self._states.owns(name)}
             self._table.replace(kept, numbers["num_rows"])
             self._states.structure = StateStructure(numbers["states"]) if numbers["states"] is not None else None
-            self.generator.set_state(tensors["rng"])
+            self.rng.set_state(tensors["rng"])
             self.step, self._num_partial_rows = numbers["step"], numbers["num_partial_rows"]
 
     # -- checks ----------------------------------------------------------------------------

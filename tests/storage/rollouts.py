@@ -48,7 +48,7 @@ def everything(storage: Any) -> dict[str, Any]:
     """Copy all that a storage holds, to compare before and after."""
     held = {name: tensor.clone() for name, tensor in storage._table.tensors.items()}
     numbers = {k: v for k, v in vars(storage).items() if isinstance(v, (int, float, bool, str))}
-    return {**held, **numbers, "rng": storage.generator.get_state().clone()}
+    return {**held, **numbers, "rng": storage.rng.get_state().clone()}
 
 
 def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -1,0 +1,237 @@
+"""Our rollout storage behind the interface that rsl-rl-lib 5 expects of its own.
+
+One rule: nothing is stored or cut here; names and forms are translated. rsl_rl gives and expects
+`TensorDict` observations, any number of distribution parameters, and mini-batches as objects.
+Its package is not imported; `tensordict`, which it needs, only when a storage is made.
+
+    from storage.adapters.rsl_rl import RslRlStorage
+    algorithm = PPO(actor, critic, RslRlStorage("rl", num_envs, num_steps, obs, (num_actions,)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..column_table import ColumnTable
+from ..columns import Column
+from ..errors import UsageError, nearest
+from ..fields import Field, dtype_name
+from ..hidden_states import SavedStates
+from ..mini_batches import WIDE_ROW_BYTES_ONCE, RowGather, batch_bounds, check_counts
+from ..rollout_storage import RolloutStorage
+
+#: Training type -> the columns of `RolloutStorage` that it uses; what else it needs is added below.
+_COLUMNS = {
+    "rl": ("observations", "actions", "rewards", "dones", "values", "actions_log_prob", "returns", "advantages"),
+    "distillation": ("observations", "actions", "rewards", "dones"),
+}
+_PARAMETERS = "distribution_params"
+
+
+@dataclass
+class Batch:
+    """What the generators yield; fields that a training type has not are None."""
+
+    observations: Any = None
+    actions: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    old_actions_log_prob: torch.Tensor | None = None
+    old_distribution_params: tuple[torch.Tensor, ...] | None = None
+    hidden_states: tuple[Any, Any] = (None, None)
+    masks: torch.Tensor | None = None
+    privileged_actions: torch.Tensor | None = None
+    dones: torch.Tensor | None = None
+
+
+@dataclass
+class Transition:
+    """What one step of all envs brings."""
+
+    observations: Any = None
+    actions: torch.Tensor | None = None
+    rewards: torch.Tensor | None = None
+    dones: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    actions_log_prob: torch.Tensor | None = None
+    distribution_params: tuple[torch.Tensor, ...] | None = None
+    privileged_actions: torch.Tensor | None = None
+    hidden_states: tuple[Any, Any] = field(default=(None, None))
+
+    def clear(self) -> None:
+        """Reset every field."""
+        self.__dict__.update(vars(type(self)()))
+
+
+class RslRlStorage(RolloutStorage):
+    """A rollout storage for the algorithms of rsl_rl.
+
+    Args:
+        training_type: "rl" or "distillation".
+        num_envs: B.
+        num_transitions_per_env: T.
+        obs: `TensorDict` or nested dict of `[B, ...]`, an example of the observations.
+        actions_shape: Shape of one action.
+        device: Where everything is kept.
+        compat: True: mini-batches as rsl_rl's own storage makes them, one permutation per update
+            drawn from torch's default generator, remainders left out; equal seeds give equal losses.
+            False: a new permutation per epoch from `generator`, no env left out.
+        generator: As for `RolloutStorage`.
+    """
+
+    Transition: type[Any] = Transition
+    Batch: type[Any] = Batch
+
+    def __init__(
+        self,
+        training_type: str,
+        num_envs: int,
+        num_transitions_per_env: int,
+        obs: Any,
+        actions_shape: tuple[int, ...] | list[int],
+        device: torch.device | str = "cpu",
+        *,
+        compat: bool = True,
+        generator: torch.Generator | int | None = 0,
+    ) -> None:
+        if training_type not in _COLUMNS:
+            raise UsageError(
+                "create a storage", "", f"training_type {nearest(training_type, _COLUMNS)}", repr(training_type)
+            )
+        self.training_type = training_type
+        self.compat = compat
+        self._parameters: tuple[Field, ...] = ()
+        shape = _shapes(obs)
+        super().__init__(num_envs, num_transitions_per_env, shape, None, actions_shape, 1, device, generator=generator)
+
+    def declare_columns(self) -> list[Column]:
+        """Declare what the training type uses; the distribution's parameters once they are known."""
+        columns = [column for column in super().declare_columns() if column.name in _COLUMNS[self.training_type]]
+        if self.training_type == "distillation":
+            name = "privileged_actions"
+            labels = Field(name, tuple(self.actions_shape))  # type: ignore[arg-type]
+            return [*columns, Column(name, (labels,), name, name)]
+        return [*columns, Column(_PARAMETERS, self._parameters, _PARAMETERS, f"old_{_PARAMETERS}")]
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name == "observations":
+            return _tensordict(found, [self.num_transitions_per_env, self.num_envs])
+        return tuple(found.values()) if name == _PARAMETERS and found is not None else found
+
+    def add_transition(self, transition: Any) -> None:
+        """Copy one step; rsl_rl's transitions and ours are both taken.
+
+        Raises:
+            RolloutOverflowError, SchemaError: As for `RolloutStorage`.
+        """
+        with self._lock:
+            given = {name: value for name, value in vars(transition).items() if value is not None}
+            given["observations"] = _plain(given.get("observations"))
+            parameters = given.pop(_PARAMETERS, None)
+            if parameters is not None and self.training_type == "rl":
+                if not self._parameters:
+                    self._declare_parameters(parameters)
+                given[_PARAMETERS] = {str(i): x for i, x in enumerate(parameters)}
+            given.setdefault("hidden_states", None)
+            self.add_transitions(SimpleNamespace(**given))  # type: ignore[arg-type]
+
+    def generator(self) -> Iterator[Any]:
+        """Yield the steps one after another, for distillation."""
+        if self.training_type != "distillation":
+            raise UsageError("generate steps", "", "training_type 'distillation'", repr(self.training_type))
+        return self._steps()
+
+    def mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8, **options: Any) -> Iterator[Any]:
+        """Yield shuffled mini-batches of rows; see `RolloutStorage`."""
+        self._check_rl()
+        if not self.compat:
+            return super().mini_batch_generator(num_mini_batches, num_epochs, **options)
+        num_rows = self._num_rows_for("generate mini-batches", allow_partial=False) * self.num_envs
+        check_counts(num_mini_batches, num_epochs, num_rows, "row")
+        return self._compatible(batch_bounds(num_rows, num_mini_batches, drop_last=True), num_epochs)
+
+    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[Any]:
+        """Yield mini-batches of whole envs, padded; see `RolloutStorage`."""
+        self._check_rl()
+        if not self.compat:
+            return super().recurrent_mini_batch_generator(num_mini_batches, num_epochs)
+        rows = self._num_rows_for("generate mini-batches", allow_partial=False)
+        check_counts(num_mini_batches, num_epochs, self.num_envs, "env")
+        return self._env_batches(rows, batch_bounds(self.num_envs, num_mini_batches, drop_last=True), num_epochs)
+
+    def _check_rl(self) -> None:
+        if self.training_type != "rl":
+            raise UsageError("generate mini-batches", "", "training_type 'rl'", repr(self.training_type))
+
+    def _steps(self) -> Iterator[Any]:
+        for step in range(self.num_transitions_per_env):
+            observations = self.observations[step].clone()
+            yield self.Batch(
+                observations=observations,
+                privileged_actions=self.privileged_actions[step].clone(),
+                dones=self.dones[step].clone(),
+            )
+
+    def _compatible(self, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
+        # One permutation for all epochs: one shuffled copy, of which every batch is a view.
+        with torch.no_grad():
+            order = torch.randperm(bounds[-1][1], device=self.device)
+            columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(self.step)}
+            shuffled = RowGather(columns, self._pool, WIDE_ROW_BYTES_ONCE).gather(order)
+        for _ in range(num_epochs):
+            for start, stop in bounds:
+                yield self._to_mini_batch({name: x[start:stop] for name, x in shuffled.items()})
+
+    def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
+        made: dict[str, Any] = {"obs": {}, f"old_{_PARAMETERS}": []}
+        for name, x in batch.items():
+            first, _, path = name.partition("/")
+            if first == "obs":
+                made["obs"][tuple(path.split("/"))] = x
+            elif path:
+                made[first].append(x)
+            else:
+                made[first] = x
+        masks = more.get("masks")
+        size = [len(made["actions"])] if masks is None else list(masks.shape)
+        observations = _tensordict({}, size)
+        for path, x in made.pop("obs").items():
+            observations[path if len(path) > 1 else path[0]] = x
+        parameters = tuple(made.pop(f"old_{_PARAMETERS}"))
+        states = more.get("hidden_states") or (None, None)
+        return self.Batch(
+            **made, observations=observations, old_distribution_params=parameters, hidden_states=states, masks=masks
+        )
+
+    def _declare_parameters(self, parameters: tuple[torch.Tensor, ...]) -> None:
+        """Take the number and shapes of the distribution's parameters from the first transition."""
+        self._parameters = tuple(
+            Field(f"{_PARAMETERS}/{i}", tuple(x.shape[1:]), dtype_name(x.dtype)) for i, x in enumerate(parameters)
+        )
+        self._table = ColumnTable(self.declare_columns(), self.num_transitions_per_env, self.num_envs, self.device)
+        self._states = SavedStates(self._table)
+
+
+def _plain(observations: Any) -> Any:
+    """Turn a `TensorDict` into a nested dict; the tensors are not copied."""
+    return observations.to_dict() if hasattr(observations, "to_dict") else observations
+
+
+def _shapes(observations: Any) -> dict[str, Any]:
+    return {
+        key: _shapes(x) if isinstance(x, Mapping) else (tuple(x.shape[1:]), dtype_name(x.dtype))
+        for key, x in _plain(observations).items()
+    }
+
+
+def _tensordict(tree: Mapping[str, Any], size: list[int]) -> Any:
+    from tensordict import TensorDict
+
+    return TensorDict(dict(tree), batch_size=size)

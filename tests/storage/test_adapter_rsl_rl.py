@@ -1,0 +1,172 @@
+"""The adapter for rsl_rl: its own algorithms run on our storage and see the same numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from storage import RolloutOverflowError, SchemaError, UsageError
+
+pytest.importorskip("tensordict", exc_type=ImportError)
+algorithms = pytest.importorskip("rsl_rl.algorithms", exc_type=ImportError)
+models = pytest.importorskip("rsl_rl.models", exc_type=ImportError)
+theirs = pytest.importorskip("rsl_rl.storage", exc_type=ImportError)
+
+from tensordict import TensorDict  # noqa: E402
+
+from storage.adapters.rsl_rl import RslRlStorage  # noqa: E402
+
+ENVS, STEPS, ACTIONS = 8, 12, 3
+GROUPS = {"actor": ["policy"], "critic": ["policy", "privileged"], "student": ["policy"], "teacher": ["privileged"]}
+GAUSSIAN = {"class_name": "GaussianDistribution", "init_std": 1.0, "std_type": "scalar"}
+
+
+def observe(generator):
+    return TensorDict(
+        {
+            "policy": torch.randn(ENVS, 5, generator=generator),
+            "privileged": torch.randn(ENVS, 7, generator=generator),
+        },
+        batch_size=[ENVS],
+    )
+
+
+def network(kind, which, out, noisy):
+    """A small model of rsl_rl, feed-forward or recurrent."""
+    options = {"hidden_dims": [16], "distribution_cfg": dict(GAUSSIAN) if noisy else None}
+    example = observe(torch.Generator())
+    if kind == "mlp":
+        return models.MLPModel(example, GROUPS, which, out, **options)
+    return models.RNNModel(example, GROUPS, which, out, **options, rnn_type=kind, rnn_hidden_dim=6)
+
+
+def learn(storage, kind, build, num_updates=10):
+    """Run an algorithm of theirs on a storage; give the losses of every update."""
+    torch.manual_seed(3)
+    algorithm = build(kind, storage)
+    algorithm.train_mode()
+    generator, losses = torch.Generator().manual_seed(4), []
+    obs = observe(generator)
+    for _ in range(num_updates):
+        with torch.inference_mode():
+            for _ in range(STEPS):
+                actions = algorithm.act(obs)
+                obs = observe(generator)
+                rewards = -actions.pow(2).sum(-1) + torch.randn(ENVS, generator=generator)
+                dones = torch.rand(ENVS, generator=generator) < 0.15
+                cut = dones & (torch.rand(ENVS, generator=generator) < 0.5)
+                algorithm.process_env_step(obs, rewards, dones, {"time_outs": cut.float()})
+            algorithm.compute_returns(obs)
+        losses.append(algorithm.update())
+    return losses
+
+
+def ppo(kind, storage):
+    return algorithms.PPO(
+        network(kind, "actor", ACTIONS, True),
+        network(kind, "critic", 1, False),
+        storage,
+        num_mini_batches=4,
+        num_learning_epochs=2,
+    )
+
+
+def distillation(kind, storage):
+    student, teacher = network(kind, "student", ACTIONS, False), network("mlp", "teacher", ACTIONS, False)
+    return algorithms.Distillation(student, teacher, storage, gradient_length=4)
+
+
+def make(kind, training="rl", **options):
+    return kind(training, ENVS, STEPS, observe(torch.Generator()), (ACTIONS,), **options)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gru", "lstm"])
+@pytest.mark.parametrize("training, build", [("rl", ppo), ("distillation", distillation)])
+def test_losses_of_ten_updates_equal_those_on_their_own_storage(kind, training, build):
+    expected = learn(make(theirs.RolloutStorage, training), kind, build)
+    got = learn(make(RslRlStorage, training), kind, build)
+    assert len(got) == 10
+    for mine, other in zip(got, expected, strict=True):
+        assert mine.keys() == other.keys()
+        for name in other:
+            assert mine[name] == pytest.approx(other[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gru"])
+def test_without_compat_it_learns_too(kind):
+    losses = learn(make(RslRlStorage, compat=False), kind, ppo, num_updates=3)
+    assert all(torch.isfinite(torch.tensor(value)) for loss in losses for value in loss.values())
+
+
+def filled(**options):
+    storage = make(RslRlStorage, **options)
+    for step in range(STEPS):
+        transition = storage.Transition(
+            observations=TensorDict({"policy": rows(step, 5), "privileged": rows(step, 7)}, batch_size=[ENVS]),
+            actions=rows(step, ACTIONS),
+            rewards=rows(step),
+            dones=torch.zeros(ENVS),
+            values=rows(step, 1),
+            actions_log_prob=rows(step),
+            distribution_params=(rows(step, ACTIONS), rows(step, ACTIONS) + 0.5),
+        )
+        storage.add_transition(copy.copy(transition))
+    return storage
+
+
+def rows(step, *shape):
+    """Values of step + env / 100."""
+    x = step + torch.arange(ENVS) / 100
+    return x.reshape(-1, *([1] * len(shape))).expand(ENVS, *shape).clone()
+
+
+def test_every_field_of_a_row_belongs_together():
+    storage = filled()
+    storage.returns, storage.advantages = storage.values + 1, storage.values - 1
+    assert storage.observations.batch_size == torch.Size([STEPS, ENVS])
+    for batch in storage.mini_batch_generator(4, 2):
+        row = batch.values
+        assert batch.observations.batch_size == torch.Size([STEPS * ENVS // 4]) and batch.hidden_states == (None, None)
+        for x in (batch.actions, batch.observations["policy"], batch.observations["privileged"]):
+            assert torch.equal(x, row.expand_as(x))
+        mean, deviation = batch.old_distribution_params
+        assert torch.equal(mean + 0.5, deviation) and torch.equal(mean[:, :1], row)
+        torch.testing.assert_close(batch.returns - 1, batch.advantages + 1)
+
+
+def test_every_epoch_of_one_update_has_the_same_batches_and_every_row_once():
+    batches = [batch.values.flatten() for batch in filled().mini_batch_generator(4, 2)]
+    assert all(torch.equal(x, y) for x, y in zip(batches[:4], batches[4:], strict=True))
+    assert torch.equal(torch.cat(batches[:4]).sort().values, filled().values.flatten().sort().values)
+
+
+def test_steps_for_distillation_come_in_order():
+    storage = make(RslRlStorage, "distillation")
+    for step in range(STEPS):
+        observations = TensorDict({"policy": rows(step, 5), "privileged": rows(step, 7)}, batch_size=[ENVS])
+        labels = rows(step, ACTIONS) + 0.25
+        storage.add_transition(
+            storage.Transition(
+                observations, rows(step, ACTIONS), rows(step), torch.ones(ENVS), privileged_actions=labels
+            )
+        )
+    batches = list(storage.generator())
+    assert [int(batch.observations["policy"][0, 0]) for batch in batches] == list(range(STEPS))
+    assert torch.equal(batches[3].privileged_actions, rows(3, ACTIONS) + 0.25) and batches[0].dones.all()
+
+
+def test_wrong_calls_give_clear_errors():
+    storage = filled()
+    with pytest.raises(RolloutOverflowError):
+        storage.add_transition(storage.Transition())
+    with pytest.raises(UsageError, match=r"cannot generate steps: expected training_type 'distillation', got 'rl'\."):
+        storage.generator()
+    with pytest.raises(UsageError, match="training_type 'rl'"):
+        make(RslRlStorage, "distillation").mini_batch_generator(1, 1)
+    with pytest.raises(UsageError, match="training_type 'distillation', 'rl', got 'r1'"):
+        make(RslRlStorage, "r1")
+    storage.clear()
+    with pytest.raises(SchemaError, match="without the field 'privileged'"):
+        storage.add_transition(storage.Transition(observations=TensorDict({"policy": rows(0, 5)}, batch_size=[ENVS])))
