@@ -1,0 +1,98 @@
+"""Say what a data folder holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+
+from ..block_folder import BlockFolder
+from ..block_header import OPEN, TERMINATED, TRUNCATED
+from ..index import TrajectoryIndex
+from ..metadata import load_metadata
+from ..repair import check_is_folder
+
+#: How trajectories end: name -> flag.
+ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data_dir", help="the data folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    about = describe(options.data_dir)
+    if options.json:
+        print(json.dumps(about, indent=2, default=str))
+        return 0
+    for line in as_text(about):
+        print(line)
+    return 0
+
+
+def describe(data_dir: str) -> dict[str, Any]:
+    """Collect what `info` prints; reads headers only."""
+    path = check_is_folder(data_dir)
+    folder = BlockFolder(path)
+    folder.refresh()
+    blocks = list(folder.blocks.values())
+    index = TrajectoryIndex(blocks, folder.built)
+    metadata = load_metadata(path)
+    lengths = index.lengths
+    ends = {name: int(((index.flags & flag) > 0).sum()) for name, flag in ENDS.items()}
+    return {
+        "data_dir": str(path),
+        "num_blocks": len(blocks),
+        "num_bytes": sum(block.file_bytes for block in blocks),
+        "num_writers": len(index.writers),
+        "total_trajectories": len(index),
+        "total_timesteps": index.num_frames,
+        "ends": {**ends, "in_progress": int((~index.is_complete()).sum())},
+        "lengths": _lengths(lengths),
+        "with_final_observation": int((index.final_block >= 0).sum()),
+        "num_dropped": index.num_dropped,
+        "num_broken": index.num_broken,
+        "fields": metadata.schema.to_json() if metadata else [],
+        "metadata": dict(metadata.context) if metadata else {},
+        "problems": {name: str(problem) for name, problem in folder.problems.items()},
+    }
+
+
+def _lengths(lengths: np.ndarray) -> dict[str, float]:
+    if not len(lengths):
+        return {}
+    return {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())}
+
+
+def as_text(about: dict[str, Any]) -> list[str]:
+    """Lay `describe`'s answer out for people."""
+    ends = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in about["ends"].items() if count)
+    lines = [
+        f"{about['data_dir']}: {about['total_trajectories']:,} trajectories, {about['total_timesteps']:,} frames",
+        f"  in {about['num_blocks']:,} blocks of {about['num_writers']:,} writers, {about['num_bytes'] / 1e6:,.1f} MB",
+        f"  ends: {ends or 'none'}; {about['with_final_observation']:,} with a final observation",
+    ]
+    if about["lengths"]:
+        lines.append("  length: {min:,} to {max:,} frames, median {median:,.0f}".format(**about["lengths"]))
+    if about["num_dropped"] or about["num_broken"]:
+        lines.append(f"  left out: {about['num_dropped']:,} dropped, {about['num_broken']:,} with a missing part")
+    lines.append("  fields:")
+    width = max((len(field["name"]) for field in about["fields"]), default=0)
+    for field in about["fields"]:
+        codec = "" if field["codec"] == "raw" else f"  {field['codec']}"
+        lines.append(f"    {field['name']:<{width}}  {field['dtype']}{field['shape']}{codec}")
+    if about["metadata"]:
+        lines.append("  metadata:")
+        lines += [f"    {key}: {_short(value)}" for key, value in about["metadata"].items()]
+    if about["problems"]:
+        lines.append(f"  {len(about['problems'])} files left out; `rollout-data verify` says why:")
+        lines += [f"    {name}" for name in about["problems"]]
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

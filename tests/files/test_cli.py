@@ -1,0 +1,281 @@
+"""`rollout-data info | verify | pack`, and retention."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from rollout_data.block_folder import BlockFolder
+from rollout_data.block_header import DROPPED, read_header
+from rollout_data.cli import main
+from rollout_data.index import TrajectoryIndex
+from rollout_data.packing import pack_dataset
+from rollout_data.repair import check_folder
+from rollout_data.retention import apply_retention
+from rollout_data.writer import RolloutWriter
+from storage.errors import DataFileError, UsageError
+from tests.files.readback import blocks_of, end_of, trajectories_of
+
+N = 3
+
+
+def record(folder, num_steps=60, seed=0, **options):
+    rng = np.random.default_rng(seed)
+    with RolloutWriter(
+        folder, N, **{"block_bytes": 2000, "durable": False, "metadata": {"env": "walk"}, **options}
+    ) as writer:
+        for t in range(num_steps):
+            done = rng.random(N) < 0.1
+            code = np.arange(N) + 10.0 * t
+            writer.add(
+                observation={"a": np.stack([code, code], -1), "big": np.tile(code[:, None], 600)},
+                action=code.astype(np.float32),
+                reward=code.astype(np.float32)[:, None],
+                done=done,
+                timeout=done & (rng.random(N) < 0.5),
+                final_observation={"a": np.stack([-code, code], -1), "big": np.tile(code[:, None], 600)},
+                policy_version=t // 20,
+            )
+    return folder
+
+
+def in_order(folder):
+    """Trajectories as readers see them, in the order of completion, without their numbers."""
+    blocks = BlockFolder(folder)
+    blocks.refresh()
+    index = TrajectoryIndex(list(blocks.blocks.values()))
+    by_key = {(one.writer, one.number): one for one in trajectories_of(folder)}
+    keys = zip(index.writer.tolist(), index.number.tolist(), strict=True)
+    found = [by_key[(index.writers[writer].rpartition(":")[2], number)] for writer, number in keys]
+    return [
+        (
+            one.env,
+            end_of(one),
+            one.versions,
+            one.end_time_ns,
+            one.reward_sum.tolist(),
+            {name: one.column(name).tolist() for name in one.fields},
+            None if one.finals is None else {name: value.tolist() for name, value in one.finals.items()},
+        )
+        for one in found
+    ]
+
+
+def damage(path, table="data", column="frames", row=0):
+    header = read_header(path)
+    offset, _ = header.locations[table][column]
+    with open(path, "r+b") as file:
+        file.seek(offset + row * header.layouts[table].columns[column].row_bytes)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_info_says_what_a_folder_holds(tmp_path, capsys):
+    record(tmp_path)
+    (tmp_path / "other.h5").write_bytes(b"x")
+    assert main(["info", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    found = trajectories_of(tmp_path)
+    assert f"{len(found):,} trajectories, 180 frames" in text
+    assert "observation/big  float64[600]" in text and 'env: "walk"' in text and "other.h5" in text
+    assert main(["info", str(tmp_path), "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["total_trajectories"] == len(found) and about["ends"]["open"] == N
+    assert list(about["problems"]) == ["other.h5"]
+
+
+def test_verify_of_intact_data_is_quiet_and_changes_nothing(tmp_path, capsys):
+    record(tmp_path)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "180 frames intact; 0 damaged or foreign files" in capsys.readouterr().out
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_verify_names_every_bad_file_with_the_reason(tmp_path, capsys):
+    record(tmp_path)
+    paths = sorted(tmp_path.glob("rollout_*.h5"))
+    damage(paths[3])
+    paths[5].write_bytes(paths[5].read_bytes()[:5000])
+    (tmp_path / "notes.h5").write_bytes(b"hello")
+    with h5py.File(tmp_path / "foreign.hdf5", "w") as file:
+        file["x"] = 1
+    assert main(["verify", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    for name, reason in (
+        (paths[3].name, "checksum"),
+        (paths[5].name, "truncated"),
+        ("notes.h5", "an HDF5 file"),
+        ("foreign.hdf5", "format 'rollout-data'"),
+    ):
+        (line,) = [line for line in text.splitlines() if line.startswith(name + ":")]
+        assert reason in line, line
+    assert "4 damaged or foreign files" in text
+
+
+def test_repair_sets_bad_files_aside_and_keeps_the_intact_trajectories(tmp_path, capsys):
+    record(tmp_path)
+    good = in_order(tmp_path)
+    paths = sorted(tmp_path.glob("rollout_*.h5"))
+    damage(paths[2], "data", "observation/big", row=1)
+    fragment = read_header(paths[2]).fragments[1 if read_header(paths[2]).fragments["row"][1] == 1 else 0]
+    (tmp_path / "notes.h5").write_bytes(b"hello")
+    assert main(["verify", "--repair", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "kept all but 1 of its trajectories" in text and f"moved to {tmp_path / 'damaged' / 'notes.h5'}" in text
+    assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["notes.h5", paths[2].name]
+    assert main(["verify", str(tmp_path)]) == 0
+    left = in_order(tmp_path)
+    (lost,) = [one for one in good if one not in left]
+    assert len(left) == len(good) - 1 and lost[0] == fragment["env"]
+
+
+def test_repair_of_an_unreadable_block_keeps_the_other_blocks(tmp_path, capsys):
+    record(tmp_path)
+    good = in_order(tmp_path)
+    path = sorted(tmp_path.glob("rollout_*.h5"))[4]
+    path.write_bytes(path.read_bytes()[:3000])
+    assert main(["verify", "--repair", str(tmp_path)]) == 1
+    assert main(["verify", str(tmp_path)]) == 1, "trajectories with a missing part are still told"
+    assert "with a missing part" in capsys.readouterr().out
+    report = check_folder(tmp_path)
+    assert not report.problems and report.num_trajectories < len(good)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("block_mb", [1, 1024])
+def test_pack_keeps_every_trajectory_and_makes_it_contiguous(tmp_path, capsys, in_place, block_mb):
+    source = record(tmp_path / "data", num_steps=300)
+    record(source, num_steps=50, seed=1)
+    with RolloutWriter(source, N, success_only=True, durable=False, block_bytes=1) as writer:
+        big = np.zeros((N, 600))
+        for t in range(4):
+            values = {"observation": {"a": np.zeros((N, 2)), "big": big}, "action": np.zeros(N, np.float32)}
+            ends = {"done": [t == 2, t == 3, 0], "timeout": [0, t == 3, 0]}
+            writer.add(**values, reward=np.zeros((N, 1), np.float32), **ends)
+    before = in_order(source)
+    target = source if in_place else tmp_path / "packed"
+    where = ["--in-place"] if in_place else [str(target)]
+    assert main(["pack", str(source), *where, "--block-mb", str(block_mb)]) == 0
+    assert f"{len(before)} trajectories" in capsys.readouterr().out
+    assert in_order(target) == before
+    headers = blocks_of(target)
+    assert len(headers) == (1 if block_mb > 1 else len(headers)) < 20
+    for header in headers:
+        keys = header.fragments["trajectory"].tolist()
+        assert keys == sorted(keys)
+        assert header.fragments["row"].tolist() == np.r_[0, np.cumsum(header.fragments["length"])[:-1]].tolist()
+    assert json.loads((target / "metadata.json").read_text())["env"] == "walk"
+    assert (target / ".index.npz").exists() and not (target / ".packing").exists()
+    with RolloutWriter(target, N) as writer:  # and recording goes on
+        writer.add(
+            observation={"a": np.zeros((N, 2)), "big": big},
+            action=np.zeros(N, np.float32),
+            reward=np.zeros((N, 1), "f4"),
+        )
+    assert len(in_order(target)) == len(before) + N
+
+
+def test_pack_refuses_what_it_could_spoil(tmp_path):
+    source = record(tmp_path / "data")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    with pytest.raises(UsageError, match="a new or empty folder"):
+        pack_dataset(source, tmp_path / "full")
+    with RolloutWriter(source, N), pytest.raises(UsageError, match="expected a folder that nobody records into"):
+        pack_dataset(source)
+    damage(sorted(source.glob("rollout_*.h5"))[0])
+    before = sorted(path.name for path in source.iterdir())
+    with pytest.raises(DataFileError, match="verify --repair"):
+        pack_dataset(source)
+    assert sorted(path.name for path in source.iterdir()) == before
+
+
+def test_pack_ends_what_a_dead_writer_left_in_progress(tmp_path):
+    source = record(tmp_path / "data", num_steps=20)
+    last = sorted(source.glob("rollout_*.h5"))[-1]
+    last.unlink()  # the block in which the recording was closed
+    assert any(end_of(one) == "" for one in trajectories_of(source))
+    pack_dataset(source, tmp_path / "packed")
+    assert not any(end_of(one) == "" for one in trajectories_of(tmp_path / "packed"))
+
+
+@pytest.mark.parametrize("keep", [1, 5, 20])
+def test_retention_keeps_the_latest_and_deletes_whole_blocks(tmp_path, keep):
+    record(tmp_path, num_steps=200)
+    record(tmp_path, num_steps=100, seed=2)
+    before, num_blocks = in_order(tmp_path), len(blocks_of(tmp_path))
+    deleted = apply_retention(tmp_path, keep)
+    assert len(blocks_of_any(tmp_path)) == num_blocks - len(deleted) < num_blocks
+    blocks = BlockFolder(tmp_path)
+    blocks.refresh()
+    index = TrajectoryIndex(list(blocks.blocks.values()))
+    assert index.lengths[-keep:].tolist() == [len(one[2]) for one in before[-keep:]]
+    assert index.end_time_ns[-keep:].tolist() == [one[3] for one in before[-keep:]]
+    assert set(index.end_time_ns.tolist()) <= {one[3] for one in before}, "nothing is torn"
+    assert apply_retention(tmp_path, keep) == []
+
+
+def blocks_of_any(folder):
+    return list(folder.glob("rollout_*.h5"))
+
+
+def test_retention_keeps_everything_while_there_are_too_few(tmp_path):
+    record(tmp_path, num_steps=5)
+    assert apply_retention(tmp_path, 100) == []
+    with pytest.raises(UsageError, match="keep_latest_n >= 1, got 0"):
+        apply_retention(tmp_path, 0)
+
+
+def test_retention_never_revives_a_dropped_trajectory(tmp_path):
+    dropped = set()
+    with RolloutWriter(tmp_path, 2, durable=False, block_bytes=1) as writer:
+        for t in range(60):
+            writer.add(observation=np.full((2, 1), t), action=np.zeros(2), done=[t % 5 == 4, False])
+            if t % 7 == 6:
+                writer.discard([1])
+            if t % 10 == 9:
+                writer.flush()
+                for header in blocks_of(tmp_path):
+                    dropped |= set(header.fragments["trajectory"][header.fragments["flags"] & DROPPED > 0].tolist())
+                apply_retention(tmp_path, 2)
+                blocks = BlockFolder(tmp_path)
+                blocks.refresh()
+                assert not dropped & set(TrajectoryIndex(list(blocks.blocks.values())).number.tolist())
+    assert len(dropped) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (
+            ["info", "nowhere"],
+            1,
+            "info: cannot open the data folder 'nowhere': expected a folder, got nothing.",
+        ),
+        (["pack", "x"], 1, "expected either OUT_DIR or --in-place, got neither"),
+        (["nonsense"], 2, "invalid choice: 'nonsense'"),
+        ([], 2, "the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_wrong_call_is_told_on_stderr(tmp_path, monkeypatch, capsys, arguments, code, text):
+    monkeypatch.chdir(tmp_path)
+    try:
+        got = main(arguments)
+    except SystemExit as exit:
+        got = exit.code
+    assert got == code and text in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module(tmp_path):
+    record(tmp_path, num_steps=3)
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout_data.cli", "verify", str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "9 frames intact" in done.stdout
