@@ -166,22 +166,7 @@ def read_header(path: Path) -> BlockHeader:
 
 def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader:
     attributes = file.attrs
-    kind = attributes.get("format")
-    if kind != FORMAT_NAME:
-        raise ForeignFileError("read the block", repr(str(path)), f"format {FORMAT_NAME!r}", repr(kind))
-    version = int(attributes["version"])
-    if version != FORMAT_VERSION:
-        raise ForeignFileError(
-            "read the block",
-            repr(str(path)),
-            f"version {FORMAT_VERSION}",
-            str(version),
-            "Use the release that wrote it",
-        )
-    text = attributes["schema"]
-    if not isinstance(text, str) or len(text) > MAX_SCHEMA_BYTES:
-        raise corrupt(path, "a schema as JSON text", type(text).__name__)
-    schema = _schema_of(text)
+    schema = _schema_of(_checked_text(path, attributes))
     fragments = _read_table(path, file, "fragments", file_bytes)
     if fragments.dtype != FRAGMENT_DTYPE:
         raise corrupt(path, f"fragments of {FRAGMENT_DTYPE}", str(fragments.dtype))
@@ -217,6 +202,26 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
     )
     _check_fragments(header)
     return header
+
+
+def _checked_text(path: Path, attributes: Any) -> str:
+    """Check format and version; give the schema's text."""
+    kind = attributes.get("format")
+    if kind != FORMAT_NAME:
+        raise ForeignFileError("read the block", repr(str(path)), f"format {FORMAT_NAME!r}", repr(kind))
+    version = int(attributes["version"])
+    if version != FORMAT_VERSION:
+        raise ForeignFileError(
+            "read the block",
+            repr(str(path)),
+            f"version {FORMAT_VERSION}",
+            str(version),
+            "Use the release that wrote it",
+        )
+    text = attributes["schema"]
+    if not isinstance(text, str) or len(text) > MAX_SCHEMA_BYTES:
+        raise corrupt(path, "a schema as JSON text", type(text).__name__)
+    return text
 
 
 def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
