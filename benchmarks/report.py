@@ -62,7 +62,7 @@ def table(timings: list[Timing]) -> str:
             rows.append((case, timing.name, timing.role, reason, "", "", "", ""))
             continue
         throughput = f"{timing.num_bytes / timing.median_s / 1e6:,.0f}" if timing.num_bytes else ""
-        ratio = f"{timing.ratio:.2f}" if timing.ratio is not None else ""
+        ratio = f"{timing.ratio:,.2f}" if timing.ratio is not None else ""
         verdict = {None: "", True: "ok", False: "MISSED"}[timing.is_reached]
         rows.append(
             (case, timing.name, timing.role, seconds(timing.median_s), ratio, throughput, _promise(timing), verdict)
@@ -83,6 +83,11 @@ def seconds(value_s: float) -> str:
         ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3)) if value_s * factor >= 1), ("us", 1e6)
     )
     return f"{value_s * factor:.3g} {unit}"
+
+
+def times(ratio: float) -> str:
+    """Write a ratio with three digits."""
+    return f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
 
 
 def _promise(timing: Timing) -> str:
@@ -119,7 +124,7 @@ def draw(name: str, timings: list[Timing], folder: Path = OUT) -> Path:
     for position, timing in zip(positions, shown, strict=True):
         ratio = timing.ratio or 0
         axes.barh(position, ratio, color=COLOURS[timing.role], height=0.8)
-        text = f" {ratio:.3g}x  ({seconds(timing.median_s or 0)})"
+        text = f" {times(ratio)}  ({seconds(timing.median_s or 0)})"
         axes.annotate(text, (max(ratio, timing.reach or 0), position), va="center", fontsize=8)
         if timing.reach is not None:
             axes.plot([timing.reach] * 2, [position - 0.45, position + 0.45], color="#2ca02c", linewidth=2)
@@ -127,12 +132,13 @@ def draw(name: str, timings: list[Timing], folder: Path = OUT) -> Path:
     axes.set_ylim(height, -1)
     axes.set_xscale("log")
     ratios = [timing.ratio or 1 for timing in shown]
-    axes.set_xlim(min([0.5, *ratios]) * 0.8, max([2.0, *ratios]) * 5)
+    lowest, highest = min([0.5, *ratios]) * 0.8, max([2.0, *ratios])
+    axes.set_xlim(lowest, highest * 1.5 * (highest / lowest) ** 0.25)  # room for the figures beside the bars
     axes.axvline(1, color="#7f7f7f", linewidth=1)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[role]) for role in (OURS, PEER)]
     handles.append(plt.Line2D([], [], color="#2ca02c", linewidth=2))
     axes.legend(handles, ["ours", "peer", "promised"], fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
-    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel("time over limit; lower is better")
     axes.set_title(name, loc="left")
     folder.mkdir(parents=True, exist_ok=True)
