@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from .buffer_pool import BufferPool
+from .delivery import Delivery
 from .errors import UsageError
 from .padding import Segments, find_segments, pad
 
@@ -32,14 +32,14 @@ class RowGather:
     Args:
         columns: Name -> contiguous `[num_rows, ...]` tensors on one device. They are read during
             the construction (narrow ones) and at each gather (wide ones).
-        pool: Where results on the CPU get their memory.
+        delivery: Where results get their memory, and where they go.
         wide_row_bytes: Columns with rows of this size or more are not packed.
     """
 
     def __init__(
-        self, columns: Mapping[str, torch.Tensor], pool: BufferPool, wide_row_bytes: int = WIDE_ROW_BYTES
+        self, columns: Mapping[str, torch.Tensor], delivery: Delivery, wide_row_bytes: int = WIDE_ROW_BYTES
     ) -> None:
-        self._pool = pool
+        self._delivery = delivery
         self._names = list(columns)
         self._wide = {name: x for name, x in columns.items() if _row_bytes(x) >= wide_row_bytes}
         narrow = {name: x for name, x in columns.items() if name not in self._wide}
@@ -49,9 +49,10 @@ class RowGather:
 
     def gather(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
         """Give `[len(index), ...]` of every column; narrow ones are strided views of one new tensor."""
-        found = {name: self._select(x, index) for name, x in self._wide.items()}
+        deliver = self._delivery.deliver
+        found = {name: deliver(self._select(x, index)) for name, x in self._wide.items()}
         if self._packed is not None:
-            rows = self._select(self._packed, index)
+            rows = deliver(self._select(self._packed, index))
             for part, (name, dtype, shape) in zip(rows.split_with_sizes(self._widths, 1), self._layout, strict=False):
                 typed = part if part.dtype is dtype else part.view(dtype)
                 found[name] = typed if len(shape) == 1 else typed.view(len(index), *shape)
@@ -64,27 +65,22 @@ class RowGather:
         largest = max(x.element_size() for x in columns.values())
         width = sum(_row_bytes(x) for x in columns.values())
         width = -(-width // largest) * largest  # every row starts where the largest item may stand
-        num_rows, device = len(ordered[0][1]), ordered[0][1].device
+        num_rows = len(ordered[0][1])
         parts = [_flat(x).view(_UNITS[size]) for _, x in ordered]
         padding = width // size - sum(part.shape[1] for part in parts)
         if padding:
             parts.append(parts[0].new_zeros(num_rows, padding))
         self._layout = [(name, x.dtype, tuple(x.shape[1:])) for name, x in ordered]
         self._widths = [part.shape[1] for part in parts]
-        packed = self._empty((num_rows, width // size), _UNITS[size], device)
+        packed = self._delivery.empty((num_rows, width // size), _UNITS[size])
         torch.cat(parts, 1, out=packed)  # one pass; copying column by column takes 1.6 times as long
         return packed
 
     def _select(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         flat = _flat(x)
-        out = self._empty((len(index), flat.shape[1]), x.dtype, x.device)
+        out = self._delivery.empty((len(index), flat.shape[1]), x.dtype)
         torch.index_select(flat, 0, index, out=out)
         return out if x.dim() == 2 else out.view(len(index), *x.shape[1:])
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type == "cpu":
-            return self._pool.empty(shape, dtype)
-        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def check_counts(num_mini_batches: int, num_epochs: int, num_items: int, item: str) -> None:
@@ -157,7 +153,7 @@ class EnvGroups:
         whole: Name -> `[T, B, ...]`, what only the loss reads: stays `[T, envs, ...]`.
         states: `[T, layers, B, *H]` leaves; become those of each trajectory's first step.
         dones: `[T, B, 1]`.
-        pool: Where results on the CPU get their memory.
+        delivery: Where results get their memory, and where they go.
     """
 
     def __init__(
@@ -166,13 +162,14 @@ class EnvGroups:
         whole: Mapping[str, torch.Tensor],
         states: Sequence[torch.Tensor],
         dones: torch.Tensor,
-        pool: BufferPool,
+        delivery: Delivery,
     ) -> None:
-        self._pool = pool
         self.segments = find_segments(dones)
-        self._padded = {name: pad(x, self.segments, self._empty) for name, x in padded.items()}
-        self._whole = {name: self._empty(x.shape, x.dtype, x.device).copy_(x) for name, x in whole.items()}
-        self._states = [first_states(x, self.segments) for x in states]
+        empty, deliver = delivery.empty, delivery.deliver
+        self._padded = {name: deliver(pad(x, self.segments, empty)) for name, x in padded.items()}
+        self._whole = {name: deliver(empty(x.shape, x.dtype).copy_(x)) for name, x in whole.items()}
+        self._states = [deliver(first_states(x, self.segments)) for x in states]
+        self._masks = deliver(self.segments.masks)
 
     def group(self, start: int, stop: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], torch.Tensor]:
         """Give the batch of envs `start` to `stop`: fields by name, leaves of the states, masks."""
@@ -180,12 +177,7 @@ class EnvGroups:
         fields = {name: x[:, first:last] for name, x in self._padded.items()}
         fields.update((name, x[:, start:stop]) for name, x in self._whole.items())
         states = [x[:, first:last].contiguous() for x in self._states]
-        return fields, states, self.segments.masks[:, first:last]
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return (
-            self._pool.empty(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
-        )
+        return fields, states, self._masks[:, first:last]
 
 
 def first_states(x: torch.Tensor, segments: Segments) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from .errors import SchemaError
 from .tree import map_leaves
 
-_Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+_Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def pad(x: torch.Tensor, segments: Segments, empty: _Empty | None = None) -> tor
     if empty is None:
         padded = flat.index_select(0, segments.source)
     else:
-        padded = empty((len(segments.source), flat.shape[1]), x.dtype, x.device)
+        padded = empty((len(segments.source), flat.shape[1]), x.dtype)
         torch.index_select(flat, 0, segments.source, out=padded)
     padded.index_fill_(0, segments.padding, 0)
     return padded.view(segments.num_steps, len(segments.starts), *x.shape[2:])

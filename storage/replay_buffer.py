@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .buffer_pool import BufferPool
+from .delivery import Delivery
 from .errors import BufferEmptyError, FieldTypeError, SchemaError, UsageError
 from .mini_batches import RowGather, make_generator
 from .snapshot import Snapshotted, State
@@ -52,7 +52,7 @@ class ReplayBuffer(Snapshotted):
         self.step = 0
         self.num_samples = 0
         self._lock = threading.RLock()
-        self._pool = BufferPool()
+        self._delivery = Delivery(self.device)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -104,7 +104,7 @@ class ReplayBuffer(Snapshotted):
             index = torch.randint(self.num_samples, (size,), generator=self.rng, device=self.rng.device)
             columns = {"states": self.states, "next_states": self.next_states}
             # Nothing is packed: that would copy the whole buffer for one sample.
-            found = RowGather(columns, self._pool, wide_row_bytes=0).gather(index.to(self.device))
+            found = RowGather(columns, self._delivery, wide_row_bytes=0).gather(index.to(self.device))
             return found["states"], found["next_states"]
 
     def _get_state(self) -> State:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .buffer_pool import BufferPool
 from .column_table import ColumnTable
 from .columns import (
     SHAPED,
@@ -25,6 +24,7 @@ from .columns import (
     shape_from_json,
     shape_to_json,
 )
+from .delivery import Delivery
 from .errors import BufferEmptyError, RolloutOverflowError, SchemaError, UsageError
 from .hidden_states import SavedStates, StateStructure
 from .mini_batches import (
@@ -61,6 +61,8 @@ class RolloutStorage(Snapshotted):
         device: Where everything is kept.
         generator: Draws the permutations: a `torch.Generator`, a seed, or None for a generator of
             its own that is seeded once from torch's.
+        output_device: Where mini-batches are delivered; None for `device`. From the CPU to a GPU they
+            travel as pinned memory on a stream of their own.
 
     Every column is an attribute: `observations`, `critic_observations` (None if absent),
     `actions`, `rewards`, `dones` (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `returns`,
@@ -82,6 +84,7 @@ class RolloutStorage(Snapshotted):
         device: torch.device | str = "cpu",
         *,
         generator: torch.Generator | int | None = None,
+        output_device: torch.device | str | None = None,
     ) -> None:
         sizes = {"num_envs": num_envs, "num_transitions_per_env": num_transitions_per_env, "num_rewards": num_rewards}
         for name, size in sizes.items():
@@ -96,7 +99,7 @@ class RolloutStorage(Snapshotted):
         self.rng = make_generator(generator)
         self.step = 0
         self._lock = threading.RLock()
-        self._pool = BufferPool()
+        self._delivery = Delivery(self.device, output_device)
         self._num_partial_rows = 0
         self._table = ColumnTable(self.declare_columns(), num_transitions_per_env, num_envs, self.device)
         self._states = SavedStates(self._table)
@@ -277,7 +280,7 @@ class RolloutStorage(Snapshotted):
         with self._lock, torch.no_grad():
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
-            gather = RowGather(columns, self._pool, WIDE_ROW_BYTES_ONCE if once else WIDE_ROW_BYTES)
+            gather = RowGather(columns, self._delivery, WIDE_ROW_BYTES_ONCE if once else WIDE_ROW_BYTES)
         batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.rng, self.device, once)
         while True:
             with self._lock, torch.no_grad():
@@ -293,7 +296,7 @@ class RolloutStorage(Snapshotted):
             padded = {name: x for name, x, is_padded in columns if is_padded}
             whole = {name: x for name, x, is_padded in columns if not is_padded}
             states = [leaf[:rows] for leaf in self._states.leaves()]
-            groups = EnvGroups(padded, whole, states, self._signals(rows).dones, self._pool)
+            groups = EnvGroups(padded, whole, states, self._signals(rows).dones, self._delivery)
         for _ in range(num_epochs):
             for start, stop in bounds:
                 with torch.no_grad():

@@ -47,6 +47,7 @@ HOUSE = {
         "columns",
         "column_table",
         "hidden_states",
+        "delivery",
         "mini_batches",
         "rollout_storage",
         "queue_rollout_storage",

@@ -184,7 +184,7 @@ class RslRlStorage(RolloutStorage):
         with torch.no_grad():
             order = torch.randperm(bounds[-1][1], device=self.device)
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(self.step)}
-            shuffled = RowGather(columns, self._pool, WIDE_ROW_BYTES_ONCE).gather(order)
+            shuffled = RowGather(columns, self._delivery, WIDE_ROW_BYTES_ONCE).gather(order)
         for _ in range(num_epochs):
             for start, stop in bounds:
                 yield self._to_mini_batch({name: x[start:stop] for name, x in shuffled.items()})

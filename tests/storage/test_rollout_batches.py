@@ -12,6 +12,7 @@ from storage import (
 )
 from tests.storage.rollouts import (
     ACTIONS,
+    OBS,
     assert_same,
     broken,
     everything,
@@ -152,3 +153,14 @@ def test_wrong_numbers_are_refused_at_the_call(arguments, text):
     with pytest.raises(UsageError, match="reshuffle one of"):
         storage.mini_batch_generator(1, 1, reshuffle="never")
     assert_same(before, everything(storage))
+
+
+def test_batches_are_delivered_on_the_output_device():
+    storage = fill(make_storage(output_device="meta"))
+    storage.compute_returns(torch.zeros(4), 0.9, 0.9)
+    for reshuffle in ("epoch", "once"):
+        for batch in storage.mini_batch_generator(2, 1, reshuffle=reshuffle):
+            assert batch.obs.is_meta and batch.returns.is_meta and batch.obs.shape == (12, OBS)
+    (batch,) = storage.recurrent_mini_batch_generator(1, 1)
+    assert batch.obs.is_meta and batch.masks.is_meta and batch.actions.shape == (6, 4, ACTIONS)
+    assert not storage.observations.is_meta
