@@ -1,7 +1,10 @@
 """Reinforcement-learning experience in memory: rollout storages and replay buffers."""
 
+from .buffer_files import UnknownBufferError, load_buffer
 from .buffer_pool import BufferPool
 from .columns import Column
+from .dict_buffer import DictBuffer
+from .episode_buffer import TrajectoryDictBuffer
 from .errors import (
     BufferEmptyError,
     FieldTypeError,
@@ -13,13 +16,19 @@ from .errors import (
 )
 from .fields import Field, Schema
 from .padding import split_and_pad_trajectories, unpad_trajectories
+from .prefix_sum import PrefixSum
+from .priorities import motion_priorities
 from .queue_rollout_storage import ActionLabelRollout, QueueRolloutStorage
 from .replay_buffer import ReplayBuffer
 from .returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
+from .ring import RingStore
 from .rollout_storage import RolloutStorage
 from .sarsa_rollout_storage import SarsaRolloutStorage
 from .snapshot import load_store
+from .trajectory_buffer import TrajectoryDictBufferMultiDim
 from .transition import ActionLabelMiniBatch, HiddenStates, MiniBatch, SarsaMiniBatch, Transition
+from .transitions import TransitionRequest
+from .z_buffer import ZBuffer
 
 __all__ = [
     "ActionLabelMiniBatch",
@@ -27,13 +36,16 @@ __all__ = [
     "BufferEmptyError",
     "BufferPool",
     "Column",
+    "DictBuffer",
     "Field",
     "FieldTypeError",
     "HiddenStates",
     "MiniBatch",
     "MissingFieldError",
+    "PrefixSum",
     "QueueRolloutStorage",
     "ReplayBuffer",
+    "RingStore",
     "RolloutDataError",
     "RolloutOverflowError",
     "RolloutStorage",
@@ -41,11 +53,18 @@ __all__ = [
     "SarsaRolloutStorage",
     "Schema",
     "SchemaError",
+    "TrajectoryDictBuffer",
+    "TrajectoryDictBufferMultiDim",
     "Transition",
+    "TransitionRequest",
+    "UnknownBufferError",
     "UsageError",
+    "ZBuffer",
     "discounted_sums",
     "generalized_advantage",
+    "load_buffer",
     "load_store",
+    "motion_priorities",
     "n_step_returns",
     "rollout_advantage",
     "split_and_pad_trajectories",

@@ -1,0 +1,206 @@
+"""Buffers in folders: `DictBuffer.save` and `load`, and the registry that `load_buffer` reads.
+
+One rule: a folder says which class it is in `config.json["__target__"]`, whose last dotted part is
+looked up exactly. Rows are written as they lie, so that folders of earlier systems, which do the
+same, load too.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from .column_files import (
+    COLUMNS_NAME,
+    CONFIG_NAME,
+    ColumnFile,
+    existing_folder,
+    file_keys,
+    read_config,
+    replace_folder,
+    write_columns,
+    write_config,
+)
+from .errors import CorruptFileError, ForeignFileError, RolloutDataWarning, SchemaError, nearest
+from .fields import Field, Schema
+
+if TYPE_CHECKING:
+    from .ring_buffer import RingBuffer
+
+FORMAT, VERSION = "rollout-data buffer", 1
+_DEFAULT_SEPARATOR = "-"
+_FINALS_NAME, _FINAL_KEYS = "finals.hdf5", "row_key"
+_Buffer = TypeVar("_Buffer", bound="RingBuffer")
+
+#: Last part of `__target__` -> what opens the folder. Classes add themselves with `can_load`.
+LOADERS: dict[str, Callable[..., Any]] = {}
+_Class = TypeVar("_Class", bound=type)
+
+
+class UnknownBufferError(ForeignFileError, ValueError):
+    """A folder holds a buffer of a class that is not known here."""
+
+
+def can_load(cls: _Class) -> _Class:
+    """Make a class known to `load_buffer` by its name."""
+    LOADERS[cls.__name__] = cls.load  # type: ignore[attr-defined]
+    return cls
+
+
+def load_buffer(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
+    """Load whatever buffer was saved in a folder.
+
+    Args:
+        path: The folder.
+        device: Where to keep it; None for where it was, or the CPU if that is not here.
+
+    Raises:
+        UnknownBufferError: The folder names no class, or one that is not known (a `ValueError`).
+    """
+    return LOADERS[target_of(path, read_config(path))](path, device)
+
+
+def target_of(path: str | os.PathLike[str], config: Mapping[str, Any]) -> str:
+    """Give the class name in a config; only known ones pass."""
+    target = config.get("__target__")
+    name = target.rsplit(".", 1)[-1] if isinstance(target, str) else ""
+    if name not in LOADERS:
+        got = f"the class {target!r}" if target else "no '__target__' in its config.json"
+        raise UnknownBufferError("load a buffer from", repr(str(path)), nearest(name, LOADERS), got)
+    return name
+
+
+def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separator: str) -> None:
+    """Write a buffer; it holds its lock meanwhile, and one chunk of memory."""
+    ring = buffer._ring
+    keys = file_keys([] if ring is None else list(ring.schema), separator)
+    config = {
+        "__target__": f"{type(buffer).__module__}.{type(buffer).__qualname__}",
+        "format": FORMAT,
+        "version": VERSION,
+        "device": str(buffer.device),
+        "nested_key_separator": separator,
+        "_idx": buffer._idx,
+        "_is_full": buffer._is_full,
+        "generator": random_state(buffer.generator),
+        "total": 0 if ring is None else ring.total,
+        "num_lanes": None if ring is None else ring.num_lanes,
+        **buffer._config(),
+    }
+    with replace_folder(folder) as new:
+        write_config(new / CONFIG_NAME, config)
+        if ring is None:
+            return
+
+        def read(name: str, first: int, last: int) -> torch.Tensor:
+            rows = ring.slots_view(name)[first:last]
+            return (rows if buffer._has_lanes_in_file else rows.squeeze(1)).cpu()
+
+        lead = (ring.num_lanes,) if buffer._has_lanes_in_file else ()
+        write_columns(new / COLUMNS_NAME, ring.schema, ring.num_live, lead, read, keys)
+        if buffer._finals is not None:
+            row_keys, columns = buffer._finals.live()
+            _write_finals(buffer, new / _FINALS_NAME, row_keys, columns, separator)
+
+
+def load_buffer_folder(cls: type[_Buffer], path: str | os.PathLike[str], device: torch.device | str | None) -> _Buffer:
+    """Make a buffer of what `save_buffer_folder`, or an earlier system, wrote."""
+    config = read_config(path)
+    folder = existing_folder(path)
+    if "capacity" not in config:
+        raise CorruptFileError("load", repr(str(path)), "'capacity' in its config.json", "none")
+    separator = config.get("nested_key_separator", _DEFAULT_SEPARATOR)
+    place = device_for(config.get("device"), device)
+    buffer = cls(device=place, nested_key_separator=separator, **cls._arguments(config))
+    if not (folder / COLUMNS_NAME).exists():
+        if config.get("total", 0):
+            raise CorruptFileError("load", repr(str(path)), f"the file {COLUMNS_NAME}", "none")
+    else:
+        with ColumnFile(folder / COLUMNS_NAME, separator) as file:
+            _restore_rows(buffer, file, config, path)
+        if (folder / _FINALS_NAME).exists():
+            with ColumnFile(folder / _FINALS_NAME, separator) as file:
+                columns = {name: torch.cat([part for _, part in file.chunks(name)]) for name in file.names}
+            buffer._restore_finals(columns.pop(_FINAL_KEYS).squeeze(1), columns)
+    if "generator" in config:
+        restore_generator(buffer.generator, config["generator"])
+    return buffer
+
+
+def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
+    """Choose where to load to: the argument wins; a device that is not here becomes the CPU, with a warning."""
+    if wanted is not None:
+        return torch.device(wanted)
+    found = torch.device(saved if isinstance(saved, str) else "cpu")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        warnings.warn(f"{saved!r} is not here; the buffer is loaded onto the CPU", RolloutDataWarning, stacklevel=3)
+        return torch.device("cpu")
+    return found
+
+
+def random_state(generator: torch.Generator) -> str:
+    """Give a generator's state as text."""
+    return generator.get_state().numpy().tobytes().hex()
+
+
+def restore_generator(generator: torch.Generator, state: str) -> None:
+    """Set a generator's state, if it is one of the same kind (CUDA's are not the CPU's)."""
+    saved = torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8)
+    if saved.shape == generator.get_state().shape:
+        generator.set_state(saved)
+
+
+def _restore_rows(buffer: RingBuffer, file: ColumnFile, config: Mapping[str, Any], path: Any) -> None:
+    live, num_slots, where = file.num_rows, buffer._num_slots, repr(str(path))
+    if live > num_slots:
+        raise SchemaError("load", where, f"at most {num_slots} rows, the capacity", f"{live} rows")
+    total = _total(config, live, num_slots, buffer._rows_per_slot, where)
+    num_lead = 2 if buffer._has_lanes_in_file else 1
+    shapes = list(file.shapes.values())
+    if not shapes:
+        return
+    if any(len(shape) < num_lead for shape in shapes):
+        raise CorruptFileError("load", where, f"datasets of at least {num_lead} axes", str(file.shapes))
+    num_lanes = shapes[0][1] if num_lead == 2 else 1
+
+    def parts() -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        for name in file.names:
+            for first, rows in file.chunks(name):
+                yield first, {name: rows if num_lead == 2 else rows.unsqueeze(1)}
+
+    buffer._restore(file.schema(num_lead), num_lanes, total, parts())
+
+
+def _total(config: Mapping[str, Any], live: int, num_slots: int, rows_per_slot: int, where: str) -> int:
+    """Say how many rows were ever written; earlier systems only say where the next one goes."""
+    if "_idx" in config:
+        cursor = int(config["_idx"]) // rows_per_slot
+    else:
+        cursor = live % num_slots
+        text = f"{where} does not say where the next row goes; slot {cursor} follows from its number of rows"
+        warnings.warn(text, RolloutDataWarning, stacklevel=5)
+    if not 0 <= cursor < num_slots or (live < num_slots and cursor != live):
+        raise SchemaError("load", where, f"a write cursor that fits {live} rows", f"_idx {config['_idx']}")
+    total = int(config.get("total", live if live < num_slots else num_slots + cursor))
+    if total % num_slots != cursor or min(total, num_slots) != live:
+        raise SchemaError("load", where, f"a total that fits {live} rows and slot {cursor}", str(total))
+    return total
+
+
+def _write_finals(
+    buffer: RingBuffer, path: Any, row_keys: torch.Tensor, columns: Mapping[str, torch.Tensor], separator: str
+) -> None:
+    finals = buffer._finals
+    assert finals is not None
+    schema = Schema([Field(_FINAL_KEYS, (1,), "int64"), *finals.schema.values()])
+    leaves = {_FINAL_KEYS: row_keys.unsqueeze(1), **columns}
+    keys = file_keys(list(schema), separator) if separator not in _FINAL_KEYS else {name: name for name in schema}
+
+    def read(name: str, first: int, last: int) -> torch.Tensor:
+        return leaves[name][first:last].cpu()
+
+    write_columns(path, schema, len(row_keys), (), read, keys)

@@ -1,0 +1,257 @@
+"""Columns of a store in a folder: `buffer.hdf5` and `config.json`, replaced whole or not at all.
+
+One rule: a folder is written beside the old one, flushed, and renamed into its place; rows pass
+through one chunk of memory, whatever the store's size. What the columns mean is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .errors import CorruptFileError, DataFileError, FieldTypeError, SchemaError, UnsafeFileError
+from .fields import DTYPES, Field, Schema, dtype_name
+
+COLUMNS_NAME, CONFIG_NAME = "buffer.hdf5", "config.json"
+#: Rows pass through memory of this size.
+CHUNK_BYTES = 16 << 20
+#: Attribute of datasets whose numpy type does not say the dtype.
+_DTYPE_TAG = "torch_dtype"
+_CRC_TAG = "crc32"
+
+
+class MissingFolderError(DataFileError, FileNotFoundError):
+    """A folder that should be loaded is not there."""
+
+    __str__ = DataFileError.__str__
+
+
+#: (field name, first row, last row) -> that part of the column, `[rows, ...]`, on the CPU.
+ReadRows = Callable[[str, int, int], torch.Tensor]
+
+
+@contextmanager
+def replace_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give an empty folder to write to; it takes the place of `folder` when the block ends without an error.
+
+    A crash leaves the old content or the new one; between the two renames at the end the old content
+    stands beside its place, where `existing_folder` finds it.
+    """
+    target = Path(folder).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not target.is_dir():
+        raise DataFileError("save to", repr(str(folder)), "a folder or nothing", "a file")
+    made = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
+    try:
+        yield made
+        for path in (*made.iterdir(), made):
+            _flush(path)
+        made.chmod(0o755)
+        previous = _previous(target)
+        if target.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            os.replace(target, previous)
+        os.replace(made, target)
+        _flush(target.parent)
+        shutil.rmtree(previous, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def existing_folder(folder: str | os.PathLike[str]) -> Path:
+    """Say where the content of a folder is that `replace_folder` wrote, also if it was interrupted."""
+    target = Path(folder).absolute()
+    previous = _previous(target)
+    return previous if not target.exists() and previous.exists() else target
+
+
+def file_keys(names: list[str], separator: str) -> dict[str, str]:
+    """Join the levels of names by `separator`: flat name -> key in the file. Ambiguity is an error."""
+    if not isinstance(separator, str) or not separator or "/" in separator:
+        raise SchemaError("save columns", "", "a separator that is not empty and has no '/'", repr(separator))
+    for name in names:
+        for part in name.split("/"):
+            if separator in part:
+                expected = f"keys without the separator {separator!r}"
+                raise SchemaError("save the field", repr(name), expected, repr(part), "Give another separator")
+    return {name: name.replace("/", separator) for name in names}
+
+
+def write_columns(
+    path: Path, schema: Schema, num_rows: int, lead: tuple[int, ...], read: ReadRows, keys: Mapping[str, str]
+) -> None:
+    """Write `[num_rows, *lead, *event]` datasets, with checksums, a chunk at a time.
+
+    Args:
+        path: The new file.
+        schema: The fields.
+        num_rows: Rows of each.
+        lead: Axes between the rows and the event.
+        read: Gives parts of a column; called in order.
+        keys: Names in the file.
+    """
+    with h5py.File(path, "w", libver=("v110", "v110")) as file, ThreadPoolExecutor(1) as pool:
+        for name, field in schema.items():
+            shape = (num_rows, *lead, *field.shape)
+            dataset = file.create_dataset(keys[name], shape, _file_dtype(field))
+            if field.dtype == "bfloat16":
+                dataset.attrs[_DTYPE_TAG] = "bfloat16"
+            row_bytes = max(1, field.row_bytes * int(np.prod(lead, dtype=np.int64)))
+            step = max(1, CHUNK_BYTES // row_bytes)
+            crc = pool.submit(lambda: 0)
+            for start in range(0, num_rows, step):
+                part = _as_array(read(name, start, min(start + step, num_rows)))
+                following = pool.submit(_crc_after, part, crc)
+                if part.size:
+                    dataset.write_direct(part, dest_sel=np.s_[start : start + len(part)])
+                following.result()
+                crc = following
+            dataset.attrs[_CRC_TAG] = np.uint32(crc.result())
+
+
+class ColumnFile:
+    """Read what `write_columns` wrote, or what an earlier system did.
+
+    Args:
+        path: The file.
+        separator: Joins levels of names in it.
+
+    Raises:
+        CorruptFileError, UnsafeFileError: Naming the file and the dataset.
+    """
+
+    def __init__(self, path: Path, separator: str) -> None:
+        self.path = path
+        try:
+            self._file = h5py.File(path, "r")
+        except OSError as cause:
+            raise CorruptFileError("open", repr(str(path)), "an HDF5 file", str(cause).splitlines()[0]) from cause
+        self._datasets = {key: self._dataset(key) for key in self._file}
+        self.names = {key.replace(separator, "/"): key for key in self._datasets}
+        self.shapes = {name: self._datasets[key].shape for name, key in self.names.items()}
+
+    def __enter__(self) -> ColumnFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of every dataset; unequal numbers are an error."""
+        lengths = {name: shape[0] for name, shape in self.shapes.items()}
+        if len(set(lengths.values())) > 1:
+            raise SchemaError("load", repr(str(self.path)), "datasets of equal length", str(lengths))
+        return next(iter(lengths.values()), 0)
+
+    def schema(self, num_lead: int) -> Schema:
+        """Say which fields there are; `num_lead` axes come before the event."""
+        return Schema(
+            Field(name, self._datasets[key].shape[num_lead:], self._dtype(key)) for name, key in self.names.items()
+        )
+
+    def chunks(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first row, rows) of a dataset, and check its checksum at the end, if it has one."""
+        dataset = self._datasets[self.names[name]]
+        step = max(1, CHUNK_BYTES // max(1, dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))))
+        expected, crc = dataset.attrs.get(_CRC_TAG), 0
+        for start in range(0, len(dataset), step):
+            part: npt.NDArray[Any] = dataset[start : start + step]
+            if expected is not None:
+                crc = zlib.crc32(_bytes(part), crc)
+            tensor = torch.from_numpy(np.ascontiguousarray(part.astype(part.dtype.newbyteorder("="), copy=False)))
+            yield start, tensor.view(torch.bfloat16) if self._dtype(self.names[name]) == "bfloat16" else tensor
+        if expected is not None and crc != int(expected):
+            raise CorruptFileError("load", f"{name!r} of {str(self.path)!r}", f"checksum {expected:08x}", f"{crc:08x}")
+
+    def _dataset(self, key: str) -> h5py.Dataset:
+        where = f"{key!r} of {str(self.path)!r}"
+        link = self._file.get(key, getlink=True)
+        if not isinstance(link, h5py.HardLink):
+            raise UnsafeFileError("load", where, "a dataset in the file itself", type(link).__name__)
+        found = self._file[key]
+        if not isinstance(found, h5py.Dataset):
+            raise CorruptFileError("load", where, "a dataset", type(found).__name__)
+        if found.is_virtual or found.external:
+            raise UnsafeFileError("load", where, "data in the file itself", "a reference to other files")
+        if not found.shape:
+            raise CorruptFileError("load", where, "rows", f"shape {found.shape}")
+        if found.chunks is None and found.size * found.dtype.itemsize > self.path.stat().st_size:
+            raise CorruptFileError("load", where, "a file that holds its data", f"{self.path.stat().st_size} bytes")
+        return found
+
+    def _dtype(self, key: str) -> str:
+        dataset = self._datasets[key]
+        tag = str(dataset.attrs.get(_DTYPE_TAG, ""))
+        if tag == "bfloat16" and dataset.dtype.itemsize == 2:
+            return tag
+        return dtype_name(dataset.dtype, f"of {key!r} in {str(self.path)!r}")
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write JSON; checked for being JSON before the file is made."""
+    text = json.dumps(config, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a folder's `config.json`."""
+    path = existing_folder(folder) / CONFIG_NAME
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as cause:
+        raise MissingFolderError("load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none") from cause
+    except (OSError, ValueError) as cause:
+        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)) from cause
+    if not isinstance(found, dict):
+        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__)
+    return found
+
+
+def _file_dtype(field: Field) -> np.dtype[Any]:
+    if field.dtype not in DTYPES:
+        raise FieldTypeError("save the field", repr(field.name), ", ".join(DTYPES), field.dtype)
+    return np.dtype("<i2") if field.dtype == "bfloat16" else field.numpy_dtype
+
+
+def _as_array(part: torch.Tensor) -> npt.NDArray[Any]:
+    part = part.contiguous()
+    return (part.view(torch.int16) if part.dtype is torch.bfloat16 else part).numpy()
+
+
+def _bytes(part: npt.NDArray[Any]) -> memoryview | bytes:
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data if part.size else b""
+
+
+def _crc_after(part: npt.NDArray[Any], previous: Any) -> int:
+    return zlib.crc32(_bytes(part), previous.result())
+
+
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name}.previous")
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,105 @@
+"""`FinalRows`: the true last observations of trajectories, kept apart because they are few.
+
+One rule: a final row belongs to the row that ended a trajectory, named by lane and id, and dies
+with it. Keys grow with every append, so that finding one is a binary search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .fields import Schema
+from .ring import RingStore
+
+_FIRST_ROOM = 64
+
+
+class FinalRows:
+    """A sparse side store beside a ring.
+
+    Args:
+        ring: The ring that the rows belong to.
+        schema: The fields that are kept of a final row.
+    """
+
+    def __init__(self, ring: RingStore, schema: Schema) -> None:
+        self._ring = ring
+        self.schema = schema
+        self._first, self._last = 0, 0
+        self._keys = torch.zeros(_FIRST_ROOM, dtype=torch.int64, device=ring.device)
+        self._columns = {name: self._empty(name, _FIRST_ROOM) for name in schema}
+
+    def __len__(self) -> int:
+        """Final rows in memory, dead ones that were not yet dropped included."""
+        return self._last - self._first
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is reserved."""
+        return sum(x.numel() * x.element_size() for x in (self._keys, *self._columns.values()))
+
+    def append(self, lane: torch.Tensor, row_id: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Keep rows: `[num, *event]` per field, sorted by (id, lane) and newer than all that are kept."""
+        num_new = len(lane)
+        if self._last + num_new > len(self._keys):
+            self._move(num_new)
+        self._keys[self._last : self._last + num_new] = self.key(lane, row_id)
+        for name, leaf in leaves.items():
+            self._columns[name][self._last : self._last + num_new] = leaf
+        self._last += num_new
+
+    def key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
+        """Give the key of a row of the ring."""
+        return row_id * self._ring.num_lanes + lane
+
+    def find(self, lane: torch.Tensor, row_id: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Look rows up: (whether there is a final row, where it lies), both shaped like `lane`."""
+        keys = self._keys[self._first : self._last]
+        if not len(keys):
+            return torch.zeros_like(lane, dtype=torch.bool), torch.zeros_like(lane)
+        wanted = self.key(lane, row_id)
+        place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+        return keys[place] == wanted, place + self._first
+
+    def take(self, name: str, place: torch.Tensor) -> torch.Tensor:
+        """Copy final rows of a field: `[len(place), *event]`."""
+        return self._columns[name].index_select(0, place)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._first, self._last = 0, 0
+
+    def live(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Copy what is live: keys and fields."""
+        self._drop_dead()
+        kept = slice(self._first, self._last)
+        return self._keys[kept].clone(), {name: x[kept].clone() for name, x in self._columns.items()}
+
+    def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Take back what `live` gave."""
+        self.clear()
+        lane = keys.to(self._ring.device) % self._ring.num_lanes
+        row_id = torch.div(keys.to(self._ring.device), self._ring.num_lanes, rounding_mode="floor")
+        self.append(lane, row_id, leaves)
+
+    def _drop_dead(self) -> None:
+        keys = self._keys[self._first : self._last]
+        self._first += int(torch.searchsorted(keys, self._ring.oldest * self._ring.num_lanes))
+
+    def _move(self, num_new: int) -> None:
+        self._drop_dead()
+        num_kept = len(self)
+        room = max(_FIRST_ROOM, 2 * (num_kept + num_new))
+        kept = slice(self._first, self._last)
+        keys = torch.zeros(room, dtype=torch.int64, device=self._ring.device)
+        keys[:num_kept] = self._keys[kept]
+        columns = {name: self._empty(name, room) for name in self.schema}
+        for name, column in columns.items():
+            column[:num_kept] = self._columns[name][kept]
+        self._keys, self._columns, self._first, self._last = keys, columns, 0, num_kept
+
+    def _empty(self, name: str, num_rows: int) -> torch.Tensor:
+        field = self.schema[name]
+        return torch.zeros((num_rows, *field.shape), dtype=field.torch_dtype, device=self._ring.device)

@@ -1,0 +1,207 @@
+"""Records as users give them -> leaves that fit a schema.
+
+One rule: everything is checked here, before the first byte is written; nothing is written here.
+A record is a nested mapping (a `TensorDict` counts) of tensors or arrays that all begin with the
+same leading axes: `[n, *event]`, or `[n, lanes, *event]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import FieldTypeError, MissingFieldError, SchemaError
+from .fields import Field, Schema, dtype_name
+from .tree import check_same_names
+
+#: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
+Key = str | tuple[str, ...]
+_ACTION = "add rows"
+
+
+def flat_name(key: Key) -> str:
+    """Give the flat name of a key: `("next", "done")` -> `"next/done"`."""
+    parts = (key,) if isinstance(key, str) else tuple(key)
+    if not parts or not all(isinstance(part, str) and part for part in parts):
+        raise SchemaError("name a leaf", "", "a str or a tuple of them", repr(key))
+    return "/".join(parts)
+
+
+def listed(keys: Key | Sequence[Key] | None) -> list[Key]:
+    """List keys: None is no key, a str or a tuple is one, a list is several."""
+    if keys is None:
+        return []
+    return list(keys) if isinstance(keys, list) else [keys]  # type: ignore[list-item]
+
+
+def normal(keys: Key | Sequence[Key] | None) -> str | list[str] | None:
+    """Give keys as flat names, which JSON can hold: None, one, or a list."""
+    if keys is None:
+        return None
+    return [flat_name(key) for key in keys] if isinstance(keys, list) else flat_name(keys)  # type: ignore[arg-type]
+
+
+def names_below(schema: Mapping[str, Any], key: Key, action: str) -> list[str]:
+    """List the leaves that a key means: itself, or all below it. None is an error that lists what there is."""
+    wanted = flat_name(key)
+    found = [name for name in schema if name == wanted or name.startswith(wanted + "/")]
+    if not found:
+        raise MissingFieldError(action, f"of {wanted!r}", "one of " + ", ".join(map(repr, schema)), repr(wanted))
+    return found
+
+
+def leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Walk a record: flat names and leaves, in order. Leaves are not copied."""
+    for key, value in record.items():
+        if not isinstance(key, str) or not key or "/" in key:
+            raise SchemaError("name a leaf", f"under {prefix or 'the top'!r}", "a non-empty str without '/'", repr(key))
+        if isinstance(value, torch.Tensor):
+            yield prefix + key, value
+        elif isinstance(value, Mapping) or (hasattr(value, "items") and hasattr(value, "keys")):
+            yield from leaves(value, f"{prefix}{key}/")
+        else:
+            yield prefix + key, value
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Leaves that fit: `[n, lanes, *event]` each, in the order of the schema."""
+
+    num_rows: int
+    tensors: list[torch.Tensor]
+    schema: Schema
+
+
+class RecordReader:
+    """Turn records into `Rows`; remembers the schema once it is `freeze`d.
+
+    Args:
+        num_lanes: Second axis of the store; None until the first record shows it.
+        has_lane_axis: Whether leaves are `[n, lanes, *event]`; otherwise they are `[n * lanes, *event]`.
+        auto_unsqueeze: Whether a leaf without event axes becomes `[..., 1]` instead of an error.
+        narrow: Whether float64 is kept as float32.
+    """
+
+    def __init__(self, num_lanes: int | None, has_lane_axis: bool, auto_unsqueeze: bool, narrow: bool) -> None:
+        self.num_lanes = num_lanes
+        self.has_lane_axis = has_lane_axis
+        self.auto_unsqueeze = auto_unsqueeze
+        self.narrow = narrow
+        self.schema: Schema | None = None
+        self._exact: list[tuple[str, torch.Size, torch.dtype]] = []
+
+    def freeze(self, schema: Schema, num_lanes: int) -> None:
+        """From now on every record must have these fields."""
+        self.schema, self.num_lanes = schema, num_lanes
+        lead = (1, num_lanes) if self.has_lane_axis else (num_lanes,)
+        self._exact = [(f.name, torch.Size((*lead, *f.shape)), f.torch_dtype) for f in schema.values()]
+
+    def read_one(self, record: Any) -> list[torch.Tensor] | None:
+        """Give the leaves of one row that fits exactly, `[1, lanes, *event]` or `[lanes, *event]`; else None.
+
+        It decides in a microsecond per leaf; whatever it leaves is read, or refused, by `read`.
+        """
+        if type(record) is not dict or not self._exact:
+            return None
+        flat = record if len(record) == len(self._exact) else dict(leaves(record))
+        if len(flat) != len(self._exact):
+            return None
+        found = []
+        for name, shape, dtype in self._exact:
+            value = flat.get(name)
+            if type(value) is not torch.Tensor or value.shape != shape or value.dtype is not dtype:
+                return None
+            if value.requires_grad or not value.is_cpu or value.layout is not torch.strided:
+                return None
+            found.append(value)
+        return found
+
+    def read(self, record: Any, names: list[str] | None = None) -> Rows | None:
+        """Check a record completely; None if it has no leaf.
+
+        Args:
+            record: The record.
+            names: Only these fields of the schema must be, and may be, there.
+
+        Raises:
+            MissingFieldError, SchemaError, FieldTypeError: Naming the first leaf that does not fit.
+        """
+        if not hasattr(record, "items"):
+            raise SchemaError(_ACTION, "", "a nested mapping of tensors", type(record).__name__)
+        flat = {name: self._tensor(name, value) for name, value in leaves(record)}
+        if not flat:
+            return None
+        schema = self.schema
+        if schema is not None:
+            if names is not None:
+                schema = Schema(schema[name] for name in names)
+            check_same_names(schema, flat, _ACTION)
+        shaped = {name: self._with_lead(name, value) for name, value in flat.items()}
+        self._check_lead(shaped)
+        if schema is None:
+            schema = Schema(declare(name, value) for name, value in shaped.items())
+        num_rows = len(next(iter(shaped.values())))
+        return Rows(num_rows, [_fit(field, shaped[name]) for name, field in schema.items()], schema)
+
+    def _tensor(self, name: str, value: Any) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            try:
+                value = torch.as_tensor(np.asarray(value))
+            except (TypeError, ValueError, RuntimeError) as cause:
+                got = type(value).__name__
+                raise FieldTypeError(_ACTION, f"with {name!r}", "a tensor or an array", got) from cause
+        found: torch.Tensor = value.detach()
+        if found.layout is not torch.strided or found.device.type == "meta":
+            got = f"{found.layout} on {found.device}"
+            raise FieldTypeError(_ACTION, f"with {name!r}", "a dense tensor", got)
+        if self.narrow and found.dtype == torch.float64:
+            found = found.to(torch.float32)
+        return found
+
+    def _with_lead(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """View a leaf as `[n, lanes, *event]`."""
+        num_lead = 2 if self.has_lane_axis else 1
+        axes = "[n, lanes, *event]" if self.has_lane_axis else "[n, *event]"
+        if value.dim() == num_lead and self.auto_unsqueeze:
+            value = value.unsqueeze(-1)
+        if value.dim() <= num_lead:
+            advice = "Add a trailing axis, x.unsqueeze(-1), or create the buffer with auto_unsqueeze=True"
+            expected = f"{axes} with at least one event axis"
+            raise SchemaError(_ACTION, f"with {name!r}", expected, f"shape {list(value.shape)}", advice)
+        if self.has_lane_axis:
+            return value
+        lanes = self.num_lanes or 1
+        if len(value) % lanes:
+            raise SchemaError(_ACTION, f"with {name!r}", f"a multiple of {lanes} envs", f"{len(value)} rows")
+        return value.unsqueeze(1) if lanes == 1 else value.reshape(-1, lanes, *value.shape[1:])
+
+    def _check_lead(self, shaped: Mapping[str, torch.Tensor]) -> None:
+        (first, like), *others = shaped.items()
+        for name, value in others:
+            if value.shape[:2] != like.shape[:2]:
+                expected = f"leading sizes {list(like.shape[:2])} like {first!r}"
+                raise SchemaError(_ACTION, f"with {name!r}", expected, str(list(value.shape[:2])))
+        if self.num_lanes is not None and like.shape[1] != self.num_lanes:
+            raise SchemaError(_ACTION, f"with {first!r}", f"{self.num_lanes} lanes", str(like.shape[1]))
+        if like.shape[1] < 1:
+            raise SchemaError(_ACTION, f"with {first!r}", "at least one lane", "0")
+
+
+def declare(name: str, value: torch.Tensor) -> Field:
+    """Declare the field that a first leaf shows. Complex numbers are kept as pairs of real ones' bytes."""
+    if value.is_complex():
+        raise FieldTypeError(_ACTION, f"with {name!r}", "real numbers", str(value.dtype), "Use torch.view_as_real")
+    return Field(name, tuple(value.shape[2:]), dtype_name(value.dtype, f"of {name!r}"))
+
+
+def _fit(field: Field, value: torch.Tensor) -> torch.Tensor:
+    words = f"{field.dtype} rows of shape {list(field.shape)}"
+    if tuple(value.shape[2:]) != field.shape:
+        raise SchemaError(_ACTION, f"with {field.name!r}", words, f"shape {list(value.shape[2:])}")
+    if not torch.can_cast(value.dtype, field.torch_dtype):
+        raise FieldTypeError(_ACTION, f"with {field.name!r}", words, str(value.dtype), "Convert it first")
+    return value

@@ -1,0 +1,238 @@
+"""`RingStore`: fields of rows in fixed memory, the newest overwriting the oldest.
+
+One rule: this is the only place that wraps an index. Rows have ids, counted from 0 since creation
+or `clear`; lane and id name a row, `id % num_slots` is its slot, and it is live while
+`id >= total - num_slots`. All lanes are written in lock-step, so that one `total` counts for all.
+
+Inside, a lane's rows are consecutive (`[lanes, slots, row]`), so that a window is one piece of
+memory; they are shown time first. Behind the last slot `num_guards` copies of the first slots
+follow, so that windows of up to `num_guards + 1` rows never break where the ring closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from .buffer_pool import BufferPool
+from .errors import UsageError
+from .fields import Schema
+from .row_layout import Group, in_order, lay_out
+
+#: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
+_MIN_TORCH_BYTES = 64 * 1024
+
+
+class RingStore:
+    """Memory for the live rows of some fields.
+
+    Args:
+        num_slots: Rows per lane.
+        num_lanes: Streams that are written in lock-step.
+        schema: The fields of a row.
+        device: Where the memory is.
+        num_guards: Rows that are kept twice, for windows across the end of the memory.
+    """
+
+    def __init__(
+        self, num_slots: int, num_lanes: int, schema: Schema, device: torch.device | str = "cpu", num_guards: int = 1
+    ) -> None:
+        if num_slots < 1 or num_lanes < 1:
+            raise UsageError("create a ring", "", "at least one slot and one lane", f"{num_slots} and {num_lanes}")
+        self.num_slots, self.num_lanes = int(num_slots), int(num_lanes)
+        self.schema = schema
+        self.device = torch.device(device)
+        self.num_guards = min(int(num_guards), self.num_slots)
+        #: Rows per lane that were ever written.
+        self.total = 0
+        self.groups: list[Group] = lay_out(schema)
+        #: Rows of one lane in memory.
+        self.stride = self.num_slots + self.num_guards
+        self._pool = BufferPool()
+        self._bases = [self._allocate(group) for group in self.groups]
+        self._columns: dict[str, torch.Tensor] = {}
+        for group, base in zip(self.groups, self._bases, strict=True):
+            self._columns.update(group.views(base))
+        self._columns = in_order(schema, self._columns)
+        self._arrays = [_array(column) for column in self._columns.values()]
+
+    @property
+    def num_live(self) -> int:
+        """Live rows per lane."""
+        return min(self.total, self.num_slots)
+
+    @property
+    def oldest(self) -> int:
+        """Id of the oldest live row."""
+        return self.total - self.num_live
+
+    @property
+    def cursor(self) -> int:
+        """Slot that the next row goes to."""
+        return self.total % self.num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is reserved for rows."""
+        return sum(base.numel() * base.element_size() for base in self._bases)
+
+    def write(self, tensors: list[torch.Tensor]) -> None:
+        """Write checked leaves, `[n, lanes, *event]` in the schema's order; any n, the last slots win."""
+        num_rows = len(tensors[0]) if tensors else 0
+        kept = min(num_rows, self.num_slots)
+        for first, last in self._runs(self.total + num_rows - kept, self.total + num_rows):
+            slot, stop = self.slot(first), self.slot(last - 1) + 1
+            skipped = first - self.total
+            for column, array, leaf in zip(self._columns.values(), self._arrays, tensors, strict=True):
+                part = leaf if last - first == num_rows else leaf[skipped : skipped + last - first]
+                _copy(column, array, slot, stop, part)
+            self._copy_guards(slot, stop)
+        self.total += num_rows
+
+    def write_one(self, leaves: list[torch.Tensor]) -> None:
+        """Write one row of every lane: CPU leaves `[1, lanes, *event]` or `[lanes, *event]` of the right dtypes."""
+        slot = self.total % self.num_slots
+        if self.num_lanes == 1:
+            for array, leaf in zip(self._arrays, leaves, strict=True):
+                array[0, slot] = leaf.numpy()  # type: ignore[index]
+        else:
+            for array, leaf in zip(self._arrays, leaves, strict=True):
+                array[:, slot] = leaf.numpy()  # type: ignore[index]
+        if slot < self.num_guards:
+            self._copy_guards(slot, slot + 1)
+        self.total += 1
+
+    @property
+    def can_write_one(self) -> bool:
+        """Whether `write_one` is to be used: the memory is on the CPU, and numpy knows every dtype."""
+        return all(array is not None for array in self._arrays)
+
+    def clear(self) -> None:
+        """Forget every row; the memory stays."""
+        self.total = 0
+
+    def slot(self, row_id: Any) -> Any:
+        """Say where rows lie: an int, or a tensor of ids."""
+        return row_id % self.num_slots
+
+    def place(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
+        """Give positions in memory, which `gather` and `windows` take: of rows, or of windows' first rows."""
+        place = row_id % self.num_slots
+        return place if self.num_lanes == 1 else place.add_(lane * self.stride)
+
+    def gather(self, places: torch.Tensor, contiguous: bool = False) -> dict[str, torch.Tensor]:
+        """Copy rows: `[len(places), *event]` per field, views of one new tensor per group."""
+        found: dict[str, torch.Tensor] = {}
+        for group, base in zip(self.groups, self._bases, strict=True):
+            rows = self._select(base.view(-1, group.width), places, group.width, group.unit)
+            found.update(group.views(rows, contiguous))
+        return in_order(self.schema, found)
+
+    def windows(
+        self, places: torch.Tensor, length: int, contiguous: bool = False, names: Container[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Copy windows of consecutive rows: `[len(places), length, *event]` per field, as `gather` does."""
+        found: dict[str, torch.Tensor] = {}
+        for group, base in zip(self.groups, self._bases, strict=True):
+            width = group.width
+            if not group.holds(names):
+                continue
+            if length <= self.num_guards + 1:
+                # Every window of the memory is a row of this view; windows that begin in the guards are not asked for.
+                source = base.as_strided((self.num_lanes * self.stride - length + 1, length * width), (width, 1))
+                rows = self._select(source, places, length * width, group.unit).view(-1, length, width)
+            else:
+                rows = self._select(base.view(-1, width), self._unrolled(places, length), width, group.unit)
+                rows = rows.view(-1, length, width)
+            found.update(group.views(rows, contiguous, names))
+        return in_order(self.schema, found)
+
+    def column(self, name: str) -> torch.Tensor:
+        """Give a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
+        return self._columns[name].flatten(0, 1)
+
+    def slots_view(self, name: str) -> torch.Tensor:
+        """Show the slots of a field, `[num_slots, lanes, *event]`, sharing memory."""
+        return self._columns[name][:, : self.num_slots].transpose(0, 1)
+
+    def ids(self) -> torch.Tensor:
+        """List the live ids, oldest first."""
+        return torch.arange(self.oldest, self.total, device=self.device)
+
+    def copy_slots(
+        self, first: int, last: int, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Copy slots `first` to `last` of every field: new tensors `[last - first, lanes, *event]`, or into `out`."""
+        parts = {name: self.slots_view(name)[first:last] for name in self.schema}
+        if out is None:
+            return {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+        return {name: out[name][: last - first].copy_(part) for name, part in parts.items()}
+
+    def put_slots(self, first: int, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Fill slots from `first` on as they were saved; `total` is the caller's to set."""
+        for name, leaf in leaves.items():
+            self.slots_view(name)[first : first + len(leaf)].copy_(leaf)
+            self._copy_guards(first, first + len(leaf))
+
+    def check_valid(self) -> tuple[bool, str]:
+        """Check what must always hold: (whether it does, which part does not)."""
+        for base in self._bases:
+            guards = base[:, self.num_slots :].view(torch.uint8)
+            written = min(self.num_live, self.num_guards)
+            if not torch.equal(guards[:, :written], base[:, :written].view(torch.uint8)):
+                return False, "the guards differ from the first slots"
+        return (True, "") if self.total >= 0 else (False, "total is below 0")
+
+    def _allocate(self, group: Group) -> torch.Tensor:
+        shape = (self.num_lanes, self.stride, group.width)
+        if self.device.type == "cpu":  # zeros, taken from the system when a page is first written
+            return BufferPool(1).empty(shape, group.unit).zero_() if _is_small(shape) else _reserve(shape, group.unit)
+        return torch.zeros(shape, dtype=group.unit, device=self.device)
+
+    def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Cut ids `first` to `last` where the ring closes."""
+        if first >= last:
+            return []
+        seam = (first // self.num_slots + 1) * self.num_slots
+        return [(first, last)] if last <= seam else [(first, seam), (seam, last)]
+
+    def _copy_guards(self, slot: int, stop: int) -> None:
+        stop = min(stop, self.num_guards)
+        if slot < stop:
+            for base in self._bases:
+                base[:, self.num_slots + slot : self.num_slots + stop] = base[:, slot:stop]
+
+    def _unrolled(self, places: torch.Tensor, length: int) -> torch.Tensor:
+        lane = torch.div(places, self.stride, rounding_mode="floor") * self.stride
+        steps = torch.arange(length, device=places.device)
+        return (((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)).flatten()
+
+    def _select(self, source: torch.Tensor, index: torch.Tensor, width: int, unit: torch.dtype) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.index_select(source, 0, index)
+        return torch.index_select(source, 0, index, out=self._pool.empty((len(index), width), unit))
+
+
+def _array(column: torch.Tensor) -> np.ndarray[Any, Any] | None:
+    return None if column.device.type != "cpu" or column.dtype is torch.bfloat16 else column.numpy()
+
+
+def _copy(column: torch.Tensor, array: np.ndarray[Any, Any] | None, slot: int, stop: int, leaf: torch.Tensor) -> None:
+    """Write `[n, lanes, *event]` into slots of a `[lanes, slots, *event]` column."""
+    is_small = leaf.device.type == "cpu" and leaf.dtype is column.dtype and leaf.nbytes < _MIN_TORCH_BYTES
+    if array is not None and is_small:
+        array[:, slot:stop] = leaf.numpy().swapaxes(0, 1)
+        return
+    column[:, slot:stop].copy_(leaf.transpose(0, 1), non_blocking=leaf.device.type == "cuda")
+
+
+def _is_small(shape: tuple[int, ...]) -> bool:
+    return shape[0] * shape[1] * shape[2] < 1 << 16
+
+
+def _reserve(shape: tuple[int, ...], unit: torch.dtype) -> torch.Tensor:
+    """Reserve zeroed memory on huge pages; random rows of it cost a quarter less than on small ones."""
+    return BufferPool(1).empty(shape, unit)

@@ -1,0 +1,360 @@
+"""`RingBuffer`: what every buffer on a ring shares: checked writes, ends, final rows, saved state.
+
+One rule: this file only says in which order things happen. What fits is decided in `records.py`,
+where rows lie in `ring.py`, where trajectories end in `windows.py`, what is written to disk in
+`buffer_files.py`. Every public method takes the one lock, checks everything, then acts.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from .buffer_files import load_buffer_folder, save_buffer_folder
+from .errors import BufferEmptyError, SchemaError, UsageError
+from .fields import Schema
+from .final_rows import FinalRows
+from .records import Key, RecordReader, Rows, declare, leaves, listed, names_below, normal
+from .ring import RingStore
+from .samplers import generator_on
+from .stream_order import StreamOrder
+from .tree import unflatten
+from .windows import Boundaries
+
+_Self = TypeVar("_Self", bound="RingBuffer")
+
+
+class RingBuffer:
+    """Rows on a ring under one lock: everything but how they are given back.
+
+    Args:
+        As for `DictBuffer`.
+    """
+
+    _ARGUMENTS: ClassVar[tuple[str, ...]] = (
+        "capacity",
+        "num_envs",
+        "end_key",
+        "auto_unsqueeze",
+        "narrow",
+        "contiguous",
+    )
+    #: Whether leaves come as `[n, lanes, *event]`.
+    _has_lane_axis: bool = False
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        nested_key_separator: str = "-",
+        num_envs: int = 1,
+        end_key: Key | list[Key] | None = None,
+        auto_unsqueeze: bool = False,
+        narrow: bool = False,
+        contiguous: bool = False,
+        output_device: torch.device | str | None = None,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        for name, value in (("capacity", capacity), ("num_envs", num_envs)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError("create a buffer", "", f"{name} >= 1", repr(value))
+        if capacity % num_envs:
+            raise UsageError("create a buffer", "", f"a capacity that {num_envs} envs divide", str(capacity))
+        self.capacity = capacity
+        self.device = torch.device(device)
+        self.output_device = None if output_device is None else torch.device(output_device)
+        self.nested_key_separator = nested_key_separator
+        self.num_envs = num_envs
+        self.end_key = normal(end_key)
+        self.contiguous = contiguous
+        self.auto_unsqueeze, self.narrow = auto_unsqueeze, narrow
+        self.generator = generator_on(generator, self.device)
+        self._reader = RecordReader(
+            None if self._has_lane_axis else num_envs, self._has_lane_axis, auto_unsqueeze, narrow
+        )
+        self._ring: RingStore | None = None
+        self._boundaries: Boundaries | None = None
+        self._finals: FinalRows | None = None
+        #: Places of the end flags among the fields, and how many values each has.
+        self._end_places: list[tuple[int, int]] = []
+        self._lock = threading.RLock()
+        self._order = StreamOrder(self.device)
+
+    # What it holds.
+
+    def __len__(self) -> int:
+        """Rows that are held."""
+        return 0 if self._ring is None else self._ring.num_live * self._rows_per_slot
+
+    def size(self) -> int:
+        """Rows that are held."""
+        return len(self)
+
+    def empty(self) -> bool:
+        """Tell whether nothing is held."""
+        return len(self) == 0
+
+    @property
+    def total(self) -> int:
+        """Rows that were ever added since the creation or `clear`; row ids count to here."""
+        return 0 if self._ring is None else self._ring.total * self._rows_per_slot
+
+    @property
+    def _idx(self) -> int:
+        return 0 if self._ring is None else self._ring.cursor * self._rows_per_slot
+
+    @property
+    def _is_full(self) -> bool:
+        return self._ring is not None and self._ring.num_live == self._ring.num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is reserved for rows and all that belongs to them."""
+        parts = [x.num_bytes for x in (self._ring, self._finals) if x is not None]
+        ages = self._boundaries.ages.nbytes if self._boundaries is not None else 0
+        return sum(parts) + ages
+
+    # Writing.
+
+    @torch.no_grad()
+    def extend(self, data: Any, *, final: Any = None) -> None:
+        """Append rows; of more than fit the newest are kept.
+
+        Args:
+            data: Nested mapping whose leaves are `[n, *event]`, any n. The first one fixes keys,
+                shapes and dtypes. Nothing of it is kept: the rows are copied.
+            final: What was observed after the last step of trajectories that end in these rows:
+                leaves of some fields, as long as those of `data`; only rows that end count.
+
+        Raises:
+            MissingFieldError, SchemaError, FieldTypeError: Naming the leaf that does not fit;
+                nothing is written.
+        """
+        with self._lock:
+            row = self._reader.read_one(data) if final is None else None
+            if row is not None and self._ring is not None and self._ring.can_write_one:
+                if self._boundaries is not None:
+                    self._boundaries.note(self._ends(row))
+                self._ring.write_one(row)
+                return
+            rows = self._reader.read(data)
+            if rows is None:
+                return
+            end_places = self._end_places if self._ring is not None else self._find_ends(rows.schema)
+            last = None if final is None else self._read_final(final, rows, end_places)
+            if rows.num_rows == 0:
+                return
+            if self._ring is None:
+                self._create(rows.schema, rows.tensors[0].shape[1])
+            self._write(rows, last)
+
+    def clear(self) -> None:
+        """Forget every row; keys, shapes and the memory stay."""
+        with self._lock:
+            for part in (self._ring, self._boundaries, self._finals):
+                if part is not None:
+                    part.clear()
+
+    # Keeping.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy everything: rows as they lie, counters, random state; plain containers of tensors."""
+        with self._lock:
+            state: dict[str, Any] = {"config": self._config(), "generator": self.generator.get_state().clone()}
+            if self._ring is not None:
+                state["total"] = self._ring.total
+                state["num_lanes"] = self._ring.num_lanes
+                state["columns"] = self._ring.copy_slots(0, self._ring.num_live)
+                if self._finals is not None:
+                    state["final_keys"], state["final_columns"] = self._finals.live()
+            return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` of an equal buffer gave; nothing is changed if it does not fit."""
+        with self._lock:
+            mine, its = self._config(), state["config"]
+            for key in mine:
+                if its.get(key) != mine[key]:
+                    raise SchemaError("load a state", "", f"one with {key}={mine[key]!r}", repr(its.get(key)))
+            self.generator.set_state(state["generator"].cpu())
+            if "columns" not in state:
+                self._ring = self._boundaries = self._finals = None
+                self._reader = RecordReader(
+                    None if self._has_lane_axis else self.num_envs,
+                    self._has_lane_axis,
+                    self.auto_unsqueeze,
+                    self.narrow,
+                )
+                return
+            columns = {name: torch.as_tensor(leaf) for name, leaf in state["columns"].items()}
+            schema = Schema(declare(name, leaf) for name, leaf in columns.items())
+            self._restore(schema, int(state["num_lanes"]), int(state["total"]), [(0, columns)])
+            if "final_keys" in state:
+                self._restore_finals(state["final_keys"], state["final_columns"])
+
+    def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
+        """Write everything to a folder, atomically; one that exists is replaced.
+
+        Args:
+            folder: Gets `buffer.hdf5` and `config.json`.
+            nested_key_separator: Joins levels of keys, instead of the buffer's own.
+        """
+        with self._lock:
+            save_buffer_folder(self, folder, nested_key_separator or self.nested_key_separator)
+
+    @classmethod
+    def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
+        """Make a buffer from what `save` wrote, here or in an earlier system.
+
+        Args:
+            path: The folder.
+            device: Where to keep it; None for where it was, or the CPU if that is not here.
+        """
+        return load_buffer_folder(cls, path, device)
+
+    # Inside.
+
+    @property
+    def _rows_per_slot(self) -> int:
+        return self.num_envs
+
+    @property
+    def _has_lanes_in_file(self) -> bool:
+        return self.num_envs > 1
+
+    @property
+    def _num_slots(self) -> int:
+        return self.capacity // self.num_envs
+
+    def _config(self) -> dict[str, Any]:
+        """Give the arguments that make an equal buffer, as JSON; device and separator are added by whoever saves."""
+        return {
+            "capacity": self.capacity,
+            "num_envs": self.num_envs,
+            "end_key": self.end_key,
+            "auto_unsqueeze": self.auto_unsqueeze,
+            "narrow": self.narrow,
+            "contiguous": self.contiguous,
+        }
+
+    @classmethod
+    def _arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Pick the arguments that a saved config has; earlier systems have fewer."""
+        wanted = [name for kind in cls.__mro__ for name in vars(kind).get("_ARGUMENTS", ())]
+        found = {name: config[name] for name in wanted if name in config}
+        if "format" not in config and isinstance(found.get("end_key"), list):
+            found["end_key"] = tuple(found["end_key"])  # earlier systems have one key, perhaps nested
+        return found
+
+    def _find_ends(self, schema: Schema) -> list[tuple[int, int]]:
+        """Find the fields that end trajectories; none if rows have nothing to do with each other."""
+        names = list(schema)
+        found = [name for key in listed(self.end_key) for name in names_below(schema, key, "find the end flag")]
+        return [(names.index(name), schema[name].num_elements) for name in found]
+
+    def _end_names(self) -> list[str]:
+        assert self._ring is not None
+        names = list(self._ring.schema)
+        return [names[place] for place, _ in self._end_places]
+
+    def _make_ring(self, schema: Schema, num_lanes: int) -> tuple[RingStore, Boundaries | None]:
+        ring = RingStore(self._num_slots, num_lanes, schema, self.device)
+        return ring, Boundaries(ring) if self._find_ends(schema) else None
+
+    def _create(self, schema: Schema, num_lanes: int) -> None:
+        """Allocate; nothing is changed if that fails."""
+        places = self._find_ends(schema)
+        ring, boundaries = self._make_ring(schema, num_lanes)
+        self._end_places, self._ring, self._boundaries, self._finals = places, ring, boundaries, None
+        self._reader.freeze(schema, num_lanes)
+
+    def _write(
+        self, rows: Rows, final: tuple[torch.Tensor, torch.Tensor, Schema, dict[str, torch.Tensor]] | None
+    ) -> None:
+        ring = self._ring
+        assert ring is not None
+        self._order.wait(is_write=True)
+        ends = self._ends(rows.tensors) if self._boundaries is not None else None
+        if final is not None and len(final[0]):
+            step, lane, schema, leaves = final
+            if self._finals is None:
+                self._finals = FinalRows(ring, schema)
+            self._finals.append(lane, step + ring.total, leaves)
+        if self._boundaries is not None and ends is not None:
+            self._boundaries.note(ends)
+        ring.write(rows.tensors)
+        self._order.record(is_write=True)
+
+    def _ends(self, tensors: list[torch.Tensor], places: list[tuple[int, int]] | None = None) -> torch.Tensor:
+        """Say which rows end a trajectory: `[n, lanes]` bool, from checked leaves."""
+        found: torch.Tensor | None = None
+        for place, width in self._end_places if places is None else places:
+            leaf = tensors[place]
+            lanes = self._reader.num_lanes or leaf.shape[1]
+            flags = leaf.reshape(-1, lanes) if width == 1 else (leaf != 0).reshape(-1, lanes, width).any(-1)
+            flags = flags if flags.dtype is torch.bool else flags != 0
+            found = flags if found is None else found | flags
+        assert found is not None
+        return found
+
+    def _read_final(
+        self, final: Any, rows: Rows, places: list[tuple[int, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, Schema, dict[str, torch.Tensor]]:
+        """Check final observations; give step, lane and leaves of the rows that end a trajectory."""
+        if not places:
+            raise UsageError("add final rows", "", "a buffer with end_key", "one without")
+        reader = RecordReader(rows.tensors[0].shape[1], self._has_lane_axis, self.auto_unsqueeze, self.narrow)
+        reader.schema = rows.schema if self._reader.schema is None else self._reader.schema
+        names = [name for name, _ in leaves(final)] if self._finals is None else list(self._finals.schema)
+        read = reader.read(final, names)
+        if read is None or read.num_rows != rows.num_rows:
+            got = "none" if read is None else str(read.num_rows)
+            raise SchemaError("add final rows", "", f"{rows.num_rows} rows, as many as data has", got)
+        step, lane = self._ends(rows.tensors, places).nonzero(as_tuple=True)
+        ended = {
+            name: leaf[step.to(leaf.device), lane.to(leaf.device)]
+            for name, leaf in zip(read.schema, read.tensors, strict=True)
+        }
+        return step.to(self.device), lane.to(self.device), read.schema, ended
+
+    def _filled(self, action: str) -> RingStore:
+        if self._ring is None or not self._ring.num_live:
+            raise BufferEmptyError(action, f"from a {type(self).__name__}", "rows", "none", "Call extend() first")
+        return self._ring
+
+    def _restore(
+        self, schema: Schema, num_lanes: int, total: int, parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]]
+    ) -> None:
+        """Fill a new ring with rows as they lay, `[slots, lanes, *event]`, and find where trajectories end."""
+        self._create(schema, num_lanes)
+        ring, boundaries = self._ring, self._boundaries
+        assert ring is not None
+        for first, part in parts:
+            ring.put_slots(first, part)
+        ring.total = total
+        if boundaries is None:
+            return
+        live, oldest = ring.num_live, ring.oldest
+        flags = [ring.slots_view(name)[:live] for name in self._end_names()]
+        ends = torch.stack([(x != 0).flatten(2).any(-1) for x in flags]).any(0)
+        ring.total = oldest
+        boundaries.note(ends.roll(-(oldest % ring.num_slots), 0) if live == ring.num_slots else ends)
+        ring.total = total
+
+    def _restore_finals(self, keys: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
+        ring = self._ring
+        assert ring is not None
+        self._finals = FinalRows(ring, Schema(ring.schema[name] for name in columns))
+        self._finals.restore(keys, columns)
+
+    def _given(self, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Nest a result, on the device that results go to."""
+        if self.output_device is not None:
+            found = {name: leaf.to(self.output_device, non_blocking=True) for name, leaf in found.items()}
+        return unflatten(found)

@@ -1,0 +1,70 @@
+"""Index producers: who is drawn, as tensors of indices. Nothing here moves a row.
+
+One rule: a producer is a pure function of its arguments and a generator that is handed in. Windows
+are drawn in `windows.py`, which alone knows their bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .errors import UsageError
+
+
+def generator_on(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator:
+    """Take a generator, seed a new one on `device`, or seed one once from torch's default generator."""
+    if isinstance(generator, torch.Generator):
+        if generator.device.type != device.type:
+            expected = f"one on {device.type}, where the rows are"
+            raise UsageError("use the generator", "", expected, f"one on {generator.device}")
+        return generator
+    seed = int(torch.randint(2**63 - 1, ())) if generator is None else int(generator)
+    return torch.Generator(device).manual_seed(seed)
+
+
+def uniform(num_rows: int, num_draws: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw indices below `num_rows` uniformly with replacement: `[num_draws]` int64."""
+    return torch.randint(num_rows, (num_draws,), generator=generator, device=generator.device)
+
+
+def permutation(num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw an order of all indices below `num_rows`: one epoch without replacement."""
+    return torch.randperm(num_rows, generator=generator, device=generator.device)
+
+
+def recent(num_rows: int, num_recent: int, num_draws: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw uniformly among the last `num_recent` of `num_rows` indices in order of age."""
+    kept = min(num_rows, num_recent)
+    return uniform(kept, num_draws, generator).add_(num_rows - kept)
+
+
+class Weighted:
+    """Draw indices in proportion to weights, with replacement.
+
+    Args:
+        weights: `[num]`, finite and >= 0, not all 0; at most so many as fit float64 sums.
+
+    An index of weight 0 is never drawn.
+    """
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        masses = weights.to(torch.float64)
+        self._sums = masses.cumsum(0)
+        if not len(masses) or not bool(torch.isfinite(self._sums[-1])) or bool((masses < 0).any()):
+            raise UsageError("draw by weight", "", "finite weights >= 0", str(weights.tolist())[:60])
+        if float(self._sums[-1]) <= 0:
+            raise UsageError("draw by weight", "", "a weight above 0", "none")
+        self._last = int(masses.nonzero()[-1])
+
+    def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor:
+        """Draw `[num_draws]` int64."""
+        points = torch.rand(num_draws, dtype=torch.float64, generator=generator, device=generator.device)
+        # The first sum above the point: an index without weight has the sum of the one before it.
+        return torch.searchsorted(self._sums, points * self._sums[-1], right=True).clamp_(max=self._last)
+
+
+def mixture(shares: Sequence[float], num_draws: int, generator: torch.Generator) -> torch.Tensor:
+    """Say which of several sources each draw comes from, in proportion to `shares`: `[num_draws]` int64."""
+    return Weighted(torch.tensor(list(shares), dtype=torch.float64, device=generator.device)).draw(num_draws, generator)

@@ -1,0 +1,275 @@
+"""Which windows are inside one trajectory: the age column, and exact draws from it.
+
+One rule: the age of a row is the number of rows since its trajectory began; a window of L rows
+that ends at row e is valid if and only if `age[e] >= L - 1` and its first row is live. No list of
+boundaries is kept or searched, so that neither writing nor drawing costs more in a larger ring.
+Only this file knows window bounds.
+
+Draws are by rejection: candidates are uniform over a superset of what is valid, each is accepted
+if it is valid, and the first accepted ones are taken. Accepted candidates are independent and
+uniform over the valid ones whatever the rate of acceptance is, and the rate itself decides only how
+many candidates are proposed, so that the law is exact. Where next to nothing is valid, the
+candidates are listed once instead, which is the same law; if none is, the caller is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from .ring import RingStore
+
+#: (lane, row id of the window's last row) -> whether the window is valid.
+Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: Candidates that are proposed in vain before all are listed: so many, and so many per draw.
+_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
+#: Candidates that are listed at once, which bounds the memory of listing.
+_NUM_LISTED = 1 << 20
+#: Ages stop here, far above any window, so that they never overflow.
+_MAX_AGE = 1 << 30
+
+
+class Boundaries:
+    """Ages of the rows of a ring, and where trajectories ended.
+
+    Args:
+        ring: The ring, whose `total` must be what it was when these rows were noted.
+        keeps_segments: Whether ended trajectories are listed, for draws by trajectory. On CUDA that
+            costs one synchronization per write.
+    """
+
+    def __init__(self, ring: RingStore, keeps_segments: bool = False) -> None:
+        self.ring = ring
+        self.ages = torch.zeros((ring.num_lanes, ring.num_slots), dtype=torch.int32, device=ring.device)
+        #: Age of each lane's next row; 0 if the last written row ended a trajectory.
+        self.next_ages = torch.zeros(ring.num_lanes, dtype=torch.int32, device=ring.device)
+        self.segments = Segments(ring) if keeps_segments else None
+        self._num_seen = 0
+        is_cpu = ring.device.type == "cpu"
+        self._arrays = (self.ages.numpy(), self.next_ages.numpy()) if is_cpu else None
+
+    def note(self, ends: torch.Tensor) -> None:
+        """Note rows that are about to be written: `ends` is `[n, lanes]` bool. Call it before the ring's `write`."""
+        num_rows, total = len(ends), self.ring.total
+        if self.segments is not None:
+            self.segments.note(ends, self.next_ages, total)
+        if num_rows == 1 and self._arrays is not None:
+            ages, next_ages = self._arrays
+            ages[:, total % self.ring.num_slots] = next_ages
+            next_ages += 1
+            next_ages[ends[0].numpy()] = 0
+        else:
+            self._note_many(ends, total)
+        self._num_seen += num_rows
+        if self._num_seen >= _MAX_AGE:
+            self.next_ages.clamp_(max=_MAX_AGE)
+            self._num_seen = 0
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self.next_ages.zero_()
+        if self.segments is not None:
+            self.segments.clear()
+
+    def age(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
+        """Give the ages of live rows, or of the rows that come next."""
+        slots = self.ring.num_slots
+        index = row_id % slots if self.ring.num_lanes == 1 else row_id % slots + lane * slots
+        found = self.ages.view(-1).index_select(0, index.flatten()).view(index.shape)
+        if self.ring.device.type == "cpu" and not bool((row_id >= self.ring.total).any()):
+            return found
+        return torch.where(row_id >= self.ring.total, self.next_ages[lane], found)
+
+    def ended(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
+        """Tell which live rows are the last of their trajectory."""
+        return self.age(lane, row_id + 1) == 0
+
+    def rule(self, length: int) -> Rule:
+        """Say when a window of live rows is inside one trajectory."""
+        slots, lanes = self.ring.num_slots, self.ring.num_lanes
+        ages = self.ages.view(-1)
+
+        def is_inside(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+            index = last % slots if lanes == 1 else (last % slots).add_(lane * slots)
+            return ages.index_select(0, index) >= length - 1
+
+        return is_inside
+
+    def draw(
+        self, num_draws: int, length: int, generator: torch.Generator, rule: Rule | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Draw windows uniformly over all that are valid, with replacement.
+
+        Args:
+            num_draws: How many.
+            length: Rows of a window; its first row must be live.
+            generator: Draws the candidates; on the ring's device.
+            rule: When a window is valid, instead of inside one trajectory.
+
+        Returns:
+            (lane, id of the last row), `[num_draws]` int64 each; None if no window is valid.
+        """
+        places = self.ring.num_live - length + 1
+        if places < 1:
+            return None
+        first, lanes = self.ring.oldest + length - 1, self.ring.num_lanes
+        is_valid = rule or self.rule(length)
+
+        def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if lanes == 1:
+                return torch.zeros_like(candidate), candidate + first
+            lane = torch.div(candidate, places, rounding_mode="floor")
+            return lane, (candidate - lane * places).add_(first)
+
+        drawn = _draw(num_draws, places * lanes, lambda c: is_valid(*decode(c)), generator)
+        return None if drawn is None else decode(drawn)
+
+    def draw_by_trajectory(
+        self, num_draws: int, length: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Draw a trajectory uniformly, over those whose live part has `length` rows, then a window of it uniformly."""
+        assert self.segments is not None, "created with keeps_segments=True"
+        lane, last, age = self.segments.listed()
+        oldest, total = self.ring.oldest, self.ring.total
+        num_ended = len(lane)
+
+        def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            if not num_ended:
+                its_last = torch.full_like(candidate, total - 1)
+                return candidate, its_last, self.next_ages[candidate].long().clamp(max=total - oldest)
+            is_open = candidate >= num_ended
+            of_lane = torch.where(is_open, candidate - num_ended, 0)
+            place = torch.where(is_open, 0, candidate)
+            its_lane = torch.where(is_open, of_lane, lane[place])
+            its_last = torch.where(is_open, total - 1, last[place])
+            num_rows = torch.where(is_open, self.next_ages[of_lane].long(), age[place])
+            return its_lane, its_last, torch.minimum(num_rows, its_last - oldest + 1)
+
+        def is_long_enough(candidate: torch.Tensor) -> torch.Tensor:
+            return decode(candidate)[2] >= length
+
+        drawn = _draw(num_draws, num_ended + self.ring.num_lanes, is_long_enough, generator)
+        if drawn is None:
+            return None
+        its_lane, its_last, num_rows = decode(drawn)
+        choices = num_rows - length + 1
+        # The remainder of 62 random bits is uniform to one part in 2 ** 62 / choices.
+        back = torch.randint(1 << 62, (num_draws,), generator=generator, device=self.ring.device) % choices
+        return its_lane, its_last - back
+
+    def list_all(self, length: int, rule: Rule | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """List every valid window, lane by lane, oldest first: (lane, id of the last row)."""
+        places = max(self.ring.num_live - length + 1, 0)
+        first = self.ring.oldest + length - 1
+        is_valid = rule or self.rule(length)
+
+        def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            lane = torch.div(candidate, max(places, 1), rounding_mode="floor")
+            return lane, candidate - lane * places + first
+
+        listed = _list(places * self.ring.num_lanes, lambda c: is_valid(*decode(c)), self.ring.device)
+        return decode(listed)
+
+    def _note_many(self, ends: torch.Tensor, total: int) -> None:
+        num_rows, slots = len(ends), self.ring.num_slots
+        ends = ends.to(self.ring.device)
+        steps = torch.arange(1, num_rows + 1, dtype=torch.int32, device=self.ring.device).unsqueeze(1)
+        # After row t: the number of rows up to the last end, 0 if none ended yet.
+        cut = torch.cummax(torch.where(ends, steps, 0), 0).values
+        following = torch.where(cut > 0, steps - cut, self.next_ages + steps)
+        ages = torch.cat([self.next_ages.unsqueeze(0), following[:-1]])
+        kept = min(num_rows, slots)
+        slot = torch.arange(total + num_rows - kept, total + num_rows, device=self.ring.device) % slots
+        self.ages[:, slot] = ages[num_rows - kept :].t()
+        self.next_ages.copy_(following[-1])
+
+
+class Segments:
+    """The ended trajectories that still have live rows, oldest end first.
+
+    Args:
+        ring: The ring.
+    """
+
+    def __init__(self, ring: RingStore) -> None:
+        self._ring = ring
+        #: Lane, id of the last row, number of rows; `[3, room]`, of which `_first` to `_last` count.
+        self._rows = np.zeros((3, 64), np.int64)
+        self._first, self._last = 0, 0
+
+    def note(self, ends: torch.Tensor, next_ages: torch.Tensor, total: int) -> None:
+        """Note the ends of rows that are about to be written at `total`."""
+        flags = ends.cpu().numpy()
+        step, lane = np.nonzero(flags)
+        if not len(step):
+            return
+        # Sorted by lane, the previous end of each lane stands before it; the first counts from its lane's age.
+        order = np.lexsort((step, lane))
+        previous = np.empty(len(order), np.int64)
+        previous[1:] = step[order][:-1]
+        is_first = np.ones(len(order), bool)
+        is_first[1:] = lane[order][1:] != lane[order][:-1]
+        ages = next_ages.cpu().numpy().astype(np.int64)
+        previous = np.where(is_first, -1 - ages[lane[order]], previous)
+        num_rows = np.empty(len(order), np.int64)
+        num_rows[order] = step[order] - previous
+        self._append(np.stack([lane, step + total, num_rows]))
+
+    def clear(self) -> None:
+        """Forget every trajectory."""
+        self._first, self._last = 0, 0
+
+    def listed(self) -> torch.Tensor:
+        """Give those with live rows, `[3, num]` int64 on the ring's device: lane, last row, number of rows."""
+        ends = self._rows[1, self._first : self._last]
+        self._first += int(np.searchsorted(ends, self._ring.oldest))
+        return torch.from_numpy(self._rows[:, self._first : self._last]).to(self._ring.device)
+
+    def _append(self, rows: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
+        num_new = rows.shape[1]
+        if self._last + num_new > self._rows.shape[1]:
+            ends = self._rows[1, self._first : self._last]
+            self._first += int(np.searchsorted(ends, self._ring.oldest))
+            kept = self._rows[:, self._first : self._last]
+            room = np.zeros((3, 2 * (kept.shape[1] + num_new)), np.int64)
+            room[:, : kept.shape[1]] = kept
+            self._rows, self._first, self._last = room, 0, kept.shape[1]
+        self._rows[:, self._last : self._last + num_new] = rows
+        self._last += num_new
+
+
+class _Accept(Protocol):
+    def __call__(self, candidate: torch.Tensor, /) -> torch.Tensor: ...
+
+
+def _draw(num_draws: int, num_candidates: int, accept: _Accept, generator: torch.Generator) -> torch.Tensor | None:
+    """Draw uniformly over the accepted candidates of `range(num_candidates)`; None if there are none."""
+    device, num_proposed, missing = generator.device, 0, num_draws
+    found: list[torch.Tensor] = []
+    size = num_draws + num_draws // 4 + 16
+    while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
+        candidate = torch.randint(num_candidates, (size,), generator=generator, device=device)
+        accepted = candidate[accept(candidate)][:missing]
+        found.append(accepted)
+        missing -= len(accepted)
+        if missing == 0:
+            return found[0] if len(found) == 1 else torch.cat(found)
+        num_proposed += size
+        size = min(4 * size, _MAX_CANDIDATES)
+    listed = _list(num_candidates, accept, device)
+    if not len(listed):
+        return None
+    found.append(listed[torch.randint(len(listed), (missing,), generator=generator, device=device)])
+    return torch.cat(found)
+
+
+def _list(num_candidates: int, accept: _Accept, device: torch.device) -> torch.Tensor:
+    """List every accepted candidate in order."""
+    found = [torch.empty(0, dtype=torch.int64, device=device)]
+    for start in range(0, num_candidates, _NUM_LISTED):
+        candidate = torch.arange(start, min(start + _NUM_LISTED, num_candidates), device=device)
+        found.append(candidate[accept(candidate)])
+    return torch.cat(found)

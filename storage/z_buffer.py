@@ -1,0 +1,159 @@
+"""`ZBuffer`: the last latent vectors, drawn uniformly.
+
+One rule: it is a ring with one field; whatever is added is detached and cast.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from .buffer_files import can_load, device_for, random_state, restore_generator
+from .column_files import (
+    COLUMNS_NAME,
+    CONFIG_NAME,
+    ColumnFile,
+    existing_folder,
+    file_keys,
+    read_config,
+    replace_folder,
+    write_columns,
+    write_config,
+)
+from .errors import BufferEmptyError, CorruptFileError, SchemaError, UsageError
+from .fields import DTYPES, Field, Schema, dtype_name
+from .ring import RingStore
+from .samplers import generator_on, uniform
+from .stream_order import StreamOrder
+
+_Self = TypeVar("_Self", bound="ZBuffer")
+_NAME = "z"
+
+
+@can_load
+class ZBuffer:
+    """The last `capacity` vectors.
+
+    Args:
+        capacity: Vectors that are kept.
+        dim: Size of one.
+        device: Where they are kept.
+        dtype: How they are kept.
+        generator: As for `DictBuffer`.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dim: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        for name, value in (("capacity", capacity), ("dim", dim)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError("create a z buffer", "", f"{name} >= 1", repr(value))
+        self.capacity, self.dim, self.dtype = capacity, dim, dtype
+        self.device = torch.device(device)
+        self.generator = generator_on(generator, self.device)
+        schema = Schema([Field(_NAME, (dim,), dtype_name(dtype))])
+        self._ring = RingStore(capacity, 1, schema, self.device, num_guards=0)
+        self._lock = threading.RLock()
+        self._order = StreamOrder(self.device)
+
+    def __len__(self) -> int:
+        """Vectors that are held."""
+        return self._ring.num_live
+
+    def size(self) -> int:
+        """Vectors that are held."""
+        return len(self)
+
+    def empty(self) -> bool:
+        """Tell whether nothing is held."""
+        return len(self) == 0
+
+    @torch.no_grad()
+    def add(self, z: Any) -> None:
+        """Append `[n, dim]` of any n; of more than fit the newest are kept."""
+        values = torch.as_tensor(z).detach()
+        if values.dim() != 2 or values.shape[1] != self.dim or values.is_complex():
+            raise SchemaError("add vectors", "", f"shape [n, {self.dim}]", f"{values.dtype} {list(values.shape)}")
+        with self._lock:
+            self._order.wait(is_write=True)
+            self._ring.write([values.unsqueeze(1)])
+            self._order.record(is_write=True)
+
+    @torch.no_grad()
+    def sample(self, num: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """Draw `[num, dim]` uniformly with replacement, on `device` or the buffer's own."""
+        if not isinstance(num, int) or isinstance(num, bool) or num < 1:
+            raise UsageError("sample vectors", "", "num >= 1", repr(num))
+        with self._lock:
+            if self.empty():
+                raise BufferEmptyError("sample vectors", "", "vectors", "none", "Call add() first")
+            self._order.wait(is_write=False)
+            found = self._ring.gather(uniform(len(self), num, self.generator), contiguous=True)[_NAME]
+            self._order.record(is_write=False)
+        return found if device is None else found.to(device)
+
+    def clear(self) -> None:
+        """Forget every vector."""
+        with self._lock:
+            self._ring.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy everything."""
+        with self._lock:
+            rows = self._ring.copy_slots(0, len(self))[_NAME].squeeze(1)
+            return {**self._config(), "generator": self.generator.get_state().clone(), _NAME: rows}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` of an equal buffer gave."""
+        with self._lock:
+            for key in ("capacity", "dim", "dtype"):
+                if state[key] != self._config()[key]:
+                    raise SchemaError("load a state", "", f"{key}={self._config()[key]!r}", repr(state[key]))
+            self._ring.put_slots(0, {_NAME: state[_NAME].unsqueeze(1)})
+            self._ring.total = int(state["total"])
+            self.generator.set_state(state["generator"].cpu())
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write everything to a folder, atomically; one that exists is replaced."""
+        with self._lock, replace_folder(folder) as new:
+            target = f"{type(self).__module__}.{type(self).__qualname__}"
+            state = {"device": str(self.device), "generator": random_state(self.generator)}
+            write_config(new / CONFIG_NAME, {"__target__": target, **self._config(), **state})
+
+            def read(name: str, first: int, last: int) -> torch.Tensor:
+                return self._ring.slots_view(name)[first:last, 0].cpu()
+
+            write_columns(new / COLUMNS_NAME, self._ring.schema, len(self), (), read, file_keys([_NAME], "-"))
+
+    @classmethod
+    def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
+        """Make a buffer from what `save` wrote; the device argument wins over the saved one."""
+        config = read_config(path)
+        for key in ("capacity", "dim", "dtype", "total"):
+            if key not in config:
+                raise CorruptFileError("load", repr(str(path)), f"{key!r} in its config.json", "none")
+        place = device_for(config.get("device"), device)
+        made = cls(config["capacity"], config["dim"], place, DTYPES[config["dtype"]][0])
+        with ColumnFile(existing_folder(path) / COLUMNS_NAME, "-") as file:
+            if file.num_rows > made.capacity or min(config["total"], made.capacity) != file.num_rows:
+                raise SchemaError("load", repr(str(path)), f"at most {made.capacity} vectors", str(file.num_rows))
+            for first, rows in file.chunks(_NAME):
+                made._ring.put_slots(first, {_NAME: rows.unsqueeze(1)})
+        made._ring.total = int(config["total"])
+        restore_generator(made.generator, config.get("generator", ""))
+        return made
+
+    def _config(self) -> dict[str, Any]:
+        sizes = {"capacity": self.capacity, "dim": self.dim, "dtype": dtype_name(self.dtype)}
+        return {**sizes, "total": self._ring.total, "_idx": self._ring.cursor, "_is_full": len(self) == self.capacity}
