@@ -7,6 +7,7 @@ beside this file specifies the files.
 from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .base import RolloutFileBase
+from .expert import load_expert_trajectories
 from .recording import RecordingSummary, record_demonstrations
 from .rollout_dataset import RolloutDataset
 from .transition import Transition
@@ -20,5 +21,6 @@ __all__ = [
     "RolloutFileBase",
     "RolloutWriter",
     "Transition",
+    "load_expert_trajectories",
     "record_demonstrations",
 ]
