@@ -99,7 +99,8 @@ class Journal:
         """Remove the journal: everything is settled."""
         if self._descriptor >= 0:
             if _is_linked(self._descriptor, self.path):
-                self.path.unlink(missing_ok=True)
+                with suppress(OSError):  # the folder is read-only by now: the next writer cleans up
+                    self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -111,18 +112,17 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
     """
     found = []
     for path in sorted(folder.glob(".rollout_*.journal")):
-        try:
-            descriptor = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            continue
-        try:
-            if _lock(descriptor) and _is_linked(descriptor, path):
-                writer = path.name.removeprefix(".rollout_").removesuffix(".journal")
-                found.append(_read_dead(folder, writer, descriptor))
-                remove_temporary_files(folder, writer)
-                path.unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # somebody else cleans up, or it belongs to another user
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                if _lock(descriptor) and _is_linked(descriptor, path):
+                    writer = path.name.removeprefix(".rollout_").removesuffix(".journal")
+                    dead = _read_dead(folder, writer, descriptor)
+                    remove_temporary_files(folder, writer)
+                    path.unlink(missing_ok=True)
+                    found.append(dead)
+            finally:
+                os.close(descriptor)
     return found
 
 

@@ -171,6 +171,29 @@ def test_a_read_only_mount_is_refused_at_once(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+def test_a_folder_that_becomes_read_only_ends_in_one_error(tmp_path):
+    data = tmp_path / "data"
+    writer = RolloutWriter(data, N)
+    writer.add(**step(1))
+    writer.flush()
+    if subprocess.run(["chattr", "+i", str(data)], capture_output=True).returncode:
+        writer.close()
+        pytest.skip("this file system has no immutable folders")
+    try:
+        writer.add(**step(2))
+        for call in (writer.flush, lambda: writer.add(**step(3)), writer.close):
+            with pytest.raises(BackgroundError, match=r"cannot publish a block in .*(not permitted|denied)"):
+                call()
+        with pytest.raises(DataFileError, match="expected a writable folder"):
+            RolloutWriter(data, N)
+        assert frames_in(data) == N
+    finally:
+        subprocess.run(["chattr", "-i", str(data)], check=True)
+    with pytest.warns(RolloutDataWarning, match=f"{N} frames that it had not published are lost"):
+        RolloutWriter(data, N).close()
+    check_left(data, N)
+
+
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataFileError, match="expected a writable folder"):

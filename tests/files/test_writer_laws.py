@@ -43,8 +43,10 @@ def at(value: Any, index: Any) -> Any:
     return {key: at(item, index) for key, item in value.items()} if isinstance(value, dict) else value[index]
 
 
-def naive_trajectories(values: dict[str, Any], success_only: bool) -> list[dict[str, Any]]:
-    """Cut `[T, N]` steps into trajectories, one frame at a time."""
+def naive_trajectories(
+    values: dict[str, Any], success_only: bool, discards: dict[int, list[int]] | None = None
+) -> list[dict[str, Any]]:
+    """Cut `[T, N]` steps into trajectories, one frame at a time; `discards` names envs after a step."""
     done, timeout = values["done"], values["timeout"]
     mask = values.get("env_mask", np.ones_like(done))
     current: dict[int, dict[str, Any]] = {}
@@ -60,14 +62,18 @@ def naive_trajectories(values: dict[str, Any], success_only: bool) -> list[dict[
             if done[t, n]:
                 current[n]["end"] = "truncated" if timeout[t, n] else "terminated"
                 kept.append(current.pop(n))
+        for n in (discards or {}).get(t, []):
+            current.pop(n, None)
     kept += current.values()
     if success_only:
         kept = [one for one in kept if one["end"] == "truncated"]
     return sorted(kept, key=lambda one: one["number"])
 
 
-def check_same(folder: Path, values: dict[str, Any], success_only: bool) -> None:
-    expected = naive_trajectories(values, success_only)
+def check_same(
+    folder: Path, values: dict[str, Any], success_only: bool, discards: dict[int, list[int]] | None = None
+) -> None:
+    expected = naive_trajectories(values, success_only, discards)
     got = trajectories_of(folder)
     assert len(got) == len(expected)
     by_key = {(one.env, float(one.column("observation/state")[0, 0])): one for one in got}
@@ -121,13 +127,17 @@ def test_steps_come_back_as_recorded(seed, num_steps, num_envs, has_mask, succes
             success_only=success_only,
             durable=False,
         )
+        discards: dict[int, list[int]] = {}
         with writer:
             for t in range(num_steps):
                 writer.add(**at(values, t))
                 if rng.random() < 0.05:
                     writer.flush()
-        check_same(Path(folder), values, success_only)
-        expected = naive_trajectories(values, success_only)
+                if rng.random() < 0.1:
+                    discards[t] = np.flatnonzero(rng.random(num_envs) < 0.5).tolist()
+                    writer.discard(discards[t])
+        check_same(Path(folder), values, success_only, discards)
+        expected = naive_trajectories(values, success_only, discards)
         assert writer.num_trajectories == len(expected)
         assert writer.num_frames == sum(len(one["frames"]) for one in expected)
 
