@@ -329,8 +329,10 @@ class RolloutStorage(Snapshotted):
 
     def _arguments(self) -> dict[str, Any]:
         """JSON-able keywords that make an equal, empty storage."""
+        columns = self._table.columns
         shapes = {
-            f"{short}_shape": shape_to_json(name, self._table.columns[name].fields) for short, name in SHAPED.items()
+            f"{short}_shape": shape_to_json(name, columns[name].fields if name in columns else ())
+            for short, name in SHAPED.items()
         }
         sizes = {"num_envs": self.num_envs, "num_transitions_per_env": self.num_transitions_per_env}
         return {**sizes, **shapes, "num_rewards": self.num_rewards}

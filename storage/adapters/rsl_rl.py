@@ -20,10 +20,12 @@ import torch
 from ..column_table import ColumnTable
 from ..columns import Column
 from ..errors import UsageError, nearest
-from ..fields import Field, dtype_name
+from ..fields import DTYPES, Field, dtype_name
 from ..hidden_states import SavedStates
 from ..mini_batches import WIDE_ROW_BYTES_ONCE, RowGather, batch_bounds, check_counts
 from ..rollout_storage import RolloutStorage
+from ..snapshot import State
+from ..tree import unflatten
 
 #: Training type -> the columns of `RolloutStorage` that it uses; what else it needs is added below.
 _COLUMNS = {
@@ -137,7 +139,12 @@ class RslRlStorage(RolloutStorage):
             parameters = given.pop(_PARAMETERS, None)
             if parameters is not None and self.training_type == "rl":
                 if not self._parameters:
-                    self._declare_parameters(parameters)
+                    self._declare_parameters(
+                        tuple(
+                            Field(f"{_PARAMETERS}/{i}", tuple(x.shape[1:]), dtype_name(x.dtype))
+                            for i, x in enumerate(parameters)
+                        )
+                    )
                 given[_PARAMETERS] = {str(i): x for i, x in enumerate(parameters)}
             given.setdefault("hidden_states", None)
             self.add_transitions(SimpleNamespace(**given))  # type: ignore[arg-type]
@@ -165,6 +172,32 @@ class RslRlStorage(RolloutStorage):
         rows = self._num_rows_for("generate mini-batches", allow_partial=False)
         check_counts(num_mini_batches, num_epochs, self.num_envs, "env")
         return self._env_batches(rows, batch_bounds(self.num_envs, num_mini_batches, drop_last=True), num_epochs)
+
+    def _arguments(self) -> dict[str, Any]:
+        """JSON-able: the training type and settings beside sizes and shapes."""
+        given = super()._arguments()
+        sizes = {name: given[name] for name in ("num_envs", "num_transitions_per_env", "obs_shape", "actions_shape")}
+        return {"training_type": self.training_type, "compat": self.compat, **sizes}
+
+    @classmethod
+    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
+        given = dict(arguments)
+        observations = {
+            path: torch.empty((0, *shape), dtype=DTYPES[dtype][0]) for path, shape, dtype in given.pop("obs_shape")
+        }
+        ((_, actions_shape, _),) = given.pop("actions_shape")
+        return cls(**given, obs=unflatten(observations), actions_shape=tuple(actions_shape), device=device)
+
+    def _get_state(self) -> State:
+        state = super()._get_state()
+        state.numbers[_PARAMETERS] = [field.to_json() for field in self._parameters]
+        return state
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            if numbers[_PARAMETERS]:
+                self._declare_parameters(tuple(Field.from_json(item) for item in numbers[_PARAMETERS]))
+            super()._set_state(numbers, tensors)
 
     def _check_rl(self) -> None:
         if self.training_type != "rl":
@@ -210,11 +243,9 @@ class RslRlStorage(RolloutStorage):
             **made, observations=observations, old_distribution_params=parameters, hidden_states=states, masks=masks
         )
 
-    def _declare_parameters(self, parameters: tuple[torch.Tensor, ...]) -> None:
-        """Take the number and shapes of the distribution's parameters from the first transition."""
-        self._parameters = tuple(
-            Field(f"{_PARAMETERS}/{i}", tuple(x.shape[1:]), dtype_name(x.dtype)) for i, x in enumerate(parameters)
-        )
+    def _declare_parameters(self, fields: tuple[Field, ...]) -> None:
+        """Take the number and shapes of the distribution's parameters, known with the first transition."""
+        self._parameters = fields
         self._table = ColumnTable(self.declare_columns(), self.num_transitions_per_env, self.num_envs, self.device)
         self._states = SavedStates(self._table)
 

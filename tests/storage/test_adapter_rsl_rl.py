@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from storage import RolloutOverflowError, SchemaError, UsageError
+from storage import RolloutOverflowError, SchemaError, UsageError, load_store
 
 pytest.importorskip("tensordict", exc_type=ImportError)
 algorithms = pytest.importorskip("rsl_rl.algorithms", exc_type=ImportError)
@@ -170,3 +170,20 @@ def test_wrong_calls_give_clear_errors():
     storage.clear()
     with pytest.raises(SchemaError, match="without the field 'privileged'"):
         storage.add_transition(storage.Transition(observations=TensorDict({"policy": rows(0, 5)}, batch_size=[ENVS])))
+
+
+@pytest.mark.parametrize("training", ["rl", "distillation"])
+def test_it_is_saved_and_loaded_like_any_storage(tmp_path, training):
+    storage = filled() if training == "rl" else make(RslRlStorage, training)
+    storage.save(tmp_path / "kept")
+    loaded = load_store(tmp_path / "kept")
+    assert type(loaded) is RslRlStorage and loaded.step == storage.step and loaded.training_type == training
+    for name, x in storage._table.tensors.items():
+        assert torch.equal(x, loaded._table.tensors[name]), name
+
+
+def test_a_failed_first_add_changes_nothing():
+    storage = make(RslRlStorage)
+    with pytest.raises(SchemaError):
+        storage.add_transition(storage.Transition(distribution_params=(rows(0, ACTIONS),)))
+    assert storage.step == 0 and not any(x.any() for x in storage._table.tensors.values())

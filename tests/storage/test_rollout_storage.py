@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -245,3 +247,18 @@ def test_transition_clear_forgets_everything():
     transition.clear()
     assert all(value is None for value in vars(transition).values())
     assert RolloutStorage.Transition() == Transition()
+
+
+def test_assigning_to_a_column_writes_into_it():
+    storage = fill(make_storage())
+    place = storage.returns.data_ptr()
+    storage.returns = storage.values + 1
+    assert torch.equal(storage.returns, storage.values + 1) and storage.returns.data_ptr() == place
+    with pytest.raises(SchemaError) as caught:
+        storage.returns = torch.zeros(6, 4)
+    assert str(caught.value) == "cannot assign to 'returns': expected shape [6, 4, 1], got [6, 4]."
+
+
+def test_a_copied_or_pickled_transition_is_no_special_thing():
+    transition = make_transition(1, 3)
+    assert torch.equal(dataclasses.replace(transition).actions, transition.actions)
