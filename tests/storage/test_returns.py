@@ -58,7 +58,7 @@ def test_advantages_equal_the_naive_loop_for_every_pattern_of_dones(num_steps):
 
 
 @pytest.mark.parametrize("truncation", ["cut", "value", "final"])
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5, 6])
 def test_every_pattern_of_both_end_flags_follows_the_truncation_rule(num_steps, truncation):
     # 0 goes on, 1 terminated, 2 timed out
     patterns = torch.tensor(list(itertools.product([0, 1, 2], repeat=num_steps))).T.unsqueeze(-1)

@@ -1,0 +1,111 @@
+"""Every call that fails leaves every storage bit-identical, whatever was wrong and whatever it held."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage import (
+    ActionLabelRollout,
+    QueueRolloutStorage,
+    RolloutDataError,
+    RolloutStorage,
+    SarsaRolloutStorage,
+)
+from tests.storage.rollouts import ACTIONS, CRITIC, OBS, assert_same, broken, everything, make_storage, make_transition
+
+KINDS = (RolloutStorage, QueueRolloutStorage, ActionLabelRollout, SarsaRolloutStorage)
+WRONG = {
+    "one row too many": lambda x: torch.cat([x, x[:1]]),
+    "one axis too many": lambda x: x.unsqueeze(-1),
+    "complex": lambda x: x.to(torch.complex64),
+    "meta": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+    "a mapping": lambda x: {"x": x},
+    "text": lambda x: "text",
+    "an object": lambda x: object(),
+    "None": lambda x: None,
+}
+CALLS = {
+    "no mini-batch": lambda s: s.mini_batch_generator(0),
+    "too many mini-batches": lambda s: s.mini_batch_generator(10_000),
+    "too many env groups": lambda s: s.recurrent_mini_batch_generator(4),
+    "no epoch": lambda s: s.recurrent_mini_batch_generator(1, 0),
+    "last values": lambda s: s.compute_returns(torch.zeros(2, 1), 0.9, 0.9),
+    "gamma": lambda s: s.compute_returns(torch.zeros(3, 1), -0.1, 0.9),
+    "lam": lambda s: s.compute_returns(torch.zeros(3, 1), 0.9, torch.zeros(4)),
+    "normalize": lambda s: s.compute_returns(torch.zeros(3, 1), 0.9, 0.9, normalize="x"),
+    "truncation": lambda s: s.compute_returns(torch.zeros(3, 1), 0.9, 0.9, truncation="x"),
+    "state": lambda s: s.load_state_dict({**s.state_dict(), "class": "Other"}),
+}
+
+
+def whole(step, **more):
+    """A transition with every field that any storage takes."""
+    filled = {
+        "time_outs": torch.zeros(3, 1),
+        "bootstrap_values": torch.ones(3, 1),
+        "hidden_states": torch.full((2, 3, 4), float(step)),
+        "next_observations": torch.full((3, OBS), float(step)),
+        "next_critic_observations": torch.full((3, CRITIC), float(step)),
+    }
+    return make_transition(step, 3, **{**filled, **more})
+
+
+def labelled(kind, transition, step):
+    if kind is ActionLabelRollout:
+        transition.action_labels = torch.full((3, ACTIONS), float(step))
+    return transition
+
+
+def filled(kind, count):
+    storage = make_storage(3, 4, kind)
+    for step in range(count):
+        storage.add_transitions(labelled(kind, whole(step), step))
+    return storage
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 3),
+    st.sampled_from(sorted(vars(whole(0)))),
+    st.sampled_from(sorted(WRONG)),
+)
+def test_a_transition_with_one_wrong_field_changes_nothing(kind, count, name, how):
+    storage = filled(kind, count)
+    good = labelled(kind, whole(count), count)
+    value = getattr(good, name)
+    if value is None or (how == "None" and name in ("time_outs", "bootstrap_values")):
+        return
+    is_next = name.startswith("next_")
+    if is_next and (kind is not SarsaRolloutStorage or (how == "None" and count < 3)):
+        return
+    if name == "hidden_states" and how in ("one axis too many", "complex", "sparse"):
+        how = "text"
+    before = everything(storage)
+    with pytest.raises(RolloutDataError):
+        storage.add_transitions(broken(good, name, WRONG[how](value)))
+    assert_same(before, everything(storage))
+    storage.add_transitions(good)
+
+
+@given(st.sampled_from(KINDS), st.sampled_from([0, 1, 4, 6]), st.sampled_from(sorted(CALLS)))
+def test_a_wrong_call_fails_at_once_and_changes_nothing(kind, count, name):
+    is_ring = issubclass(kind, QueueRolloutStorage)
+    storage = filled(kind, count if is_ring else min(count, 4))
+    before = everything(storage)
+    with pytest.raises(RolloutDataError):
+        CALLS[name](storage)
+    assert_same(before, everything(storage))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_and_infinity_are_kept_as_they_are(kind):
+    storage = make_storage(3, 1, kind)
+    rewards = torch.tensor([[float("nan")], [float("inf")], [-float("inf")]])
+    storage.add_transitions(labelled(kind, whole(0, rewards=rewards), 0))
+    assert torch.equal(storage.rewards[0].nan_to_num(nan=7.0), rewards.nan_to_num(nan=7.0))
+    storage.compute_returns(torch.zeros(3), 0.9, 0.9, normalize=None)
+    assert storage.returns[0, 0].isnan() and storage.returns[0, 1] == float("inf")
