@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from ppo import ActorCritic, Settings, make_envs, network, train
-from report import Episodes, Report, Speed, summary
+from report import Episodes, Report, Speed
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from rollout_data import RolloutDataset, RolloutWriter, Transition, record_demonstrations
+from rollout_data.cli import main as command_line
 
 TASK = "InvertedDoublePendulum-v5"
 #: What the full run must show, or it exits with 1.
@@ -75,6 +76,7 @@ def record(expert: ActorCritic, plan: Plan, data_dir: Path) -> float:
         data_dir,
         min_trajectories=plan.num_trajectories,
         keep_unfinished=False,
+        metadata={"env": TASK, "policy": "PPO"},
         seed=7,
     )
     duration_s = time.perf_counter() - start
@@ -202,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report(TASK)
     expert = learn(plan, report)
     recording_s = record(expert, plan, data_dir)
-    print(summary(data_dir))
+    command_line(["info", str(data_dir)])  # (c) what `rollout-data info` prints
     student = clone(data_dir, plan)
     measure(data_dir, plan, recording_s, report)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_data import RolloutDataset
-
 #: Frames of an episode that are drawn: what comes later is balance.
 NUM_SHOWN = 200
 COLOURS = {"random": "#7f7f7f", "expert (PPO)": "#1f77b4", "clone": "#ff7f0e"}
@@ -108,24 +106,3 @@ class Report:
             axes.plot(path[:NUM_SHOWN, 0], color=COLOURS[name], label=name, alpha=0.8)
         axes.set(title="one episode from the same start", xlabel="frame", ylabel="first observation (cart position)")
         axes.legend()
-
-
-def summary(data_dir: Path) -> str:
-    """Describe a recording: what is in it and how large it is on disk."""
-    dataset = RolloutDataset(data_dir, 1, device="cpu")
-    files = list(data_dir.glob("rollout_*.h5"))
-    num_bytes = sum(path.stat().st_size for path in files)
-    num_frames = dataset.num_frames
-    batch = dataset.get_batch()
-    fields = {name: value for name, value in batch._asdict().items() if hasattr(value, "shape")}
-    shapes = [f"{name} {tuple(value.shape[1:])}" for name, value in fields.items() if not name.startswith("next_")]
-    return "\n".join(
-        [
-            f"recording      {data_dir}",
-            f"trajectories   {dataset.num_trajectories:,}",
-            f"frames         {num_frames:,} (mean length {num_frames / dataset.num_trajectories:.1f})",
-            f"files          {len(files)}, {num_bytes / 1e6:.1f} MB, {num_bytes / num_frames:.0f} bytes per frame",
-            f"fields         {', '.join(shapes)}",
-            f"problems       {len(dataset.problems)}",
-        ]
-    )
