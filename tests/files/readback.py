@@ -54,6 +54,9 @@ def trajectories_of(folder: Path) -> list[Recorded]:
     for header in blocks_of(folder):
         for fragment, reward_sum in zip(header.fragments, header.reward_sums, strict=True):
             key = (header.writer, int(fragment["trajectory"]))
+            if fragment["flags"] & DROPPED or (key in found and found[key].flags & DROPPED):
+                found.setdefault(key, Recorded(*key, int(fragment["env"]))).flags |= DROPPED
+                continue  # void as a whole, whatever else there is of it
             is_first = bool(fragment["flags"] & FIRST)
             assert is_first == (key not in found), "FIRST on the first fragment, and only there"
             one = found.setdefault(key, Recorded(*key, int(fragment["env"])))

@@ -77,9 +77,9 @@ def check_flips(path: Path, work: Path, positions: list[int], bits: list[int]) -
 def test_flipped_bits_are_reported_or_without_effect(block, tmp_path):
     rng = np.random.default_rng(0)
     positions = used_bytes(block)
-    chosen = sorted(rng.choice(positions, 1200, replace=False).tolist())
+    chosen = sorted(rng.choice(positions, 500, replace=False).tolist())
     counts = check_flips(block, tmp_path / block.name, chosen, [int(rng.integers(8))])
-    assert counts["CorruptFileError"] > 100
+    assert counts["CorruptFileError"] > 40
 
 
 def test_flipped_bits_of_every_row_are_reported(block, tmp_path):
@@ -92,7 +92,7 @@ def test_flipped_bits_of_every_row_are_reported(block, tmp_path):
 
 def test_truncation_at_any_length_is_reported(block, tmp_path):
     good, data = content(open_block(block)), block.read_bytes()
-    lengths = sorted({0, 1, 7, 8, 100, *range(0, len(data), 997), len(data) - 1})
+    lengths = sorted({0, 1, 7, 8, 100, *range(0, len(data), 1999), len(data) - 1})
     header = open_block(block)
     ends = [offset + rows * header.layouts[table].columns[name].row_bytes
             for table, columns in header.locations.items() for name, (offset, rows) in columns.items()]  # fmt: skip
