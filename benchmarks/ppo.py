@@ -162,8 +162,7 @@ def estimating(num_steps: int, num_envs: int) -> Case:
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
 
     def ours() -> None:
-        rollout_advantage(rewards, values, last, dones, GAMMA, LAM, out=advantages)
-        torch.add(advantages, values, out=returns)
+        rollout_advantage(rewards, values, last, dones, GAMMA, LAM, out=advantages, returns=returns)
 
     def loop() -> None:
         advantage = torch.zeros_like(last)

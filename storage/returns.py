@@ -65,12 +65,14 @@ def rollout_advantage(
     gamma: Scalar,
     lam: Scalar,
     out: torch.Tensor | None = None,
+    returns: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Estimate advantages of a rollout, whose next values are its own values one step later.
 
     The same as `generalized_advantage` with `next_values[t] = values[t + 1]` (`last_values`
     `[N, R]` at the end) where not done, else 0; but nothing of that size is built. Value that a
-    time-out leaves behind is added to the rewards first: `with_bootstrap`. `out` is contiguous.
+    time-out leaves behind is added to the rewards first: `with_bootstrap`. `out` (contiguous) takes the
+    result; `returns` takes the returns, which are the advantages plus the values.
     """
     _check_same_shapes(rewards, values=values)
     if last_values.shape != rewards.shape[1:]:
@@ -93,6 +95,8 @@ def rollout_advantage(
         if stop < num_steps:
             piece[-1].addcmul_(weight[-1], advantages[stop])
         _scan_piece_(piece, weight)
+        if returns is not None:  # here, while both are still in the cache
+            torch.add(piece, values[start:stop], out=returns[start:stop])
     return advantages
 
 

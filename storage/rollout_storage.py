@@ -207,8 +207,7 @@ class RolloutStorage(Snapshotted):
             self._put_in_order()
             x = self._signals(rows)
             rewards = with_bootstrap(x.rewards, x.values, x.dones, x.time_outs, gamma, truncation, x.bootstrap_values)
-            rollout_advantage(rewards, x.values, last_values, x.dones, gamma, lam, out=x.advantages)
-            torch.add(x.advantages, x.values, out=x.returns)
+            rollout_advantage(rewards, x.values, last_values, x.dones, gamma, lam, out=x.advantages, returns=x.returns)
             normalize_(x.advantages, normalize)
             self._num_partial_rows = rows
 
