@@ -1,0 +1,169 @@
+"""Windows: exactly the valid ones are drawn, each as often as its law says."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage import TrajectoryDictBufferMultiDim, UsageError
+
+from .streams import Naive, chi_square, chi_square_bound, drawn_windows, rows
+
+NUM_DRAWS = 100_000
+
+
+def filled(
+    capacity: int, num_lanes: int, steps: list[int], end_share: float, seed: int, **options: object
+) -> tuple[TrajectoryDictBufferMultiDim, Naive]:
+    generator = torch.Generator().manual_seed(seed)
+    buffer = TrajectoryDictBufferMultiDim(capacity=capacity, n_dim=2, end_key="done", generator=seed, **options)
+    naive = Naive(capacity, num_lanes)
+    for size in steps:
+        ends = torch.rand(size, num_lanes, generator=generator) < end_share
+        buffer.extend(rows(naive.total, ends))
+        naive.add(ends)
+    return buffer, naive
+
+
+@pytest.mark.parametrize("start_mode", ["uniform", "trajectory"])
+@pytest.mark.parametrize(
+    ("capacity", "num_lanes", "steps", "end_share", "length"),
+    [
+        (12, 1, [1] * 30, 0.2, 3),
+        (9, 2, [4, 7, 1, 1, 30, 2], 0.15, 2),
+        (16, 3, [1] * 10, 0.3, 1),
+        (8, 4, [1] * 21, 0.5, 3),
+        (6, 2, [1] * 17, 0.0, 5),
+        (40, 5, [13] * 9, 0.6, 4),
+    ],
+)
+def test_draws_follow_their_law(
+    capacity: int, num_lanes: int, steps: list[int], end_share: float, length: int, start_mode: str
+) -> None:
+    for output_key_tp1 in ([], ["observation"]):
+        options = {"start_mode": start_mode, "output_key_tp1": output_key_tp1}
+        buffer, naive = filled(capacity, num_lanes, steps, end_share, 3, **options)
+        needed = length + len(output_key_tp1)
+        valid = naive.windows(needed)
+        law = naive.law_by_trajectory(needed)
+        if start_mode == "uniform":
+            law = {window: 1 / len(valid) for window in valid}
+        assert set(law) == valid and len(valid) > 1
+        counts = drawn_windows(buffer, NUM_DRAWS, length)
+        assert set(counts) == valid
+        assert chi_square(counts, law) < chi_square_bound(len(law))
+
+
+@settings(max_examples=60)
+@given(
+    capacity=st.integers(1, 10),
+    num_lanes=st.integers(1, 4),
+    steps=st.lists(st.integers(0, 25), min_size=1, max_size=8),
+    end_share=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
+    length=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+    start_mode=st.sampled_from(["uniform", "trajectory"]),
+    has_next=st.booleans(),
+)
+def test_the_windows_drawn_are_the_valid_ones(
+    capacity: int,
+    num_lanes: int,
+    steps: list[int],
+    end_share: float,
+    length: int,
+    seed: int,
+    start_mode: str,
+    has_next: bool,
+) -> None:
+    next_keys = ["observation"] if has_next else []
+    options = {"start_mode": start_mode, "output_key_tp1": next_keys}
+    buffer, naive = filled(capacity, num_lanes, steps, end_share, seed, **options)
+    valid = naive.windows(length + has_next)
+    if not valid:
+        with pytest.raises(UsageError):
+            buffer.sample(length, length)
+        return
+    counts = drawn_windows(buffer, 60 * len(valid) + 200, length)
+    assert set(counts) <= valid
+    if start_mode == "uniform":
+        assert set(counts) == valid
+    full = buffer.get_full_buffer()["observation"].long().tolist()
+    assert [tuple(row) for row in full] == sorted(naive.windows(1 + has_next))
+
+
+@pytest.mark.parametrize("start_mode", ["uniform", "trajectory"])
+def test_one_valid_window_among_very_many_rows_is_found(start_mode: str) -> None:
+    buffer = TrajectoryDictBufferMultiDim(capacity=2000, n_dim=2, start_mode=start_mode, output_key_tp1=[], generator=0)
+    ends = torch.ones(2000, 200, dtype=torch.bool)
+    ends[700:702, 50] = False
+    buffer.extend({"observation": torch.arange(400_000.0).view(2000, 200, 1), "done": ends.unsqueeze(-1)})
+    batch = buffer.sample(30, 3)["observation"].view(10, 3)
+    assert (batch == torch.tensor([700.0, 701, 702]) * 200 + 50).all()
+    with pytest.raises(UsageError, match="stretch of 4 rows"):
+        buffer.sample(4, 4)
+
+
+def test_a_window_longer_than_the_guards_wraps_like_a_short_one() -> None:
+    buffer, naive = filled(13, 2, [1] * 40, 0.02, 5, seq_length=2, output_key_tp1=[])
+    for length in (2, 3, 4, 9):
+        assert set(drawn_windows(buffer, 5000, length)) == naive.windows(length)
+
+
+def test_in_progress_episodes_are_eligible_up_to_the_last_row() -> None:
+    buffer, _ = filled(50, 1, [1] * 6, 0.0, 0)
+    assert set(drawn_windows(buffer, 500, 2)) == {(0, first) for first in range(4)}
+
+
+def test_the_ages_do_not_overflow() -> None:
+    buffer, _ = filled(4, 1, [5], 0.0, 0, output_key_tp1=[])
+    buffer._boundaries.next_ages.fill_(2**30 + 5)
+    buffer._boundaries._num_seen = 2**30
+    for row in range(5, 15):
+        buffer.extend(rows(row, torch.zeros(1, 1, dtype=torch.bool)))
+    assert int(buffer._boundaries.ages.max()) < 2**31 - 1
+    assert set(drawn_windows(buffer, 100, 3)) == {(0, 11), (0, 12)}
+
+
+def test_drawing_costs_the_same_in_a_hundred_times_larger_ring() -> None:
+    """Counted in rows looked at, as this machine's clock is shared; the benchmark `windows` measures time."""
+    num_listed = []
+    for capacity in (50, 5000):
+        buffer = TrajectoryDictBufferMultiDim(capacity=capacity, n_dim=2, seq_length=8, generator=0)
+        ends = torch.rand(capacity, 64) < 0.02
+        buffer.extend({"observation": torch.zeros(capacity, 64, 1), "done": ends.unsqueeze(-1)})
+        asked = []
+        rule = buffer._boundaries.rule(9)
+        buffer._boundaries.draw(
+            128, 9, buffer.generator, lambda lane, last: (asked.append(len(lane)), rule(lane, last))[1]
+        )
+        num_listed.append(sum(asked))
+    assert max(num_listed) < 128 * 3
+
+
+def test_drawing_is_far_faster_than_scanning_the_end_flags() -> None:
+    buffer = TrajectoryDictBufferMultiDim(capacity=5000, n_dim=2, seq_length=8, generator=0)
+    ends = torch.rand(5000, 256) < 0.01
+    buffer.extend({"observation": torch.zeros(5000, 256, 1), "done": ends.unsqueeze(-1)})
+    row = {"observation": torch.zeros(1, 256, 1), "done": ends[:1].unsqueeze(-1)}
+
+    def ours() -> None:
+        buffer.extend(row)
+        buffer.sample(128 * 8)
+
+    def scan() -> None:
+        buffer.storage["done"].squeeze(-1).t().nonzero()
+
+    times = {}
+    for call, repeats in ((ours, 20), (scan, 3)):
+        call()
+        shortest = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            shortest.append(time.perf_counter() - start)
+        times[call] = min(shortest)
+    assert times[ours] * 3 < times[scan], "1.3 million rows; the benchmark holds 5 million to a factor of 100"
