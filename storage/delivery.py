@@ -26,6 +26,7 @@ class Delivery:
         self.output_device = device if output_device is None else torch.device(output_device)
         self._pool = BufferPool(max_buffers=16)
         self._stream: torch.cuda.Stream | None = None
+        self._written: torch.cuda.Event | None = None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Give memory for a result, on `device`."""
@@ -34,6 +35,17 @@ class Delivery:
         if self.output_device.type == "cuda":
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         return self._pool.empty(shape, dtype)
+
+    def note_write(self) -> None:
+        """Remember that `device` was just written to; readers on other streams wait for it."""
+        if self.device.type == "cuda":
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._written.record(torch.cuda.current_stream(self.device))
+
+    def wait_for_writes(self) -> None:
+        """Make the current stream wait until the last noted write is done; nothing to do on the CPU."""
+        if self._written is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._written)
 
     def deliver(self, x: torch.Tensor) -> torch.Tensor:
         """Bring a result to `output_device`; `x` itself if it is there."""

@@ -80,6 +80,7 @@ class ReplayBuffer(Snapshotted):
                 kept[: num_rows - skipped - until_end] = x[skipped + until_end :]
             self.step = (self.step + num_rows) % self.buffer_size
             self.num_samples = min(self.num_samples + num_rows, self.buffer_size)
+            self._delivery.note_write()
 
     def feed_forward_generator(
         self, num_mini_batch: int, mini_batch_size: int
@@ -101,6 +102,7 @@ class ReplayBuffer(Snapshotted):
     @torch.no_grad()
     def _draw(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self._lock:
+            self._delivery.wait_for_writes()
             index = torch.randint(self.num_samples, (size,), generator=self.rng, device=self.rng.device)
             columns = {"states": self.states, "next_states": self.next_states}
             # Nothing is packed: that would copy the whole buffer for one sample.

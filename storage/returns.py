@@ -219,6 +219,28 @@ def check_rules(normalize: str | None, truncation: str = "cut") -> None:
         raise UsageError("compute returns", "", f"truncation {nearest(truncation, TRUNCATION_RULES)}", repr(truncation))
 
 
+def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: int) -> torch.Tensor:
+    """Give `[N, R]` float32 from that, or from `[N]` with one reward; raise `SchemaError` on anything else."""
+    given = torch.as_tensor(last_values)
+    if given.dim() == 1 and num_rewards == 1:
+        given = given.unsqueeze(-1)
+    if tuple(given.shape) != (num_envs, num_rewards) or given.is_complex():
+        expected, got = f"last_values of shape {[num_envs, num_rewards]}", f"{given.dtype} of shape {list(given.shape)}"
+        raise SchemaError("compute returns", "", expected, got)
+    return given.to(torch.float32)
+
+
+def checked_factor(name: str, factor: Scalar, num_rewards: int) -> torch.Tensor:
+    """Give a discount or a trace decay as float32, `[]` or `[R]`; raise if it is neither or not in [0, 1]."""
+    checked = torch.as_tensor(factor, dtype=torch.float32)
+    if checked.shape not in (torch.Size([]), torch.Size([num_rewards])):
+        expected = f"{name} a number or of shape [{num_rewards}]"
+        raise SchemaError("compute returns", "", expected, f"shape {list(checked.shape)}")
+    if not bool(((checked >= 0) & (checked <= 1)).all()):
+        raise UsageError("compute returns", "", f"{name} in [0, 1]", str(factor))
+    return checked
+
+
 def _scan_(x: torch.Tensor, decay: torch.Tensor) -> None:
     """Run `x[t] += decay[t] * x[t + 1]` from the last step to the first, in place."""
     num_steps = len(x)

@@ -25,7 +25,7 @@ from .columns import (
     shape_to_json,
 )
 from .delivery import Delivery
-from .errors import BufferEmptyError, RolloutOverflowError, SchemaError, UsageError
+from .errors import BufferEmptyError, RolloutOverflowError, UsageError
 from .hidden_states import SavedStates, StateStructure
 from .mini_batches import (
     WIDE_ROW_BYTES,
@@ -37,7 +37,15 @@ from .mini_batches import (
     make_generator,
     row_batches,
 )
-from .returns import Scalar, check_rules, normalize_, rollout_advantage, with_bootstrap
+from .returns import (
+    Scalar,
+    check_rules,
+    checked_factor,
+    checked_last_values,
+    normalize_,
+    rollout_advantage,
+    with_bootstrap,
+)
 from .snapshot import Snapshotted, State
 from .transition import MiniBatch, Transition
 from .tree import unflatten
@@ -160,6 +168,7 @@ class RolloutStorage(Snapshotted):
                     target.fill_(value)
             self._num_partial_rows = 0
             self.step += 1
+            self._delivery.note_write()
 
     @property
     def saved_hidden_states(self) -> Any:
@@ -201,14 +210,16 @@ class RolloutStorage(Snapshotted):
         """
         with self._lock:
             rows = self._num_rows_for("compute returns", allow_partial)
-            last_values = self._check_last_values(last_values)
-            gamma, lam = (self._check_factor(name, x) for name, x in (("gamma", gamma), ("lam", lam)))
+            last_values = checked_last_values(last_values, self.num_envs, self.num_rewards).to(self.device)
+            gamma = checked_factor("gamma", gamma, self.num_rewards).to(self.device)
+            lam = checked_factor("lam", lam, self.num_rewards).to(self.device)
             check_rules(normalize, truncation)
             self._put_in_order()
             x = self._signals(rows)
             rewards = with_bootstrap(x.rewards, x.values, x.dones, x.time_outs, gamma, truncation, x.bootstrap_values)
             rollout_advantage(rewards, x.values, last_values, x.dones, gamma, lam, out=x.advantages, returns=x.returns)
             normalize_(x.advantages, normalize)
+            self._delivery.note_write()
             self._num_partial_rows = rows
 
     @torch.no_grad()
@@ -277,12 +288,14 @@ class RolloutStorage(Snapshotted):
 
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
         with self._lock, torch.no_grad():
+            self._delivery.wait_for_writes()
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
             gather = RowGather(columns, self._delivery, WIDE_ROW_BYTES_ONCE if once else WIDE_ROW_BYTES)
         batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.rng, self.device, once)
         while True:
             with self._lock, torch.no_grad():
+                self._delivery.wait_for_writes()
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -290,6 +303,7 @@ class RolloutStorage(Snapshotted):
 
     def _env_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
         with self._lock, torch.no_grad():
+            self._delivery.wait_for_writes()
             self._put_in_order()
             columns = self._batch_columns(rows)
             padded = {name: x for name, x, is_padded in columns if is_padded}
@@ -376,22 +390,3 @@ class RolloutStorage(Snapshotted):
                 "Add the rest, or call compute_returns(..., allow_partial=True)",
             )
         return self.step
-
-    def _check_last_values(self, last_values: torch.Tensor) -> torch.Tensor:
-        shape = (self.num_envs, self.num_rewards)
-        last_values = torch.as_tensor(last_values)
-        if last_values.dim() == 1 and self.num_rewards == 1:
-            last_values = last_values.unsqueeze(-1)
-        if tuple(last_values.shape) != shape or last_values.is_complex():
-            got = f"{last_values.dtype} of shape {list(last_values.shape)}"
-            raise SchemaError("compute returns", "", f"last_values of shape {list(shape)}", got)
-        return last_values.to(self.device, torch.float32)
-
-    def _check_factor(self, name: str, factor: Scalar) -> torch.Tensor:
-        checked = torch.as_tensor(factor, dtype=torch.float32, device=self.device)
-        if checked.shape not in (torch.Size([]), torch.Size([self.num_rewards])):
-            expected = f"{name} a number or of shape [{self.num_rewards}]"
-            raise SchemaError("compute returns", "", expected, f"shape {list(checked.shape)}")
-        if not bool(((checked >= 0) & (checked <= 1)).all()):
-            raise UsageError("compute returns", "", f"{name} in [0, 1]", str(factor))
-        return checked

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -262,3 +265,13 @@ def test_assigning_to_a_column_writes_into_it():
 def test_a_copied_or_pickled_transition_is_no_special_thing():
     transition = make_transition(1, 3)
     assert torch.equal(dataclasses.replace(transition).actions, transition.actions)
+
+
+@pytest.mark.parametrize(
+    "module", ["column_table", "mini_batches", "queue_rollout_storage", "rollout_storage", "snapshot"]
+)
+def test_i17_no_module_that_moves_columns_knows_one_by_name(module):
+    source = Path(importlib.import_module(f"storage.{module}").__file__).read_text(encoding="utf-8")
+    strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    names = {column.name for column in rollout_columns(1, 1, 1, 1)}
+    assert not names & {value for value in strings if isinstance(value, str)}
