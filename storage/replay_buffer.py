@@ -1,7 +1,7 @@
 """`ReplayBuffer`: pairs of a state and its next state, the oldest overwritten first.
 
-One rule: row `i` ever inserted stands in slot `i % buffer_size`; only `insert` turns one into
-the other.
+One rule: a pair lies side by side in a `RingStore`, so that a sample is one gather; where it lies
+is the ring's affair.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ import torch
 
 from .delivery import Delivery
 from .errors import BufferEmptyError, FieldTypeError, SchemaError, UsageError
-from .mini_batches import RowGather, make_generator
+from .fields import Field, Schema
+from .mini_batches import make_generator
+from .ring import RingStore
 from .snapshot import Snapshotted, State
+
+_NAMES = ("states", "next_states")
 
 
 class ReplayBuffer(Snapshotted):
@@ -29,8 +33,6 @@ class ReplayBuffer(Snapshotted):
 
     Attributes:
         states, next_states: `[buffer_size, *obs_dim]` float32 on `device`; rows below `num_samples` are valid.
-        step: Slot that is written next.
-        num_samples: Pairs that are held.
     """
 
     def __init__(
@@ -47,12 +49,21 @@ class ReplayBuffer(Snapshotted):
         self.buffer_size = buffer_size
         self.device = torch.device(device)
         self.rng = make_generator(generator)
-        self.states = torch.zeros(buffer_size, *self.obs_dim, device=self.device)
-        self.next_states = torch.zeros(buffer_size, *self.obs_dim, device=self.device)
-        self.step = 0
-        self.num_samples = 0
+        schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
+        self._ring = RingStore(buffer_size, 1, schema, self.device, num_guards=0)
+        self.states, self.next_states = (self._ring.slots_view(name)[:, 0] for name in _NAMES)
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device)
+
+    @property
+    def step(self) -> int:
+        """Slot that is written next."""
+        return self._ring.cursor
+
+    @property
+    def num_samples(self) -> int:
+        """Pairs that are held."""
+        return self._ring.num_live
 
     def __len__(self) -> int:
         return self.num_samples
@@ -71,15 +82,7 @@ class ReplayBuffer(Snapshotted):
             if not torch.can_cast(x.dtype, torch.float32):
                 raise FieldTypeError("insert states", "", f"{name} that fit into float32", str(x.dtype), "Convert them")
         with self._lock:
-            num_rows = len(states)
-            skipped = max(0, num_rows - self.buffer_size)
-            first = (self.step + skipped) % self.buffer_size
-            until_end = min(num_rows - skipped, self.buffer_size - first)
-            for kept, x in ((self.states, states), (self.next_states, next_states)):
-                kept[first : first + until_end] = x[skipped : skipped + until_end]
-                kept[: num_rows - skipped - until_end] = x[skipped + until_end :]
-            self.step = (self.step + num_rows) % self.buffer_size
-            self.num_samples = min(self.num_samples + num_rows, self.buffer_size)
+            self._ring.write([x.detach().to(torch.float32).unsqueeze(1) for x in (states, next_states)])
             self._delivery.note_write()
 
     def feed_forward_generator(
@@ -104,22 +107,17 @@ class ReplayBuffer(Snapshotted):
         with self._lock:
             self._delivery.wait_for_writes()
             index = torch.randint(self.num_samples, (size,), generator=self.rng, device=self.rng.device)
-            columns = {"states": self.states, "next_states": self.next_states}
-            # Nothing is packed: that would copy the whole buffer for one sample.
-            found = RowGather(columns, self._delivery, wide_row_bytes=0).gather(index.to(self.device))
+            found = self._ring.gather(index.to(self.device))
             return found["states"], found["next_states"]
 
     def _get_state(self) -> State:
         with self._lock:
             arguments = {"obs_dim": list(self.obs_dim), "buffer_size": self.buffer_size}
-            numbers = {"step": self.step, "num_samples": self.num_samples}
-            held = slice(0, self.num_samples)
-            tensors = {"states": self.states[held], "next_states": self.next_states[held]}
-            return State(arguments, numbers, {**tensors, "rng": self.rng.get_state()})
+            tensors = self._ring.copy_slots(0, self.num_samples)
+            return State(arguments, {"total": self._ring.total}, {**tensors, "rng": self.rng.get_state()})
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             self.rng.set_state(tensors["rng"])
-            self.step, self.num_samples = numbers["step"], numbers["num_samples"]
-            for kept, name in ((self.states, "states"), (self.next_states, "next_states")):
-                kept[: self.num_samples] = tensors[name]
+            self._ring.put_slots(0, {name: tensors[name] for name in _NAMES})
+            self._ring.total = int(numbers["total"])

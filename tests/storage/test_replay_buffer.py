@@ -83,3 +83,9 @@ def test_a_loaded_buffer_draws_the_same_batches(tmp_path, count):
     for each in (buffer, loaded, copied):
         each.insert(*pairs(100, 3, 2))
     assert torch.equal(buffer.states, loaded.states) and buffer.step == copied.step == loaded.step
+
+
+def test_states_of_other_dtypes_and_with_gradients_are_copied():
+    buffer = ReplayBuffer(2, 4)
+    buffer.insert(torch.ones(1, 2, requires_grad=True), torch.full((1, 2), 3, dtype=torch.int64))
+    assert buffer.states[0].eq(1).all() and buffer.next_states[0].eq(3).all() and not buffer.states.requires_grad
