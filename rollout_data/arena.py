@@ -100,6 +100,8 @@ class Arena:
         self._base, self._bytes = _reserve()
         self._end = self._base
         self._close = weakref.finalize(self, _unmap, self._base, self._bytes)
+        # At exit a thread may still be reading; the system unmaps by itself.
+        self._close.atexit = False
         num_rows = self._bytes // row_bytes
         buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
         self.words_view = torch.from_numpy(np.frombuffer(buffer, np.int32)).view(num_rows, row_bytes // 4)

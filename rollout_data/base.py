@@ -6,6 +6,7 @@ once; where the frames come from is the subclass's business.
 
 from __future__ import annotations
 
+import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,31 @@ from storage.errors import UsageError
 
 from .sharding import is_in_worker
 
+#: More streams than this are a mistake; each costs some memory before a frame is read.
+_MAX_ENVS = 1 << 24
+
 EnvIds = Sequence[int] | torch.Tensor | None
+
+
+def whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Check a whole-number argument; bool and fractions are none."""
+    limits = f">= {low}" if high is None else f"in {low}:{high + 1}"
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low or (high is not None and number > high):
+        raise UsageError(
+            "open the dataset", "", f"{name} a whole number {limits}", repr(value), f"Choose another {name}"
+        )
+    return number
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as cause:
+        raise UsageError("open the dataset", "", "a torch device such as 'cpu' or 'cuda:0'", repr(device)) from cause
 
 
 class RolloutFileBase(IterableDataset, ABC):
@@ -51,11 +76,9 @@ class RolloutFileBase(IterableDataset, ABC):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(num_envs, bool) or int(num_envs) != num_envs or num_envs < 1:
-            raise UsageError("open the dataset", repr(data_dir), "num_envs >= 1", repr(num_envs))
         self.data_dir = data_dir
-        self.num_envs = int(num_envs)
-        self._wanted_device = torch.device(device) if device is not None else None
+        self.num_envs = whole("num_envs", num_envs, 1, _MAX_ENVS)
+        self._wanted_device = _as_device(device) if device is not None else None
         self.all_env_ids = torch.arange(self.num_envs)
         self._is_started = False
 
@@ -198,9 +221,7 @@ class RolloutFileBase(IterableDataset, ABC):
 
     @staticmethod
     def _checked_steps(steps: int | None) -> int | None:
-        if steps is not None and (isinstance(steps, bool) or int(steps) != steps or steps < 1):
-            raise UsageError("read a batch", "", "num_transitions_per_env >= 1, or None", repr(steps))
-        return steps if steps is None else int(steps)
+        return None if steps is None else whole("num_transitions_per_env", steps, 1)
 
 
 def _at_step(buffer: Any, step: int) -> Any:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,26 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataError, Us
 from storage.fields import Schema
 
 from .block_file import TEMPORARY_PREFIX, open_block
-from .block_header import DATA, FINAL, FRAGMENT_DTYPE, BlockHeader, layouts_of
+from .block_header import DATA, FINAL, FRAGMENT_DTYPE, MAX_SCHEMA_BYTES, METADATA_NAME, BlockHeader, layouts_of
 from .index import Block, TrajectoryIndex
 
 INDEX_CACHE_NAME = ".index.npz"
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
+#: What a damaged cache makes the readers of zip, npy and JSON raise; RuntimeError covers odd zip members.
+_BAD_CACHE = (
+    OSError, LookupError, ValueError, TypeError, AttributeError, EOFError, ArithmeticError, MemoryError, RuntimeError,
+    zipfile.BadZipFile, zlib.error, RolloutDataError,
+)  # fmt: skip
+
+
+#: Size in bytes and time of the last change in ns: by these a file is known again.
+FileStamp = tuple[int, int]
+
+
+def stamp_of(path: Path) -> FileStamp | None:
+    """Give the stamp of a regular file; None for folders, pipes and devices."""
+    found = os.stat(path)
+    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
 class BlockFolder:
@@ -49,7 +66,7 @@ class BlockFolder:
         self.blocks: dict[str, Block] = {}
         self.problems: dict[str, RolloutDataError] = {}
         self.built: Mapping[str, np.ndarray] | None = None
-        self._sizes: dict[str, int] = {}
+        self._stamps: dict[str, FileStamp] = {}
         self._use_cache = not verify_on_open
 
     def refresh(self) -> bool:
@@ -58,34 +75,54 @@ class BlockFolder:
         if self._use_cache:
             self._use_cache = False
             self._load_cache(found)
-        if found == self._sizes:
+        if found == self._stamps:
             return False
-        for name in [name for name in self._sizes if found.get(name) != self._sizes[name]]:
-            del self._sizes[name]
+        for name in [name for name in self._stamps if found.get(name) != self._stamps[name]]:
+            del self._stamps[name]
             self.blocks.pop(name, None)
             self.problems.pop(name, None)
             self.built = None
-        for name in sorted(name for name in found if name not in self._sizes):
-            self._open(name)
-            self._sizes[name] = found[name]
+        self.schema = self.schema or self._declared_schema()
+        for name in sorted(name for name in found if name not in self._stamps):
+            self._open(name, found[name])
+            self._stamps[name] = found[name]
             self.built = None
         return True
 
-    def _list_files(self) -> dict[str, int]:
+    def _list_files(self) -> dict[str, FileStamp]:
+        """Files that may be blocks, with their size and time; what is no file becomes a problem."""
         try:
             with os.scandir(self.data_dir) as entries:
-                files = [entry for entry in entries if entry.name.endswith((".h5", ".hdf5")) and entry.name[0] != "."]
-                sizes = {}
-                for entry in files:
-                    try:
-                        sizes[entry.name] = entry.stat().st_size
-                    except FileNotFoundError:  # removed by retention since it was listed, or a dead link
-                        continue
-                return sizes
+                listed = [entry for entry in entries if entry.name.endswith((".h5", ".hdf5")) and entry.name[0] != "."]
         except (FileNotFoundError, NotADirectoryError) as cause:
             raise UsageError("open the data folder", repr(str(self.data_dir)), "a folder", "none") from cause
+        stamps = {}
+        for entry in listed:
+            path = self.data_dir / entry.name
+            try:
+                stamp = stamp_of(path)
+            except FileNotFoundError:  # removed by retention since it was listed, or a dead link
+                continue
+            except OSError as error:
+                self.problems[entry.name] = _as_problem(path, error)
+                continue
+            if stamp is None:  # opening a pipe would wait for ever
+                self.problems[entry.name] = CorruptFileError("read the block", repr(str(path)), "a file", "no file")
+            else:
+                stamps[entry.name] = stamp
+        return stamps
 
-    def _open(self, name: str) -> None:
+    def _declared_schema(self) -> Schema | None:
+        """The fields that metadata.json declares, by which a stray block is told from the others."""
+        path = self.data_dir / METADATA_NAME
+        try:
+            if (stamp := stamp_of(path)) is None or stamp[0] > MAX_SCHEMA_BYTES:
+                return None
+            return Schema.from_json(json.loads(path.read_text(encoding="utf-8"))["fields"]) or None
+        except (OSError, LookupError, ValueError, TypeError, OverflowError, RecursionError):
+            return None
+
+    def _open(self, name: str, stamp: FileStamp) -> None:
         try:
             header = open_block(self.data_dir / name, verify=self.verify_on_open)
             self._check_schema(header)
@@ -99,7 +136,7 @@ class BlockFolder:
             return
         places = {(table, column): at for table, columns in header.locations.items() for column, at in columns.items()}
         writer = self.label + header.writer
-        self.blocks[name] = Block(header.path, writer, header.sequence, header.fragments, places, header.file_bytes)
+        self.blocks[name] = Block(header.path, writer, header.sequence, header.fragments, places, *stamp)
 
     def _check_schema(self, header: BlockHeader) -> None:
         if self.schema is None:
@@ -125,11 +162,15 @@ class BlockFolder:
                     "Remove one of them",
                 )
 
-    def _load_cache(self, found: Mapping[str, int]) -> None:
+    def _load_cache(self, found: Mapping[str, FileStamp]) -> None:
         """Take what the cache knows of files that are still there; a bad cache is no cache."""
         path = self.data_dir / INDEX_CACHE_NAME
         try:
+            if stamp_of(path) is None:
+                return
             with np.load(path, allow_pickle=False) as cache:
+                if any(member.compress_type != zipfile.ZIP_STORED for member in cache.zip.infolist()):
+                    return
                 about = json.loads(bytes(cache["about"]))
                 if about["version"] != _CACHE_VERSION:
                     return
@@ -141,27 +182,27 @@ class BlockFolder:
                     built = {name: cache[name] for name in about["index"]}
                     _check_built(list(blocks.values()), built)
                     self.built = built
-        except (OSError, LookupError, ValueError, TypeError, EOFError, zipfile.BadZipFile, RolloutDataError):
+        except _BAD_CACHE:
             self.built = None
             return
         self.schema, self.blocks = schema, blocks
-        self._sizes = {name: found[name] for name in blocks}
+        self._stamps = {name: found[name] for name in blocks}
 
     def _cached_blocks(
-        self, cache: Any, names: list[str], places: list[tuple[str, str]], found: Mapping[str, int]
+        self, cache: Any, names: list[str], places: list[tuple[str, str]], found: Mapping[str, FileStamp]
     ) -> dict[str, Block]:
         fragments, bounds, at = cache["fragments"], cache["bounds"].tolist(), cache["places"].tolist()
-        sizes, sequences = cache["sizes"].tolist(), cache["sequences"].tolist()
+        stamps, sequences = list(map(tuple, cache["stamps"].tolist())), cache["sequences"].tolist()
         writers = json.loads(bytes(cache["writers"]))
-        if fragments.dtype != FRAGMENT_DTYPE or not len(names) == len(writers) == len(sizes) == len(bounds) - 1:
+        if fragments.dtype != FRAGMENT_DTYPE or not len(names) == len(writers) == len(stamps) == len(bounds) - 1:
             raise CorruptFileError("use the index cache", repr(str(self.data_dir)))
         blocks = {}
         for k, name in enumerate(names):
-            if found.get(name) == sizes[k]:
+            if found.get(name) == stamps[k]:
                 spots = {place: (int(at[k][c][0]), int(at[k][c][1])) for c, place in enumerate(places)}
                 part = fragments[bounds[k] : bounds[k + 1]]
                 writer = self.label + writers[k]
-                blocks[name] = Block(self.data_dir / name, writer, sequences[k], part, spots, sizes[k])
+                blocks[name] = Block(self.data_dir / name, writer, sequences[k], part, spots, *stamps[k])
         return blocks
 
 
@@ -228,7 +269,7 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
                 file,
                 about=_json_bytes(about),
                 writers=_json_bytes([block.writer for block in blocks]),
-                sizes=np.array([block.file_bytes for block in blocks], np.int64),
+                stamps=np.array([(block.file_bytes, block.mtime_ns) for block in blocks], np.int64),
                 sequences=np.array([block.sequence for block in blocks], np.int64),
                 bounds=np.cumsum([0] + [len(block.fragments) for block in blocks]),
                 fragments=np.concatenate([block.fragments for block in blocks]),

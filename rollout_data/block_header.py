@@ -24,6 +24,7 @@ from storage.fields import Schema
 from .layout import RowLayout
 
 FORMAT_NAME = "rollout-data"
+METADATA_NAME = "metadata.json"
 FORMAT_VERSION = 1
 #: Attributes under the header's checksum, in this order.
 ABOUT = ("schema", "writer", "sequence", "created_ns")
@@ -286,3 +287,5 @@ def _check_fragments(header: BlockHeader) -> None:
             f"fragments within {num_rows} rows and {num_finals} final rows",
             f"{fragments[first]} at {first}",
         )
+    if int(length.sum()) > num_rows:
+        raise corrupt(header.path, f"each of {num_rows} rows in one fragment", f"{int(length.sum())} frames")

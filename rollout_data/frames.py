@@ -151,7 +151,7 @@ class FileMap:
             for table, layout in layouts.items()
             for name, column in layout.columns.items()
         }
-        self._first_rows: dict[Path, list[int]] = {}
+        self._first_rows: dict[tuple[Path, int, int], list[int]] = {}
 
     def add(self, block: Block) -> None:
         """Map a block, unless it is mapped already: then it may even be gone.
@@ -160,13 +160,13 @@ class FileMap:
             FileNotFoundError: It is gone and was not mapped before.
             CorruptFileError: It is too short.
         """
-        if block.path not in self._first_rows:
+        if block.identity not in self._first_rows:
             rows = [self.arenas[place].map_file(block.path, *block.places[place]) for place in self.places]
-            self._first_rows[block.path] = rows
+            self._first_rows[block.identity] = rows
 
     def first_rows(self, blocks: Sequence[Block]) -> dict[Place, Int64s]:
         """For each kind of row, the number of each block's first row, int64 `[B]`."""
-        table = np.array([self._first_rows[block.path] for block in blocks], np.int64).reshape(
+        table = np.array([self._first_rows[block.identity] for block in blocks], np.int64).reshape(
             len(blocks), len(self.places)
         )
         return {place: np.ascontiguousarray(table[:, k]) for k, place in enumerate(self.places)}

@@ -30,6 +30,7 @@ class Block:
         fragments: `[F]` of `FRAGMENT_DTYPE`.
         places: (table, column) -> (byte offset, number of rows); empty for foreign files.
         file_bytes: Size of the file.
+        mtime_ns: When it was last written: with the size, what tells it from another file of the same name.
     """
 
     path: Path
@@ -38,6 +39,12 @@ class Block:
     fragments: np.ndarray
     places: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     file_bytes: int = 0
+    mtime_ns: int = 0
+
+    @property
+    def identity(self) -> tuple[Path, int, int]:
+        """What is the same only as long as the file is the same."""
+        return self.path, self.file_bytes, self.mtime_ns
 
 
 class Runs(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import struct
 import time
@@ -112,6 +113,8 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
     """
     found = []
     for path in sorted(folder.glob(".rollout_*.journal")):
+        if not path.is_file():  # a folder or a pipe of that name is nobody's journal
+            continue
         with suppress(OSError):  # somebody else cleans up, or it belongs to another user
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -128,8 +131,9 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
 
 def remove_temporary_files(folder: Path, writer: str) -> None:
     """Remove what a dead writer had begun to write."""
-    for temporary in folder.glob(f"{TEMPORARY_PREFIX}rollout_{writer}_*"):
-        temporary.unlink(missing_ok=True)
+    for temporary in folder.glob(f"{TEMPORARY_PREFIX}rollout_{glob.escape(writer)}_*"):
+        if not temporary.is_dir():
+            temporary.unlink(missing_ok=True)
 
 
 def _read_dead(folder: Path, writer: str, descriptor: int) -> DeadWriter:

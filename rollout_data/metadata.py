@@ -19,9 +19,8 @@ from storage.errors import DataFileError, RolloutDataError, SchemaError
 from storage.fields import Schema
 
 from .block_file import TEMPORARY_PREFIX, sync_folder
-from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_SCHEMA_BYTES, read_header
+from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_SCHEMA_BYTES, METADATA_NAME, read_header
 
-METADATA_NAME = "metadata.json"
 _OBSERVATION = "observation/"
 #: What file systems without hard links say.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
@@ -185,11 +184,11 @@ def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
 
 def _from_file(path: Path) -> Metadata | None:
     try:
-        if path.stat().st_size > MAX_SCHEMA_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_SCHEMA_BYTES:  # a pipe would be read for ever
             return None
         document = json.loads(path.read_text(encoding="utf-8"))
         return Metadata.from_json(document) if isinstance(document, dict) else None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError, RolloutDataError):
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError, RolloutDataError):
         return None
 
 

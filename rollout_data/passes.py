@@ -6,9 +6,11 @@ generator is kept, so that resuming needs no more than the number of the pass.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -44,15 +46,8 @@ class PassOptions:
     poll_interval_s: float = 0.25
 
     def __post_init__(self) -> None:
-        start, stop = self.starting_frame_range
-        if not 0 <= start < stop:
-            raise UsageError(
-                "open the dataset", "", "starting_frame_range (start, stop) with 0 <= start < stop", f"{(start, stop)}"
-            )
-        if self.keep_latest_n_trajs < 0:
-            raise UsageError("open the dataset", "", "keep_latest_n_trajs >= 0", str(self.keep_latest_n_trajs))
-        if self.seed < 0:
-            raise UsageError("open the dataset", "", "seed >= 0", str(self.seed))
+        if not self.wait_timeout_s >= 0:
+            raise UsageError("open the dataset", "", "wait_timeout_s >= 0", repr(self.wait_timeout_s))
 
     @property
     def is_endless(self) -> bool:
@@ -61,6 +56,23 @@ class PassOptions:
     def has_pass(self, number: int) -> bool:
         """True if there is a pass of this number."""
         return self.is_endless or number < self.dataset_loops
+
+
+def frame_range(given: Any) -> tuple[int, int]:
+    """Check a `starting_frame_range`."""
+    try:
+        start, stop = (operator.index(bound) for bound in given)
+        is_right = 0 <= start < stop
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise UsageError(
+            "open the dataset",
+            "",
+            "starting_frame_range (start, stop), whole numbers with 0 <= start < stop",
+            repr(given),
+        )
+    return start, stop
 
 
 def choose(index: TrajectoryIndex, options: PassOptions) -> Int64s:

@@ -8,6 +8,7 @@ published, because what follows would have a gap.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import warnings
 from functools import partial
@@ -19,7 +20,7 @@ from storage.background import BackgroundWorker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, SchemaError, UsageError
 from storage.fields import Schema
 
-from .block_file import write_block
+from .block_file import sync_folder, write_block
 from .block_folder import save_index_cache
 from .block_header import layouts_of, read_header
 from .cutting import Carry
@@ -87,6 +88,10 @@ class BlockPublisher:
         if self._is_synchronous:
             self.settle()
 
+    def flush_file(self, path: Path) -> None:
+        """Queue flushing a small file and its folder to the disk, before the next block."""
+        self._worker.submit(partial(_flush, path))
+
     def settle(self) -> None:
         """Wait until everything submitted is published or has failed."""
         try:
@@ -150,6 +155,15 @@ class BlockPublisher:
             self._num_uncached = 0
         except (OSError, RolloutDataError) as error:
             warnings.warn(f"the index cache of {str(self._folder)!r} was not renewed: {error}", RolloutDataWarning)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    sync_folder(path.parent)
 
 
 def check_storable(schema: Schema) -> None:

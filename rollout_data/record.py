@@ -177,6 +177,11 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     """View a tensor or array as a detached tensor; copy only what torch cannot view."""
     if isinstance(value, torch.Tensor):
         dtype_name(value.dtype, f"of {name!r}")
+        if value.layout != torch.strided or value.is_meta:
+            kind = "a meta tensor" if value.is_meta else str(value.layout)
+            raise FieldTypeError(
+                "take the value of", repr(name), "a dense tensor with values", kind, "Convert it first"
+            )
         return value.detach()
     try:
         array = np.asarray(value)

@@ -66,7 +66,17 @@ def restore(dataset: RolloutDataset, saved: Mapping[str, Any]) -> None:
     Raises:
         UsageError: The state is of another version, dataset, setting or shard.
     """
-    _check(dataset, saved)
+    try:
+        _check(dataset, saved)
+        position = _position(dataset, saved)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as cause:
+        if isinstance(cause, UsageError):
+            raise
+        raise _misfit(dataset, "a state as state_dict() gives it", f"{type(cause).__name__}: {cause}") from cause
+    dataset._go_to(position)
+
+
+def _position(dataset: RolloutDataset, saved: Mapping[str, Any]) -> Position:
     source = dataset.source
     source.refresh()
     store = source.snapshot(upto=saved["upto"])
@@ -86,7 +96,20 @@ def restore(dataset: RolloutDataset, saved: Mapping[str, Any]) -> None:
         np.array(saved["is_exhausted"], bool),
         int(saved["position"]),
     )
-    dataset._go_to(Position(state, deal))
+    _check_state(dataset, state, deal)
+    return Position(state, deal)
+
+
+def _check_state(dataset: RolloutDataset, state: StreamState, deal: Deal) -> None:
+    """Raise unless a state could have been written by `state_at`."""
+    shapes = {column.shape for column in (state.trajectory, state.frame, state.is_first, state.is_exhausted)}
+    if shapes != {(dataset.num_envs,)}:
+        raise _misfit(dataset, f"{dataset.num_envs} numbers of each kind", str(sorted(shapes)))
+    last = deal.lengths[state.trajectory] - (~state.is_exhausted).astype(np.int64)
+    if ((state.frame < 0) | (state.frame > last)).any():
+        raise _misfit(dataset, "frames within their trajectories", str(state.frame.tolist()[:8]))
+    if not 0 <= state.position <= len(deal.order) or deal.number < 0 or not dataset._passes.has_pass(deal.number):
+        raise _misfit(dataset, "a position within a pass", f"position {state.position} of pass {deal.number}")
 
 
 def _settings(dataset: RolloutDataset) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import torch
 
 from storage.errors import DatasetExhausted, RolloutDataError, UsageError, nearest
 
-from .base import RolloutFileBase
+from .base import RolloutFileBase, whole
 from .batches import BatchOptions, BatchReader, map_batch
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps
 from .dealer import Dealer
 from .frames import FrameStore
 from .lookup import empty_batch, frames_at, write_into
-from .passes import PassOptions
+from .passes import PassOptions, frame_range
 from .prefetch import PrefetchedBatches
 from .readahead import ReadAhead
 from .resume import Position, position_of, restore, state_at
@@ -52,8 +52,9 @@ class RolloutDataset(RolloutFileBase):
             always the CPU.
         num_transitions_per_env: T of the batches of iteration; None is one step without a time axis.
         seed: Of permutations and starting frames.
-        cache: "none" reads the mapped files, "ram" copies the frames into memory first, "device"
-            into the memory of `device`, so that a batch never leaves it.
+        cache: "none" reads the mapped files, "ram" copies the frames into memory first, "device" into
+            the memory of `device`, so that a batch never leaves it. Blocks are never modified; whoever
+            truncates a mapped one ends every process that reads it, as with any mapped file.
         flatten_observations: Join components along the last axis in `obs_segments` order; False
             gives dicts.
         mark_first_frame: Mark the first frame delivered of a trajectory as done, by which recurrent
@@ -101,18 +102,20 @@ class RolloutDataset(RolloutFileBase):
         super().__init__(data_dir, num_envs, device)
         for name, value, allowed in (("cache", cache, _CACHES), ("interpolation", interpolation, _INTERPOLATIONS)):
             if value not in allowed:
-                raise UsageError("open the dataset", repr(data_dir), f"{name} {nearest(value, allowed)}", repr(value))
+                raise UsageError(
+                    "open the dataset", repr(data_dir), f"{name} {nearest(str(value), allowed)}", repr(value)
+                )
         self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
         self.cache, self.drop_last, self.interpolation = cache, drop_last, interpolation
         self.verify_on_open = verify_on_open
         self.num_dropped_frames = 0
         self._passes = PassOptions(
-            int(dataset_loops),
+            whole("dataset_loops", dataset_loops, -(1 << 62)),
             bool(random_shuffle_traj_order),
-            int(keep_latest_n_trajs),
-            (int(starting_frame_range[0]), int(starting_frame_range[1])),
-            int(seed),
-            float(wait_timeout_s),
+            whole("keep_latest_n_trajs", keep_latest_n_trajs, 0),
+            frame_range(starting_frame_range),
+            whole("seed", seed, 0),
+            wait_timeout_s,
         )
         self._look = {
             "flatten_observations": flatten_observations,

@@ -24,7 +24,7 @@ from .record import REWARD, Rollout
 
 #: A block is written without its unused rows when more than this part of them is unused.
 MAX_UNUSED_PART = 0.25
-_MIN_CAPACITY = 16
+_MIN_CAPACITY = 32
 _MIN_FINALS = 16
 
 
@@ -199,7 +199,7 @@ class Staging:
         capacity = self._data.capacity
         if needed <= capacity:
             return
-        capacity = min(self.max_steps, max(needed, 4 * capacity))
+        capacity = min(self.max_steps, max(needed, 2 * capacity))
         self._data.reserve(capacity, self.num_steps)
         bits, times_ns = np.zeros((capacity, self.num_envs), np.uint8), np.zeros(capacity, np.int64)
         bits[: self.num_steps], times_ns[: self.num_steps] = (

@@ -25,6 +25,7 @@ from storage.buffer_pool import BufferPool
 from storage.errors import (
     ClosedError,
     DataFileError,
+    RolloutDataError,
     RolloutDataWarning,
     UsageError,
 )
@@ -32,7 +33,7 @@ from storage.fields import Schema
 
 from .block_header import DATA, DROPPED, OPEN, layouts_of
 from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
-from .metadata import Metadata, publish_metadata
+from .metadata import METADATA_NAME, Metadata, publish_metadata
 from .observation_parts import observation_parts
 from .publishing import BlockPublisher, check_storable
 from .record import REWARD, Rollout, given_values, read_rollout, unpack_storage
@@ -196,7 +197,11 @@ class RolloutWriter:
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor) -> None:
         """Drop the trajectories in progress of these envs, also what is published of them."""
         self._check_usable()
-        env_ids = np.unique(np.asarray(env_ids, np.int64))
+        given = np.asarray(env_ids.cpu() if isinstance(env_ids, torch.Tensor) else env_ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            kind = f"{given.dtype} of shape {given.shape}"
+            raise UsageError("discard the trajectories of envs", "", "a list of ids", kind, "A mask has nonzero()")
+        env_ids = np.unique(given.astype(np.int64))
         if len(env_ids) and not (env_ids[0] >= 0 and env_ids[-1] < self.num_envs):
             raise UsageError("discard the trajectories of envs", "", f"ids in 0:{self.num_envs}", str(env_ids.tolist()))
         self._end(env_ids, DROPPED)
@@ -291,7 +296,7 @@ class RolloutWriter:
         rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
         num_nonfinite = self._count_nonfinite(rollout)
         if self._schema is None:
-            self._declare(schema)
+            self._declare(schema, rollout.num_steps)
         start = 0
         while start < rollout.num_steps:
             staging = self._staging_with_room()
@@ -308,20 +313,22 @@ class RolloutWriter:
                 self._hand_over()
         self.num_nonfinite_rewards += num_nonfinite
 
-    def _declare(self, schema: Schema) -> None:
+    def _declare(self, schema: Schema, num_steps: int) -> None:
         """Freeze the schema: agree with the folder about it, then make room."""
         layout = layouts_of(schema)[DATA]
         check_storable(schema)
         try:
-            publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, self._durable)
+            publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, durable=False)
         except OSError as cause:
             raise DataFileError(
                 "write the metadata of", repr(str(self.data_dir)), "a writable folder", str(cause)
             ) from cause
+        if self._durable:
+            self._publisher.flush_file(self.data_dir / METADATA_NAME)
         step_bytes = self.num_envs * layout.frame_bytes
         self._max_steps = max(1, self._block_bytes // self._max_pending // step_bytes)
         self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(layout.columns))
-        self._staging = Staging(schema, self.num_envs, self._max_steps, 0, self._pool)
+        self._staging = Staging(schema, self.num_envs, self._max_steps, num_steps, self._pool)
         self._schema = schema
 
     def _count_nonfinite(self, rollout: Rollout) -> int:
@@ -384,7 +391,10 @@ _open_writers: set[RolloutWriter] = set()
 def _close_open_writers() -> None:
     for writer in list(_open_writers):
         if writer._owner == os.getpid():  # a forked child has nothing of its own to publish
-            writer.close()
+            try:
+                writer.close()
+            except (RolloutDataError, OSError) as error:  # the next one must still be closed
+                warnings.warn(str(error), RolloutDataWarning)
 
 
 atexit.register(_close_open_writers)

@@ -6,7 +6,9 @@ the order, the end ends, and a consumer that leaves stops the producer within on
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -124,6 +126,7 @@ class PipelinedDataCollector(Generic[T]):
                 raise RuntimeError("cannot iterate twice at once: one iteration is going on. Close it first.")
             channel = self._channel = _Channel(self.prefetch_count)
         thread = threading.Thread(target=self._produce, args=(channel,), name="prefetch", daemon=True)
+        _running[thread] = channel
         thread.start()
         return self._consume(channel, thread)
 
@@ -185,6 +188,18 @@ class PipelinedDataCollector(Generic[T]):
 
 
 _END = object()
+#: Producers of iterations that nobody has closed.
+_running: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKeyDictionary()
+
+
+def _stop_all() -> None:
+    """End the producers before the interpreter does: torch does not survive being cut off in a thread."""
+    for thread, channel in list(_running.items()):
+        channel.stop()
+        thread.join()
+
+
+atexit.register(_stop_all)
 
 
 def _hand_over(item: Any, event: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_data import RolloutDataset
+from rollout_data import RolloutDataset, RolloutWriter
 from rollout_data.block_file import open_block
 from rollout_data.block_folder import INDEX_CACHE_NAME, save_index_cache
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning, UsageError
@@ -91,8 +94,6 @@ def test_a_copied_block_does_not_deliver_its_frames_twice(tmp_path):
 
 def test_a_block_with_other_fields_is_left_out(tmp_path):
     record_blocks(tmp_path / "a")
-    from rollout_data import RolloutWriter
-
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
         writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
     other = next((tmp_path / "b").glob("rollout_*.h5"))
@@ -234,3 +235,86 @@ def test_workers_forked_from_a_process_that_reads_ahead_read_ahead_themselves(tm
     dataset.get_batch(4)
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert sum(len(frames_of(batch)) for batch in loader) == 54
+
+
+def test_a_stale_index_cache_of_other_files_with_the_same_names_is_not_believed(tmp_path):
+    def record_one_env(dones):
+        with RolloutWriter(tmp_path, 1, writer_name="w", durable=False) as writer:
+            for frame, done in enumerate(dones):
+                writer.add(observation=[[float(frame)]], action=[[0.0]], done=[done])
+
+    record_one_env([0, 0, 1] + [0] * 8 + [1])
+    (tmp_path / "rollout_w_000000.h5").unlink()
+    record_one_env([0] * 8 + [1] + [0, 0, 1])
+    dataset = opened(tmp_path)
+    dataset.reset()
+    assert dataset.source.snapshot().index.lengths.tolist() == [9, 3]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_in_the_index_cache_hides_nothing(tmp_path, seed):
+    record_blocks(tmp_path)
+    cache = tmp_path / INDEX_CACHE_NAME
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        data = bytearray(cache.read_bytes())
+        place = int(rng.integers(len(data) - 1500 * (seed % 2), len(data)) if seed % 2 else rng.integers(len(data)))
+        data[place] ^= 1 << int(rng.integers(8))
+        (tmp_path / "spoilt").mkdir(exist_ok=True)
+        for path in [*tmp_path.glob("rollout_*"), tmp_path / "metadata.json"]:
+            if not (tmp_path / "spoilt" / path.name).exists():
+                shutil.copy2(path, tmp_path / "spoilt" / path.name)
+        (tmp_path / "spoilt" / INDEX_CACHE_NAME).write_bytes(bytes(data))
+        assert opened(tmp_path / "spoilt").num_frames == 12
+
+
+def test_what_is_no_file_is_reported_and_waited_for_by_nobody(tmp_path):
+    record_blocks(tmp_path)
+    (tmp_path / INDEX_CACHE_NAME).unlink()
+    os.mkfifo(tmp_path / INDEX_CACHE_NAME)
+    os.mkfifo(tmp_path / "pipe.h5")
+    (tmp_path / "folder.h5").mkdir()
+    os.symlink("loop.h5", tmp_path / "loop.h5")
+    os.symlink("/etc/hostname", tmp_path / "outside.h5")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert numbers_of(opened(tmp_path)) == [0, 1, 2]
+    named = sorted(Path(str(w.message).split("'")[1]).name for w in caught)
+    assert named == ["folder.h5", "loop.h5", "outside.h5", "pipe.h5"]
+
+
+def test_a_stray_block_that_sorts_first_does_not_rule_out_the_others(tmp_path):
+    record_blocks(tmp_path / "a")
+    with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
+        writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
+    next((tmp_path / "b").glob("rollout_*.h5")).rename(tmp_path / "a" / "aa.h5")
+    (tmp_path / "a" / INDEX_CACHE_NAME).unlink()
+    with pytest.warns(RolloutDataWarning, match=r"aa.h5.*float32\[5\] instead of float32\[3\]"):
+        assert numbers_of(opened(tmp_path / "a")) == [0, 1, 2]
+
+
+def test_a_prefetch_that_is_left_open_does_not_break_the_exit(tmp_path):
+    record(tmp_path, [50] * 4)
+    code = (
+        "import sys; from rollout_data import RolloutDataset\n"
+        "dataset = RolloutDataset(sys.argv[1], 2, 0, device='cpu')\n"
+        "iterator = iter(dataset.prefetch(3)); next(iterator)\n"
+    )
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_envs": 1 << 40}, {"starting_frame_range": 5}, {"starting_frame_range": (3, 3)}, {"seed": 1.5},
+        {"starting_frame_range": (0.5, 1.9)}, {"dataset_loops": 0.5}, {"keep_latest_n_trajs": "2"}, {"cache": None},
+        {"wait_timeout_s": float("nan")}, {"device": "quantum"}, {"interpolation": "cubic"}, {"keep_latest_n_trajs": -1},
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named_at_once(tmp_path, arguments):
+    with pytest.raises(
+        UsageError, match=f"cannot open the dataset.*{'device' if 'device' in arguments else next(iter(arguments))}"
+    ):
+        RolloutDataset(tmp_path, **{"num_envs": 1, **arguments})

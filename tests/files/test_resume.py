@@ -186,3 +186,19 @@ def test_prefetching_hands_over_errors_at_their_place(tmp_path, monkeypatch):
         for batch in dataset.prefetch(5):
             seen.append(batch)
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"frame": [10**6, 0]}, {"frame": [-5, 0]}, {"frame": [0]}, {"position": -3}, {"position": 10**6}, {"pass": -1}, {"pass": 10**9},
+        {"writers": []}, {"settings": None}, {"frame": None}, {"shard": None}, {"trajectory": [[0, 0]]},
+        {"version": 2}, {"upto": {}}, {"num_in_pass": 1},
+    ],
+)  # fmt: skip
+def test_a_forged_state_is_refused(tmp_path, change):
+    record(tmp_path, [5, 6, 7])
+    dataset = RolloutDataset(tmp_path, 2, device="cpu")
+    dataset.get_batch(2)
+    with pytest.raises(UsageError, match="cannot continue the stream"):
+        dataset.load_state_dict({**dataset.state_dict(), **change})
