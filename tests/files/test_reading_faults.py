@@ -310,7 +310,8 @@ def test_a_prefetch_that_is_left_open_does_not_break_the_exit(tmp_path):
     [
         {"num_envs": 1 << 40}, {"starting_frame_range": 5}, {"starting_frame_range": (3, 3)}, {"seed": 1.5},
         {"starting_frame_range": (0.5, 1.9)}, {"dataset_loops": 0.5}, {"keep_latest_n_trajs": "2"}, {"cache": None},
-        {"wait_timeout_s": float("nan")}, {"device": "quantum"}, {"interpolation": "cubic"}, {"keep_latest_n_trajs": -1},
+        {"wait_timeout_s": float("nan")}, {"device": "quantum"}, {"interpolation": "cubic"},
+        {"keep_latest_n_trajs": -1},
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named_at_once(tmp_path, arguments):

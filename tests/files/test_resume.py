@@ -191,7 +191,8 @@ def test_prefetching_hands_over_errors_at_their_place(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"frame": [10**6, 0]}, {"frame": [-5, 0]}, {"frame": [0]}, {"position": -3}, {"position": 10**6}, {"pass": -1}, {"pass": 10**9},
+        {"frame": [10**6, 0]}, {"frame": [-5, 0]}, {"frame": [0]}, {"position": -3}, {"position": 10**6},
+        {"pass": -1}, {"pass": 10**9},
         {"writers": []}, {"settings": None}, {"frame": None}, {"shard": None}, {"trajectory": [[0, 0]]},
         {"version": 2}, {"upto": {}}, {"num_in_pass": 1},
     ],
