@@ -104,7 +104,7 @@ def write_columns(
         read: Gives parts of a column; called in order.
         keys: Names in the file.
     """
-    with h5py.File(path, "w", libver=("v110", "v110")) as file, ThreadPoolExecutor(1) as pool:
+    with h5py.File(path, "w", libver=("v110", "v110"), track_order=True) as file, ThreadPoolExecutor(1) as pool:
         for name, field in schema.items():
             shape = (num_rows, *lead, *field.shape)
             dataset = file.create_dataset(keys[name], shape, _file_dtype(field))

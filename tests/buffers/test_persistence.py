@@ -1,0 +1,213 @@
+"""Saving and loading: the same rows and the same next draws; damage is reported."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from storage import (
+    DictBuffer,
+    RolloutDataError,
+    TrajectoryDictBuffer,
+    TrajectoryDictBufferMultiDim,
+    ZBuffer,
+    column_files,
+    load_buffer,
+)
+
+from .streams import rows
+
+
+def dict_buffer(num_rows: int = 13) -> DictBuffer:
+    buffer = DictBuffer(capacity=10, end_key="done", generator=1)
+    ends = torch.arange(num_rows).unsqueeze(1) % 4 == 3
+    data = {
+        "observation": {"a": torch.arange(num_rows * 2.0).view(-1, 2)},
+        "reward": torch.ones(num_rows, 1),
+        "done": ends,
+    }
+    buffer.extend(data, final={"observation": {"a": torch.full((num_rows, 2), -1.0)}})
+    return buffer
+
+
+def laned(start_mode: str = "trajectory") -> TrajectoryDictBufferMultiDim:
+    buffer = TrajectoryDictBufferMultiDim(capacity=9, n_dim=2, seq_length=2, start_mode=start_mode, generator=2)
+    for first in range(0, 24, 4):
+        buffer.extend(rows(first, torch.rand(4, 3, generator=torch.Generator().manual_seed(first)) < 0.2))
+    return buffer
+
+
+def expert() -> TrajectoryDictBuffer:
+    episodes = [{"observation": torch.arange(4.0 + i).unsqueeze(1), "motion_id": 7 * i} for i in range(3)]
+    buffer = TrajectoryDictBuffer(episodes, "cpu", 2, generator=3, file_names=["a", "b", "c"])
+    buffer.update_priorities([1.0, 5.0], [0, 2])
+    return buffer
+
+
+def latent() -> ZBuffer:
+    buffer = ZBuffer(5, 3, dtype=torch.float64, generator=4)
+    buffer.add(torch.arange(21.0).view(7, 3))
+    return buffer
+
+
+MAKERS = {
+    "DictBuffer": dict_buffer,
+    "DictBuffer not full": lambda: dict_buffer(5),
+    "MultiDim by trajectory": laned,
+    "MultiDim uniform": lambda: laned("uniform"),
+    "expert": expert,
+    "z": latent,
+}
+
+
+def draws(buffer: Any) -> list[torch.Tensor]:
+    if isinstance(buffer, ZBuffer):
+        return [buffer.sample(30)]
+    found: list[torch.Tensor] = []
+
+    def walk(tree: dict) -> None:
+        for leaf in tree.values():
+            walk(leaf) if isinstance(leaf, dict) else found.append(leaf)
+
+    walk(buffer.sample(30))
+    if isinstance(buffer, DictBuffer) and not isinstance(buffer, TrajectoryDictBufferMultiDim):
+        walk(buffer.sample_transitions(30))
+    return found
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_loaded_draws_what_the_saved_one_draws(name: str, tmp_path: Path) -> None:
+    buffer = MAKERS[name]()
+    draws(buffer)  # the random state is in the middle of its sequence
+    buffer.save(tmp_path / "b")
+    state = buffer.state_dict()
+    restored = MAKERS[name]()
+    restored.load_state_dict(state)
+    loaded = load_buffer(tmp_path / "b")
+    assert type(loaded) is type(buffer) and len(loaded) == len(buffer)
+    expected = draws(buffer)
+    for other in (loaded, restored):
+        for mine, its in zip(expected, draws(other), strict=True):
+            assert mine.dtype is its.dtype and torch.equal(mine, its)
+
+
+def test_a_ring_goes_on_where_it_was(tmp_path: Path) -> None:
+    buffer = laned("uniform")
+    buffer.save(tmp_path / "b")
+    loaded = load_buffer(tmp_path / "b")
+    for first in range(24, 30):
+        for each in (buffer, loaded):
+            each.extend(rows(first, torch.zeros(1, 3, dtype=torch.bool)))
+    assert loaded.total == buffer.total == 30 and loaded._idx == buffer._idx
+    full = buffer.get_full_buffer()["observation"], loaded.get_full_buffer()["observation"]
+    assert torch.equal(*full)
+
+
+def test_saving_twice_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    dict_buffer(3).save(tmp_path / "b")
+    dict_buffer(9).save(tmp_path / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    assert len(load_buffer(tmp_path / "b")) == 9
+    (tmp_path / "b").rename(tmp_path / ".b.previous")  # as a crash between the two renames leaves it
+    assert len(load_buffer(tmp_path / "b")) == 9
+
+
+@pytest.mark.parametrize("num_rows", [6, 10, 14])
+def test_a_folder_of_an_earlier_system_loads(tmp_path: Path, num_rows: int) -> None:
+    slots = [max(row for row in range(num_rows) if row % 10 == slot) for slot in range(min(num_rows, 10))]
+    values = np.array(slots, np.float32)[:, None]
+    with h5py.File(tmp_path / "buffer.hdf5", "w") as file:
+        file["observation-state"], file["observation-deep-x"] = values, values.repeat(2, 1)
+        file["reward"] = values
+    config = {"capacity": 10, "device": "cpu", "nested_key_separator": "-", "__target__": "some.old.buffers.DictBuffer"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "_idx": num_rows % 10, "_is_full": num_rows >= 10}))
+    buffer = load_buffer(tmp_path)
+    expected = [float(row) for row in range(num_rows)][-10:]
+    assert buffer.get_full_buffer("time")["observation"]["deep"]["x"][:, 1].tolist() == expected
+    buffer.extend(
+        {"observation": {"state": torch.ones(1, 1), "deep": {"x": torch.ones(1, 2)}}, "reward": torch.ones(1, 1)}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="where the next row goes"):
+        assert load_buffer(tmp_path)._idx == min(num_rows, 10) % 10
+
+
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_buffer(tmp_path / "none")
+    dict_buffer().save(tmp_path / "b")
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    for key, value in (("capacity", 4), ("_idx", 77), ("total", 2)):
+        (tmp_path / "b" / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ValueError):
+            load_buffer(tmp_path / "b")
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    with h5py.File(tmp_path / "b" / "buffer.hdf5", "r+") as file:
+        del file["reward"]
+        file["reward"] = np.ones((3, 1), np.float32)
+    with pytest.raises(ValueError, match="equal length"):
+        load_buffer(tmp_path / "b")
+    with h5py.File(tmp_path / "b" / "buffer.hdf5", "r+") as file:
+        del file["reward"]
+        file["reward"] = h5py.ExternalLink("other.h5", "x")
+    with pytest.raises(RolloutDataError, match="itself"):
+        load_buffer(tmp_path / "b")
+
+
+def test_every_flipped_byte_of_the_rows_is_reported(tmp_path: Path) -> None:
+    dict_buffer().save(tmp_path / "b")
+    path = tmp_path / "b" / "buffer.hdf5"
+    whole = path.read_bytes()
+    with h5py.File(path) as file:
+        places = [file[name].id.get_offset() for name in file if file[name].size]
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place + 1] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(RolloutDataError, match="checksum"):
+            load_buffer(tmp_path / "b")
+    for stop in (0, 100, len(whole) // 2):
+        path.write_bytes(whole[:stop])
+        with pytest.raises((RolloutDataError, OSError)):
+            load_buffer(tmp_path / "b")
+
+
+def test_saving_takes_the_memory_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(column_files, "CHUNK_BYTES", 64 << 10)
+    buffer = DictBuffer(capacity=20_000)
+    buffer.extend({"x": torch.randn(20_000, 64)})
+    sizes: list[int] = []
+    inner = column_files._as_array
+
+    def watched(part: torch.Tensor) -> np.ndarray:
+        array = inner(part)
+        sizes.append(array.nbytes)
+        return array
+
+    monkeypatch.setattr(column_files, "_as_array", watched)
+    tracemalloc.start()
+    buffer.save(tmp_path / "b")
+    assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    tracemalloc.stop()
+    assert max(sizes) <= 64 << 10 and sum(sizes) == 20_000 * 64 * 4
+    assert torch.equal(load_buffer(tmp_path / "b").storage["x"], buffer.storage["x"])
+
+
+def test_a_state_of_another_buffer_is_refused() -> None:
+    with pytest.raises(ValueError, match="capacity"):
+        DictBuffer(capacity=3).load_state_dict(DictBuffer(capacity=4).state_dict())
+    state = dict_buffer().state_dict()
+    buffer = dict_buffer()
+    buffer.clear()
+    assert len(buffer) == 0
+    buffer.load_state_dict(state)
+    assert len(buffer) == 10
+    buffer.load_state_dict(DictBuffer(capacity=10, end_key="done").state_dict())
+    assert buffer.storage == {}

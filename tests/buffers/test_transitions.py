@@ -1,0 +1,193 @@
+"""Transitions against a naive model: the following row, the final observation, or nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage import DictBuffer, TrajectoryDictBufferMultiDim, UsageError
+
+GAMMA = 0.9
+FINAL = 1_000_000
+
+
+class Model:
+    """All rows that were ever written, per lane."""
+
+    def __init__(self, capacity: int, lanes: int) -> None:
+        self.slots, self.lanes = capacity // lanes, lanes
+        self.ends: list[list[bool]] = []
+        self.has_final: list[bool] = []
+
+    @property
+    def total(self) -> int:
+        return len(self.ends)
+
+    def expected(self, num_steps: int, at_end: str, num_frames: int) -> dict[tuple[int, int], dict]:
+        found = {}
+        oldest = max(0, self.total - self.slots)
+        for lane in range(self.lanes):
+            for first in range(oldest, self.total):
+                taken = next((k + 1 for k in range(num_steps) if self.ended(lane, first + k)), num_steps)
+                last = first + taken - 1
+                ended = self.ended(lane, last)
+                begin = first
+                while begin > 0 and not self.ends[begin - 1][lane]:
+                    begin -= 1
+                if max(begin, first - num_frames + 1) < oldest:
+                    continue
+                if ended:
+                    known = self.has_final[last]
+                    if not known and at_end == "exclude":
+                        continue
+                    following = FINAL + last if known else last
+                elif first + num_steps < self.total:
+                    known, following = True, first + num_steps
+                else:
+                    continue
+                found[lane, first] = {
+                    "taken": taken,
+                    "ended": ended,
+                    "known": known,
+                    "following": following,
+                    "frames": [max(begin, first - back) for back in range(num_frames - 1, -1, -1)],
+                    "next_frames": [max(begin, last + 1 - back) for back in range(num_frames - 1, 0, -1)] + [following],
+                }
+        return found
+
+    def ended(self, lane: int, row: int) -> bool:
+        return row < self.total and self.ends[row][lane]
+
+
+def fill(buffer: DictBuffer, model: Model, sizes: list[int], seed: int, has_lane_axis: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for number, size in enumerate(sizes):
+        ends = torch.rand(size, model.lanes, generator=generator) < 0.3
+        row = torch.arange(model.total, model.total + size).unsqueeze(1).expand(size, model.lanes)
+        lane = torch.arange(model.lanes).expand(size, model.lanes)
+        data = {
+            "observation": torch.stack([lane, row], -1).float(),
+            "reward": (row + 1.0).unsqueeze(-1),
+            "terminated": ends.unsqueeze(-1),
+            "truncated": torch.zeros_like(ends).unsqueeze(-1),
+        }
+        gives_final = (number + seed) % 2 == 0
+        final = {"observation": torch.stack([lane, row + FINAL], -1).float()}
+        if not has_lane_axis:
+            data = {name: leaf.flatten(0, 1) for name, leaf in data.items()}
+            final = {name: leaf.flatten(0, 1) for name, leaf in final.items()}
+        buffer.extend(data, final=final if gives_final else None)
+        model.ends += ends.tolist()
+        model.has_final += [gives_final] * size
+
+
+@settings(max_examples=80)
+@given(
+    lanes=st.integers(1, 3),
+    slots=st.integers(1, 9),
+    sizes=st.lists(st.integers(0, 14), min_size=1, max_size=7),
+    seed=st.integers(0, 100),
+    num_steps=st.integers(1, 4),
+    num_frames=st.integers(1, 3),
+    at_end=st.sampled_from(["exclude", "mark"]),
+    has_lane_axis=st.booleans(),
+)
+def test_transitions_equal_the_naive_ones(
+    lanes: int,
+    slots: int,
+    sizes: list[int],
+    seed: int,
+    num_steps: int,
+    num_frames: int,
+    at_end: str,
+    has_lane_axis: bool,
+) -> None:
+    model = Model(slots * lanes, lanes)
+    ends = ["terminated", "truncated"]
+    if has_lane_axis:
+        buffer: DictBuffer = TrajectoryDictBufferMultiDim(capacity=slots, n_dim=2, end_key=ends, generator=seed)
+    else:
+        buffer = DictBuffer(capacity=slots * lanes, num_envs=lanes, end_key=ends, generator=seed)
+    fill(buffer, model, sizes, seed, has_lane_axis)
+    expected = model.expected(num_steps, at_end, num_frames)
+    options = {"num_steps": num_steps, "num_frames": num_frames, "at_end": at_end, "gamma": GAMMA}
+    if not expected:
+        with pytest.raises(UsageError):
+            buffer.sample_transitions(5, **options)
+        return
+    batch = buffer.sample_transitions(40 * len(expected) + 100, **options)
+    observation = batch["observation"].view(len(batch["reward"]), num_frames, 2).long()
+    following = batch["next"]["observation"].view(len(observation), num_frames, 2).long()
+    seen = set()
+    for i in range(len(observation)):
+        lane, first = observation[i, -1].tolist()
+        want = expected[lane, first]
+        seen.add((lane, first))
+        assert observation[i, :, 1].tolist() == want["frames"]
+        assert following[i, :, 1].tolist() == want["next_frames"] and (following[i, :, 0] == lane).all()
+        assert bool(batch["terminated"][i]) == want["ended"]
+        if at_end == "mark":
+            assert bool(batch["next_valid"][i]) == want["known"]
+        reward = sum((first + k + 1) * GAMMA**k for k in range(want["taken"]))
+        assert float(batch["reward"][i]) == pytest.approx(reward, rel=1e-5)
+        if num_steps > 1:
+            assert float(batch["discount"][i]) == pytest.approx(GAMMA ** want["taken"], rel=1e-5)
+    assert seen == set(expected)
+
+
+def test_memory_holds_the_observation_once() -> None:
+    buffer = DictBuffer(capacity=20_000, end_key="done")
+    row = {"observation": torch.zeros(1, 348), "action": torch.zeros(1, 17), "reward": torch.zeros(1, 1)}
+    buffer.extend({**row, "done": torch.zeros(1, 1, dtype=torch.bool)})
+    minimum = 348 * 4 + 17 * 4 + 4 + 1
+    assert buffer.num_bytes <= 1.02 * minimum * buffer.capacity
+
+
+def test_a_reset_observation_is_never_next() -> None:
+    for at_end in ("exclude", "mark"):
+        buffer = DictBuffer(capacity=100, end_key="done", generator=0)
+        ends = (torch.arange(80) % 4 == 3).unsqueeze(1)
+        buffer.extend({"observation": torch.arange(80.0).unsqueeze(1), "done": ends})
+        batch = buffer.sample_transitions(4000, at_end=at_end)
+        own, following = batch["observation"].flatten(), batch["next"]["observation"].flatten()
+        is_reset = following % 4 == 0
+        assert not is_reset.any()
+        if at_end == "mark":
+            assert torch.equal(batch["next_valid"].flatten(), own % 4 != 3)
+            assert torch.equal(following[own % 4 == 3], own[own % 4 == 3])
+        else:
+            assert not (own % 4 == 3).any()
+
+
+@pytest.mark.parametrize("at_end", ["exclude", "mark"])
+def test_windows_reach_the_end_of_a_trajectory_with_final_observations(at_end: str) -> None:
+    buffer = TrajectoryDictBufferMultiDim(capacity=20, n_dim=2, at_end=at_end, generator=0)
+    ends = (torch.arange(20) % 5 == 4).view(20, 1, 1)
+    row = torch.arange(20.0).view(20, 1, 1)
+    buffer.extend({"observation": row[:10], "done": ends[:10]}, final={"observation": row[:10] + 0.5})
+    buffer.extend({"observation": row[10:], "done": ends[10:]})
+    batch = buffer.sample(3 * 3000, 3)
+    first = batch["observation"].view(-1, 3)
+    following = batch["next"]["observation"].view(-1, 3)
+    reached = set(first[:, 2].int().tolist())
+    expected = {2, 3, 4, 7, 8, 9, 12, 13, 17, 18} | ({14, 19} if at_end == "mark" else set())
+    assert reached == expected
+    known = following[:, 2][(first[:, 2] == 4) | (first[:, 2] == 9)]
+    assert set(known.tolist()) == {4.5, 9.5}
+    if at_end == "mark":
+        marked = ~batch["next_valid"].view(-1, 3)
+        assert set(first[:, 2][marked[:, 2]].tolist()) == {14.0, 19.0} and not marked[:, :2].any()
+
+
+def test_transitions_need_to_know_what_ends_them() -> None:
+    buffer = DictBuffer(capacity=3)
+    buffer.extend({"observation": torch.zeros(2, 1)})
+    with pytest.raises(UsageError, match="end_key"):
+        buffer.sample_transitions(1)
+    for wrong in ({"num_steps": 0}, {"num_frames": 0}, {"at_end": "drop"}):
+        with pytest.raises(UsageError):
+            buffer = DictBuffer(capacity=3, end_key="done")
+            buffer.extend({"observation": torch.zeros(2, 1), "done": torch.zeros(2, 1)})
+            buffer.sample_transitions(1, **wrong)
