@@ -64,7 +64,9 @@ class ColumnTable:
         """Add tensors filled with each field's fill: `[T, B, *shape]`, or `[T, *shape]` without envs."""
         for field in fields:
             shape = (self.num_rows, self.num_envs, *field.shape) if with_envs else (self.num_rows, *field.shape)
-            self.tensors[field.name] = torch.full(shape, field.fill, dtype=field.torch_dtype, device=self.device)
+            # A lazy column may first be brought in inference mode, and be written outside of it later.
+            with torch.inference_mode(False):
+                self.tensors[field.name] = torch.full(shape, field.fill, dtype=field.torch_dtype, device=self.device)
             self._fills[field.name] = field.fill
         self._rows = None
 
@@ -205,7 +207,7 @@ class ColumnTable:
 
     def _check_sources(self, transition: Any) -> None:
         ignorable = getattr(transition, "ignorable", ())
-        for name, value in vars(transition).items():
+        for name, value in getattr(transition, "__dict__", {}).items():
             if value is not None and name not in self._sources and name not in ignorable:
                 taken = ", ".join(sorted(self._sources))
                 raise MissingFieldError(_ACTION, f"with {name!r}", taken, "a field that this storage does not keep")

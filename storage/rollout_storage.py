@@ -157,7 +157,7 @@ class RolloutStorage(Snapshotted):
                     "one more",
                     "Call clear() after each update",
                 )
-            states = transition.hidden_states
+            states = getattr(transition, "hidden_states", None)
             leaves = self._states.check(states)
             writes = self._table.plan(transition, self.step)
             writes += self._states.plan(states, leaves, self.step)
@@ -326,7 +326,7 @@ class RolloutStorage(Snapshotted):
         ]
 
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
-        found = unflatten(batch) | more
+        found = (unflatten(batch) if any("/" in name for name in batch) else dict(batch)) | more
         for column in self._table.columns.values():
             if column.batch and column.batch not in found:
                 found[column.batch] = found[column.fallback] if column.fallback else None

@@ -217,3 +217,14 @@ def test_a_rollout_of_one_step_of_one_env_is_one_trajectory():
     storage.compute_returns(torch.zeros(1), 0.9, 0.9)
     (batch,) = storage.recurrent_mini_batch_generator(1, 1)
     assert batch.obs.shape[:2] == (1, 1) and batch.masks.tolist() == [[True]]
+
+
+def test_what_is_allocated_in_inference_mode_can_be_written_outside_of_it():
+    storage = make_storage(2, 2)
+    more = {"bootstrap_values": torch.ones(2), "time_outs": torch.ones(2), "done": torch.ones(2)}
+    with torch.inference_mode():
+        storage.add_transitions(make_transition(0, 2, hidden_states=state_of(0, 2), **more))
+    storage.add_transitions(make_transition(1, 2, hidden_states=state_of(1, 2), **more))
+    storage.compute_returns(torch.zeros(2), 0.9, 0.9, truncation="final")
+    (batch,) = storage.recurrent_mini_batch_generator(1, 1)
+    (batch.hidden_states * torch.ones(3, requires_grad=True)).sum().backward()
