@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -134,8 +135,12 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
     if isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], (str, torch.dtype)):
         sizes = shape[0]
         dtype = shape[1] if isinstance(shape[1], str) else dtype_name(shape[1], repr(name))
-    sizes = (sizes,) if isinstance(sizes, int) else sizes
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not all(isinstance(size, int) for size in sizes):
+    sizes = (sizes,) if isinstance(sizes, Integral) else sizes
+    if (
+        not isinstance(sizes, Sequence)
+        or isinstance(sizes, str)
+        or not all(isinstance(size, Integral) for size in sizes)
+    ):
         raise SchemaError("declare the shape of", repr(name), "a sequence of ints or a dict of such", repr(shape))
     return (Field(name, tuple(sizes), dtype),)
 

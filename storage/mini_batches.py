@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from numbers import Integral
 
 import torch
 
@@ -17,6 +18,8 @@ from .delivery import Delivery
 from .errors import UsageError
 from .padding import Segments, find_segments, pad
 
+#: What could not be done, in every error about mini-batches.
+GENERATE = "generate mini-batches"
 #: Rows from this size on are gathered from their own column: at memory speed, and never copied twice.
 WIDE_ROW_BYTES = 1024
 #: The same where all rows are gathered only once, so that laying them side by side must pay at once.
@@ -86,11 +89,11 @@ class RowGather:
 def check_counts(num_mini_batches: int, num_epochs: int, num_items: int, item: str) -> None:
     """Refuse numbers of mini-batches and epochs that cannot be, before anything is generated."""
     for name, value in (("num_mini_batches", num_mini_batches), ("num_epochs", num_epochs)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError("generate mini-batches", "", f"{name} >= 1", repr(value))
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+            raise UsageError(GENERATE, "", f"{name} >= 1", repr(value))
     if num_mini_batches > num_items:
         expected = f"num_mini_batches <= {num_items}, one {item} each"
-        raise UsageError("generate mini-batches", "", expected, str(num_mini_batches), "Ask for fewer mini-batches")
+        raise UsageError(GENERATE, "", expected, str(num_mini_batches), "Ask for fewer mini-batches")
 
 
 def batch_bounds(num_rows: int, num_mini_batches: int, drop_last: bool) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .delivery import Delivery
 from .errors import BufferEmptyError, RolloutOverflowError, UsageError
 from .hidden_states import SavedStates, StateStructure
 from .mini_batches import (
+    GENERATE,
     WIDE_ROW_BYTES,
     WIDE_ROW_BYTES_ONCE,
     EnvGroups,
@@ -96,7 +98,7 @@ class RolloutStorage(Snapshotted):
     ) -> None:
         sizes = {"num_envs": num_envs, "num_transitions_per_env": num_transitions_per_env, "num_rewards": num_rewards}
         for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, Integral) or size < 1:
                 raise UsageError("create a storage", "", f"{name} >= 1", repr(size))
         self.num_envs = num_envs
         self.obs_shape = obs_shape
@@ -258,10 +260,10 @@ class RolloutStorage(Snapshotted):
                 rollout is not full (partial ones need `compute_returns(allow_partial=True)`).
         """
         with self._lock:
-            rows = self._num_rows_for("generate mini-batches", allow_partial=False)
+            rows = self._num_rows_for(GENERATE, allow_partial=False)
         check_counts(num_mini_batches, num_epochs, rows * self.num_envs, "row")
         if reshuffle not in _RESHUFFLES:
-            raise UsageError("generate mini-batches", "", f"reshuffle one of {_RESHUFFLES}", repr(reshuffle))
+            raise UsageError(GENERATE, "", f"reshuffle one of {_RESHUFFLES}", repr(reshuffle))
         bounds = batch_bounds(rows * self.num_envs, num_mini_batches, drop_last)
         return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
 
@@ -278,7 +280,7 @@ class RolloutStorage(Snapshotted):
             UsageError: At the call: like `mini_batch_generator`; at most one mini-batch per env.
         """
         with self._lock:
-            rows = self._num_rows_for("generate mini-batches", allow_partial=False)
+            rows = self._num_rows_for(GENERATE, allow_partial=False)
         check_counts(num_mini_batches, num_epochs, self.num_envs, "env")
         bounds = batch_bounds(self.num_envs, num_mini_batches, drop_last=False)
         return self._env_batches(rows, bounds, num_epochs)

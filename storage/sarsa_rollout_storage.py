@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .columns import Column, flatten_column
-from .errors import MissingFieldError, SchemaError
+from .errors import MissingFieldError, SchemaError, UsageError
+from .mini_batches import GENERATE
 from .rollout_storage import RolloutStorage
 from .snapshot import State
 from .transition import SarsaMiniBatch, Transition
@@ -119,6 +120,13 @@ class SarsaRolloutStorage(RolloutStorage):
                 env = int(differs.nonzero()[0])
                 expected = f"next_{name} of step {self.step - 1}"
                 raise SchemaError(_ACTION, f"at step {self.step}, env {env}", expected, f"other {name}")
+
+    def _num_rows_for(self, action: str, allow_partial: bool) -> int:
+        rows = super()._num_rows_for(action, allow_partial)
+        if action == GENERATE and not self._has_next[rows - 1]:
+            expected = f"the next observations of step {rows - 1}, the last one"
+            raise UsageError(action, "", expected, "none", "Add them with the last step")
+        return rows
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
         columns = super()._batch_columns(rows)

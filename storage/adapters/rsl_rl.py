@@ -22,7 +22,7 @@ from ..columns import Column
 from ..errors import UsageError, nearest
 from ..fields import DTYPES, Field, dtype_name
 from ..hidden_states import SavedStates
-from ..mini_batches import WIDE_ROW_BYTES_ONCE, RowGather, batch_bounds, check_counts
+from ..mini_batches import GENERATE, WIDE_ROW_BYTES_ONCE, RowGather, batch_bounds, check_counts
 from ..rollout_storage import RolloutStorage
 from ..snapshot import State
 from ..tree import unflatten
@@ -160,7 +160,7 @@ class RslRlStorage(RolloutStorage):
         self._check_rl()
         if not self.compat:
             return super().mini_batch_generator(num_mini_batches, num_epochs, **options)
-        num_rows = self._num_rows_for("generate mini-batches", allow_partial=False) * self.num_envs
+        num_rows = self._num_rows_for(GENERATE, allow_partial=False) * self.num_envs
         check_counts(num_mini_batches, num_epochs, num_rows, "row")
         return self._compatible(batch_bounds(num_rows, num_mini_batches, drop_last=True), num_epochs)
 
@@ -169,7 +169,7 @@ class RslRlStorage(RolloutStorage):
         self._check_rl()
         if not self.compat:
             return super().recurrent_mini_batch_generator(num_mini_batches, num_epochs)
-        rows = self._num_rows_for("generate mini-batches", allow_partial=False)
+        rows = self._num_rows_for(GENERATE, allow_partial=False)
         check_counts(num_mini_batches, num_epochs, self.num_envs, "env")
         return self._env_batches(rows, batch_bounds(self.num_envs, num_mini_batches, drop_last=True), num_epochs)
 
@@ -201,7 +201,7 @@ class RslRlStorage(RolloutStorage):
 
     def _check_rl(self) -> None:
         if self.training_type != "rl":
-            raise UsageError("generate mini-batches", "", "training_type 'rl'", repr(self.training_type))
+            raise UsageError(GENERATE, "", "training_type 'rl'", repr(self.training_type))
 
     def _steps(self) -> Iterator[Any]:
         for step in range(self.num_transitions_per_env):

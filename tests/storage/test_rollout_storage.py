@@ -275,3 +275,8 @@ def test_i17_no_module_that_moves_columns_knows_one_by_name(module):
     strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     names = {column.name for column in rollout_columns(1, 1, 1, 1)}
     assert not names & {value for value in strings if isinstance(value, str)}
+
+
+def test_numpy_integers_are_integers():
+    storage = RolloutStorage(np.int64(2), np.int32(3), np.int64(4), None, (np.int64(2),))
+    assert storage.observations.shape == (3, 2, 4) and storage.actions.shape == (3, 2, 2)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage import MissingFieldError, SarsaRolloutStorage, SchemaError, unpad_trajectories
+from storage import MissingFieldError, SarsaRolloutStorage, SchemaError, UsageError, unpad_trajectories
 from tests.storage.rollouts import ACTIONS, assert_same, broken, everything, make_storage, make_transition
 
 FINAL = 0.5  # added to every value of a true final observation, so that it can be told from the one after the reset
@@ -185,3 +185,19 @@ def test_nested_observations_have_nested_next_observations():
             torch.equal(batch.next_obs["b"]["c"], batch.obs["b"]["c"] + 1)
             and batch.next_obs["b"]["c"].dtype == torch.uint8
         )
+
+
+def test_a_partial_rollout_needs_the_next_observations_of_its_last_step():
+    storage = make_storage(2, 4, SarsaRolloutStorage)
+    for step in range(2):
+        storage.add_transitions(make_transition(step, 2))
+    storage.compute_returns(torch.zeros(2), 0.9, 0.9, allow_partial=True)
+    for call in (storage.mini_batch_generator, storage.recurrent_mini_batch_generator):
+        with pytest.raises(UsageError, match="expected the next observations of step 1, the last one, got none"):
+            call(1, 1)
+    later = make_transition(3, 2)
+    more = {"next_observations": later.observations, "next_critic_observations": later.critic_observations}
+    storage.add_transitions(make_transition(2, 2, **more))
+    storage.compute_returns(torch.zeros(2), 0.9, 0.9, allow_partial=True)
+    (batch,) = storage.mini_batch_generator(1, 1)
+    check_rows(batch.obs, batch.next_obs, torch.zeros(6))
