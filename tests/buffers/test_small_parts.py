@@ -1,0 +1,223 @@
+"""PrefixSum, motion_priorities, samplers, expert lists, and what other libraries make of samples."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_data import load_expert_trajectories
+from storage import (
+    DictBuffer,
+    PrefixSum,
+    TrajectoryDictBuffer,
+    TrajectoryDictBufferMultiDim,
+    ZBuffer,
+    motion_priorities,
+)
+from storage.samplers import Weighted, mixture, permutation, recent
+
+MOTIONS = Path(__file__).parents[1] / "data" / "humenv"
+
+
+@given(st.lists(st.one_of(st.lists(st.integers(0, 9), max_size=5), st.integers(0, 3)), max_size=12))
+def test_prefix_sum_equals_a_list(steps: list) -> None:
+    sums, model = PrefixSum(), []
+    for step in steps:
+        if isinstance(step, list):
+            sums.extend(step)
+            model += step
+        elif step <= len(model):
+            assert sums.pop_oldest(step) == sum(model[:step])
+            model = model[step:]
+        else:
+            sums.add(step)
+            model.append(step)
+        frames = [(episode, offset) for episode, length in enumerate(model) for offset in range(length)]
+        assert (sums.total, len(sums)) == (len(frames), len(model))
+        assert sums.lengths.tolist() == model and sums.starts.tolist() == np.cumsum([0, *model])[:-1].tolist()
+        if frames:
+            episode, offset = sums.locate(np.arange(len(frames)))
+            assert list(zip(episode.tolist(), offset.tolist(), strict=True)) == frames
+            assert sums.locate(len(frames) - 1) == frames[-1]
+        for wrong in (-1, len(frames), [0, len(frames)]):
+            with pytest.raises(IndexError):
+                sums.locate(wrong)
+
+
+def test_prefix_sum_counts_beyond_32_bits_and_refuses_nonsense() -> None:
+    sums = PrefixSum([2**40, 2**40])
+    assert sums.total == 2**41 and sums.locate(2**40 + 5) == (1, 5)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError):
+            sums.add(wrong)
+    with pytest.raises(ValueError):
+        sums.extend([3, -1])
+    with pytest.raises(IndexError):
+        sums.pop_oldest(3)
+    assert len(sums) == 2
+
+
+def test_adding_to_a_prefix_sum_is_amortized() -> None:
+    sums = PrefixSum()
+    moved = 0
+    for _ in range(5000):
+        before = sums._ends
+        sums.add(1)
+        moved += len(before) if sums._ends is not before else 0
+    assert moved < 3 * 5000
+
+
+def test_motion_priorities_follow_their_modes() -> None:
+    scores = torch.tensor([0.1, 0.6, 0.7, 1.2, 5.0])
+    before = scores.clone()
+    assert torch.allclose(motion_priorities(scores), 2.0 ** torch.tensor([1.0, 1.2, 1.4, 2.4, 4.0]))
+    assert torch.allclose(motion_priorities(scores, "bin"), torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0, 1.0]))
+    assert torch.allclose(motion_priorities(scores, None), torch.tensor([1.0, 1.2, 1.4, 2.4, 4.0]))
+    assert torch.allclose(motion_priorities(scores, None, 0, 1, 3), torch.tensor([0.3, 1.8, 2.1, 3.0, 3.0]))
+    assert torch.equal(scores, before)
+    assert motion_priorities(np.array([1, 2])).dtype is torch.float32
+    with pytest.raises(ValueError, match="index 1"):
+        motion_priorities([1.0, float("nan"), float("inf")])
+    for wrong in ({"mode": "expo"}, {"min_value": 3.0}):
+        with pytest.raises(ValueError):
+            motion_priorities(scores, **wrong)
+
+
+def test_samplers_draw_what_they_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert permutation(9, generator).sort().values.tolist() == list(range(9))
+    assert set(recent(20, 3, 200, generator).tolist()) == {17, 18, 19}
+    weighted = Weighted(torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0]))
+    counts = torch.bincount(weighted.draw(40_000, generator), minlength=5)
+    assert counts[[0, 2, 4]].sum() == 0 and abs(counts[1].item() - 10_000) < 400
+    assert set(mixture([0.5, 0.0, 0.5], 100, generator).tolist()) == {0, 2}
+    for wrong in ([0.0], [-1.0, 2.0], [], [float("nan")]):
+        with pytest.raises(ValueError):
+            Weighted(torch.tensor(wrong))
+
+
+def test_recorded_motions_load() -> None:
+    buffer = load_expert_trajectories(MOTIONS / "motions.txt", MOTIONS, 2, "cpu")
+    assert buffer.num_episodes >= 2 and buffer.lengths.sum() == len(buffer)
+    assert buffer.file_names[:2] == (MOTIONS / "motions.txt").read_text().split()[:2]
+    batch = buffer.sample(8)
+    assert (
+        batch["observation"].dtype is torch.float32 and batch["observation"].shape == batch["next"]["observation"].shape
+    )
+    assert buffer.get_full_buffer()["motion_id"].dtype is torch.int64 and None not in buffer.motion_ids
+
+
+def test_an_observation_mapper_makes_nested_observations() -> None:
+    def split(observation: torch.Tensor) -> dict:
+        return {"first": observation[:, :2], "rest": observation[:, 2:]}
+
+    buffer = load_expert_trajectories(MOTIONS / "motions.txt", MOTIONS, 2, "cpu", split)
+    assert set(buffer.sample(4)["next"]["observation"]) == {"first", "rest"}
+
+
+def test_broken_motion_files_are_refused(tmp_path: Path) -> None:
+    source = next(MOTIONS.glob("*.hdf5"))
+    (tmp_path / "list.txt").write_text("a.h5\n")
+    (tmp_path / "a.h5").write_bytes(source.read_bytes()[:200])
+    with pytest.raises(Exception, match=r"a\.h5"):
+        load_expert_trajectories(tmp_path / "list.txt", tmp_path, 1, "cpu")
+    shutil.copy(source, tmp_path / "a.h5")
+    import h5py
+
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file["ep_0/link"] = h5py.SoftLink("/ep_0/qpos")
+    with pytest.raises(Exception, match="itself"):
+        load_expert_trajectories(tmp_path / "list.txt", tmp_path, 1, "cpu")
+
+
+def test_the_sizes_of_a_sample_must_fit() -> None:
+    expert = TrajectoryDictBuffer([{"observation": torch.zeros(9, 2)}], "cpu", 4)
+    ring = TrajectoryDictBufferMultiDim(capacity=9, seq_length=4, output_key_tp1=[])
+    ring.extend({"observation": torch.zeros(9, 2), "done": torch.zeros(9, 1)})
+    for buffer in (expert, ring):
+        for batch_size, length in ((3, None), (6, None), (0, None), (4, 0), (5, 2), (2.0, 2)):
+            with pytest.raises(ValueError):
+                buffer.sample(batch_size, length)
+        assert buffer.sample(8)["observation"].shape == (8, 2)
+    assert "next" not in ring.sample(4) and "next" in expert.sample(4)
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises(ValueError):
+            DictBuffer(capacity=3).sample(bad)
+
+
+def test_pytree_and_compiled_consumers_take_samples() -> None:
+    from torch.utils import _pytree
+
+    buffer = DictBuffer(capacity=8, generator=0)
+    buffer.extend({"a": {"b": torch.rand(8, 3)}, "c": torch.rand(8, 1)})
+    batch = buffer.sample(4)
+    total = _pytree.tree_map(lambda leaf: leaf.sum(), batch)
+    assert total["a"]["b"] == batch["a"]["b"].sum()
+    compiled = torch.compile(lambda tree: tree["a"]["b"].sum(-1, keepdim=True) + tree["c"], backend="eager")
+    assert torch.allclose(compiled(batch), batch["a"]["b"].sum(-1, keepdim=True) + batch["c"])
+
+
+def test_tensordicts_come_in_and_samples_become_them() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    buffer = DictBuffer(capacity=8, generator=0)
+    buffer.extend(tensordict.TensorDict({"a": {"b": torch.arange(5.0).unsqueeze(1)}}, batch_size=[5]))
+    batch = tensordict.TensorDict.from_dict(buffer.sample(4), batch_size=[4])
+    assert batch["a", "b"].shape == (4, 1)
+
+
+class MappingLike:
+    """What a record may be besides a dict: anything with items and keys."""
+
+    def __init__(self, **items: object) -> None:
+        self._items = items
+
+    def items(self) -> object:
+        return self._items.items()
+
+    def keys(self) -> object:
+        return self._items.keys()
+
+
+def test_records_need_not_be_dicts_nor_leaves_tensors() -> None:
+    buffer = DictBuffer(capacity=8)
+    buffer.extend(MappingLike(a=MappingLike(b=np.arange(4.0)[:, None]), c=[[1], [2], [3], [4]]))
+    assert buffer.storage["a"]["b"].dtype is torch.float64 and buffer.storage["c"][:4].flatten().tolist() == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    narrow = DictBuffer(capacity=8, narrow=True)
+    narrow.extend({"a": np.zeros((2, 1))})
+    assert narrow.storage["a"].dtype is torch.float32
+    buffer.extend({})
+    buffer.extend({"a": {"b": torch.zeros(0, 1)}, "c": torch.zeros(0, 1, dtype=torch.int64)})
+    assert len(buffer) == 4
+
+
+def test_contiguous_samples_and_another_output_device() -> None:
+    for contiguous in (False, True):
+        buffer = DictBuffer(capacity=8, contiguous=contiguous, output_device="cpu", end_key="done")
+        buffer.extend({"a": torch.rand(8, 3), "done": torch.zeros(8, 1), "u": torch.zeros(8, 1, dtype=torch.uint8)})
+        leaves = [*buffer.sample(4).values(), *buffer.sample_transitions(4, next_keys=["a"])["next"].values()]
+        assert all(leaf.is_contiguous() for leaf in leaves) or not contiguous
+
+
+def test_the_global_random_state_is_left_alone() -> None:
+    state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    buffer = TrajectoryDictBufferMultiDim(capacity=9, generator=0)
+    buffer.extend({"observation": torch.zeros(9, 1), "done": torch.zeros(9, 1)})
+    z = ZBuffer(3, 1, generator=torch.Generator())
+    z.add(torch.zeros(2, 1))
+    expert = TrajectoryDictBuffer([{"observation": torch.zeros(4, 1)}], "cpu", generator=1)
+    for call in (lambda: buffer.sample(4), lambda: z.sample(3), lambda: expert.sample(3)):
+        call()
+    assert torch.equal(torch.get_rng_state(), state) and (np.random.get_state()[1] == numpy_state).all()
+    same = [TrajectoryDictBuffer([{"observation": torch.rand(9, 1)}], "cpu", generator=5) for _ in range(2)]
+    assert torch.equal(*(torch.stack([each.start_idx]) for each in same))
