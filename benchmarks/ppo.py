@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from storage import RolloutStorage, Transition, rollout_advantage
+from storage.adapters.rsl_rl import RslRlStorage
 
 from . import peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
@@ -112,6 +113,7 @@ def adding(num_steps: int, num_envs: int) -> Case:
         (
             Contender("copy each field", bare, LIMIT),
             Contender("add_transitions", ours, OURS, reach=1.15 if num_envs == 4096 else None),
+            Contender("our adapter for rsl_rl", lambda: _rsl_adding(num_steps, num_envs, is_ours=True), OURS),
             Contender("rsl_rl", lambda: _rsl_adding(num_steps, num_envs), PEER),
             Contender("SB3", lambda: _sb3_adding(num_steps, num_envs), PEER),
         ),
@@ -146,6 +148,7 @@ def drawing(num_steps: int, num_envs: int) -> Case:
             Contender("gather packed rows", limit, LIMIT),
             Contender("new permutation per epoch", ours, OURS, reach=1.35 if is_wide else None),
             Contender("shuffled once", lambda: ours(reshuffle="once"), OURS, reach=0.35 if is_wide else None),
+            Contender("our adapter for rsl_rl", lambda: _rsl_drawing(num_steps, num_envs, is_ours=True), OURS),
             Contender("rsl_rl", lambda: _rsl_drawing(num_steps, num_envs), PEER),
             Contender("SB3", lambda: _sb3_drawing(num_steps, num_envs), PEER),
             Contender("torchrl", lambda: _torchrl_drawing(num_steps, num_envs), PEER),
@@ -229,8 +232,10 @@ def _compiled(*tensors: torch.Tensor) -> Call:
     return lambda: (function(*sizes, rewards, values, last, dones, *factors, advantages, returns), tensors)
 
 
-def rsl_filled(num_steps: int, num_envs: int, hidden: Callable[[], Any] | None = None) -> tuple[Any, list[Any]]:
-    """Fill a storage of rsl_rl with the same fields; with `hidden`, recurrent states too."""
+def rsl_filled(
+    num_steps: int, num_envs: int, hidden: Callable[[], Any] | None = None, is_ours: bool = False
+) -> tuple[Any, list[Any]]:
+    """Fill a storage of rsl_rl, or ours behind its interface, with the same fields; with `hidden`, states too."""
     storage_module = peers.load("rsl-rl-lib", "storage")
     tensordict = peers.load("tensordict")
     steps = []
@@ -244,14 +249,15 @@ def rsl_filled(num_steps: int, num_envs: int, hidden: Callable[[], Any] | None =
         if hidden is not None:
             made.hidden_states = hidden()
         steps.append(made)
-    storage = storage_module.RolloutStorage("rl", num_envs, num_steps, steps[0].observations, (ACTIONS,))
+    kind = RslRlStorage if is_ours else storage_module.RolloutStorage
+    storage = kind("rl", num_envs, num_steps, steps[0].observations, (ACTIONS,))
     for t in range(num_steps):
         storage.add_transition(steps[t % NUM_SOURCES])
     return storage, steps
 
 
-def _rsl_adding(num_steps: int, num_envs: int) -> Call:
-    storage, steps = rsl_filled(num_steps, num_envs)
+def _rsl_adding(num_steps: int, num_envs: int, is_ours: bool = False) -> Call:
+    storage, steps = rsl_filled(num_steps, num_envs, is_ours=is_ours)
 
     def add() -> None:
         storage.clear()
@@ -261,8 +267,8 @@ def _rsl_adding(num_steps: int, num_envs: int) -> Call:
     return add
 
 
-def _rsl_drawing(num_steps: int, num_envs: int) -> Call:
-    storage, _ = rsl_filled(num_steps, num_envs)
+def _rsl_drawing(num_steps: int, num_envs: int, is_ours: bool = False) -> Call:
+    storage, _ = rsl_filled(num_steps, num_envs, is_ours=is_ours)
     return lambda: _exhaust(storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS))
 
 

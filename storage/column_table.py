@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .buffer_pool import BufferPool
 from .columns import Column, schema_of
 from .errors import FieldTypeError, MissingFieldError, SchemaError
 from .fields import Field, Schema
@@ -66,7 +67,7 @@ class ColumnTable:
             shape = (self.num_rows, self.num_envs, *field.shape) if with_envs else (self.num_rows, *field.shape)
             # A lazy column may first be brought in inference mode, and be written outside of it later.
             with torch.inference_mode(False):
-                self.tensors[field.name] = torch.full(shape, field.fill, dtype=field.torch_dtype, device=self.device)
+                self.tensors[field.name] = self._empty(shape, field.torch_dtype).fill_(field.fill)
             self._fills[field.name] = field.fill
         self._rows = None
 
@@ -183,6 +184,12 @@ class ColumnTable:
 
     def _is_lazy(self, field: Field) -> bool:
         return self.columns[field.name.split("/")[0]].is_lazy
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Give memory for a column; on the CPU large ones lie on huge pages."""
+        if self.device.type == "cpu":
+            return BufferPool(max_buffers=0).empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _input(self, column: Column, field: Field) -> _Input:
         shapes = [torch.Size((self.num_envs, *field.shape))]
