@@ -56,7 +56,7 @@ class QueueRolloutStorage(RolloutStorage):
             device,
             **options,
         )
-        self.num_timesteps_each_rollout = num_transitions_per_env
+        self.num_timesteps_each_rollout = int(num_transitions_per_env)
         self.buffer_dilation_ratio = float(buffer_dilation_ratio)
         # The small number mends ratios such as 1.1 that have no exact binary form.
         self.num_target_steps = floor(buffer_dilation_ratio * num_transitions_per_env + 1e-9)

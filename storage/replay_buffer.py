@@ -45,8 +45,8 @@ class ReplayBuffer(Snapshotted):
     ) -> None:
         if not isinstance(buffer_size, int) or buffer_size < 1:
             raise UsageError("create a replay buffer", "", "buffer_size >= 1", repr(buffer_size))
-        self.obs_dim = (obs_dim,) if isinstance(obs_dim, int) else tuple(obs_dim)
-        self.buffer_size = buffer_size
+        self.obs_dim = (obs_dim,) if isinstance(obs_dim, int) else tuple(map(int, obs_dim))
+        self.buffer_size = int(buffer_size)
         self.device = torch.device(device)
         self.rng = make_generator(generator)
         schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
@@ -109,6 +109,10 @@ class ReplayBuffer(Snapshotted):
             index = torch.randint(self.num_samples, (size,), generator=self.rng, device=self.rng.device)
             found = self._ring.gather(index.to(self.device))
             return found["states"], found["next_states"]
+
+    @classmethod
+    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
+        return cls(**arguments, device=device, generator=0)  # the saved random state comes next
 
     def _get_state(self) -> State:
         with self._lock:

@@ -100,18 +100,18 @@ class RolloutStorage(Snapshotted):
         for name, size in sizes.items():
             if not isinstance(size, Integral) or size < 1:
                 raise UsageError("create a storage", "", f"{name} >= 1", repr(size))
-        self.num_envs = num_envs
+        self.num_envs = int(num_envs)
         self.obs_shape = obs_shape
         self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
         self.actions_shape = actions_shape
-        self.num_rewards = num_rewards
+        self.num_rewards = int(num_rewards)
         self.device = torch.device(device)
         self.rng = make_generator(generator)
         self.step = 0
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device, output_device)
         self._num_partial_rows = 0
-        self._table = ColumnTable(self.declare_columns(), num_transitions_per_env, num_envs, self.device)
+        self._table = ColumnTable(self.declare_columns(), int(num_transitions_per_env), self.num_envs, self.device)
         self._states = SavedStates(self._table)
 
     def declare_columns(self) -> list[Column]:
@@ -355,7 +355,8 @@ class RolloutStorage(Snapshotted):
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
         shapes = {f"{short}_shape": shape_from_json(arguments[f"{short}_shape"]) for short in SHAPED}
-        return cls(**{**arguments, **shapes}, device=device)
+        # Any seed will do: the saved random state comes next, and torch's own is not to be touched.
+        return cls(**{**arguments, **shapes}, device=device, generator=0)
 
     def _get_state(self) -> State:
         with self._lock:

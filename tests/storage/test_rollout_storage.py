@@ -277,6 +277,7 @@ def test_i17_no_module_that_moves_columns_knows_one_by_name(module):
     assert not names & {value for value in strings if isinstance(value, str)}
 
 
-def test_numpy_integers_are_integers():
+def test_numpy_integers_are_integers(tmp_path):
     storage = RolloutStorage(np.int64(2), np.int32(3), np.int64(4), None, (np.int64(2),))
+    storage.save(tmp_path / "kept")
     assert storage.observations.shape == (3, 2, 4) and storage.actions.shape == (3, 2, 2)

@@ -95,6 +95,14 @@ def test_a_loaded_storage_goes_on_exactly_like_the_saved_one(tmp_path, kind, sta
         assert_same(everything(storage), everything(loaded))
 
 
+def test_loading_does_not_touch_the_random_state_of_torch(tmp_path):
+    for number, store in enumerate((make("queue", "full"), ReplayBuffer(2, 3, generator=0))):
+        store.save(tmp_path / str(number))
+        before = torch.get_rng_state()
+        load_store(tmp_path / str(number))
+        assert torch.equal(before, torch.get_rng_state())
+
+
 def test_a_state_dict_shares_no_memory():
     storage = make("plain", "part")
     state = storage.state_dict()
