@@ -22,6 +22,8 @@ WORKLOADS = {
     "startup": "open a large dataset and assign a trajectory to every environment",
     "ppo": "store rollouts, estimate advantages, draw mini-batches",
     "ppo_recurrent": "cut rollouts into padded trajectories, draw mini-batches of whole environments",
+    "replay": "add transitions to a large ring and draw them back",
+    "windows": "draw windows of trajectories from a ring that is being written",
 }
 
 

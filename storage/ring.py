@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import torch
 
 from .buffer_pool import BufferPool
@@ -23,7 +23,9 @@ from .fields import Schema
 from .row_layout import Group, in_order, lay_out
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
-_MIN_TORCH_BYTES = 64 * 1024
+_MIN_TORCH_BYTES = 256 * 1024
+#: From this size on results are taken from a pool.
+_MIN_POOLED_BYTES = 1024 * 1024
 
 
 class RingStore:
@@ -56,8 +58,11 @@ class RingStore:
         self._columns: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             self._columns.update(group.views(base))
+        self._is_ordered = list(self._columns) == list(schema)
         self._columns = in_order(schema, self._columns)
         self._arrays = [_array(column) for column in self._columns.values()]
+        #: Whether `write_arrays` may be used: the memory is on the CPU, and numpy knows every dtype.
+        self.takes_arrays = all(array is not None for array in self._arrays)
 
     @property
     def num_live(self) -> int:
@@ -92,23 +97,22 @@ class RingStore:
             self._copy_guards(slot, stop)
         self.total += num_rows
 
-    def write_one(self, leaves: list[torch.Tensor]) -> None:
-        """Write one row of every lane: CPU leaves `[1, lanes, *event]` or `[lanes, *event]` of the right dtypes."""
-        slot = self.total % self.num_slots
-        if self.num_lanes == 1:
-            for array, leaf in zip(self._arrays, leaves, strict=True):
-                array[0, slot] = leaf.numpy()  # type: ignore[index]
-        else:
-            for array, leaf in zip(self._arrays, leaves, strict=True):
-                array[:, slot] = leaf.numpy()  # type: ignore[index]
+    def write_arrays(self, leaves: list[npt.NDArray[Any]]) -> None:
+        """Write small leaves `[n, lanes, *event]` of the right dtypes, n at most `num_slots`."""
+        num_rows, slot = len(leaves[0]), self.total % self.num_slots
+        if slot + num_rows > self.num_slots:
+            num_first = self.num_slots - slot
+            self.write_arrays([leaf[:num_first] for leaf in leaves])
+            self.write_arrays([leaf[num_first:] for leaf in leaves])
+            return
+        for array, leaf in zip(self._arrays, leaves, strict=True):
+            if self.num_lanes == 1:
+                array[0, slot : slot + num_rows] = leaf[:, 0]  # type: ignore[index]
+            else:
+                array[:, slot : slot + num_rows] = leaf.swapaxes(0, 1)  # type: ignore[index]
         if slot < self.num_guards:
-            self._copy_guards(slot, slot + 1)
-        self.total += 1
-
-    @property
-    def can_write_one(self) -> bool:
-        """Whether `write_one` is to be used: the memory is on the CPU, and numpy knows every dtype."""
-        return all(array is not None for array in self._arrays)
+            self._copy_guards(slot, slot + num_rows)
+        self.total += num_rows
 
     def clear(self) -> None:
         """Forget every row; the memory stays."""
@@ -129,7 +133,7 @@ class RingStore:
         for group, base in zip(self.groups, self._bases, strict=True):
             rows = self._select(base.view(-1, group.width), places, group.width, group.unit)
             found.update(group.views(rows, contiguous))
-        return in_order(self.schema, found)
+        return found if self._is_ordered else in_order(self.schema, found)
 
     def windows(
         self, places: torch.Tensor, length: int, contiguous: bool = False, names: Container[str] | None = None
@@ -148,7 +152,26 @@ class RingStore:
                 rows = self._select(base.view(-1, width), self._unrolled(places, length), width, group.unit)
                 rows = rows.view(-1, length, width)
             found.update(group.views(rows, contiguous, names))
-        return in_order(self.schema, found)
+        return found if self._is_ordered else in_order(self.schema, found)
+
+    def pairs(
+        self, places: torch.Tensor, names: Container[str], contiguous: bool = False
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Copy rows, and some fields of those that follow them: windows of two, with fewer views."""
+        if not self.num_guards:
+            both = self.windows(places, 2, contiguous)
+            return {name: x[:, 0] for name, x in both.items()}, {name: x[:, 1] for name, x in both.items()}
+        own: dict[str, torch.Tensor] = {}
+        later: dict[str, torch.Tensor] = {}
+        for group, base in zip(self.groups, self._bases, strict=True):
+            width = group.width
+            length = 2 if group.holds(names) else 1
+            source = base.as_strided((self.num_lanes * self.stride - length + 1, length * width), (width, 1))
+            rows = self._select(source, places, length * width, group.unit)
+            own.update(group.views(rows.narrow(1, 0, width), contiguous))
+            if length == 2:
+                later.update(group.views(rows.narrow(1, width, width), contiguous, names))
+        return (own if self._is_ordered else in_order(self.schema, own)), later
 
     def column(self, name: str) -> torch.Tensor:
         """Give a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
@@ -213,14 +236,18 @@ class RingStore:
     def _select(self, source: torch.Tensor, index: torch.Tensor, width: int, unit: torch.dtype) -> torch.Tensor:
         if self.device.type != "cpu":
             return torch.index_select(source, 0, index)
-        return torch.index_select(source, 0, index, out=self._pool.empty((len(index), width), unit))
+        num_rows = index.shape[0]
+        # The C allocator recycles small blocks by itself, in a quarter of the time.
+        is_small = num_rows * width * unit.itemsize < _MIN_POOLED_BYTES
+        out = torch.empty((num_rows, width), dtype=unit) if is_small else self._pool.empty((num_rows, width), unit)
+        return torch.index_select(source, 0, index, out=out)
 
 
-def _array(column: torch.Tensor) -> np.ndarray[Any, Any] | None:
+def _array(column: torch.Tensor) -> npt.NDArray[Any] | None:
     return None if column.device.type != "cpu" or column.dtype is torch.bfloat16 else column.numpy()
 
 
-def _copy(column: torch.Tensor, array: np.ndarray[Any, Any] | None, slot: int, stop: int, leaf: torch.Tensor) -> None:
+def _copy(column: torch.Tensor, array: npt.NDArray[Any] | None, slot: int, stop: int, leaf: torch.Tensor) -> None:
     """Write `[n, lanes, *event]` into slots of a `[lanes, slots, *event]` column."""
     is_small = leaf.device.type == "cpu" and leaf.dtype is column.dtype and leaf.nbytes < _MIN_TORCH_BYTES
     if array is not None and is_small:

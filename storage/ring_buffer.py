@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .buffer_files import load_buffer_folder, save_buffer_folder
@@ -121,7 +123,6 @@ class RingBuffer:
 
     # Writing.
 
-    @torch.no_grad()
     def extend(self, data: Any, *, final: Any = None) -> None:
         """Append rows; of more than fit the newest are kept.
 
@@ -136,11 +137,12 @@ class RingBuffer:
                 nothing is written.
         """
         with self._lock:
-            row = self._reader.read_one(data) if final is None else None
-            if row is not None and self._ring is not None and self._ring.can_write_one:
+            arrays = self._reader.read_exact(data) if final is None else None
+            ring = self._ring
+            if arrays is not None and ring is not None and ring.takes_arrays and len(arrays[0]) <= ring.num_slots:
                 if self._boundaries is not None:
-                    self._boundaries.note(self._ends(row))
-                self._ring.write_one(row)
+                    self._boundaries.note_arrays(self._ends_of(arrays))
+                ring.write_arrays(arrays)
                 return
             rows = self._reader.read(data)
             if rows is None:
@@ -168,6 +170,7 @@ class RingBuffer:
             state: dict[str, Any] = {"config": self._config(), "generator": self.generator.get_state().clone()}
             if self._ring is not None:
                 state["total"] = self._ring.total
+                state["accepted_share"] = self._accepted_share()
                 state["num_lanes"] = self._ring.num_lanes
                 state["columns"] = self._ring.copy_slots(0, self._ring.num_live)
                 if self._finals is not None:
@@ -194,7 +197,8 @@ class RingBuffer:
                 return
             columns = {name: torch.as_tensor(leaf) for name, leaf in state["columns"].items()}
             schema = Schema(declare(name, leaf) for name, leaf in columns.items())
-            self._restore(schema, int(state["num_lanes"]), int(state["total"]), [(0, columns)])
+            share = float(state["accepted_share"])
+            self._restore(schema, int(state["num_lanes"]), int(state["total"]), share, [(0, columns)])
             if "final_keys" in state:
                 self._restore_finals(state["final_keys"], state["final_columns"])
 
@@ -291,6 +295,15 @@ class RingBuffer:
         ring.write(rows.tensors)
         self._order.record(is_write=True)
 
+    def _ends_of(self, arrays: list[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+        """Say which rows end a trajectory: `[n, lanes]` bool."""
+        found: Any = None
+        for place, width in self._end_places:
+            flags = arrays[place].reshape(*arrays[place].shape[:2], width) != 0
+            flags = flags[..., 0] if width == 1 else flags.any(-1)
+            found = flags if found is None else found | flags
+        return found  # type: ignore[no-any-return]
+
     def _ends(self, tensors: list[torch.Tensor], places: list[tuple[int, int]] | None = None) -> torch.Tensor:
         """Say which rows end a trajectory: `[n, lanes]` bool, from checked leaves."""
         found: torch.Tensor | None = None
@@ -328,8 +341,16 @@ class RingBuffer:
             raise BufferEmptyError(action, f"from a {type(self).__name__}", "rows", "none", "Call extend() first")
         return self._ring
 
+    def _accepted_share(self) -> float:
+        return 1.0 if self._boundaries is None else self._boundaries.rejection.share
+
     def _restore(
-        self, schema: Schema, num_lanes: int, total: int, parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]]
+        self,
+        schema: Schema,
+        num_lanes: int,
+        total: int,
+        share: float,
+        parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]],
     ) -> None:
         """Fill a new ring with rows as they lay, `[slots, lanes, *event]`, and find where trajectories end."""
         self._create(schema, num_lanes)
@@ -340,6 +361,7 @@ class RingBuffer:
         ring.total = total
         if boundaries is None:
             return
+        boundaries.rejection.share = share
         live, oldest = ring.num_live, ring.oldest
         flags = [ring.slots_view(name)[:live] for name in self._end_names()]
         ends = torch.stack([(x != 0).flatten(2).any(-1) for x in flags]).any(0)
@@ -357,4 +379,9 @@ class RingBuffer:
         """Nest a result, on the device that results go to."""
         if self.output_device is not None:
             found = {name: leaf.to(self.output_device, non_blocking=True) for name, leaf in found.items()}
-        return unflatten(found)
+        tree: dict[str, Any] = {}
+        for name, leaf in found.items():  # `unflatten`, quick where nothing is nested
+            if "/" in name:
+                return unflatten(found)
+            tree[name] = leaf
+        return tree

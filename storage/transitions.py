@@ -76,6 +76,7 @@ class TransitionSampler:
         request: TransitionRequest,
     ) -> None:
         self._ring, self._boundaries, self._request = ring, boundaries, request
+        self._given_finals = finals
         self._next_names = [name for key in request.next_keys for name in names_below(ring.schema, key, _ACTION)]
         has_all = finals is not None and all(name in finals.schema for name in self._next_names)
         self._finals = finals if has_all else None
@@ -86,12 +87,17 @@ class TransitionSampler:
                 got = ring.schema[self._reward_name].dtype
                 raise FieldTypeError("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)
 
+    def serves(self, request: TransitionRequest, ring: RingStore, finals: FinalRows | None) -> bool:
+        """Tell whether this was made of the same parts."""
+        return ring is self._ring and finals is self._given_finals and request == self._request
+
     def sample(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, torch.Tensor]:
         """Draw transitions uniformly; fields by flat name."""
+        if self._is_plain:
+            return self._sample_plain(num_draws, generator, contiguous)
         drawn = self._boundaries.draw(num_draws, 1, generator, self._rule())
         if drawn is None:
-            advice = "Add more rows, give final observations to extend(), or ask for at_end='mark'"
-            raise UsageError(_ACTION, "", "a row whose next observation is known", "none", advice)
+            raise _no_transition()
         lane, first = drawn
         num_steps, ended = self._reach(lane, first)
         found = self._gather(lane, first, num_steps, ended, contiguous)
@@ -101,6 +107,25 @@ class TransitionSampler:
                 is_known |= self._finals.find(lane, first + num_steps - 1)[0]
             found["next_valid"] = is_known.unsqueeze(1)
         return found
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether every transition is two rows of one trajectory, and nothing else."""
+        request = self._request
+        is_short = request.num_steps == request.num_frames == 1
+        return is_short and request.at_end == "exclude" and self._finals is None
+
+    def _sample_plain(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, torch.Tensor]:
+        drawn = self._boundaries.draw(num_draws, 2, generator)
+        if drawn is None:
+            raise _no_transition()
+        lane, last = drawn
+        return self._pairs(self._ring.place(lane, last - 1), contiguous)
+
+    def _pairs(self, places: torch.Tensor, contiguous: bool) -> dict[str, torch.Tensor]:
+        own, later = self._ring.pairs(places, self._next_names, contiguous)
+        own.update((f"next/{name}", later[name]) for name in self._next_names)
+        return own
 
     def _rule(self) -> Rule:
         """Say which first rows make a complete transition."""
@@ -144,12 +169,8 @@ class TransitionSampler:
     ) -> dict[str, torch.Tensor]:
         places = self._ring.place(lane, first)
         if self._request.num_steps == 1:
-            pairs = self._ring.windows(places, 2)
-            found = {name: x[:, 0] for name, x in pairs.items()}
-            following = {name: pairs[name][:, 1] for name in self._next_names}
-            if contiguous:
-                found = {name: x.contiguous() for name, x in found.items()}
-                following = {name: x.contiguous() for name, x in following.items()}
+            found = self._pairs(places, contiguous)
+            following = {name: found.pop(f"next/{name}") for name in self._next_names}
         else:
             found = self._ring.gather(places, contiguous)
             next_id = first + num_steps - ended.long()
@@ -227,3 +248,8 @@ class TransitionSampler:
         places = self._ring.place(lane.unsqueeze(1).expand_as(ids), ids).flatten()
         frames = self._ring.column(name).index_select(0, places)
         return frames.view(*ids.shape, *frames.shape[1:])
+
+
+def _no_transition() -> UsageError:
+    advice = "Add more rows, give final observations to extend(), or ask for at_end='mark'"
+    return UsageError(_ACTION, "", "a row whose next observation is known", "none", advice)

@@ -37,8 +37,8 @@ def test_the_ring_equals_a_list_of_rows(capacity: int, lanes: int, guards: int, 
     for _ in range(data.draw(st.integers(1, 6))):
         num_rows = data.draw(st.integers(0, 3 * capacity))
         parts = leaves(len(model), num_rows, lanes)
-        if num_rows == 1 and data.draw(st.booleans()):
-            ring.write_one([part.numpy() for part in parts])
+        if 0 < num_rows <= capacity and data.draw(st.booleans()):
+            ring.write_arrays([part.numpy() for part in parts])
         else:
             ring.write(parts)
         model += [{name: part[i] for name, part in zip(FIELDS, parts, strict=True)} for i in range(num_rows)]

@@ -1,0 +1,207 @@
+"""Replay: add transitions to a ring of 10^6, draw them back with the next observation, which is stored once.
+
+A transition is 348 floats of observation, 17 of action, a reward and two flags, as of MuJoCo's Humanoid. The limit
+of adding is one copy of the same bytes, laid side by side, into one array; of sampling, one gather of rows that hold
+the observation and the next one side by side, into one reused output, with the indices given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage import DictBuffer
+
+from . import peers
+from .harness import LIMIT, OURS, PEER, Call, Case, Contender
+
+OBS, ACTIONS = 348, 17
+FLOATS = OBS + ACTIONS + 1
+#: Row sizes -> time over the limit that we promise.
+REACH_EXTEND = {1: 5.0, 64: 2.0, 1024: 1.25}
+REACH_SAMPLE = 1.25
+MAX_EXTEND_ONE_S = 10e-6
+#: One trajectory in so many rows ends.
+LENGTH = 1000
+#: Index tensors that are drawn before the clock runs, so that rows do not come from the cache.
+NUM_INDICES = 200
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield adding and sampling at three sizes each."""
+    capacity = 10_000 if quick else 1_000_000
+    buffer = DictBuffer(capacity=capacity, end_key=["terminated", "truncated"], generator=0)
+    for _ in range(capacity // 10_000):
+        buffer.extend(rows(10_000))
+    for num_rows in (1, 64) if quick else (1, 64, 1024):
+        yield extending(buffer, num_rows)
+    for batch_size in (256,) if quick else (256, 1024, 4096):
+        yield sampling(buffer, batch_size)
+
+
+def rows(num_rows: int) -> dict[str, torch.Tensor]:
+    """Make random transitions."""
+    return {
+        "observation": torch.randn(num_rows, OBS),
+        "action": torch.randn(num_rows, ACTIONS),
+        "reward": torch.randn(num_rows, 1),
+        "terminated": torch.rand(num_rows, 1) < 1 / LENGTH,
+        "truncated": torch.rand(num_rows, 1) < 1 / LENGTH,
+    }
+
+
+def extending(buffer: DictBuffer, num_rows: int) -> Case:
+    """Add rows."""
+    data, capacity = rows(num_rows), buffer.capacity
+
+    def bare() -> Call:
+        packed, row = torch.zeros(capacity, FLOATS + 1), torch.ones(num_rows, FLOATS + 1)
+        starts = cycle(range(0, capacity - num_rows, num_rows))
+
+        def copy() -> None:
+            start = next(starts)
+            packed[start : start + num_rows].copy_(row)
+
+        return copy
+
+    def plain() -> Call:
+        without_ends = DictBuffer(capacity=capacity)
+        return lambda: without_ends.extend(data)
+
+    return Case(
+        f"extend {num_rows}",
+        (
+            Contender("copy packed rows", bare, LIMIT),
+            Contender(
+                "DictBuffer",
+                plain,
+                OURS,
+                reach=REACH_EXTEND.get(num_rows),
+                reach_s=MAX_EXTEND_ONE_S if num_rows == 1 else None,
+            ),
+            Contender("DictBuffer with end_key", lambda: lambda: buffer.extend(data), OURS),
+            Contender("SB3", lambda: _sb3(capacity).extending(num_rows), PEER),
+            Contender("cpprb", lambda: _cpprb(capacity, data).extending(data), PEER),
+            Contender("tianshou", lambda: _tianshou(capacity, data).extending(data), PEER),
+            Contender("torchrl", lambda: _torchrl(capacity, data).extending(data), PEER),
+        ),
+        num_bytes=num_rows * (FLOATS * 4 + 2),
+    )
+
+
+def sampling(buffer: DictBuffer, batch_size: int) -> Case:
+    """Draw transitions."""
+    data, capacity = rows(1), buffer.capacity
+
+    def bare() -> Call:
+        packed, out = torch.randn(capacity, FLOATS + OBS), torch.empty(batch_size, FLOATS + OBS)
+        indices = cycle([torch.randint(capacity, (batch_size,)) for _ in range(NUM_INDICES)])
+        return lambda: torch.index_select(packed, 0, next(indices), out=out)
+
+    return Case(
+        f"sample {batch_size}",
+        (
+            Contender("gather packed rows", bare, LIMIT),
+            Contender("DictBuffer", lambda: lambda: buffer.sample_transitions(batch_size), OURS, reach=REACH_SAMPLE),
+            Contender("SB3", lambda: _sb3(capacity).sampling(batch_size), PEER),
+            Contender("cpprb", lambda: _cpprb(capacity, data).sampling(batch_size), PEER),
+            Contender("tianshou", lambda: _tianshou(capacity, data).sampling(batch_size), PEER),
+            Contender("torchrl", lambda: _torchrl(capacity, data).sampling(batch_size), PEER),
+        ),
+        num_bytes=batch_size * (FLOATS + OBS) * 4,
+    )
+
+
+class _Peer:
+    """A filled buffer of another library, and how it is written and drawn from."""
+
+    def __init__(self, extend: Any, sample: Any) -> None:
+        self._extend, self._sample = extend, sample
+
+    def extending(self, data: Any) -> Call:
+        return lambda: self._extend(data)
+
+    def sampling(self, batch_size: int) -> Call:
+        return lambda: self._sample(batch_size)
+
+
+def _sb3(capacity: int) -> _Peer:
+    buffers, spaces = peers.load("stable-baselines3", "common.buffers"), peers.load("gymnasium", "spaces")
+    box = spaces.Box(-1, 1, (OBS,), np.float32), spaces.Box(-1, 1, (ACTIONS,), np.float32)
+    buffer = buffers.ReplayBuffer(capacity, *box, optimize_memory_usage=True, handle_timeout_termination=False)
+    buffer.full, buffer.pos = True, 0
+    observation, action = np.ones((1, OBS), np.float32), np.ones((1, ACTIONS), np.float32)
+    zero = np.zeros(1, np.float32)
+
+    def extend(num_rows: int) -> None:
+        for _ in range(num_rows):
+            buffer.add(observation, observation, action, zero, zero, [{}])
+
+    return _Peer(extend, buffer.sample)
+
+
+def _cpprb(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
+    cpprb = peers.load("cpprb")
+    columns = {"obs": {"shape": OBS}, "act": {"shape": ACTIONS}, "rew": {}, "terminated": {}, "truncated": {}}
+    buffer = cpprb.ReplayBuffer(capacity, columns, next_of="obs")
+    names = {
+        "obs": "observation",
+        "act": "action",
+        "rew": "reward",
+        "terminated": "terminated",
+        "truncated": "truncated",
+    }
+
+    def extend(_: Any) -> None:
+        buffer.add(**arrays, next_obs=arrays["obs"])
+
+    arrays = {name: data[key].numpy() for name, key in names.items()}
+    for _ in range(capacity // len(arrays["obs"]) if len(arrays["obs"]) > 1 else 0):
+        extend(None)
+    if len(arrays["obs"]) == 1:
+        filler = rows(10_000)
+        arrays_of_one, arrays = arrays, {name: filler[key].numpy() for name, key in names.items()}
+        for _ in range(capacity // 10_000):
+            extend(None)
+        arrays = arrays_of_one
+    return _Peer(extend, buffer.sample)
+
+
+def _tianshou(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
+    tianshou = peers.load("tianshou", "data")
+    buffer = tianshou.ReplayBuffer(capacity, ignore_obs_next=True)
+    arrays = {name: leaf.numpy() for name, leaf in data.items()}
+    names = {
+        "obs": "observation",
+        "act": "action",
+        "rew": "reward",
+        "terminated": "terminated",
+        "truncated": "truncated",
+    }
+    one = {name: arrays[key][0] if name in ("obs", "act") else arrays[key][0, 0] for name, key in names.items()}
+    batch = tianshou.Batch(**one, obs_next=one["obs"], info={})
+
+    def extend(data: dict[str, torch.Tensor]) -> None:
+        for _ in range(len(data["reward"])):
+            buffer.add(batch)
+
+    extend(data)
+    buffer._size = capacity
+    return _Peer(extend, lambda batch_size: buffer.sample(batch_size))
+
+
+def _torchrl(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
+    torchrl, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
+    buffer = torchrl.ReplayBuffer(storage=torchrl.LazyTensorStorage(capacity), batch_size=1)
+
+    def extend(data: dict[str, torch.Tensor]) -> None:
+        following = {"observation": data["observation"]}
+        buffer.extend(tensordict.TensorDict({**data, "next": following}, batch_size=[len(data["reward"])]))
+
+    for _ in range(capacity // 10_000):
+        extend(rows(10_000))
+    return _Peer(extend, buffer.sample)

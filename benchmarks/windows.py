@@ -1,0 +1,144 @@
+"""Windows: draw 8 consecutive steps and their successors from a ring that is written to before every draw.
+
+The limit is one gather of windows of 9 packed rows into one reused output, with the indices given and nothing written.
+`flat` draws 128 windows from 5,000 x 1,024 rows; its limit is the same at 50 x 1,024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+
+import numpy as np
+import torch
+
+from storage import TrajectoryDictBufferMultiDim
+
+from . import peers
+from .harness import LIMIT, OURS, PEER, Call, Case, Contender
+
+OBS, ACTIONS, LENGTH = 348, 17, 8
+FLAT_OBS, FLAT_LANES = 64, 1024
+#: Windows per draw -> time over the limit that we promise.
+REACH = {128: 2.7, 1024: 1.4}
+REACH_FLAT = 2.0
+END_SHARE = 0.01
+NUM_INDICES = 100
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield draws of 128 and 1024 windows, and the cost in a ring a hundred times as large."""
+    slots, lanes = (100, 16) if quick else (5000, 256)
+    for num_windows in (128,) if quick else (128, 1024):
+        yield drawing(slots, lanes, num_windows)
+    yield flat(quick)
+
+
+def filled(
+    slots: int, lanes: int, num_observations: int
+) -> tuple[TrajectoryDictBufferMultiDim, dict[str, torch.Tensor]]:
+    """Fill a ring of ours; give it and a row to add."""
+    buffer = TrajectoryDictBufferMultiDim(
+        capacity=slots,
+        n_dim=2,
+        seq_length=LENGTH,
+        output_key_t=["observation", "action"],
+        end_key="done",
+        generator=0,
+    )
+    step = min(slots, 50)
+    for _ in range(slots // step):
+        buffer.extend(rows(step, lanes, num_observations))
+    return buffer, rows(1, lanes, num_observations)
+
+
+def rows(num_rows: int, lanes: int, num_observations: int) -> dict[str, torch.Tensor]:
+    """Make random rows."""
+    return {
+        "observation": torch.randn(num_rows, lanes, num_observations),
+        "action": torch.randn(num_rows, lanes, ACTIONS),
+        "reward": torch.randn(num_rows, lanes, 1),
+        "done": torch.rand(num_rows, lanes, 1) < END_SHARE,
+    }
+
+
+def ours(slots: int, lanes: int, num_observations: int, num_windows: int, extends: bool = True) -> Call:
+    """Add a row and draw."""
+    buffer, row = filled(slots, lanes, num_observations)
+
+    def draw() -> None:
+        if extends:
+            buffer.extend(row)
+        buffer.sample(num_windows * LENGTH)
+
+    return draw
+
+
+def drawing(slots: int, lanes: int, num_windows: int) -> Case:
+    """Draw windows."""
+    width = OBS + ACTIONS + 2
+
+    def bare() -> Call:
+        packed, out = torch.randn(slots * lanes, width), torch.empty(num_windows, width * (LENGTH + 1))
+        source = packed.as_strided((slots * lanes - LENGTH, width * (LENGTH + 1)), (width, 1))
+        indices = cycle([torch.randint(len(source), (num_windows,)) for _ in range(NUM_INDICES)])
+        return lambda: torch.index_select(source, 0, next(indices), out=out)
+
+    def torchrl() -> Call:
+        data, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
+        sampler = data.SliceSampler(num_slices=num_windows, end_key="done", cache_values=False)
+        buffer = data.ReplayBuffer(
+            storage=data.LazyTensorStorage(slots * lanes, ndim=2),
+            sampler=sampler,
+            batch_size=num_windows * (LENGTH + 1),
+        )
+        buffer.extend(tensordict.TensorDict(rows(slots, lanes, OBS), batch_size=[slots, lanes]).transpose(0, 1))
+        row = tensordict.TensorDict(rows(1, lanes, OBS), batch_size=[1, lanes]).transpose(0, 1)
+
+        def draw() -> None:
+            buffer.extend(row)
+            buffer.sample()
+
+        return draw
+
+    return Case(
+        f"{num_windows} windows of {LENGTH}+1 from {slots} x {lanes}",
+        (
+            Contender("gather packed windows", bare, LIMIT),
+            Contender("sample only", lambda: ours(slots, lanes, OBS, num_windows, False), OURS),
+            Contender(
+                "extend and sample", lambda: ours(slots, lanes, OBS, num_windows), OURS, reach=REACH.get(num_windows)
+            ),
+            Contender("torchrl", torchrl, PEER),
+        ),
+        num_bytes=num_windows * (LENGTH + 1) * width * 4,
+    )
+
+
+def flat(quick: bool) -> Case:
+    """Compare a ring with one a hundred times as large, and with looking through all end flags."""
+    few, many = (50, 500) if quick else (50, 5000)
+    num_windows = 128
+
+    def rescan() -> Call:
+        flags = np.random.default_rng(0).random((many, FLAT_LANES)) < END_SHARE
+
+        def draw() -> None:
+            ends = np.flatnonzero(flags.T)
+            np.diff(ends)
+
+        return draw
+
+    return Case(
+        f"flat {num_windows} windows of {LENGTH}+1",
+        (
+            Contender(f"ours, {few} x {FLAT_LANES}", lambda: ours(few, FLAT_LANES, FLAT_OBS, num_windows), LIMIT),
+            Contender(
+                f"ours, {many} x {FLAT_LANES}",
+                lambda: ours(many, FLAT_LANES, FLAT_OBS, num_windows),
+                OURS,
+                reach=REACH_FLAT,
+            ),
+            Contender(f"look through {many} x {FLAT_LANES} end flags", rescan, PEER),
+        ),
+    )
