@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from tqdm import trange
 
+import rollout_data
 from rollout_data import RolloutWriter
 
 from .peers import PeerMissing
@@ -79,14 +81,23 @@ def mujoco(task: str, num_steps: int, num_envs: int, seed: int = 0) -> Rollout:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder of that name under `DATA`, made by `make(folder)` if an earlier run did not finish it."""
+    """Return the folder of that name under `DATA`, made by `make(folder)` if no earlier run finished the same data."""
     folder, stamp = DATA / name, DATA / f"{name}.done"
-    if not stamp.exists():
+    recipe = _recipe()
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != recipe:
+        stamp.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         make(folder)
-        stamp.touch()
+        stamp.write_text(recipe, encoding="utf-8")
     return folder
+
+
+def _recipe() -> str:
+    """Identify what the data are made by: the format of the files and this module."""
+    library = Path(rollout_data.__file__).parent
+    sources = (library / "FORMAT.md", library / "block_header.py", library / "block_file.py", Path(__file__))
+    return f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
 
 
 #: Environments of one rollout, and the most bytes of one file, when a large dataset is written.
