@@ -88,6 +88,7 @@ def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separ
         "_is_full": buffer._is_full,
         "generator": random_state(buffer.generator),
         "total": 0 if ring is None else ring.total,
+        "accepted_share": buffer._accepted_share(),
         "num_lanes": None if ring is None else ring.num_lanes,
         **buffer._config(),
     }
@@ -172,7 +173,8 @@ def _restore_rows(buffer: RingBuffer, file: ColumnFile, config: Mapping[str, Any
             for first, rows in file.chunks(name):
                 yield first, {name: rows if num_lead == 2 else rows.unsqueeze(1)}
 
-    buffer._restore(file.schema(num_lead), num_lanes, total, parts())
+    share = float(config.get("accepted_share", 1.0))
+    buffer._restore(file.schema(num_lead), num_lanes, total, share, parts())
 
 
 def _total(config: Mapping[str, Any], live: int, num_slots: int, rows_per_slot: int, where: str) -> int:

@@ -12,10 +12,12 @@ import torch
 
 from .buffer_files import can_load
 from .errors import UsageError
+from .ring import RingStore
 from .ring_buffer import RingBuffer
 from .samplers import uniform
 from .transitions import TransitionRequest, TransitionSampler
 from .tree import unflatten
+from .windows import Boundaries
 
 
 @can_load
@@ -41,6 +43,8 @@ class DictBuffer(RingBuffer):
     Threads may extend and sample at once: no sample holds a torn row. On CUDA events order the streams.
     """
 
+    _last_sampler: TransitionSampler | None = None
+
     @property
     def storage(self) -> dict[str, Any]:
         """All slots of every field, `[capacity, *event]`, as a nested dict; {} before the first `extend`.
@@ -50,7 +54,6 @@ class DictBuffer(RingBuffer):
         ring = self._ring
         return {} if ring is None else unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
 
-    @torch.no_grad()
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Draw rows uniformly with replacement: nested dict of `[batch_size, *event]`, the caller's own.
 
@@ -70,7 +73,6 @@ class DictBuffer(RingBuffer):
             self._order.record(is_write=False)
             return self._given(found)
 
-    @torch.no_grad()
     def sample_transitions(
         self, batch_size: int, request: TransitionRequest | None = None, **options: Any
     ) -> dict[str, Any]:
@@ -94,14 +96,12 @@ class DictBuffer(RingBuffer):
             if self._boundaries is None:
                 advice = "Create the buffer with end_key"
                 raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
-            asked = request or TransitionRequest(**options)
+            sampler = self._sampler(request or TransitionRequest(**options), ring, self._boundaries)
             self._order.wait(is_write=False)
-            sampler = TransitionSampler(ring, self._boundaries, self._finals, self._end_names(), asked)
             found = sampler.sample(batch_size, self.generator, self.contiguous)
             self._order.record(is_write=False)
             return self._given(found)
 
-    @torch.no_grad()
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
         """Give every row: nested dict of `[len(self), *event]`.
 
@@ -131,6 +131,14 @@ class DictBuffer(RingBuffer):
                     rows = rows.clone(memory_format=torch.contiguous_format)
                 found[name] = self._shown(rows)
             return unflatten(found)
+
+    def _sampler(self, request: TransitionRequest, ring: RingStore, boundaries: Boundaries) -> TransitionSampler:
+        """Make what a request asks for; the last one is kept."""
+        last = self._last_sampler
+        if last is None or not last.serves(request, ring, self._finals):
+            last = TransitionSampler(ring, boundaries, self._finals, self._end_names(), request)
+            self._last_sampler = last
+        return last
 
     def _shown(self, rows: torch.Tensor) -> torch.Tensor:
         """Show `[slots, lanes, *event]` as the user sees it."""

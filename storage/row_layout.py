@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -54,24 +55,34 @@ class Group:
         self, rows: torch.Tensor, contiguous: bool = False, names: Container[str] | None = None
     ) -> dict[str, torch.Tensor]:
         """See `[..., width]` rows of this group as fields `[..., *event]` that share their memory."""
-        lead = rows.shape[:-1]
         as_bytes: torch.Tensor | None = None
         found = {}
-        for part in self.parts:
-            if names is not None and part.field.name not in names:
+        for name, dtype, is_unit, start, size, shape in self._plan:
+            if names is not None and name not in names:
                 continue
-            dtype, size = part.field.torch_dtype, self.unit.itemsize
-            if dtype is self.unit:
-                typed = rows[..., part.start // size : part.stop // size]
-            elif part.start == part.stop:
-                typed = torch.empty((*lead, 0), dtype=dtype, device=rows.device)
+            if is_unit:
+                typed = rows.narrow(-1, start, size)
+            elif not size:
+                typed = torch.empty((*rows.shape[:-1], 0), dtype=dtype, device=rows.device)
             else:
                 as_bytes = rows.view(torch.uint8) if as_bytes is None else as_bytes
-                typed = as_bytes[..., part.start : part.stop].view(dtype)
-            if len(part.field.shape) != 1:
-                typed = typed.view(*lead, *part.field.shape)
-            found[part.field.name] = typed.contiguous() if contiguous else typed
+                typed = as_bytes.narrow(-1, start, size).view(dtype)
+            if shape is not None:
+                typed = typed.view(*rows.shape[:-1], *shape)
+            found[name] = typed.contiguous() if contiguous else typed
         return found
+
+    @cached_property
+    def _plan(self) -> list[tuple[str, torch.dtype, bool, int, int, tuple[int, ...] | None]]:
+        """Name, dtype, whether it is the unit's, start and size in units or bytes, shape where it is not `[size]`."""
+        plan = []
+        for part in self.parts:
+            field = part.field
+            step = self.unit.itemsize if field.torch_dtype is self.unit else 1
+            shape = field.shape if len(field.shape) != 1 else None
+            start, size = part.start // step, (part.stop - part.start) // step
+            plan.append((field.name, field.torch_dtype, field.torch_dtype is self.unit, start, size, shape))
+        return plan
 
 
 def lay_out(schema: Schema, wide_row_bytes: int = WIDE_ROW_BYTES) -> list[Group]:
