@@ -163,31 +163,59 @@ class _Walk:
         self.firsts = [(np.zeros(np.count_nonzero(state.is_first), np.int64), np.flatnonzero(state.is_first))]
 
     def run(self) -> None:
-        """Close segments in the order of their end until all open ones outlast the last step."""
-        is_open = np.flatnonzero(~self.is_exhausted & self.moves)
+        """Close segments in the order of (end, env) until all open ones outlast the last step."""
+        end = self._ends()
+        while len(ending := np.flatnonzero(end <= self.num_steps)):
+            envs = ending[np.argsort(end[ending], kind="stable")]
+            times = end[envs]
+            num_dealt = self._num_in_order(times)
+            # Without a trajectory left, the pass ends at the first of these times.
+            closed = num_dealt or int(np.count_nonzero(times == times[0]))
+            envs, times = envs[:closed], times[:closed]
+            self._emit(envs, times)
+            self.ends.append(Ends(envs, times - 1, self.trajectory[envs]))
+            if num_dealt:
+                self._deal(envs, times)
+                end[envs] = times + self.deal.lengths[self.trajectory[envs]] - self.frame[envs]
+            else:
+                self.refill(envs, int(times[0]))
+                end = self._ends()  # in the next pass, trajectories may have grown or gone
+
+    def _ends(self) -> Int64s:
+        """When each env's open segment ends: the time after its last frame; late for those that have none."""
         end = np.full(len(self.frame), self.num_steps + 1)
-        end[is_open] = self.deal.lengths[self.trajectory[is_open]] - self.frame[is_open]
-        while len(end) and (time := int(end.min())) <= self.num_steps:
-            envs = np.flatnonzero(end == time)
-            self._emit(envs, time)
-            self.ends.append(Ends(envs, np.full(len(envs), time - 1), self.trajectory[envs]))
-            self.refill(envs, time)
-            alive = envs[~self.is_exhausted[envs]]
-            end[envs] = self.num_steps + 1
-            end[alive] = time + self.deal.lengths[self.trajectory[alive]] - self.frame[alive]
+        is_open = np.flatnonzero(~self.is_exhausted & self.moves)
+        end[is_open] = self.begin[is_open] + self.deal.lengths[self.trajectory[is_open]] - self.frame[is_open]
+        return end
+
+    def _num_in_order(self, times: Int64s) -> int:
+        """How many of these ends, ascending, can be served at once.
+
+        All are, up to the first that is not before the end of a trajectory dealt to another of them:
+        from there on the new one may be served first.
+        """
+        chosen = slice(self.position, self.position + len(times))
+        order = self.deal.order[chosen]
+        new_ends = times[: len(order)] + self.deal.lengths[order] - self.deal.starts[chosen]
+        is_late = times[1 : len(order)] >= np.minimum.accumulate(new_ends)[:-1]
+        return 1 + int(np.argmax(is_late)) if is_late.any() else len(order)
+
+    def _deal(self, envs: Int64s, times: Int64s | int) -> None:
+        """Give `envs` the next trajectories of the pass, from `times` on; there are enough."""
+        chosen = slice(self.position, self.position + len(envs))
+        self.trajectory[envs], self.frame[envs] = self.deal.order[chosen], self.deal.starts[chosen]
+        self.begin[envs] = times
+        self.is_exhausted[envs] = False
+        self.num_valid[envs] = self.num_steps
+        self.position += len(envs)
+        self.firsts.append((np.broadcast_to(times, envs.shape), envs))
 
     def refill(self, envs: Int64s, time: int) -> None:
         """Deal trajectories to `envs`, in this order, from `time` on."""
         while len(envs):
             taken = min(len(envs), len(self.deal.order) - self.position)
-            now, envs = envs[:taken], envs[taken:]
-            chosen = slice(self.position, self.position + taken)
-            self.trajectory[now], self.frame[now] = self.deal.order[chosen], self.deal.starts[chosen]
-            self.begin[now] = time
-            self.is_exhausted[now] = False
-            self.num_valid[now] = self.num_steps
-            self.position += taken
-            self.firsts.append((np.full(taken, time), now))
+            self._deal(envs[:taken], time)
+            envs = envs[taken:]
             if len(envs):
                 begun = self.next_pass(self.deal, self.trajectory)
                 if begun is None:
@@ -212,8 +240,8 @@ class _Walk:
         self.is_exhausted[envs] = True
         self.num_valid[envs] = np.minimum(self.num_valid[envs], time)
 
-    def _emit(self, envs: Int64s, stop: int) -> None:
-        """Put the open segments of `envs` into the plan, up to time `stop`."""
+    def _emit(self, envs: Int64s, stop: Int64s | int) -> None:
+        """Put the open segments of `envs` into the plan, up to time `stop` (of each)."""
         count = stop - self.begin[envs]
         envs, count = envs[count > 0], count[count > 0]
         if len(envs):
