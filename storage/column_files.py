@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .errors import CorruptFileError, DataFileError, FieldTypeError, SchemaError, UnsafeFileError
-from .fields import DTYPES, Field, Schema, dtype_name
+from .errors import CorruptFileError, DataFileError, SchemaError, UnsafeFileError
+from .fields import Field, Schema, dtype_name
+from .records import make_field
 
 COLUMNS_NAME, CONFIG_NAME = "buffer.hdf5", "config.json"
 #: Rows pass through memory of this size.
@@ -165,7 +166,7 @@ class ColumnFile:
     def schema(self, num_lead: int) -> Schema:
         """Say which fields there are; `num_lead` axes come before the event."""
         return Schema(
-            Field(name, self._datasets[key].shape[num_lead:], self._dtype(key)) for name, key in self.names.items()
+            make_field(name, self._datasets[key].shape[num_lead:], self._dtype(key)) for name, key in self.names.items()
         )
 
     def chunks(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
@@ -203,6 +204,8 @@ class ColumnFile:
         tag = str(dataset.attrs.get(_DTYPE_TAG, ""))
         if tag == "bfloat16" and dataset.dtype.itemsize == 2:
             return tag
+        if dataset.dtype.kind == "c":
+            return str(dataset.dtype.newbyteorder("="))
         return dtype_name(dataset.dtype, f"of {key!r} in {str(self.path)!r}")
 
 
@@ -227,8 +230,6 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _file_dtype(field: Field) -> np.dtype[Any]:
-    if field.dtype not in DTYPES:
-        raise FieldTypeError("save the field", repr(field.name), ", ".join(DTYPES), field.dtype)
     return np.dtype("<i2") if field.dtype == "bfloat16" else field.numpy_dtype
 
 

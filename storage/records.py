@@ -16,12 +16,16 @@ import numpy.typing as npt
 import torch
 
 from .errors import FieldTypeError, MissingFieldError, SchemaError
-from .fields import Field, Schema, dtype_name
+from .fields import DTYPES, Field, Schema, dtype_name
 from .tree import check_same_names
 
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
 Key = str | tuple[str, ...]
 _ACTION = "add rows"
+COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
+    "complex64": (torch.complex64, np.dtype("<c8")),
+    "complex128": (torch.complex128, np.dtype("<c16")),
+}
 #: Above this size torch's copies, with several threads, are worth their start.
 MAX_EXACT_BYTES = 4 * 1024 * 1024
 
@@ -68,6 +72,30 @@ def leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{prefix}{key}/")
         else:
             yield prefix + key, value
+
+
+@dataclass(frozen=True)
+class ComplexField(Field):
+    """A field of complex numbers, which buffers in memory hold and recordings do not."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return COMPLEX_DTYPES[self.dtype][0]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return COMPLEX_DTYPES[self.dtype][1]
+
+
+def make_field(name: str, shape: Sequence[int], dtype: Any) -> Field:
+    """Declare a field of any dtype that a buffer can hold, given as torch's, numpy's or by name."""
+    text = str(dtype).removeprefix("torch.")
+    if text in COMPLEX_DTYPES:
+        return ComplexField(name, tuple(shape), text)
+    return Field(name, tuple(shape), text if text in DTYPES else dtype_name(dtype, f"of {name!r}"))
 
 
 @dataclass(frozen=True)
@@ -213,10 +241,8 @@ class RecordReader:
 
 
 def declare(name: str, value: torch.Tensor) -> Field:
-    """Declare the field that a first leaf shows. Complex numbers are kept as pairs of real ones' bytes."""
-    if value.is_complex():
-        raise FieldTypeError(_ACTION, f"with {name!r}", "real numbers", str(value.dtype), "Use torch.view_as_real")
-    return Field(name, tuple(value.shape[2:]), dtype_name(value.dtype, f"of {name!r}"))
+    """Declare the field that a first leaf, `[n, lanes, *event]`, shows."""
+    return make_field(name, value.shape[2:], value.dtype)
 
 
 def _fit(field: Field, value: torch.Tensor) -> torch.Tensor:
