@@ -30,6 +30,8 @@ from .staging import Staging
 
 #: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
 _MIN_UNCACHED_BLOCKS = 8
+#: How often a waiting caller looks for a failure.
+_CHECK_S = 0.1
 #: HDF5 keeps attributes and types in entries of 64 KiB.
 _MAX_ENTRY_BYTES = 60_000
 
@@ -78,7 +80,9 @@ class BlockPublisher:
             staging: Sealed by this; submitting it twice publishes it once.
             num_accepted: How many frames are settled when it is published.
         """
-        self._free_blocks.acquire()  # a Ctrl-C in here changes nothing: the steps stay staged
+        # A Ctrl-C in here changes nothing: the steps stay staged.
+        while not self._free_blocks.acquire(timeout=_CHECK_S):
+            self.raise_failure()  # what would have freed a place may have been discarded behind a failure
         staging.is_sealed = True
         try:
             self._worker.submit(partial(self._publish, staging, num_accepted))
