@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import cycle
 
-import numpy as np
 import torch
 
 from storage import TrajectoryDictBufferMultiDim
@@ -121,11 +120,14 @@ def flat(quick: bool) -> Case:
     num_windows = 128
 
     def rescan() -> Call:
-        flags = np.random.default_rng(0).random((many, FLAT_LANES)) < END_SHARE
+        flags = torch.rand(many, FLAT_LANES) < END_SHARE
 
         def draw() -> None:
-            ends = np.flatnonzero(flags.T)
-            np.diff(ends)
+            flags[-1] = True
+            lane, last = flags.t().nonzero(as_tuple=True)
+            first = torch.cat([last.new_zeros(1), last[:-1] + 1])
+            first[1:][lane[1:] != lane[:-1]] = 0
+            _ = last - first
 
         return draw
 
