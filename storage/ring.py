@@ -24,8 +24,9 @@ from .row_layout import Group, in_order, lay_out
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
 _MIN_TORCH_BYTES = 256 * 1024
-#: From this size on results are taken from a pool.
-_MIN_POOLED_BYTES = 1024 * 1024
+#: From this size on results are taken from a pool: the C allocator may map and unmap such blocks each time,
+#: which made a sample of 256 rows 10 times slower where other libraries had shaped its heap.
+_MIN_POOLED_BYTES = 128 * 1024
 
 
 class RingStore:
