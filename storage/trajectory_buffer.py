@@ -84,6 +84,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         self.seq_length = seq_length
         self.output_key_t, self.output_key_tp1 = as_list(output_key_t), as_list(output_key_tp1)
         self.start_mode, self.at_end = start_mode, at_end
+        self._known_names: tuple[RingStore, list[str], list[str]] | None = None
         super().__init__(capacity=capacity, device=device, end_key=end_key, **options)
 
     def size(self) -> int:
@@ -180,14 +181,16 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         self, ring: RingStore, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
     ) -> dict[str, torch.Tensor]:
         """Copy windows of `length` rows that end at `last`, and what comes one row later."""
-        names = [name for key in self.output_key_t for name in names_below(ring.schema, key, _ACTION)]
-        next_names = [name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION)]
-        first = last - length + 1
-        rows = ring.windows(ring.place(lane, first), length, self.contiguous, names)
+        names, next_names = self._names(ring)
+        places = ring.place(lane, last - (length - 1))
+        rows = ring.windows(places, length, self.contiguous, names)
         found = {name: rows[name].flatten(0, 1) for name in names}
         if not next_names:
             return found
-        later = ring.windows(ring.place(lane, first + 1), length, self.contiguous, next_names)
+        # The place after a row is the next row's, within the guards.
+        is_guarded = length <= ring.num_guards
+        places = places + 1 if is_guarded else ring.place(lane, last - (length - 2))
+        later = ring.windows(places, length, self.contiguous, next_names)
         if goes_to_ends:
             is_known = self._put_finals(later, next_names, lane, last)
             if self.at_end == "mark":
@@ -196,6 +199,16 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
                 found["next_valid"] = flags.view(-1, 1)
         found.update((f"next/{name}", later[name].flatten(0, 1)) for name in next_names)
         return found
+
+    def _names(self, ring: RingStore) -> tuple[list[str], list[str]]:
+        """List the leaves that are given of a row, and of the next one; looked up once per ring."""
+        if self._known_names is None or self._known_names[0] is not ring:
+            found = [
+                [name for key in keys for name in names_below(ring.schema, key, _ACTION)]
+                for keys in (self.output_key_t, self.output_key_tp1)
+            ]
+            self._known_names = ring, found[0], found[1]
+        return self._known_names[1], self._known_names[2]
 
     def _rule_to_ends(self, length: int) -> Any:
         """Say which windows are inside a trajectory and have a next row, a final one, or are to be marked."""
