@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from .fields import Field, Schema, dtype_name
 from .records import make_field
 
 COLUMNS_NAME, CONFIG_NAME = "buffer.hdf5", "config.json"
-#: Rows pass through memory of this size.
-CHUNK_BYTES = 16 << 20
+#: Rows pass through memory of this size, twice: one chunk is laid out while the other is written.
+CHUNK_BYTES = 8 << 20
 #: Attribute of datasets whose numpy type does not say the dtype.
 _DTYPE_TAG = "torch_dtype"
 _CRC_TAG = "crc32"
@@ -106,22 +106,49 @@ def write_columns(
         keys: Names in the file.
     """
     with h5py.File(path, "w", libver=("v110", "v110"), track_order=True) as file, ThreadPoolExecutor(1) as pool:
-        for name, field in schema.items():
-            shape = (num_rows, *lead, *field.shape)
-            dataset = file.create_dataset(keys[name], shape, _file_dtype(field))
-            if field.dtype == "bfloat16":
-                dataset.attrs[_DTYPE_TAG] = "bfloat16"
-            row_bytes = max(1, field.row_bytes * int(np.prod(lead, dtype=np.int64)))
-            step = max(1, CHUNK_BYTES // row_bytes)
-            crc = pool.submit(lambda: 0)
-            for start in range(0, num_rows, step):
-                part = _as_array(read(name, start, min(start + step, num_rows)))
-                following = pool.submit(_crc_after, part, crc)
-                if part.size:
-                    dataset.write_direct(part, dest_sel=np.s_[start : start + len(part)])
-                following.result()
-                crc = following
-            dataset.attrs[_CRC_TAG] = np.uint32(crc.result())
+        datasets = {
+            name: _create(file, keys[name], (num_rows, *lead, *field.shape), field) for name, field in schema.items()
+        }
+        file.flush()
+        handle = os.open(path, os.O_WRONLY)
+        try:
+            for name, field in schema.items():
+                row_bytes = max(1, field.row_bytes * int(np.prod(lead, dtype=np.int64)))
+                step = max(1, CHUNK_BYTES // row_bytes)
+                place = datasets[name].id.get_offset() or 0
+                done: Future[int] | None = None
+                for start in range(0, num_rows if row_bytes else 0, step):
+                    part = _as_array(read(name, start, min(start + step, num_rows)))
+                    # A thread writes and sums up one chunk while the next one is laid out: two are in memory.
+                    following = pool.submit(_put, handle, part, place + start * row_bytes, done)
+                    if done is not None:
+                        done.result()
+                    done = following
+                datasets[name].attrs[_CRC_TAG] = np.uint32(0 if done is None else done.result())
+        finally:
+            os.close(handle)
+
+
+def _create(file: h5py.File, key: str, shape: tuple[int, ...], field: Field) -> h5py.Dataset:
+    """Make a contiguous dataset whose place in the file is known at once."""
+    options = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    options.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    options.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    dtype = h5py.h5t.py_create(_file_dtype(field), logical=True)
+    dataset = h5py.Dataset(h5py.h5d.create(file.id, key.encode(), dtype, h5py.h5s.create_simple(shape), options))
+    if field.dtype == "bfloat16":
+        dataset.attrs[_DTYPE_TAG] = "bfloat16"
+    return dataset
+
+
+def _put(handle: int, part: npt.NDArray[Any], place: int, previous: Future[int] | None) -> int:
+    """Write a chunk at its place; give the checksum of all up to it."""
+    data = memoryview(_bytes(part))
+    crc = zlib.crc32(data, 0 if previous is None else previous.result())
+    written = 0
+    while written < len(data):
+        written += os.pwrite(handle, data[written:], place + written)
+    return crc
 
 
 class ColumnFile:
@@ -240,10 +267,6 @@ def _as_array(part: torch.Tensor) -> npt.NDArray[Any]:
 
 def _bytes(part: npt.NDArray[Any]) -> memoryview | bytes:
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data if part.size else b""
-
-
-def _crc_after(part: npt.NDArray[Any], previous: Any) -> int:
-    return zlib.crc32(_bytes(part), previous.result())
 
 
 def _previous(target: Path) -> Path:
