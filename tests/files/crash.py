@@ -32,19 +32,33 @@ def nursery() -> Iterator[subprocess.Popen]:
         process.wait(10)
 
 
-def kill_one(process: subprocess.Popen, folder: Path, seed: int) -> dict[str, int]:
-    """Let a recorder live for a random time, kill it, check everything; give what happened."""
+def stop_one(process: subprocess.Popen, folder: Path, seed: int, number: signal.Signals) -> int:
+    """Let a recorder live for a random time and send it a signal; give the frames whose `add` had returned."""
     rng = np.random.default_rng(seed)
     process.stdin.write(f"{folder} {seed}\n")
     process.stdin.flush()
     process_id = int(process.stdout.readline())
     time.sleep(float(rng.random() ** 3 * 0.25))
-    os.kill(process_id, signal.SIGKILL)
+    os.kill(process_id, number)
     while os.path.exists(f"/proc/{process_id}"):
         time.sleep(0.001)
     path = Path(f"{folder}.acknowledged")
-    acknowledged = int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
-    return check_what_is_left(folder, acknowledged)
+    return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
+
+
+def kill_one(process: subprocess.Popen, folder: Path, seed: int) -> dict[str, int]:
+    """Kill a recorder at a random instant, check everything; give what happened."""
+    return check_what_is_left(folder, stop_one(process, folder, seed, signal.SIGKILL))
+
+
+def interrupt_one(process: subprocess.Popen, folder: Path, seed: int) -> int:
+    """Press Ctrl-C at a random instant: all that was added is published; give the number of frames."""
+    acknowledged = stop_one(process, folder, seed, signal.SIGINT)
+    published = check_recording(folder) if folder.exists() else 0
+    assert acknowledged <= published <= acknowledged + 4, (acknowledged, published)
+    left = [*folder.glob(".rollout_*"), *folder.glob(".tmp_*")]
+    assert not left or not published, left  # one interrupted while it was being made may leave an empty journal
+    return published
 
 
 def check_what_is_left(folder: Path, acknowledged: int) -> dict[str, int]:
@@ -76,7 +90,7 @@ def check_recording(folder: Path) -> int:
         assert (observation[:, 0] == one.env).all() and (observation[:, 1] == observation[0, 1]).all()
         assert observation[:, 2].tolist() == list(range(one.length)), "no frame is torn out"
         assert one.column("action").tolist() == (observation[:, 2] * 2).tolist()
-        if end_of(one):
+        if end_of(one) not in ("", "open"):
             assert one.finals["observation"].tolist() == [one.env, observation[0, 1], one.length]
         num_frames += one.length
     return num_frames

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_data.block_header import layouts_of
 from rollout_data.writer import RolloutWriter
 
 BLOCK_BYTES = 6000
@@ -38,17 +37,15 @@ def record_until_killed(folder: Path, seed: int) -> None:
     num_envs = int(rng.integers(1, 5))
     ages, numbers = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
     acknowledged = os.open(f"{folder}.acknowledged", os.O_CREAT | os.O_WRONLY)
-    writer = RolloutWriter(
-        folder, num_envs, block_bytes=BLOCK_BYTES, durable=bool(seed % 2), max_pending_blocks=1 + seed % 3
-    )
+    options = {"block_bytes": BLOCK_BYTES, "durable": bool(seed % 2), "max_pending_blocks": 1 + seed % 3}
     count = 0
-    while True:
-        writer.add(**step_of(rng, num_envs, ages, numbers))
-        count += num_envs
-        os.pwrite(acknowledged, count.to_bytes(8, "little"), 0)
-        if seed % 4 == 0:
-            time.sleep(0.0005)  # mostly between blocks rather than mostly inside a write
-        assert layouts_of(writer.schema)
+    with RolloutWriter(folder, num_envs, **options) as writer:
+        while True:
+            writer.add(**step_of(rng, num_envs, ages, numbers))
+            count += num_envs
+            os.pwrite(acknowledged, count.to_bytes(8, "little"), 0)
+            if seed % 4 == 0:
+                time.sleep(0.0005)  # mostly between blocks rather than mostly inside a write
 
 
 def main() -> None:
@@ -58,8 +55,11 @@ def main() -> None:
         folder, seed = line.split()
         process_id = os.fork()
         if process_id == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 record_until_killed(Path(folder), int(seed))
+            except KeyboardInterrupt:
+                pass
             finally:
                 os._exit(1)
         print(process_id, flush=True)
