@@ -22,13 +22,15 @@ import torch
 
 from storage.errors import CorruptFileError, RolloutDataError, UsageError
 
-_PAGE = mmap.PAGESIZE
+PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MADV_RANDOM, _MADV_WILLNEED = 1, 3
-#: Address space costs nothing, so an arena reserves more than any dataset; the smaller sizes are
-#: for processes whose address space is limited.
-_RESERVED_BYTES = (1 << 40, 1 << 37, 1 << 34)
+#: Address space costs nothing, but a process has only 128 TiB of it: room for growth, not for everything.
+_MIN_RESERVED_BYTES = 1 << 36
+_GROWTH = 4
+#: A process whose address space is limited gets less.
+_LEAST_RESERVED_BYTES = 1 << 30
 
 
 def _load_libc() -> ctypes.CDLL | None:
@@ -68,20 +70,19 @@ def _unmap(address: int, num_bytes: int) -> None:
     _libc.munmap(address, num_bytes)
 
 
-def _reserve() -> tuple[int, int]:
+def _reserve(needed_bytes: int) -> tuple[int, int]:
     """Reserve address space: (address, bytes)."""
-    for num_bytes in _RESERVED_BYTES:
+    num_bytes = max(_MIN_RESERVED_BYTES, _GROWTH * needed_bytes)
+    while True:
         try:
             return _map(None, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE), num_bytes
-        except OSError as error:
-            cause = error
-    raise UsageError(
-        "map the dataset",
-        "",
-        f"{_RESERVED_BYTES[-1] >> 30} GiB of address space",
-        str(cause),
-        "Raise the limit (ulimit -v) or use fewer columns",
-    ) from cause
+        except OSError as cause:
+            if num_bytes // 2 < max(_LEAST_RESERVED_BYTES, 2 * needed_bytes):
+                raise UsageError(
+                    "map the dataset", "", f"{num_bytes >> 30} GiB of address space", str(cause),
+                    "Raise the limit (ulimit -v) or close other datasets",
+                ) from cause  # fmt: skip
+            num_bytes //= 2
 
 
 class Arena:
@@ -89,15 +90,16 @@ class Arena:
 
     Args:
         row_bytes: Size of a row, a multiple of 4.
+        needed_bytes: How much will be mapped at once; some times as much is reserved.
 
     Attributes:
         words_view: `[reserved_rows, row_bytes / 4]` int32 on the CPU, read-only memory: writing to
             it ends the process. Rows outside mapped pieces are zero.
     """
 
-    def __init__(self, row_bytes: int) -> None:
+    def __init__(self, row_bytes: int, needed_bytes: int = 0) -> None:
         self.row_bytes = row_bytes
-        self._base, self._bytes = _reserve()
+        self._base, self._bytes = _reserve(needed_bytes)
         self._end = self._base
         self._close = weakref.finalize(self, _unmap, self._base, self._bytes)
         # At exit a thread may still be reading; the system unmaps by itself.
@@ -105,6 +107,11 @@ class Arena:
         num_rows = self._bytes // row_bytes
         buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
         self.words_view = torch.from_numpy(np.frombuffer(buffer, np.int32)).view(num_rows, row_bytes // 4)
+
+    @property
+    def free_bytes(self) -> int:
+        """How much can still be mapped, gaps included."""
+        return self._base + self._bytes - self._end
 
     def map_file(self, path: Path, offset: int, num_rows: int) -> int:
         """Map `num_rows` rows that start at byte `offset` of a file; give the number of the first.
@@ -115,7 +122,7 @@ class Arena:
         """
         if num_rows == 0:
             return 0
-        inner = offset % _PAGE
+        inner = offset % PAGE_BYTES
         start = self._first_page(inner)
         length = inner + num_rows * self.row_bytes
         with open(path, "rb", buffering=0) as file:
@@ -125,10 +132,10 @@ class Arena:
                 raise CorruptFileError(
                     "map the block", repr(str(path)), f"{offset + num_rows * self.row_bytes} bytes", f"{size}"
                 )
-            if start + length + _PAGE > self._base + self._bytes:
+            if start + length + PAGE_BYTES > self._base + self._bytes:
                 raise UsageError("map the block", repr(str(path)), f"at most {self._bytes >> 30} GiB in all", "more")
             _map(start, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.fileno(), offset - inner)
-        self._end = start + -(-length // _PAGE) * _PAGE
+        self._end = start + -(-length // PAGE_BYTES) * PAGE_BYTES
         assert _libc is not None
         _libc.madvise(start, length, _MADV_RANDOM)
         first, rest = divmod(start + inner - self._base, self.row_bytes)
@@ -138,27 +145,27 @@ class Arena:
     def will_need(self, first_row: int, num_rows: int) -> None:
         """Ask the kernel to read rows from the disk in the background."""
         start = self._base + first_row * self.row_bytes
-        page = start // _PAGE * _PAGE
+        page = start // PAGE_BYTES * PAGE_BYTES
         assert _libc is not None
         _libc.madvise(page, start - page + num_rows * self.row_bytes, _MADV_WILLNEED)
 
     def is_resident(self, row: int) -> bool:
         """True if the page where a row begins is in memory, or the kernel does not tell."""
         assert _libc is not None
-        page = (self._base + row * self.row_bytes) // _PAGE * _PAGE
+        page = (self._base + row * self.row_bytes) // PAGE_BYTES * PAGE_BYTES
         state = ctypes.c_ubyte()
-        return _libc.mincore(page, _PAGE, ctypes.byref(state)) != 0 or bool(state.value & 1)
+        return _libc.mincore(page, PAGE_BYTES, ctypes.byref(state)) != 0 or bool(state.value & 1)
 
     def _first_page(self, inner: int) -> int:
         """Find the next page whose address plus `inner` is a whole number of rows from the base."""
-        unit = gcd(self.row_bytes, _PAGE)
+        unit = gcd(self.row_bytes, PAGE_BYTES)
         missing = (self._base - self._end - inner) % self.row_bytes
         if missing % unit:
             raise RolloutDataError(
                 "map rows", f"of {self.row_bytes} bytes at offset {inner} of a page", "an offset that rows can share"
             )
         num_units = self.row_bytes // unit
-        return self._end + missing // unit * pow(_PAGE // unit, -1, num_units) % num_units * _PAGE
+        return self._end + missing // unit * pow(PAGE_BYTES // unit, -1, num_units) % num_units * PAGE_BYTES
 
     def close(self) -> None:
         """Unmap everything; `words_view` must not be used afterwards. Idempotent."""

@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import lcm
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +21,19 @@ from storage.buffer_pool import BufferPool
 from storage.errors import UsageError
 
 from . import arena
-from .arena import Arena
+from .arena import PAGE_BYTES, Arena
 from .block_header import DATA, FINAL
 from .index import Block, Int64s, Runs, TrajectoryIndex
 from .layout import RowLayout
 
 #: (table, column): one kind of row.
 Place = tuple[str, str]
-#: Above this share of pieces that lie in several runs, smaller pieces are cheaper than patches.
-_MAX_PATCHED_SHARE = 0.1
+#: Measured with rows of 2 KB: moving a piece costs as much as this many bytes more (a window of 25
+#: rows 1.02 of a memcpy, one row 1.57), and moving a broken one again this many times its bytes.
+_BYTES_A_PIECE = 1100
+_PATCH_COST = 2.2
+#: Memory for broken pieces on their way.
+_scratch = BufferPool(2)
 #: The kernel allows 65,530 mappings a process by default; stay clear of it.
 _MAX_MAPPINGS = 50_000
 #: Threads that ask the kernel for pages while the disk is the limit.
@@ -46,7 +51,7 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         out: `[num_windows * length, W]` int32, contiguous, on the device of `words`.
     """
     width, device = words.shape[1], words.device
-    size = _piece_size(runs.target, length, len(out))
+    size = _piece_size(runs.target, length, len(out), 4 * width) if len(words) >= length else 1
     if size == length and len(first) == len(out) // length:
         starts, broken = torch.from_numpy(first), None
     else:
@@ -58,7 +63,9 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     pieces = words.as_strided((len(words) - size + 1, size * width), (width, 1))
     torch.index_select(pieces, 0, starts.to(device), out=out.view(-1, size * width))
     if broken is not None and len(broken):
-        rows = torch.index_select(words, 0, numbers.view(-1, size)[broken].view(-1).to(device))
+        places = numbers.view(-1, size)[broken].view(-1).to(device)
+        rows = _scratch.empty((len(places), width), words.dtype) if device.type == "cpu" else None
+        rows = torch.index_select(words, 0, places, out=rows)
         _put_rows(rows.view(-1, size * width), broken, out.view(-1, size * width))
 
 
@@ -70,15 +77,20 @@ def _put_rows(rows: torch.Tensor, target: torch.Tensor, out: torch.Tensor) -> No
         out.index_copy_(0, target.to(out.device), rows.to(out.device))
 
 
-def _piece_size(target: Int64s, length: int, num_rows: int) -> int:
-    """How many rows to move at once: the largest divisor of a window's length of which few pieces are broken.
+def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:
+    """How many rows to move at once: the divisor of a window's length that costs least.
 
-    Moving 5 rows of 2 KB at once takes as long as a memcpy, row by row 1.6 times as long.
+    Large pieces move at the speed of a memcpy, but more of them lie in several runs and are moved
+    again, row by row.
     """
-    for size in range(length, 1, -1):
-        if length % size == 0 and np.count_nonzero(target % size) <= _MAX_PATCHED_SHARE * (num_rows // size):
-            return size
-    return 1
+    best, lowest = 1, 1 + _BYTES_A_PIECE / row_bytes
+    for size in range(2, length + 1):
+        if length % size == 0:
+            broken = np.count_nonzero(target % size) * size / num_rows
+            cost = 1 + _BYTES_A_PIECE / (size * row_bytes) + _PATCH_COST * broken
+            if cost < lowest:
+                best, lowest = size, cost
+    return best
 
 
 def scatter(words: torch.Tensor, runs: Runs, first: Int64s, out: torch.Tensor) -> None:
@@ -143,15 +155,24 @@ class FrameStore:
 class FileMap:
     """The mapped rows of many blocks, one arena for each kind of row; grows as blocks come."""
 
-    def __init__(self, layouts: Mapping[str, RowLayout]) -> None:
+    def __init__(self, layouts: Mapping[str, RowLayout], blocks: Sequence[Block]) -> None:
         self.layouts = layouts
         self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
-        self.arenas = {
-            (table, name): Arena(column.row_bytes)
-            for table, layout in layouts.items()
-            for name, column in layout.columns.items()
-        }
+        self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in self.places}
         self._first_rows: dict[tuple[Path, int, int], list[int]] = {}
+
+    def has_room(self, blocks: Sequence[Block]) -> bool:
+        """True if those of the blocks that are not mapped yet fit."""
+        new = [block for block in blocks if block.identity not in self._first_rows]
+        return all(self.arenas[place].free_bytes >= self._size(place, new) for place in self.places)
+
+    def _row_bytes(self, place: Place) -> int:
+        return self.layouts[place[0]].columns[place[1]].row_bytes
+
+    def _size(self, place: Place, blocks: Sequence[Block]) -> int:
+        """Address space that blocks need at most: rows, and the gap before each by which it is aligned."""
+        row_bytes = self._row_bytes(place)
+        return sum(block.places[place][1] * row_bytes + lcm(row_bytes, PAGE_BYTES) + PAGE_BYTES for block in blocks)
 
     def add(self, block: Block) -> None:
         """Map a block, unless it is mapped already: then it may even be gone.

@@ -145,8 +145,9 @@ class BlockSource(Source):
                 TrajectoryIndex(blocks), layouts, lambda block, place: _read_block(block, place, layouts)
             )
             return self._last
-        if self._files is None or self._files.layouts is not layouts:
-            self._files = FileMap(layouts)
+        if self._files is None or self._files.layouts is not layouts or not self._files.has_room(blocks):
+            # Blocks that are gone cannot be mapped again: what is played of them ends here.
+            self._files, self._pinned = FileMap(layouts, blocks), []
         mapped = self._mapped(blocks, self._files)
         is_as_cached = upto is None and mapped == blocks and not self._pinned and len(self._folders) == 1
         built = self._folders[0].built if is_as_cached else None
