@@ -53,10 +53,12 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         folder, seed = line.split()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the child is ready for it
         process_id = os.fork()
         if process_id == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 record_until_killed(Path(folder), int(seed))
             except KeyboardInterrupt:
                 pass
