@@ -1,8 +1,8 @@
 """Playback: stream recorded frames, `[T, N, ...]` batches without end.
 
 The limit is a memcpy of the bytes of one batch, N windows of T + 1 frames (the next observations are views of the
-same frames), from memory into a reused output. Trajectories have 128 frames; environments stand at random places in
-them, so that in every batch some change trajectory. Frames have 235 + 235 + 12 + 1 floats and a flag.
+same frames), from memory into a reused output. 1,024 trajectories have 512 frames (1 GB); environments stand at random
+places in them, so that in every batch some change trajectory. Frames have 235 + 235 + 12 + 1 floats and a flag.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ COLD_ENVS, COLD_STEPS, COLD_BATCHES = 512, 24, 10
 
 def cases(quick: bool) -> Iterator[Case]:
     """Yield warm playback for growing N and T, real MuJoCo rollouts, and a cold page cache."""
-    length = 32 if quick else 128
+    length, num_trajectories = (32, 64) if quick else (512, 1024)
     sizes = (8, 64) if quick else (64, 1024, 4096)
-    tag = "quick" if quick else "full"
+    tag = "quick" if quick else "long"
     made: list[data.Rollout] = []
 
     def rollout() -> data.Rollout:
         if not made:
-            made.append(data.generated(length, sizes[-1]))
+            made.append(data.generated(length, num_trajectories))
         return made[0]
 
     contiguous = data.made_once(f"playback-{tag}-contiguous", lambda path: data.record(path, rollout()))
@@ -52,7 +52,7 @@ def cases(quick: bool) -> Iterator[Case]:
             yield _warm(num_envs, num_steps, row_bytes, length, contiguous, fragments, folders)
     yield _fresh(sizes[-1], contiguous, row_bytes, length)
     yield _cold(fragments, folders, row_bytes, length, quick)
-    yield from _real(tag, quick, 2 * length)
+    yield from _real(tag, quick, 64 if quick else 256)
 
 
 def _real(tag: str, quick: bool, length: int) -> Iterator[Case]:
