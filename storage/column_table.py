@@ -56,7 +56,6 @@ class ColumnTable:
         self._inputs = [self._input(column, field) for column in columns if column.source for field in column.fields]
         self._sources = {column.source for column in columns if column.source} | {"hidden_states"}
         self._rows: list[tuple[tuple[torch.Tensor, ...], ...]] | None = None
-        self._brought: set[str] = set()
         for column in columns:
             if not column.is_lazy:
                 self.allocate(column.fields)
@@ -98,8 +97,7 @@ class ColumnTable:
             if value is None:
                 if wanted.column.is_required:
                     raise MissingFieldError(_ACTION, f"without {wanted.source!r}", _words(wanted), "None")
-                # Rows that were never written still hold the fill.
-                if wanted.field.name in self._brought and targets:
+                if targets:
                     writes.append((targets[0], wanted.field.fill))
                 continue
             if wanted.path or not isinstance(value, torch.Tensor):
@@ -110,11 +108,10 @@ class ColumnTable:
                 _check(wanted, value)
             if targets:
                 writes.append((targets[shape != wanted.shapes[0]], value))
-            if not wanted.column.is_required and wanted.field.name not in self._brought:
+            else:
                 first_brought.append(wanted.field)
-        if first_brought:  # noted, and lazy ones allocated, only now that nothing can fail any more
-            self._brought.update(field.name for field in first_brought)
-            self.allocate(field for field in first_brought if field.name not in self.tensors)
+        if first_brought:  # allocated only now that nothing can fail any more
+            self.allocate(first_brought)
             return self.plan(transition, row)
         return writes
 
@@ -144,17 +141,23 @@ class ColumnTable:
     def assign(self, name: str, value: Any) -> None:
         """Copy `[T, B, *shape]` (or a nested dict of such) over a whole column; its tensors stay the same."""
         action = f"assign to {name!r}"
-        targets = {field.name: self.tensors.get(field.name) for field in self.columns[name].fields}
+        column = self.columns[name]
+        targets = {field.name: self.tensors.get(field.name) for field in column.fields}
         given = flatten({name: value})
         check_same_names(targets, given, action)
+        writes: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, target in targets.items():
+            x = given[key]
+            if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
+                raise FieldTypeError(action, "", "a dense tensor", type(x).__name__)
             shape = list(target.shape) if target is not None else "nothing, it is not kept yet"
-            if target is None or tuple(given[key].shape) != tuple(target.shape):
-                raise SchemaError(action, "", f"shape {shape}", str(list(given[key].shape)))
+            if target is None or x.shape != target.shape:
+                raise SchemaError(action, "", f"shape {shape}", str(list(x.shape)))
+            # Into bool any dtype copies as != 0: flags stay 0 or 1, as everything that reads them expects.
+            writes.append((target.view(torch.bool) if column.is_flag else target, x))
         with torch.no_grad():
-            for key, target in targets.items():
-                assert target is not None
-                target.copy_(given[key])
+            for target, x in writes:
+                target.copy_(x)
 
     def substitute(self, name: str, tensor: torch.Tensor) -> None:
         """Use another tensor of the same shape and dtype for a field; memory of the caller's choice."""
@@ -178,7 +181,6 @@ class ColumnTable:
         ordered = [*(name for name in self.tensors if name in tensors), *tensors]
         self.tensors = {name: tensors[name] for name in ordered}
         self._fills = {name: self.schema[name].fill if name in self.schema else 0 for name in tensors}
-        self._brought = set(self.schema) & set(tensors)
         self.num_rows = num_rows
         self._rows = None
 

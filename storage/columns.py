@@ -82,7 +82,7 @@ def rollout_columns(
     log_prob, done = Field("actions_log_prob", (1,)), Field("dones", (1,), "uint8")
     cut = Field("time_outs", (1,), "bool")
     return [
-        Column("observations", observed("observations", obs_shape), "observations", "obs", is_padded=True),
+        Column("observations", declare_fields("observations", obs_shape), "observations", "obs", is_padded=True),
         Column(
             "critic_observations",
             observed("critic_observations", critic_obs_shape),

@@ -7,6 +7,7 @@ Leaves are `[layers, B, *H]` and are kept in a `ColumnTable` like everything els
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,17 +72,31 @@ class SavedStates:
 
     def check(self, states: Any) -> list[torch.Tensor]:
         """List the leaves of a transition's states; refuse another structure, shape or dtype."""
-        if self.structure is None and not count_leaves(states):
+        if self.structure is None and states is None:
             return []
         leaves = (self.structure or StateStructure.of(states)).leaves(states)
         known = [x[0] for x in self.leaves()] if self.structure else leaves
         for leaf, like in zip(leaves, known, strict=True):
             is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
-            if not is_placed or leaf.shape != like.shape or leaf.dtype != like.dtype or leaf.is_meta:
-                expected = list(like.shape) if self.structure else f"[layers, {self._table.num_envs}, H]"
-                got = f"{leaf.dtype} of shape {list(leaf.shape)} on {leaf.device}"
-                raise SchemaError(_ACTION, "with 'hidden_states'", f"{like.dtype} of shape {expected}", got)
+            is_dense = leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_complex()
+            if not (is_placed and is_dense) or leaf.shape != like.shape or leaf.dtype != like.dtype:
+                dtype = "real numbers" if like.is_complex() else str(like.dtype)
+                shape = str(list(like.shape)) if self.structure else f"[layers, {self._table.num_envs}, H]"
+                layout = "" if leaf.layout is torch.strided else f"{leaf.layout} "
+                got = f"{layout}{leaf.dtype} of shape {list(leaf.shape)} on {leaf.device}"
+                raise SchemaError(_ACTION, "with 'hidden_states'", f"{dtype} of shape {shape}", got)
         return leaves
+
+    def check_kept(self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int) -> None:
+        """Refuse tensors of a loaded state that are not `num_rows` steps of states with this layout."""
+        found = [x for name, x in tensors.items() if self.owns(name)]
+        if len(found) != str(layout).count(_LEAF):
+            expected = f"{str(layout).count(_LEAF)} tensors"
+            raise SchemaError("load a state", f"with {_COLUMN!r}", expected, str(len(found)))
+        for x in found:
+            if x.dim() < 4 or len(x) != num_rows or x.shape[2] != self._table.num_envs:
+                expected = f"shape [{num_rows}, layers, {self._table.num_envs}, H]"
+                raise SchemaError("load a state", f"with {_COLUMN!r}", expected, str(list(x.shape)))
 
     def plan(self, states: Any, leaves: list[torch.Tensor], row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Say where checked leaves go; make room first if they are the first that come."""
@@ -94,11 +109,6 @@ class SavedStates:
         self.structure = structure
         fields = [Field(f"{_COLUMN}/{i}", shape, dtype) for i, (shape, dtype) in enumerate(leaves)]
         self._table.allocate(fields, with_envs=False)
-
-
-def count_leaves(states: Any) -> int:
-    """Count the tensors in `states`; 0 for None and for (None, None)."""
-    return len(_leaves(states))
 
 
 def _layout(states: Any) -> Any:

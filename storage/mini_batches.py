@@ -113,6 +113,8 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
     """Take a generator, seed a new one, or seed one once from torch's default generator."""
     if isinstance(generator, torch.Generator):
         return generator
+    if generator is not None and not isinstance(generator, Integral):
+        raise UsageError("create a generator", "", "a torch.Generator, an int or None", repr(generator))
     seed = int(torch.randint(2**63 - 1, ())) if generator is None else int(generator)
     return torch.Generator().manual_seed(seed)
 

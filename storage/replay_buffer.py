@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -43,14 +44,16 @@ class ReplayBuffer(Snapshotted):
         *,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        if not isinstance(buffer_size, int) or buffer_size < 1:
+        size: Any = buffer_size  # mypy does not know that ints are Integral
+        if not isinstance(size, Integral) or size < 1:
             raise UsageError("create a replay buffer", "", "buffer_size >= 1", repr(buffer_size))
-        self.obs_dim = (obs_dim,) if isinstance(obs_dim, int) else tuple(map(int, obs_dim))
+        sizes: Any = (obs_dim,) if isinstance(obs_dim, Integral) else obs_dim
+        self.obs_dim = tuple(int(size) for size in sizes)
         self.buffer_size = int(buffer_size)
         self.device = torch.device(device)
         self.rng = make_generator(generator)
         schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
-        self._ring = RingStore(buffer_size, 1, schema, self.device, num_guards=0)
+        self._ring = RingStore(self.buffer_size, 1, schema, self.device, num_guards=0)
         self.states, self.next_states = (self._ring.slots_view(name)[:, 0] for name in _NAMES)
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device)
@@ -75,15 +78,26 @@ class ReplayBuffer(Snapshotted):
         Raises:
             SchemaError, FieldTypeError: Shapes differ or are wrong, or a dtype would lose; nothing is written.
         """
-        for name, x in (("states", states), ("next_states", next_states)):
-            if x.shape != (len(states), *self.obs_dim) or x.is_meta:
-                expected = f"{name} of shape [{len(states)}, {', '.join(map(str, self.obs_dim))}]"
-                raise SchemaError("insert states", "", expected, str(list(x.shape)))
-            if not torch.can_cast(x.dtype, torch.float32):
-                raise FieldTypeError("insert states", "", f"{name} that fit into float32", str(x.dtype), "Convert them")
+        given = [self._checked(name, x) for name, x in zip(_NAMES, (states, next_states), strict=True)]
+        if len(given[0]) != len(given[1]):
+            raise SchemaError("insert states", "", f"{len(given[0])} next_states", str(len(given[1])))
         with self._lock:
-            self._ring.write([x.detach().to(torch.float32).unsqueeze(1) for x in (states, next_states)])
+            self._ring.write([x.unsqueeze(1) for x in given])
             self._delivery.note_write()
+
+    def _checked(self, name: str, value: Any) -> torch.Tensor:
+        """Give `[n, *obs_dim]` float32 of what was handed in, or raise."""
+        try:
+            x = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as cause:
+            raise FieldTypeError("insert states", "", f"{name} as a tensor", type(value).__name__) from cause
+        if not x.dim() or x.shape[1:] != self.obs_dim:
+            expected = f"{name} of shape [n, {', '.join(map(str, self.obs_dim))}]"
+            raise SchemaError("insert states", "", expected, str(list(x.shape)))
+        if not torch.can_cast(x.dtype, torch.float32) or x.is_meta or x.layout is not torch.strided:
+            got = f"{x.layout} {x.dtype} on {x.device}"
+            raise FieldTypeError("insert states", "", f"dense {name} that fit into float32", got, "Convert them")
+        return x.detach().to(torch.float32)
 
     def feed_forward_generator(
         self, num_mini_batch: int, mini_batch_size: int
@@ -96,7 +110,7 @@ class ReplayBuffer(Snapshotted):
             UsageError, BufferEmptyError: At the call, not at the first `next`.
         """
         for name, value, least in (("num_mini_batch", num_mini_batch, 0), ("mini_batch_size", mini_batch_size, 1)):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, Integral) or value < least:
                 raise UsageError("generate mini-batches", "", f"{name} >= {least}", repr(value))
         if not self.num_samples:
             raise BufferEmptyError("generate mini-batches", "", "states", "an empty buffer", "Call insert() first")
@@ -116,12 +130,19 @@ class ReplayBuffer(Snapshotted):
 
     def _get_state(self) -> State:
         with self._lock:
+            self._delivery.wait_for_writes()
             arguments = {"obs_dim": list(self.obs_dim), "buffer_size": self.buffer_size}
-            tensors = self._ring.copy_slots(0, self.num_samples)
+            tensors = {name: self._ring.slots_view(name)[: self.num_samples] for name in _NAMES}
             return State(arguments, {"total": self._ring.total}, {**tensors, "rng": self.rng.get_state()})
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
+            total = int(numbers["total"])
+            expected = (min(total, self.buffer_size), 1, *self.obs_dim)
+            for name in _NAMES:
+                if total < 0 or tensors[name].shape != expected or tensors[name].dtype != torch.float32:
+                    got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
+                    raise SchemaError("load a state", f"with {name!r}", f"float32 {list(expected)}", got)
             self.rng.set_state(tensors["rng"])
             self._ring.put_slots(0, {name: tensors[name] for name in _NAMES})
-            self._ring.total = int(numbers["total"])
+            self._ring.total = total

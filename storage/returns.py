@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import SchemaError, UsageError, nearest
+from .errors import FieldTypeError, SchemaError, UsageError, nearest
 
 Scalar = float | torch.Tensor
 
@@ -122,23 +122,34 @@ def with_bootstrap(
     Returns:
         `rewards` itself if there is nothing to add, else a new tensor.
     """
-    check_rules(None, truncation)
+    check_bootstrap(dones, time_outs, truncation, bootstrap_values)
     if truncation == "cut":
         return rewards
-    source = values if truncation == "value" else bootstrap_values
     cut = (dones != 0) & (time_outs != 0)
-    if not bool(cut.any()):
+    source = values if truncation == "value" else bootstrap_values
+    if source is None or not bool(cut.any()):
         return rewards
-    if source is None or bool((source.isnan() & cut).any()):
+    # where, not multiplication: rows that nobody meant may hold anything, NaN too.
+    return torch.where(cut, rewards + source * _like(gamma, rewards), rewards)
+
+
+def check_bootstrap(
+    dones: torch.Tensor, time_outs: torch.Tensor, truncation: str, bootstrap_values: torch.Tensor | None
+) -> None:
+    """Raise `UsageError` if `with_bootstrap` could not follow its rule, on steps in any order."""
+    check_rules(None, truncation)
+    if truncation != "final":
+        return
+    cut = (dones != 0) & (time_outs != 0)
+    is_absent = cut if bootstrap_values is None else cut & bootstrap_values.isnan()
+    if bool(is_absent.any()):
         raise UsageError(
             "compute returns",
             "with truncation 'final'",
             "bootstrap_values, the values of the true final observations, wherever a time-out cut",
-            "none" if source is None else "NaN",
+            "none" if bootstrap_values is None else "NaN",
             "Add them with each transition, or use truncation 'value'",
         )
-    # where, not multiplication: rows that nobody meant may hold anything, NaN too.
-    return torch.where(cut, rewards + source * _like(gamma, rewards), rewards)
 
 
 def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -> torch.Tensor:
@@ -212,19 +223,20 @@ def normalize_(advantages: torch.Tensor, how: str | None) -> torch.Tensor:
 
 def check_rules(normalize: str | None, truncation: str = "cut") -> None:
     """Raise `UsageError` if one is no key of `NORMALIZATIONS` or `TRUNCATION_RULES`."""
-    if normalize not in NORMALIZATIONS:
+    if not isinstance(normalize, str | None) or normalize not in NORMALIZATIONS:
         options = nearest(str(normalize), filter(None, NORMALIZATIONS))
         raise UsageError("normalize advantages", "", f"None, {options}", repr(normalize))
-    if truncation not in TRUNCATION_RULES:
-        raise UsageError("compute returns", "", f"truncation {nearest(truncation, TRUNCATION_RULES)}", repr(truncation))
+    if not isinstance(truncation, str) or truncation not in TRUNCATION_RULES:
+        options = nearest(str(truncation), TRUNCATION_RULES)
+        raise UsageError("compute returns", "", f"truncation {options}", repr(truncation))
 
 
 def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: int) -> torch.Tensor:
     """Give `[N, R]` float32 from that, or from `[N]` with one reward; raise `SchemaError` on anything else."""
-    given = torch.as_tensor(last_values)
+    given = _real_tensor("last_values", last_values)
     if given.dim() == 1 and num_rewards == 1:
         given = given.unsqueeze(-1)
-    if tuple(given.shape) != (num_envs, num_rewards) or given.is_complex():
+    if tuple(given.shape) != (num_envs, num_rewards):
         expected, got = f"last_values of shape {[num_envs, num_rewards]}", f"{given.dtype} of shape {list(given.shape)}"
         raise SchemaError("compute returns", "", expected, got)
     return given.to(torch.float32)
@@ -232,13 +244,26 @@ def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: i
 
 def checked_factor(name: str, factor: Scalar, num_rewards: int) -> torch.Tensor:
     """Give a discount or a trace decay as float32, `[]` or `[R]`; raise if it is neither or not in [0, 1]."""
-    checked = torch.as_tensor(factor, dtype=torch.float32)
+    checked = _real_tensor(name, factor).to(torch.float32)
     if checked.shape not in (torch.Size([]), torch.Size([num_rewards])):
         expected = f"{name} a number or of shape [{num_rewards}]"
         raise SchemaError("compute returns", "", expected, f"shape {list(checked.shape)}")
     if not bool(((checked >= 0) & (checked <= 1)).all()):
         raise UsageError("compute returns", "", f"{name} in [0, 1]", str(factor))
     return checked
+
+
+def _real_tensor(name: str, value: Any) -> torch.Tensor:
+    """Give what a caller handed in as a dense tensor of real numbers; raise `FieldTypeError` if it is none."""
+    try:
+        given = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as cause:
+        got = type(value).__name__
+        raise FieldTypeError("compute returns", "", f"{name} a number or a tensor of numbers", got) from cause
+    if given.is_complex() or given.is_meta or given.layout is not torch.strided:
+        got = f"{given.layout} {given.dtype} on {given.device}"
+        raise FieldTypeError("compute returns", "", f"{name} a dense tensor of real numbers", got)
+    return given
 
 
 def _scan_(x: torch.Tensor, decay: torch.Tensor) -> None:

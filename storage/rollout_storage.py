@@ -26,7 +26,7 @@ from .columns import (
     shape_to_json,
 )
 from .delivery import Delivery
-from .errors import BufferEmptyError, RolloutOverflowError, UsageError
+from .errors import BufferEmptyError, RolloutOverflowError, SchemaError, UsageError
 from .hidden_states import SavedStates, StateStructure
 from .mini_batches import (
     GENERATE,
@@ -41,6 +41,7 @@ from .mini_batches import (
 )
 from .returns import (
     Scalar,
+    check_bootstrap,
     check_rules,
     checked_factor,
     checked_last_values,
@@ -152,13 +153,8 @@ class RolloutStorage(Snapshotted):
         """
         with self._lock:
             if self.step >= self._table.num_rows:
-                raise RolloutOverflowError(
-                    "add a transition",
-                    "",
-                    f"at most {self._table.num_rows} steps",
-                    "one more",
-                    "Call clear() after each update",
-                )
+                expected, advice = f"at most {self._table.num_rows} steps", "Call clear() after each update"
+                raise RolloutOverflowError("add a transition", "", expected, "one more", advice)
             states = getattr(transition, "hidden_states", None)
             leaves = self._states.check(states)
             writes = self._table.plan(transition, self.step)
@@ -216,8 +212,9 @@ class RolloutStorage(Snapshotted):
             gamma = checked_factor("gamma", gamma, self.num_rewards).to(self.device)
             lam = checked_factor("lam", lam, self.num_rewards).to(self.device)
             check_rules(normalize, truncation)
-            self._put_in_order()
             x = self._signals(rows)
+            check_bootstrap(x.dones, x.time_outs, truncation, x.bootstrap_values)
+            self._put_in_order()
             rewards = with_bootstrap(x.rewards, x.values, x.dones, x.time_outs, gamma, truncation, x.bootstrap_values)
             rollout_advantage(rewards, x.values, last_values, x.dones, gamma, lam, out=x.advantages, returns=x.returns)
             normalize_(x.advantages, normalize)
@@ -246,6 +243,8 @@ class RolloutStorage(Snapshotted):
         self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: str = "epoch", drop_last: bool = True
     ) -> Iterator[Any]:
         """Yield `num_mini_batches * num_epochs` mini-batches of `[M, ...]` for feed-forward networks.
+
+        Narrow fields lie side by side in one new tensor: not contiguous, so that `view(-1)` needs `reshape`.
 
         Args:
             num_mini_batches: Mini-batches per epoch, 1 to T * B.
@@ -338,6 +337,7 @@ class RolloutStorage(Snapshotted):
         """Bring the steps into the order of time; here they always are."""
 
     def _signals(self, rows: int) -> Signals:
+        self._delivery.wait_for_writes()
         return Signals(*(self._table.view(name, rows) for name in Signals._fields))
 
     # -- saving ----------------------------------------------------------------------------
@@ -360,6 +360,7 @@ class RolloutStorage(Snapshotted):
 
     def _get_state(self) -> State:
         with self._lock:
+            self._delivery.wait_for_writes()
             structure = self._states.structure
             numbers = {
                 "step": self.step,
@@ -372,7 +373,10 @@ class RolloutStorage(Snapshotted):
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
+            if not 0 <= numbers["step"] <= numbers["num_rows"]:
+                raise SchemaError("load a state", "with 'step'", f"0 to {numbers['num_rows']}", repr(numbers["step"]))
             kept = {name: x for name, x in tensors.items() if name in self._table.schema or self._states.owns(name)}
+            self._states.check_kept(numbers["states"], kept, numbers["num_rows"])
             self._table.replace(kept, numbers["num_rows"])
             self._states.structure = StateStructure(numbers["states"]) if numbers["states"] is not None else None
             self.rng.set_state(tensors["rng"])

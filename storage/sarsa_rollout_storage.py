@@ -164,16 +164,16 @@ class SarsaRolloutStorage(RolloutStorage):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             whole = {name: tensors[_WHOLE + name] for name in self._whole}
-            super()._set_state(numbers, {**tensors, **{name: x[:-1] for name, x in whole.items()}})
-            self._whole = whole
-            self._has_next = list(numbers["has_next"])
-            self._finals = {
+            finals = {
                 step: (
                     tensors[f"{_FINALS}{step}/envs"],
                     {name: tensors[f"{_FINALS}{step}/of/{name}"] for name in whole},
                 )
                 for step in numbers["finals"]
             }
+            super()._set_state(numbers, {**tensors, **{name: x[:-1] for name, x in whole.items()}})
+            self._whole, self._finals = whole, finals
+            self._has_next = list(numbers["has_next"])
 
     def _with_finals(self, x: torch.Tensor, name: str, rows: int) -> torch.Tensor:
         """Put the true final observations in; `x` itself if there are none."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
+import threading
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -23,7 +25,16 @@ import h5py
 import numpy as np
 import torch
 
-from .errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataWarning, SchemaError, nearest
+from .errors import (
+    CorruptFileError,
+    DataFileError,
+    ForeignFileError,
+    MissingFieldError,
+    RolloutDataError,
+    RolloutDataWarning,
+    SchemaError,
+    nearest,
+)
 from .fields import DTYPES, dtype_name
 
 FORMAT = "rollout-data snapshot"
@@ -58,6 +69,8 @@ class Snapshotted:
     """
 
     device: torch.device
+    rng: torch.Generator
+    _lock: threading.RLock
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -68,7 +81,10 @@ class Snapshotted:
         raise NotImplementedError
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state with equal arguments; the tensors are on this device and ours to keep."""
+        """Take over a state with equal arguments; the tensors are on this device and ours to keep.
+
+        What does not fit raises before anything is changed.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -79,13 +95,13 @@ class Snapshotted:
 
     def state_dict(self) -> dict[str, Any]:
         """Copy everything, the random state too; tensors stay on this device."""
-        state = self._get_state()
+        state = self._copy_state()
         return {
             "class": type(self).__name__,
             "version": VERSION,
             "arguments": state.arguments,
             "numbers": state.numbers,
-            "tensors": {name: tensor.detach().clone() for name, tensor in state.tensors.items()},
+            "tensors": state.tensors,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,13 +110,22 @@ class Snapshotted:
         Raises:
             SchemaError: The state is of another class, or of a store made with other arguments.
         """
+        for key in ("class", "arguments", "numbers", "tensors"):
+            if key not in state:
+                raise MissingFieldError("load a state", "", f"the key {key!r}", ", ".join(map(repr, state)))
         self._check_state(state["class"], state["arguments"])
-        tensors = {name: _onto(x, self.device, name) for name, x in state["tensors"].items()}
-        self._set_state(state["numbers"], tensors)
+        self._take_state(state["numbers"], state["tensors"])
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write everything into `directory`, atomically; one that exists is replaced."""
-        state = self._get_state()
+        """Write everything into `directory`, atomically; an earlier save there is replaced.
+
+        What is written is one moment, whatever other threads add meanwhile; for the time of the call
+        it takes as much memory again.
+
+        Raises:
+            DataFileError: There is a file, or a folder with anything else in it.
+        """
+        state = self._copy_state()
         config = {
             "class": type(self).__name__,
             "device": str(self.device),
@@ -126,9 +151,34 @@ class Snapshotted:
             options = nearest(str(config["class"]), (name for name, known in STORES.items() if issubclass(known, cls)))
             raise ForeignFileError("load a store from", repr(str(directory)), options, repr(config["class"]))
         made = kind._from_arguments(config["arguments"], _device(config.get("device", "cpu"), device))
-        tensors = {name: _onto(x, made.device, name) for name, x in read_columns(Path(directory), config).items()}
-        made._set_state(config["numbers"], tensors)
+        tensors = read_columns(Path(directory), config)
+        try:
+            made._take_state(config["numbers"], tensors)
+        except SchemaError as cause:
+            raise CorruptFileError("load a store from", repr(str(directory)), "a whole state", str(cause)) from cause
         return made
+
+    def _copy_state(self) -> State:
+        """Copy everything as it is at one moment, on this device."""
+        with self._lock:
+            state = self._get_state()
+            return State(
+                state.arguments, state.numbers, {name: x.detach().clone() for name, x in state.tensors.items()}
+            )
+
+    def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over a state whose arguments were checked; raise `SchemaError` if it is not whole."""
+        with self._lock:
+            for name in self._get_state().numbers:
+                if name not in numbers:
+                    raise MissingFieldError("load a state", f"without {name!r}")
+            try:
+                torch.Generator(self.rng.device).set_state(tensors["rng"])
+                self._set_state(numbers, {name: _onto(x, self.device, name) for name, x in tensors.items()})
+            except (KeyError, RuntimeError, TypeError) as cause:
+                if isinstance(cause, RolloutDataError):
+                    raise
+                raise SchemaError("load a state", "", "what state_dict() gave", f"{cause}") from cause
 
     def _check_state(self, name: str, arguments: Mapping[str, Any]) -> None:
         if name != type(self).__name__:
@@ -147,12 +197,12 @@ def load_store(directory: str | os.PathLike[str], device: torch.device | str | N
 
 def write_snapshot(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a snapshot folder beside its place and rename it there."""
-    directory = directory.absolute()
+    directory = directory.resolve()
+    _check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.new")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.new-", dir=directory.parent))
     try:
+        temporary.chmod(0o755)
         columns = _write_columns(temporary / COLUMNS, tensors)
         text = json.dumps({"format": FORMAT, "version": VERSION, **config, "columns": columns}, indent=1)
         (temporary / CONFIG).write_text(text, encoding="utf-8")
@@ -168,6 +218,16 @@ def write_snapshot(directory: Path, config: Mapping[str, Any], tensors: Mapping[
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _check_replaceable(directory: Path) -> None:
+    """Refuse to replace what no snapshot is: it would be gone."""
+    if directory.exists():
+        is_folder = directory.is_dir()
+        others = sorted({path.name for path in directory.iterdir()} - {CONFIG, COLUMNS}) if is_folder else []
+        if others or not is_folder:
+            got = f"a folder with {others[0]!r} in it" if others else "a file"
+            raise DataFileError("save to", repr(str(directory)), "a new folder or an earlier save", got)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -284,7 +344,7 @@ def _device(saved: str, wanted: torch.device | str | None) -> torch.device:
 
 def _place(directory: Path) -> Path:
     """Where a snapshot stands: a crash between the two renames of `save` leaves only the previous one."""
-    previous = _previous(directory.absolute())
+    previous = _previous(directory.resolve())
     return previous if not directory.exists() and previous.exists() else directory
 
 

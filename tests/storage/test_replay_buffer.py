@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -89,3 +90,28 @@ def test_states_of_other_dtypes_and_with_gradients_are_copied():
     buffer = ReplayBuffer(2, 4)
     buffer.insert(torch.ones(1, 2, requires_grad=True), torch.full((1, 2), 3, dtype=torch.int64))
     assert buffer.states[0].eq(1).all() and buffer.next_states[0].eq(3).all() and not buffer.states.requires_grad
+
+
+def test_numpy_arrays_and_integers_are_taken_and_anything_else_is_refused_by_name():
+    buffer = ReplayBuffer(np.int64(2), np.int64(4))
+    buffer.insert(np.ones((3, 2)), np.full((3, 2), 2))
+    assert len(buffer) == 3 and buffer.next_states[:3].eq(2).all()
+    assert len(list(buffer.feed_forward_generator(np.int64(2), np.int64(3)))) == 2
+    before = buffer.states.clone()
+    for wrong in (None, "text", 3, torch.tensor(1.0), torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device="meta")):
+        with pytest.raises(SchemaError, match="cannot insert states"):
+            buffer.insert(wrong, torch.ones(2, 2))
+        with pytest.raises(SchemaError, match="cannot insert states"):
+            buffer.insert(torch.ones(2, 2), wrong)
+    assert torch.equal(buffer.states, before) and buffer.step == 3
+
+
+def test_a_state_that_is_not_whole_changes_nothing():
+    buffer = ReplayBuffer(2, 4, generator=0)
+    buffer.insert(*pairs(0, 3, 2))
+    state, before = buffer.state_dict(), buffer.states.clone()
+    shorter = {name: x[:2] * 5 for name, x in state["tensors"].items()}
+    for wrong in ({"tensors": shorter}, {"tensors": {}}, {"numbers": {}}, {"numbers": {"total": -1}}):
+        with pytest.raises(SchemaError):
+            buffer.load_state_dict({**state, **wrong})
+    assert torch.equal(buffer.states, before) and buffer.step == 3

@@ -281,3 +281,30 @@ def test_numpy_integers_are_integers(tmp_path):
     storage = RolloutStorage(np.int64(2), np.int32(3), np.int64(4), None, (np.int64(2),))
     storage.save(tmp_path / "kept")
     assert storage.observations.shape == (3, 2, 4) and storage.actions.shape == (3, 2, 2)
+
+
+def test_flags_assigned_from_other_dtypes_are_kept_as_zero_and_one():
+    storage = fill(make_storage())
+    storage.dones = torch.full((6, 4, 1), 2)
+    storage.time_outs = torch.full((6, 4, 1), 0.5)
+    assert storage.dones.eq(1).all() and storage.time_outs.all()
+    with pytest.raises(FieldTypeError, match="cannot assign to 'returns': expected a dense tensor, got float"):
+        storage.returns = 1.0
+
+
+@pytest.mark.parametrize("how", ["assigned", "in place"])
+def test_time_outs_written_by_hand_do_not_stay_for_the_next_rollout(how):
+    storage = fill(make_storage())
+    if how == "assigned":
+        storage.time_outs = torch.ones(6, 4, 1)
+    else:
+        storage.time_outs[:] = True
+    storage.clear()
+    assert not fill(storage).time_outs.any()
+
+
+def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
+    with pytest.raises(SchemaError, match="cannot declare the shape of 'observations'"):
+        RolloutStorage(2, 3, None, None, (2,))
+    with pytest.raises(UsageError, match=r"expected a torch\.Generator, an int or None, got 'x'"):
+        make_storage(generator="x")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +164,94 @@ def test_saving_again_replaces_and_a_failed_save_keeps_the_old_one(tmp_path, mon
     with pytest.raises(OSError, match="No space left"):
         make("plain", "part").save(tmp_path / "kept")
     assert RolloutStorage.load(tmp_path / "kept").step == 4 and [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+def test_what_is_saved_while_another_thread_adds_is_one_moment(tmp_path):
+    storage = make_storage(256, 64, QueueRolloutStorage, generator=0)
+    is_over, added = threading.Event(), threading.Event()
+
+    def add():
+        step = 0
+        while not is_over.is_set():
+            x = torch.full((256, 1), float(step % 1000))
+            wide = {"observations": x.expand(-1, 3), "critic_observations": x.expand(-1, 5)}
+            storage.add_transitions(make_transition(0, 256, rewards=x, values=x, **wide))
+            step += 1
+            if step > 64:
+                added.set()
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        added.wait(60)
+        for _ in range(8):
+            storage.save(tmp_path / "kept")
+            loaded, tensors = RolloutStorage.load(tmp_path / "kept"), storage.state_dict()["tensors"]
+            assert torch.equal(loaded.observations[:, 0, 0], loaded.values[:, 0, 0])
+            assert torch.equal(tensors["observations"][:, 0, 0], tensors["values"][:, 0, 0])
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_saving_never_replaces_what_is_no_save(tmp_path):
+    folder, file, link = tmp_path / "folder", tmp_path / "file", tmp_path / "link"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    file.write_text("mine")
+    with pytest.raises(DataFileError) as caught:
+        make("plain", "full").save(folder)
+    assert str(caught.value) == (
+        f"cannot save to '{folder}': expected a new folder or an earlier save, got a folder with 'notes.txt' in it."
+    )
+    with pytest.raises(DataFileError, match="got a file"):
+        make("plain", "full").save(file)
+    assert (folder / "notes.txt").read_text() == file.read_text() == "mine"
+    (folder / "notes.txt").unlink()
+    link.symlink_to(folder)
+    for state in ("part", "full"):
+        make("plain", state).save(link)
+    assert link.is_symlink() and RolloutStorage.load(folder).step == RolloutStorage.load(link).step == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
+
+
+@pytest.mark.parametrize("at", ["_write_columns", "_sync", "rename", "rmtree"])
+def test_a_process_killed_while_saving_leaves_the_old_save_or_the_new_one(tmp_path, at):
+    make("plain", "part").save(tmp_path / "kept")
+    outcomes = set()
+    for nth in range(6):
+        child = os.fork()
+        if not child:
+            _save_and_die(tmp_path / "kept", at, nth)
+        os.waitpid(child, 0)
+        outcomes.add(RolloutStorage.load(tmp_path / "kept").step)
+    assert outcomes <= {2, 4}
+
+
+def _save_and_die(folder, at, nth):
+    """Be killed in the call number `nth` of a function; exit in any case."""
+    place = {"rename": Path, "rmtree": shutil}.get(at, snapshots)
+    real, calls = getattr(place, at), []
+
+    def counted(*arguments, **options):
+        calls.append(at)
+        if len(calls) > nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+
+    setattr(place, at, counted)
+    try:
+        make("plain", "full").save(folder)
+    finally:
+        os._exit(0)
+
+
+def test_a_config_without_its_numbers_is_reported(tmp_path):
+    make("sarsa", "full").save(tmp_path / "kept")
+    path = tmp_path / "kept" / snapshots.CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), "numbers": {}}))
+    with pytest.raises(CorruptFileError, match="cannot load a state without 'step'"):
+        load_store(tmp_path / "kept")
 
 
 def test_a_crash_between_the_two_renames_loses_nothing(tmp_path):
