@@ -150,10 +150,14 @@ class RslRlStorage(RolloutStorage):
             self.add_transitions(SimpleNamespace(**given))  # type: ignore[arg-type]
 
     def generator(self) -> Iterator[Any]:
-        """Yield the steps one after another, for distillation."""
+        """Yield the steps one after another, for distillation.
+
+        Raises:
+            UsageError: At the call: another training type, or the rollout is not full.
+        """
         if self.training_type != "distillation":
             raise UsageError("generate steps", "", "training_type 'distillation'", repr(self.training_type))
-        return self._steps()
+        return self._steps(self._num_rows_for("generate steps", allow_partial=False))
 
     def mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8, **options: Any) -> Iterator[Any]:
         """Yield shuffled mini-batches of rows; see `RolloutStorage`."""
@@ -203,8 +207,8 @@ class RslRlStorage(RolloutStorage):
         if self.training_type != "rl":
             raise UsageError(GENERATE, "", "training_type 'rl'", repr(self.training_type))
 
-    def _steps(self) -> Iterator[Any]:
-        for step in range(self.num_transitions_per_env):
+    def _steps(self, rows: int) -> Iterator[Any]:
+        for step in range(rows):
             observations = self.observations[step].clone()
             yield self.Batch(
                 observations=observations,

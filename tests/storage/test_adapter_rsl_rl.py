@@ -167,6 +167,8 @@ def test_wrong_calls_give_clear_errors():
         make(RslRlStorage, "distillation").mini_batch_generator(1, 1)
     with pytest.raises(UsageError, match="training_type 'distillation', 'rl', got 'r1'"):
         make(RslRlStorage, "r1")
+    with pytest.raises(UsageError, match=r"cannot generate steps: expected a rollout, got no step"):
+        make(RslRlStorage, "distillation").generator()
     storage.clear()
     with pytest.raises(SchemaError, match="without the field 'privileged'"):
         storage.add_transition(storage.Transition(observations=TensorDict({"policy": rows(0, 5)}, batch_size=[ENVS])))
