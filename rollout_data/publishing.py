@@ -83,12 +83,15 @@ class BlockPublisher:
         # A Ctrl-C in here changes nothing: the steps stay staged.
         while not self._free_blocks.acquire(timeout=_CHECK_S):
             self.raise_failure()  # what would have freed a place may have been discarded behind a failure
-        staging.is_sealed = True
         try:
+            staging.is_sealed = True
             self._worker.submit(partial(self._publish, staging, num_accepted))
         except BackgroundError as error:
             self._keep(error)
             self.raise_failure()
+        except BaseException:  # Ctrl-C: a place that is lost would make close() wait for ever
+            self._free_blocks.release()
+            raise
         if self._is_synchronous:
             self.settle()
 
