@@ -50,13 +50,14 @@ def record_until_killed(folder: Path, seed: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # A shell may have started us with Ctrl-C ignored, and then one that comes early would be lost.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("ready", flush=True)
     for line in sys.stdin:
         folder, seed = line.split()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the child is ready for it
         process_id = os.fork()
         if process_id == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 record_until_killed(Path(folder), int(seed))
