@@ -2,6 +2,9 @@
 
 `python examples/recurrent_ppo.py` learns CartPole-v1 from positions alone, once with a GRU and once without memory,
 prints both results and draws `demo/recurrent_ppo.png`. The critic may see everything: it is not needed later.
+
+Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task gives): 500 on average
+with the GRU, 44 without memory; 40 seconds on one core.
 """
 
 from __future__ import annotations
