@@ -19,6 +19,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from storage.errors import CorruptFileError, UsageError
 from storage.fields import Schema
@@ -194,15 +195,24 @@ def _checksums(content: BlockContent) -> dict[str, np.ndarray]:
     found = {}
     for table, columns in content.rows.items():
         values = np.zeros((len(content.fragments), len(columns)), "<u4")
+        first, stop = row_ranges(table, content.fragments)
         for position, rows in enumerate(columns.values()):
-            rows_per_env = max(1, rows.shape[1])
-            for number, fragment in enumerate(content.fragments):
-                start, stop = row_range(table, fragment)
-                if stop > start:
-                    env, first = divmod(start, rows_per_env)
-                    values[number, position] = zlib.crc32(rows[env, first : first + stop - start].data)
+            # One flat view: slicing it costs a tenth of slicing the array, a thousand times a block.
+            step, row_bytes, rows_per_env = rows.strides[0], rows.shape[2], max(1, rows.shape[1])
+            start = first // rows_per_env * step + first % rows_per_env * row_bytes
+            flat = memoryview(as_strided(rows, (max(0, len(rows) - 1) * step + rows_per_env * row_bytes,), (1,)))
+            bounds = zip(start.tolist(), (start + (stop - first) * row_bytes).tolist(), strict=True)
+            values[:, position] = [zlib.crc32(flat[low:high]) if high > low else 0 for low, high in bounds]
         found[table] = values
     return found
+
+
+def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First row and end of every fragment in one of the two tables; equal where it has none."""
+    if table == DATA:
+        return fragments["row"], fragments["row"] + fragments["length"]
+    final = fragments["final_row"]
+    return np.maximum(final, 0), np.maximum(final + 1, 0)
 
 
 def _write_header(path: Path, content: BlockContent) -> dict[str, int]:
