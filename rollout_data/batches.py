@@ -16,7 +16,7 @@ import torch
 from storage.buffer_pool import BufferPool
 from storage.tree import map_leaves, unflatten
 
-from .block_header import DATA, FINAL, final_schema
+from .block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY, final_schema
 from .cursor import Bools, Int64s, Plan
 from .frames import FrameStore
 from .index import Runs
@@ -127,11 +127,18 @@ class _Gathered:
         env = torch.from_numpy(np.searchsorted(self.envs, part.ends.env[which])).to(self.device)
         time = torch.from_numpy(part.ends.time[which]).to(self.device)
         layout, final = store.layouts[DATA], store.layouts[FINAL]
+        # Without a recorded privileged part, the next privileged observation is that of the stream.
+        flags = store.index.flags[part.ends.trajectory[which]]
+        is_whole = torch.from_numpy((flags & FINAL_OBSERVATION_ONLY) == 0).to(self.device)
         for name, column in final.columns.items():
             found = store.finals(name, part.ends.trajectory[which]).to(self.device)
             for each in column.offsets:
                 target = layout.stored_view(each, rows[layout.column_of[each].name])
-                target[env, time] = final.stored_view(each, found)
+                values = final.stored_view(each, found)
+                if each.split("/")[0] == PRIVILEGED:
+                    target[env[is_whole], time[is_whole]] = values[is_whole]
+                else:
+                    target[env, time] = values
 
 
 def _flags(plan: Plan, envs: Int64s, mark_first_frame: bool) -> dict[str, Bools]:

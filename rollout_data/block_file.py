@@ -200,7 +200,7 @@ def _checksums(content: BlockContent) -> dict[str, np.ndarray]:
             # One flat view: slicing it costs a tenth of slicing the array, a thousand times a block.
             step, row_bytes, rows_per_env = rows.strides[0], rows.shape[2], max(1, rows.shape[1])
             start = first // rows_per_env * step + first % rows_per_env * row_bytes
-            flat = memoryview(as_strided(rows, (max(0, len(rows) - 1) * step + rows_per_env * row_bytes,), (1,)))
+            flat = as_strided(rows, (max(0, len(rows) - 1) * step + rows_per_env * row_bytes,), (1,)).data
             bounds = zip(start.tolist(), (start + (stop - first) * row_bytes).tolist(), strict=True)
             values[:, position] = [zlib.crc32(flat[low:high]) if high > low else 0 for low, high in bounds]
         found[table] = values

@@ -55,6 +55,10 @@ def replace_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists() and not target.is_dir():
         raise DataFileError("save to", repr(str(folder)), "a folder or nothing", "a file")
+    if target.is_dir() and any(target.iterdir()) and not (target / CONFIG_NAME).is_file():
+        # Replacing is removing: a folder of something else stays what it is.
+        advice = "Choose another folder"
+        raise DataFileError("save to", repr(str(folder)), "a new folder or an earlier save", "other files", advice)
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
     try:
         yield made

@@ -21,6 +21,7 @@ from storage import (
     column_files,
     load_buffer,
 )
+from storage.errors import DataFileError
 
 from .streams import rows
 
@@ -211,3 +212,12 @@ def test_a_state_of_another_buffer_is_refused() -> None:
     assert len(buffer) == 10
     buffer.load_state_dict(DictBuffer(capacity=10, end_key="done").state_dict())
     assert buffer.storage == {}
+
+
+def test_saving_over_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    buffer = DictBuffer(capacity=4)
+    buffer.extend({"observation": torch.zeros(2, 3)})
+    with pytest.raises(DataFileError, match="a new folder or an earlier save, got other files"):
+        buffer.save(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"

@@ -69,7 +69,7 @@ def record(
                 final[env] = observation_of(item.number, frame[env] + 0.5)
                 if frame[env] == item.length - 1 and item.end != "open":
                     done[env], timeout[env] = True, item.end == "truncated"
-            extra = {"final_observation": final} if with_final else {}
+            extra = {"final_observation": final, "final_privileged_observation": -final} if with_final else {}
             writer.add(
                 observation=observation,
                 privileged_observation=-observation,

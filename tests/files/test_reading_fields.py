@@ -194,3 +194,16 @@ def test_folders_of_different_kinds_are_not_mixed(folders, tmp_path):
         writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
     with pytest.raises(ValueError, match="folders of one kind"):
         opened([folders / "ant", tmp_path / "new"]).reset()
+
+
+def test_a_final_observation_without_its_privileged_part_leaves_that_to_the_stream(tmp_path):
+    observation = numbered((4, 1, 2), torch.float32)
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        for t in range(4):
+            writer.add(
+                observation=observation[t], privileged_observation=observation[t] + 50, action=torch.zeros(1, 1),
+                done=[t == 1], final_observation=observation[t] - 50,
+            )  # fmt: skip
+    batch = opened(tmp_path).get_batch(4)
+    assert torch.equal(batch.next_observation[1], observation[1] - 50)
+    assert torch.equal(batch.next_privileged_observation[1], observation[2] + 50)
