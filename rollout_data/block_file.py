@@ -161,8 +161,8 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileErr
     """Check every checksum of a block; yield (fragment number, error) for each that is wrong."""
     for table, columns in header.locations.items():
         for position, column in enumerate(columns):
-            for number, fragment in enumerate(header.fragments):
-                start, stop = row_range(table, fragment)
+            bounds = (bound.tolist() for bound in row_ranges(table, header.fragments))
+            for number, (fragment, start, stop) in enumerate(zip(header.fragments, *bounds, strict=True)):
                 if start == stop:
                     continue
                 expected = int(header.checksums[table][number, position])
@@ -180,14 +180,6 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileErr
                             f"Run 'rollout-data verify --repair {header.path.parent}' to keep the intact trajectories",
                         ),
                     )
-
-
-def row_range(table: str, fragment: np.void) -> tuple[int, int]:
-    """Rows of a fragment in one of the two tables, half-open."""
-    if table == DATA:
-        return int(fragment["row"]), int(fragment["row"] + fragment["length"])
-    final = int(fragment["final_row"])
-    return (final, final + 1) if final >= 0 else (0, 0)
 
 
 def _checksums(content: BlockContent) -> dict[str, np.ndarray]:
