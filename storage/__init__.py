@@ -15,6 +15,7 @@ from .errors import (
     UsageError,
 )
 from .fields import Field, Schema
+from .monitors import InTickMonitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
 from .padding import split_and_pad_trajectories, unpad_trajectories
 from .prefix_sum import PrefixSum
 from .priorities import motion_priorities
@@ -40,8 +41,12 @@ __all__ = [
     "Field",
     "FieldTypeError",
     "HiddenStates",
+    "InTickMonitor",
     "MiniBatch",
     "MissingFieldError",
+    "NaturalMonitor",
+    "OutTickMonitor",
+    "PerformanceMonitor",
     "PrefixSum",
     "QueueRolloutStorage",
     "ReplayBuffer",
@@ -66,6 +71,7 @@ __all__ = [
     "load_store",
     "motion_priorities",
     "n_step_returns",
+    "plot_snapshots",
     "rollout_advantage",
     "split_and_pad_trajectories",
     "unpad_trajectories",
