@@ -17,14 +17,15 @@ import torch
 from .column_files import (
     COLUMNS_NAME,
     CONFIG_NAME,
+    FINALS_NAME,
+    OWN_NAMES,
     ColumnFile,
-    existing_folder,
     file_keys,
     read_config,
-    replace_folder,
     write_columns,
     write_config,
 )
+from .durable import existing_folder, replace_folder
 from .errors import CorruptFileError, ForeignFileError, RolloutDataWarning, SchemaError, nearest
 from .fields import Field, Schema
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "rollout-data buffer", 1
 _DEFAULT_SEPARATOR = "-"
-_FINALS_NAME, _FINAL_KEYS = "finals.hdf5", "row_key"
+_FINAL_KEYS = "row_key"
 _Buffer = TypeVar("_Buffer", bound="RingBuffer")
 
 #: Last part of `__target__` -> what opens the folder. Classes add themselves with `can_load`.
@@ -92,7 +93,7 @@ def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separ
         "num_lanes": None if ring is None else ring.num_lanes,
         **buffer._config(),
     }
-    with replace_folder(folder) as new:
+    with replace_folder(folder, OWN_NAMES) as new:
         write_config(new / CONFIG_NAME, config)
         if ring is None:
             return
@@ -105,7 +106,7 @@ def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separ
         write_columns(new / COLUMNS_NAME, ring.schema, ring.num_live, lead, read, keys)
         if buffer._finals is not None:
             row_keys, columns = buffer._finals.live()
-            _write_finals(buffer, new / _FINALS_NAME, row_keys, columns, separator)
+            _write_finals(buffer, new / FINALS_NAME, row_keys, columns, separator)
 
 
 def load_buffer_folder(cls: type[_Buffer], path: str | os.PathLike[str], device: torch.device | str | None) -> _Buffer:
@@ -123,8 +124,8 @@ def load_buffer_folder(cls: type[_Buffer], path: str | os.PathLike[str], device:
     else:
         with ColumnFile(folder / COLUMNS_NAME, separator) as file:
             _restore_rows(buffer, file, config, path)
-        if (folder / _FINALS_NAME).exists():
-            with ColumnFile(folder / _FINALS_NAME, separator) as file:
+        if (folder / FINALS_NAME).exists():
+            with ColumnFile(folder / FINALS_NAME, separator) as file:
                 columns = {name: torch.cat([part for _, part in file.chunks(name)]) for name in file.names}
             buffer._restore_finals(columns.pop(_FINAL_KEYS).squeeze(1), columns)
     if "generator" in config:

@@ -1,19 +1,16 @@
-"""Columns of a store in a folder: `buffer.hdf5` and `config.json`, replaced whole or not at all.
+"""Columns of a store in a folder: `buffer.hdf5` and `config.json`.
 
-One rule: a folder is written beside the old one, flushed, and renamed into its place; rows pass
-through one chunk of memory, whatever the store's size. What the columns mean is not known here.
+One rule: rows pass through chunks of memory, whatever the store's size. What the columns mean is not known
+here, nor how a folder takes the place of another (see `durable.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .durable import existing_folder
 from .errors import CorruptFileError, DataFileError, SchemaError, UnsafeFileError
 from .fields import Field, Schema, dtype_name
 from .records import make_field
 
-COLUMNS_NAME, CONFIG_NAME = "buffer.hdf5", "config.json"
+COLUMNS_NAME, CONFIG_NAME, FINALS_NAME = "buffer.hdf5", "config.json", "finals.hdf5"
+#: All that a saved buffer consists of.
+OWN_NAMES = frozenset({COLUMNS_NAME, CONFIG_NAME, FINALS_NAME})
 #: Rows pass through memory of this size, twice: one chunk is laid out while the other is written.
 CHUNK_BYTES = 8 << 20
 #: Attribute of datasets whose numpy type does not say the dtype.
@@ -42,46 +42,6 @@ class MissingFolderError(DataFileError, FileNotFoundError):
 
 #: (field name, first row, last row) -> that part of the column, `[rows, ...]`, on the CPU.
 ReadRows = Callable[[str, int, int], torch.Tensor]
-
-
-@contextmanager
-def replace_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give an empty folder to write to; it takes the place of `folder` when the block ends without an error.
-
-    A crash leaves the old content or the new one; between the two renames at the end the old content
-    stands beside its place, where `existing_folder` finds it.
-    """
-    target = Path(folder).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and not target.is_dir():
-        raise DataFileError("save to", repr(str(folder)), "a folder or nothing", "a file")
-    if target.is_dir() and any(target.iterdir()) and not (target / CONFIG_NAME).is_file():
-        # Replacing is removing: a folder of something else stays what it is.
-        advice = "Choose another folder"
-        raise DataFileError("save to", repr(str(folder)), "a new folder or an earlier save", "other files", advice)
-    made = Path(tempfile.mkdtemp(prefix=f".{target.name}.new-", dir=target.parent))
-    try:
-        yield made
-        for path in (*made.iterdir(), made):
-            _flush(path)
-        made.chmod(0o755)
-        previous = _previous(target)
-        if target.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            os.replace(target, previous)
-        os.replace(made, target)
-        _flush(target.parent)
-        shutil.rmtree(previous, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
-
-
-def existing_folder(folder: str | os.PathLike[str]) -> Path:
-    """Say where the content of a folder is that `replace_folder` wrote, also if it was interrupted."""
-    target = Path(folder).absolute()
-    previous = _previous(target)
-    return previous if not target.exists() and previous.exists() else target
 
 
 def file_keys(names: list[str], separator: str) -> dict[str, str]:
@@ -271,15 +231,3 @@ def _as_array(part: torch.Tensor) -> npt.NDArray[Any]:
 
 def _bytes(part: npt.NDArray[Any]) -> memoryview | bytes:
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data if part.size else b""
-
-
-def _previous(target: Path) -> Path:
-    return target.with_name(f".{target.name}.previous")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -19,14 +19,14 @@ from .buffer_files import can_load, device_for, random_state, restore_generator
 from .column_files import (
     COLUMNS_NAME,
     CONFIG_NAME,
+    OWN_NAMES,
     ColumnFile,
-    existing_folder,
     file_keys,
     read_config,
-    replace_folder,
     write_columns,
     write_config,
 )
+from .durable import existing_folder, replace_folder
 from .episodes import Episodes, read_episodes
 from .errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
 from .fields import Schema
@@ -218,7 +218,7 @@ class TrajectoryDictBuffer:
         """Write everything to a folder, atomically; one that exists is replaced."""
         separator = nested_key_separator or self.nested_key_separator
         keys = file_keys(list(self._ring.schema), separator)
-        with self._lock, replace_folder(folder) as new:
+        with self._lock, replace_folder(folder, OWN_NAMES) as new:
             config = {
                 "__target__": f"{type(self).__module__}.{type(self).__qualname__}",
                 "capacity": self.capacity,

@@ -1,16 +1,13 @@
 """Save and load any store: its tensors as HDF5 columns, everything else as `config.json`.
 
-One rule: a folder with `config.json` is complete. It is written beside its place, forced to the
-disk and then renamed; a crash leaves the old one or the new one. What a store's state is, the
-store says: arguments to make an equal one, numbers, and tensors by name.
+One rule: what a store's state is, the store says: arguments to make an equal one, numbers, and tensors by
+name. A folder with `config.json` is complete (see `durable.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 import threading
 import warnings
 import zlib
@@ -25,6 +22,7 @@ import h5py
 import numpy as np
 import torch
 
+from .durable import existing_folder, replace_folder
 from .errors import (
     CorruptFileError,
     DataFileError,
@@ -196,43 +194,16 @@ def load_store(directory: str | os.PathLike[str], device: torch.device | str | N
 
 
 def write_snapshot(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a snapshot folder beside its place and rename it there."""
-    directory = directory.resolve()
-    _check_replaceable(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.new-", dir=directory.parent))
-    try:
-        temporary.chmod(0o755)
-        columns = _write_columns(temporary / COLUMNS, tensors)
+    """Write a snapshot folder; it takes the place of an earlier one."""
+    with replace_folder(directory, (CONFIG, COLUMNS)) as new:
+        columns = _write_columns(new / COLUMNS, tensors)
         text = json.dumps({"format": FORMAT, "version": VERSION, **config, "columns": columns}, indent=1)
-        (temporary / CONFIG).write_text(text, encoding="utf-8")
-        for path in (temporary / COLUMNS, temporary / CONFIG, temporary):
-            _sync(path)
-        previous = _previous(directory)
-        if directory.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            directory.rename(previous)  # a crash right here is repaired by the reader
-        temporary.rename(directory)
-        _sync(directory.parent)
-        shutil.rmtree(previous, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _check_replaceable(directory: Path) -> None:
-    """Refuse to replace what no snapshot is: it would be gone."""
-    if directory.exists():
-        is_folder = directory.is_dir()
-        others = sorted({path.name for path in directory.iterdir()} - {CONFIG, COLUMNS}) if is_folder else []
-        if others or not is_folder:
-            got = f"a folder with {others[0]!r} in it" if others else "a file"
-            raise DataFileError("save to", repr(str(directory)), "a new folder or an earlier save", got)
+        (new / CONFIG).write_text(text, encoding="utf-8")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Read and check `config.json` of a snapshot folder."""
-    path = _place(directory) / CONFIG
+    path = existing_folder(directory) / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as cause:
@@ -250,7 +221,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def read_columns(directory: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Read all tensors of a snapshot onto the CPU; sizes are checked before anything is allocated."""
-    path = _place(directory) / COLUMNS
+    path = existing_folder(directory) / COLUMNS
     found: dict[str, torch.Tensor] = {}
     try:
         with h5py.File(path, "r") as file, open(path, "rb", buffering=0) as raw:
@@ -340,21 +311,3 @@ def _device(saved: str, wanted: torch.device | str | None) -> torch.device:
         warnings.warn(f"{saved!r} is not here; the store is loaded onto the CPU", RolloutDataWarning)
         return torch.device("cpu")
     return torch.device(saved)
-
-
-def _place(directory: Path) -> Path:
-    """Where a snapshot stands: a crash between the two renames of `save` leaves only the previous one."""
-    previous = _previous(directory.resolve())
-    return previous if not directory.exists() and previous.exists() else directory
-
-
-def _previous(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.previous")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -16,14 +16,14 @@ from .buffer_files import can_load, device_for, random_state, restore_generator
 from .column_files import (
     COLUMNS_NAME,
     CONFIG_NAME,
+    OWN_NAMES,
     ColumnFile,
-    existing_folder,
     file_keys,
     read_config,
-    replace_folder,
     write_columns,
     write_config,
 )
+from .durable import existing_folder, replace_folder
 from .errors import BufferEmptyError, CorruptFileError, SchemaError, UsageError
 from .fields import DTYPES, Field, Schema, dtype_name
 from .ring import RingStore
@@ -126,7 +126,7 @@ class ZBuffer:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write everything to a folder, atomically; one that exists is replaced."""
-        with self._lock, replace_folder(folder) as new:
+        with self._lock, replace_folder(folder, OWN_NAMES) as new:
             target = f"{type(self).__module__}.{type(self).__qualname__}"
             state = {"device": str(self.device), "generator": random_state(self.generator)}
             write_config(new / CONFIG_NAME, {"__target__": target, **self._config(), **state})

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 HOUSE = {
     "storage": [
         "errors",
+        "durable",
         "tree",
         "fields",
         "buffer_pool",

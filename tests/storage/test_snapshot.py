@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from storage import (
     RolloutStorage,
     SarsaRolloutStorage,
     SchemaError,
+    durable,
     load_store,
 )
 from storage import snapshot as snapshots
@@ -160,7 +160,7 @@ def test_saving_again_replaces_and_a_failed_save_keeps_the_old_one(tmp_path, mon
     def no_space(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshots, "_sync", no_space)
+    monkeypatch.setattr(durable, "sync_path", no_space)
     with pytest.raises(OSError, match="No space left"):
         make("plain", "part").save(tmp_path / "kept")
     assert RolloutStorage.load(tmp_path / "kept").step == 4 and [p.name for p in tmp_path.iterdir()] == ["kept"]
@@ -202,7 +202,8 @@ def test_saving_never_replaces_what_is_no_save(tmp_path):
     with pytest.raises(DataFileError) as caught:
         make("plain", "full").save(folder)
     assert str(caught.value) == (
-        f"cannot save to '{folder}': expected a new folder or an earlier save, got a folder with 'notes.txt' in it."
+        f"cannot save to '{folder}': expected a new folder or an earlier save, got a folder with 'notes.txt' in it. "
+        "Choose another place."
     )
     with pytest.raises(DataFileError, match="got a file"):
         make("plain", "full").save(file)
@@ -215,7 +216,7 @@ def test_saving_never_replaces_what_is_no_save(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
 
 
-@pytest.mark.parametrize("at", ["_write_columns", "_sync", "rename", "rmtree"])
+@pytest.mark.parametrize("at", ["_write_columns", "sync_path", "replace", "rmtree"])
 def test_a_process_killed_while_saving_leaves_the_old_save_or_the_new_one(tmp_path, at):
     make("plain", "part").save(tmp_path / "kept")
     outcomes = set()
@@ -230,7 +231,7 @@ def test_a_process_killed_while_saving_leaves_the_old_save_or_the_new_one(tmp_pa
 
 def _save_and_die(folder, at, nth):
     """Be killed in the call number `nth` of a function; exit in any case."""
-    place = {"rename": Path, "rmtree": shutil}.get(at, snapshots)
+    place = {"sync_path": durable, "replace": os, "rmtree": shutil}.get(at, snapshots)
     real, calls = getattr(place, at), []
 
     def counted(*arguments, **options):

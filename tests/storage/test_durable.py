@@ -1,0 +1,166 @@
+"""Replacing files and folders: the old or the new at every instant, nothing foreign lost, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from storage import durable
+from storage.durable import existing_folder, replace_file, replace_folder, sync_path
+from storage.errors import DataFileError
+
+OWN = ("a", "b")
+
+
+def put(target: Path, text: str) -> None:
+    with replace_folder(target, OWN) as new:
+        (new / "a").write_text(text)
+
+
+def put_file(target: Path, text: str) -> None:
+    with replace_file(target) as new:
+        new.write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "kept"
+    put(target, "old")
+    (target / "b").write_text("of the old one")
+    put(target, "new")
+    assert names(target) == ["a"] and (target / "a").read_text() == "new" and names(target.parent) == ["kept"]
+
+
+def test_a_file_is_replaced_whole_and_keeps_usual_permissions(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "kept.bin"
+    put_file(target, "old")
+    put_file(target, "new")
+    usual = tmp_path / "usual"
+    usual.write_text("")
+    assert target.read_text() == "new" and names(target.parent) == ["kept.bin"]
+    assert target.stat().st_mode == usual.stat().st_mode
+
+
+@pytest.mark.parametrize("write", [put, put_file])
+def test_an_error_in_the_block_changes_nothing(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
+    write(tmp_path / "kept", "old")
+    replace = replace_file(tmp_path / "kept") if write is put_file else replace_folder(tmp_path / "kept", OWN)
+    with pytest.raises(KeyError), replace as new:
+        (new if write is put_file else new / "a").write_text("half")
+        raise KeyError
+    kept = tmp_path / "kept"
+    assert names(tmp_path) == ["kept"] and (kept if kept.is_file() else kept / "a").read_text() == "old"
+
+
+def test_a_full_disk_at_the_flush_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "kept", "old")
+
+    def no_space(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable, "sync_path", no_space)
+    with pytest.raises(OSError, match="No space"):
+        put(tmp_path / "kept", "new")
+    assert names(tmp_path) == ["kept"] and (tmp_path / "kept" / "a").read_text() == "old"
+
+
+def test_what_is_flushed_is_everything_before_the_renames_and_the_parent_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    replace = os.replace
+
+    def synced(path: Path) -> None:
+        events.append(f"sync {path.name if path.parent.name.startswith('.') else path.name[:5]}")
+        sync_path(path)
+
+    def replaced(source: Path, target: Path) -> None:
+        events.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(durable, "sync_path", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    put(tmp_path / "kept", "new")
+    assert events == ["sync a", "sync .kept", "replace", f"sync {tmp_path.name[:5]}"]
+
+
+def test_a_folder_with_anything_else_in_it_stays(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "notes.txt").write_text("mine")
+    with pytest.raises(DataFileError, match="an earlier save, got a folder with 'notes"):
+        put(tmp_path / "kept", "new")
+    with pytest.raises(DataFileError, match="got a file"):
+        put(tmp_path / "kept" / "notes.txt", "new")
+    with pytest.raises(DataFileError, match="a file or nothing, got a folder"):
+        put_file(tmp_path / "kept", "new")
+    assert names(tmp_path) == ["kept"] and (tmp_path / "kept" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("write", [put, put_file])
+def test_links_are_followed(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
+    write(tmp_path / "kept", "old")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    write(tmp_path / "link", "new")
+    kept = tmp_path / "kept"
+    assert (tmp_path / "link").is_symlink() and names(tmp_path) == ["kept", "link"]
+    assert (kept if kept.is_file() else kept / "a").read_text() == "new"
+    assert existing_folder(tmp_path / "link") == kept.resolve()
+
+
+@contextmanager
+def killed_at(name: str, nth: int) -> Iterator[None]:
+    """Be killed in the call number `nth` of a function of `os`."""
+    real, calls = getattr(os, name), []
+
+    def counted(*arguments, **options):
+        calls.append(name)
+        if len(calls) > nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+
+    setattr(os, name, counted)
+    try:
+        yield
+    finally:
+        setattr(os, name, real)
+
+
+@pytest.mark.parametrize("write", [put, put_file])
+@pytest.mark.parametrize("at", ["fsync", "replace", "rmdir", "unlink"])
+def test_a_killed_process_leaves_old_or_new_and_the_next_one_removes_its_rest(
+    tmp_path: Path, write: Callable[[Path, str], None], at: str
+) -> None:
+    target = tmp_path / "kept[1]"  # a name that means something to glob
+    seen = set()
+    for nth in range(5):
+        write(target, "old")
+        child = os.fork()
+        if not child:
+            try:
+                with killed_at(at, nth):
+                    write(target, "new")
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        found = existing_folder(target)
+        seen.add((found if found.is_file() else found / "a").read_text())
+        write(target, "after")
+        assert names(tmp_path) == ["kept[1]"]
+    assert seen <= {"old", "new"} and "new" in seen
+
+
+def test_two_savers_do_not_remove_each_others_work(tmp_path: Path) -> None:
+    with replace_file(tmp_path / "kept") as first:
+        first.write_text("first")
+        put_file(tmp_path / "kept", "second")
+        assert (tmp_path / "kept").read_text() == "second" and first.exists()
+    assert (tmp_path / "kept").read_text() == "first" and names(tmp_path) == ["kept"]
