@@ -24,6 +24,7 @@ from .index import TrajectoryIndex
 from .journal import recover_dead_writers
 from .metadata import load_metadata, publish_metadata
 from .repair import check_folder, check_is_folder
+from .row_source import ArrayRows, RowSource
 
 #: Holds the new blocks of an unfinished packing in place.
 STAGING_FOLDER = ".packing"
@@ -165,9 +166,9 @@ class _Packed:
         self.sums[-1] += reward_sum
 
     def write(self, folder: Path) -> None:
-        tables = {
+        tables: dict[str, dict[str, RowSource]] = {
             table: {
-                name: np.concatenate([np.zeros((0, column.row_bytes), np.uint8), *self.rows[table][name]])[None]
+                name: ArrayRows(np.concatenate([np.zeros((0, column.row_bytes), np.uint8), *self.rows[table][name]]))
                 for name, column in layout.columns.items()
             }
             for table, layout in self.header.layouts.items()

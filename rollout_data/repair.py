@@ -19,6 +19,7 @@ from .block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from .block_header import DATA, DROPPED, FINAL, BlockHeader, read_header
 from .index import TrajectoryIndex
 from .journal import DeadWriter, recover_dead_writers
+from .row_source import ArrayRows, RowSource
 
 #: Where damaged files go.
 DAMAGED_FOLDER = "damaged"
@@ -110,20 +111,20 @@ def _intact_part(path: Path) -> tuple[BlockContent | None, int]:
     return BlockContent(header.schema, header.writer, header.sequence, fragments, sums, rows), len(lost)
 
 
-def _compacted(header: BlockHeader, fragments: np.ndarray) -> tuple[dict[str, dict[str, np.ndarray]], np.ndarray]:
+def _compacted(header: BlockHeader, fragments: np.ndarray) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
     """Read the rows of these fragments only, and renumber the fragments accordingly."""
     finals = np.flatnonzero(fragments["final_row"] >= 0)
     wanted = {
         DATA: [(int(one["row"]), int(one["row"] + one["length"])) for one in fragments],
         FINAL: [(int(row), int(row) + 1) for row in fragments["final_row"][finals]],
     }
-    tables: dict[str, dict[str, np.ndarray]] = {}
+    tables: dict[str, dict[str, RowSource]] = {}
     for table, layout in header.layouts.items():
         tables[table] = {}
         for name, column in layout.columns.items():
             parts = [header.read_rows(table, name, start, stop) for start, stop in wanted[table]]
             empty = np.zeros((0, column.row_bytes), np.uint8)
-            tables[table][name] = np.concatenate([empty, *parts])[None]
+            tables[table][name] = ArrayRows(np.concatenate([empty, *parts]))
     fragments = fragments.copy()
     fragments["row"] = np.cumsum(fragments["length"]) - fragments["length"]
     fragments["final_row"][finals] = np.arange(len(finals))

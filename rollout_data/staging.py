@@ -1,96 +1,29 @@
-"""Staging: the frames of a block while it is being filled, as the bytes that the block will hold.
+"""Staging: the frames of a block while it is being filled.
 
-One rule: rows are copied once, to where they are written from; env-major, so that the frames of
-a trajectory are neighbours. Staging decides nothing: `cutting.py` finds the fragments.
+One rule: staging decides nothing: `step_buffer.py` holds the values, `cutting.py` finds the fragments.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from storage.buffer_pool import BufferPool
-from storage.codecs import codec_of
 from storage.fields import Schema
 
 from .block_file import BlockContent
 from .block_header import DATA, DROPPED, ENDS, FINAL, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED, layouts_of
 from .cutting import PRESENT, Carry, Marks, cut
-from .layout import Column, RowLayout
 from .record import REWARD, Rollout
+from .row_source import RowSource
+from .step_buffer import ChosenRows, StagedRows, StepBuffer
 
 #: A block is written without its unused rows when more than this part of them is unused.
 MAX_UNUSED_PART = 0.25
 _MIN_CAPACITY = 32
 _MIN_FINALS = 16
-
-
-class RowBuffer:
-    """The columns of one table while they grow: `[lanes, capacity, row_bytes]` uint8 each."""
-
-    def __init__(self, layout: RowLayout, lanes: int, capacity: int, pool: BufferPool) -> None:
-        self.layout = layout
-        self.lanes = lanes
-        self.capacity = 0
-        self._pool = pool
-        self.columns: dict[str, torch.Tensor] = {}
-        self._fields: dict[str, np.ndarray] = {}
-        self.reserve(capacity)
-
-    def reserve(self, capacity: int, used: int = 0) -> None:
-        """Make room for `capacity` rows per lane, keeping the first `used`."""
-        if capacity <= self.capacity:
-            return
-        for name, column in self.layout.columns.items():
-            rows = self._pool.take(self.lanes * capacity * column.row_bytes).view(
-                self.lanes, capacity, column.row_bytes
-            )
-            for start, stop in _gaps(self.layout, column):
-                rows[..., start:stop] = 0
-            if used:
-                np.copyto(rows[:, :used].numpy(), self.columns[name][:, :used].numpy())
-            self.columns[name] = rows
-            self._fields.update({name: _as_array(self.layout.stored_view(name, rows)) for name in column.offsets})
-        self.capacity = capacity
-
-    def put(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Copy `[lanes, T, *shape]` of a field to the rows from `start` on, coded."""
-        encoded = codec_of(self.layout.schema[name]).encode(values)
-        # numpy, not torch: with two threads and a busy neighbour torch's copies took 4 ms instead of 0.2.
-        np.copyto(self._fields[name][:, start : start + values.shape[1]], _as_array(encoded.cpu()), casting="no")
-
-    def field(self, name: str, used: int) -> torch.Tensor:
-        """View the stored values of a field: `[lanes, used, *shape]`."""
-        return self.layout.stored_view(name, self.columns[self.layout.column_of[name].name][:, :used])
-
-    def rows(self, used: int) -> dict[str, np.ndarray]:
-        """View the first `used` rows of each lane, by column."""
-        return {name: rows[:, :used].numpy() for name, rows in self.columns.items()}
-
-    def chosen(self, used: int, lane: np.ndarray, row: np.ndarray) -> dict[str, np.ndarray]:
-        """Copy single rows into `[1, R, row_bytes]`, by column."""
-        place = torch.from_numpy(lane * self.capacity + row)
-        return {
-            name: rows.view(-1, rows.shape[-1]).index_select(0, place).numpy()[None]
-            for name, rows in self.columns.items()
-        }
-
-
-def _as_array(tensor: torch.Tensor) -> np.ndarray:
-    """View a tensor as an array of the same bytes: bfloat16, which numpy lacks, as uint16."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def _gaps(layout: RowLayout, column: Column) -> list[tuple[int, int]]:
-    """Bytes of a row that belong to no field; they are zeroed, so that files hold no stray memory."""
-    gaps, end = [], 0
-    for name, offset in sorted(column.offsets.items(), key=lambda item: item[1]):
-        gaps.append((end, offset))
-        end = offset + layout.stored[name].row_bytes
-    return [(start, stop) for start, stop in [*gaps, (end, column.row_bytes)] if stop > start]
 
 
 class Staging:
@@ -116,8 +49,8 @@ class Staging:
         self.max_steps = max_steps
         capacity = min(max_steps, max(_MIN_CAPACITY, capacity))
         layouts = layouts_of(schema)
-        self._data = RowBuffer(layouts[DATA], num_envs, capacity, pool)
-        self._final = RowBuffer(layouts[FINAL], 1, _MIN_FINALS, pool)
+        self._data = StepBuffer(layouts[DATA], (num_envs,), capacity, pool)
+        self._final = StepBuffer(layouts[FINAL], (), _MIN_FINALS, pool)
         self._bits = np.zeros((capacity, num_envs), np.uint8)
         self._times_ns = np.zeros(capacity, np.int64)
         self._before = np.zeros(num_envs, np.uint8)
@@ -146,7 +79,7 @@ class Staging:
         start, count = self.num_steps, rollout.num_steps
         self._grow(start + count)
         for name, values in rollout.fields.items():
-            self._data.put(name, start, values.transpose(0, 1))
+            self._data.put(name, start, values)
         bits = _bits(rollout, drop_terminated)
         self._bits[start : start + count] = bits
         self._times_ns[start : start + count] = time_ns + np.arange(count)
@@ -174,7 +107,7 @@ class Staging:
         self._before[env_ids[~has_frame]] |= np.uint8(flag)
 
     def content(self, writer: str, sequence: int, carry: Carry, is_tentative: bool) -> tuple[BlockContent, Carry]:
-        """Cut the staged frames and give what the block holds: views of this staging where possible."""
+        """Cut the staged frames and give what the block holds; its rows are read out of this staging."""
         used = self.num_steps
         marks = Marks(
             np.ascontiguousarray(self._bits[:used].T),
@@ -187,12 +120,19 @@ class Staging:
         fragments, carry = cut(marks, carry)
         sums = self._reward_sums(fragments)
         final = np.flatnonzero(fragments["final_row"] >= 0)
-        final_rows = self._final.chosen(self._num_finals, np.int64(0), fragments["final_row"][final])
+        final_places = fragments["final_row"][final].copy()
         fragments["final_row"][final] = np.arange(len(final))
-        rows = self._data.rows(used)
+        places = None
         if fragments["length"].sum() < (1 - MAX_UNUSED_PART) * used * self.num_envs:
-            rows = self._used_rows(fragments)
-        tables: Mapping[str, Mapping[str, np.ndarray]] = {DATA: rows, FINAL: final_rows}
+            places = self._used_places(fragments)
+        data, finals = self._data, self._final
+        tables: dict[str, dict[str, RowSource]] = {
+            DATA: {
+                name: StagedRows(data, column, used) if places is None else ChosenRows(data, column, places)
+                for name, column in data.layout.columns.items()
+            },
+            FINAL: {name: ChosenRows(finals, column, final_places) for name, column in finals.layout.columns.items()},
+        }
         return BlockContent(self.schema, writer, sequence, fragments, sums, tables), carry
 
     def _grow(self, needed: int) -> None:
@@ -217,7 +157,7 @@ class Staging:
         if needed > self._final.capacity:
             self._final.reserve(max(needed, 2 * self._final.capacity), self._num_finals)
         for name, values in rollout.finals.items():
-            self._final.put(name, self._num_finals, values[None])
+            self._final.put(name, self._num_finals, values)
         return step, env
 
     def _final_keys(self) -> np.ndarray:
@@ -237,7 +177,7 @@ class Staging:
         if REWARD not in self.schema:
             return np.zeros((len(fragments), 0))
         width = self.schema[REWARD].num_elements
-        values = self._data.field(REWARD, self.num_steps).to(torch.float64).reshape(-1, width).numpy()
+        values = self._data.field(REWARD, self.num_steps).transpose(0, 1).to(torch.float64).reshape(-1, width).numpy()
         sums = np.zeros((len(fragments), width))
         long = np.flatnonzero(fragments["length"] > 0)
         if len(long):
@@ -248,14 +188,14 @@ class Staging:
                 sums[long] = np.add.reduceat(padded, bounds, axis=0)[::2]
         return sums
 
-    def _used_rows(self, fragments: np.ndarray) -> dict[str, np.ndarray]:
-        """Copy the rows that a fragment holds, and renumber the fragments accordingly."""
+    def _used_places(self, fragments: np.ndarray) -> np.ndarray:
+        """Find where the rows that a fragment holds are staged, and renumber the fragments to hold only those."""
         length = fragments["length"]
         after = np.cumsum(length)
         old = np.repeat(fragments["row"] - (after - length), length) + np.arange(int(length.sum()))
         fragments["row"] = np.where(length > 0, after - length, 0)
-        lane, row = np.divmod(old, max(1, self.num_steps))
-        return self._data.chosen(self.num_steps, lane, row)
+        env, step = np.divmod(old, max(1, self.num_steps))
+        return step * self.num_envs + env
 
 
 def _bits(rollout: Rollout, drop_terminated: bool) -> np.ndarray:

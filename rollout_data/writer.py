@@ -327,7 +327,7 @@ class RolloutWriter:
             self._publisher.flush_file(self.data_dir / METADATA_NAME)
         step_bytes = self.num_envs * layout.frame_bytes
         self._max_steps = max(1, self._block_bytes // self._max_pending // step_bytes)
-        self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(layout.columns))
+        self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(schema))
         self._staging = Staging(schema, self.num_envs, self._max_steps, num_steps, self._pool)
         self._schema = schema
 

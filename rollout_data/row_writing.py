@@ -1,0 +1,163 @@
+"""Row writing: the rows of a block go to its file and their checksums into a table, piece by piece.
+
+One rule: a piece is a run of whole fragments, and whoever has time takes the next one. Within a
+piece a few MiB at a time are gathered, checked and written while they are in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from storage.buffer_pool import BufferPool
+
+from .block_header import DATA
+from .row_source import RowSource
+
+#: Enough for huge pages and for few calls: with 1 MiB two threads wait for the interpreter's lock half of the time.
+PART_BYTES = 4 << 20
+_SYNC_FILE_RANGE_WRITE = 2
+_parts = BufferPool(max_buffers=4)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Rows `start:stop` of a column and the fragments that lie in them, in the order of rows."""
+
+    source: RowSource
+    offset: int
+    start: int
+    stop: int
+    first: list[int]
+    last: list[int]
+    checksums: np.ndarray
+    places: list[int]
+
+
+class RowWriting:
+    """Write rows to a file, by any number of threads together.
+
+    Args:
+        descriptor: Of the file.
+        tables: Table -> column -> its rows.
+        offsets: "table/column" -> where its rows begin in the file.
+        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        starts_writeback: Ask the system to move each part on to the disk at once, so that a later
+            flush has little left to do.
+
+    Attributes:
+        checksums: Table -> `[F, columns]` uint32, CRC-32 of each fragment's rows; complete when
+            every `work()` has returned.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        tables: Mapping[str, Mapping[str, RowSource]],
+        offsets: Mapping[str, int],
+        fragments: np.ndarray,
+        starts_writeback: bool,
+    ) -> None:
+        self._descriptor = descriptor
+        self._sync_range = _sync_file_range() if starts_writeback else None
+        self._pieces: deque[_Piece] = deque()
+        self.checksums: dict[str, np.ndarray] = {}
+        for table, columns in tables.items():
+            values = self.checksums[table] = np.zeros((len(fragments), len(columns)), "<u4")
+            for position, (name, source) in enumerate(columns.items()):
+                self._pieces += _pieces(
+                    source, offsets[f"{table}/{name}"], row_ranges(table, fragments), values[:, position]
+                )
+
+    def work(self) -> None:
+        """Write pieces until none is left. A failure ends the work of all."""
+        try:
+            while self._pieces:
+                try:
+                    piece = self._pieces.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                self._write(piece)
+        except BaseException:
+            self._pieces.clear()
+            raise
+
+    def _write(self, piece: _Piece) -> None:
+        row_bytes = piece.source.row_bytes
+        rows_a_part = max(1, PART_BYTES // row_bytes)
+        memory = _parts.take(rows_a_part * row_bytes).numpy().reshape(rows_a_part, row_bytes)
+        number, checksum = 0, 0
+        for low in range(piece.start, piece.stop, rows_a_part):
+            high = min(piece.stop, low + rows_a_part)
+            part = piece.source.read(low, high, memory[: high - low]).reshape(-1).data
+            while number < len(piece.first) and piece.first[number] < high:
+                begin, end = max(piece.first[number], low) - low, min(piece.last[number], high) - low
+                checksum = zlib.crc32(part[begin * row_bytes : end * row_bytes], checksum)
+                if piece.last[number] > high:
+                    break
+                piece.checksums[piece.places[number]] = checksum
+                number, checksum = number + 1, 0
+            write_at(self._descriptor, part, piece.offset + low * row_bytes)
+            if self._sync_range is not None:
+                self._sync_range(self._descriptor, piece.offset + low * row_bytes, len(part))
+
+
+def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First row and end of every fragment in one of the two tables; equal where it has none."""
+    if table == DATA:
+        return fragments["row"], fragments["row"] + fragments["length"]
+    final = fragments["final_row"]
+    return np.maximum(final, 0), np.maximum(final + 1, 0)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` to the file at `offset`."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _pieces(
+    source: RowSource, offset: int, ranges: tuple[np.ndarray, np.ndarray], checksums: np.ndarray
+) -> list[_Piece]:
+    """Cut the rows of a column at starts of fragments, about `PART_BYTES` apart."""
+    if not source.num_rows:
+        return []
+    first, last = ranges
+    order = np.flatnonzero(last > first)
+    order = order[np.argsort(first[order], kind="stable")]
+    first, last = first[order], last[order]
+    wanted = np.arange(0, source.num_rows, max(1, PART_BYTES // source.row_bytes))[1:]
+    cuts = np.searchsorted(first, wanted)
+    cuts = np.unique(cuts[(cuts > 0) & (cuts < len(first))])
+    rows = [0, *first[cuts].tolist(), source.num_rows]
+    numbers = [0, *cuts.tolist(), len(first)]
+    first_row, end_row, places = first.tolist(), last.tolist(), order.tolist()
+    return [
+        _Piece(source, offset, rows[i], rows[i + 1], first_row[a:b], end_row[a:b], checksums, places[a:b])
+        for i, (a, b) in enumerate(pairwise(numbers))
+    ]
+
+
+@lru_cache(maxsize=1)
+def _sync_file_range() -> Callable[[int, int, int], object] | None:
+    """Give the system's call that starts writing back a range of a file without waiting; None where it lacks.
+
+    Python has no name for it. What it returns does not matter: the flush that follows reports errors.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is None:
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return lambda descriptor, start, count: function(descriptor, start, count, _SYNC_FILE_RANGE_WRITE)
