@@ -25,6 +25,7 @@ from .returns import discounted_sums, generalized_advantage, n_step_returns, rol
 from .ring import RingStore
 from .rollout_storage import RolloutStorage
 from .sarsa_rollout_storage import SarsaRolloutStorage
+from .segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
 from .snapshot import load_store
 from .trajectory_buffer import TrajectoryDictBufferMultiDim
 from .transition import ActionLabelMiniBatch, HiddenStates, MiniBatch, SarsaMiniBatch, Transition
@@ -42,6 +43,8 @@ __all__ = [
     "FieldTypeError",
     "HiddenStates",
     "InTickMonitor",
+    "MaxSegmentTree",
+    "MinSegmentTree",
     "MiniBatch",
     "MissingFieldError",
     "NaturalMonitor",
@@ -58,6 +61,8 @@ __all__ = [
     "SarsaRolloutStorage",
     "Schema",
     "SchemaError",
+    "SegmentTree",
+    "SumSegmentTree",
     "TrajectoryDictBuffer",
     "TrajectoryDictBufferMultiDim",
     "Transition",

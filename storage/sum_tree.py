@@ -1,0 +1,219 @@
+"""`SumTree`, `MinTree`, `MaxTree`: one number per row, and what all of them come to, kept up to date.
+
+One rule: a leaf is written exactly as it was given, and every block above it is reduced anew from
+what lies below it. No difference is ever added to a sum, so that nothing drifts, however large the
+numbers that were there before.
+
+Blocks are 32 wide, and levels are added until the top has at most 2**15 of them: up to 10^6 rows
+that is one level of blocks, whose running sum is taken anew at each draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, nextafter
+from typing import ClassVar
+
+import torch
+
+from .errors import UsageError
+
+#: Numbers that are reduced into one.
+WIDTH = 32
+_SHIFT = WIDTH.bit_length() - 1
+#: Levels are added until no more than so many blocks are left.
+MAX_TOP = 1 << 15
+
+
+class WideTree:
+    """A number per place, all reduced by one operation; float64.
+
+    Args:
+        capacity: Places, numbered from 0.
+        device: Where the numbers are; the code is the same everywhere.
+
+    Indices are int64 tensors on `device`, in range: whoever calls has checked them.
+    """
+
+    #: Value of places that nobody wrote; leaves any result as it is.
+    NEUTRAL: ClassVar[float]
+    _along: ClassVar[Callable[..., torch.Tensor]]
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+            raise UsageError("create a tree", "", "a capacity >= 1", repr(capacity))
+        self.capacity = capacity
+        self.device = torch.device(device)
+        sizes = [capacity]
+        while sizes[-1] > MAX_TOP:
+            sizes.append(-(-sizes[-1] // WIDTH))
+        #: The leaves first, the top last; each but the top is a whole number of blocks.
+        self._levels = [self._filled(-(-size // WIDTH) * WIDTH) for size in sizes]
+        self._blocks = [level.view(-1, WIDTH) for level in self._levels[:-1]]
+        self._scratch: list[torch.Tensor] = []
+
+    def leaves_view(self) -> torch.Tensor:
+        """Show all numbers, `[capacity]` float64, sharing memory; not to be written to."""
+        return self._levels[0][: self.capacity]
+
+    def read(self, index: torch.Tensor) -> torch.Tensor:
+        """Give the numbers at `[n]` places."""
+        return self._levels[0].index_select(0, index)
+
+    def write(self, index: torch.Tensor, values: torch.Tensor) -> None:
+        """Set `[n]` places to `[n]` float64 values; where a place is named twice the last value counts."""
+        leaves = self._levels[0]
+        if leaves.device.type == "cpu":
+            leaves.numpy()[index.numpy()] = values.numpy()  # in order, which torch does not promise
+        else:
+            leaves.index_copy_(0, index, _last_values(leaves, index, values))
+        self._refresh(index)
+
+    def fill(self, index: torch.Tensor, value: float) -> None:
+        """Set `[n]` places to one value."""
+        self._levels[0].index_fill_(0, index, value)
+        self._refresh(index)
+
+    def clear(self) -> None:
+        """Set every place to the neutral value."""
+        for level in self._levels:
+            level.fill_(self.NEUTRAL)
+
+    def rebuild(self, values: torch.Tensor) -> None:
+        """Set all places, `[capacity]`, at once."""
+        self._levels[0][: self.capacity].copy_(values)
+        for blocks, above in zip(self._blocks, self._levels[1:], strict=True):
+            above[: len(blocks)] = self._along(blocks, 1)
+
+    def reduce(self, start: int = 0, stop: int | None = None) -> float:
+        """Reduce places `start` to `stop`; the neutral value if there are none."""
+        stop = self.capacity if stop is None else stop
+        if start == 0 and stop == self.capacity:
+            return float(self._along(self._levels[-1], 0))
+        parts = [self._levels[0][:0]]
+        for level in self._levels:
+            first, last = -(-start // WIDTH), stop // WIDTH
+            if level is self._levels[-1] or first >= last:
+                parts.append(level[start:stop])
+                break
+            parts += [level[start : first * WIDTH], level[last * WIDTH : stop]]
+            start, stop = first, last
+        found = torch.cat(parts)
+        return float(self._along(found, 0)) if len(found) else self.NEUTRAL
+
+    def check_valid(self) -> tuple[bool, str]:
+        """Tell whether every block is what lies below it, and where it is not."""
+        for number, (blocks, above) in enumerate(zip(self._blocks, self._levels[1:], strict=True)):
+            wrong = (self._along(blocks, 1) != above[: len(blocks)]).nonzero()
+            if len(wrong):
+                return False, f"block {int(wrong[0])} of level {number} is not what lies below it"
+        return True, ""
+
+    def _filled(self, size: int) -> torch.Tensor:
+        return torch.full((size,), self.NEUTRAL, dtype=torch.float64, device=self.device)
+
+    def _refresh(self, index: torch.Tensor) -> None:
+        """Reduce anew all blocks above some places; blocks that are named twice come out the same twice."""
+        for blocks, above in zip(self._blocks, self._levels[1:], strict=True):
+            index = index >> _SHIFT
+            rows = torch.index_select(blocks, 0, index, out=self._scratch_rows(0, len(index)))
+            above.index_copy_(0, index, self._along(rows, 1))
+
+    def _scratch_rows(self, number: int, num_rows: int) -> torch.Tensor:
+        """Give memory for `[num_rows, WIDTH]`; fresh memory of this size would cost more than all the rest."""
+        if not self._scratch or len(self._scratch[0]) < num_rows:
+            self._scratch = [self._filled(num_rows * WIDTH).view(num_rows, WIDTH) for _ in range(2)]
+        return self._scratch[number][:num_rows]
+
+
+class SumTree(WideTree):
+    """Weights >= 0 per place, and draws in proportion to them.
+
+    A place of weight 0 is never found, whatever rounding does: at each level the first running sum
+    *above* the mass is taken, and the mass is kept below the last one.
+    """
+
+    NEUTRAL = 0.0
+    _along = staticmethod(torch.sum)
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(capacity, device)
+        #: 0, then the running sums of the top.
+        self._sums = torch.zeros(len(self._levels[-1]) + 1, dtype=torch.float64, device=self.device)
+        self._steps = torch.empty(0, dtype=torch.float64, device=self.device)
+
+    def find(self, masses: torch.Tensor) -> torch.Tensor | None:
+        """Find where the running sum of weights first exceeds `[n]` masses in [0, total]; None if all are 0."""
+        total = self._add_up()
+        return self._descend(masses.clamp(max=nextafter(total, 0))) if total > 0 else None
+
+    def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor | None:
+        """Draw one place from each of `num_draws` intervals of equal mass; `[num_draws]`, ascending.
+
+        None if there is no mass. Each place is drawn `num_draws * weight / total` times on average,
+        and less than two times more or less than that in one draw (stratified, Schaul et al. 2016, B.2.1).
+        """
+        total = self._add_up()
+        if total <= 0:
+            return None
+        if len(self._steps) != num_draws:
+            self._steps = torch.arange(num_draws, dtype=torch.float64, device=self.device)
+        points = torch.rand(num_draws, dtype=torch.float64, generator=generator, device=self.device)
+        return self._descend(points.add_(self._steps).mul_(total / num_draws).clamp_(max=nextafter(total, 0)))
+
+    def _add_up(self) -> float:
+        """Take the running sums of the top anew; give the last."""
+        torch.cumsum(self._levels[-1], 0, out=self._sums[1:])
+        return float(self._sums[-1])
+
+    def _descend(self, masses: torch.Tensor) -> torch.Tensor:
+        """Find places from the running sums of the top down; masses are below the last one."""
+        node = self._search_top(masses)
+        before = self._sums.index_select(0, node)
+        for blocks in reversed(self._blocks):
+            rows = torch.index_select(blocks, 0, node, out=self._scratch_rows(0, len(node)))
+            sums = torch.cumsum(rows, 1, out=self._scratch_rows(1, len(node)))
+            # What is left of the mass inside the block; rounding must not put it outside.
+            below = torch.nextafter(sums[:, -1], self._sums[0])
+            masses = torch.minimum((masses - before).clamp_(min=0), below)
+            place = torch.searchsorted(sums, masses.unsqueeze(1), right=True)
+            node = torch.add(place.squeeze(1), node, alpha=WIDTH)
+            if blocks is not self._blocks[0]:
+                before = (sums.gather(1, place) - rows.gather(1, place)).squeeze(1)
+        return node
+
+    def _search_top(self, masses: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":  # numpy makes use of ascending masses, which halves the time
+            return torch.from_numpy(self._sums.numpy()[1:].searchsorted(masses.numpy(), side="right"))
+        return torch.searchsorted(self._sums[1:], masses, right=True)
+
+
+class MinTree(WideTree):
+    """The least of one number per place; places that nobody wrote count as infinite."""
+
+    NEUTRAL = inf
+    _along = staticmethod(torch.amin)
+
+    def at_most(self, bound: float) -> torch.Tensor:
+        """List the places whose number is at most `bound`, ascending; blocks without one are not looked into."""
+        found = (self._levels[-1] <= bound).nonzero().squeeze(1)
+        for blocks in reversed(self._blocks):
+            is_in = blocks.index_select(0, found) <= bound
+            row, place = is_in.nonzero(as_tuple=True)
+            found = (found.index_select(0, row) << _SHIFT).add_(place)
+        return found
+
+
+class MaxTree(WideTree):
+    """The largest of one number per place; places that nobody wrote count as minus infinite."""
+
+    NEUTRAL = -inf
+    _along = staticmethod(torch.amax)
+
+
+def _last_values(leaves: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Give every copy of a place the value of its last copy, so that the order of writing does not matter."""
+    order = torch.arange(len(index), dtype=torch.float64, device=index.device)
+    leaves.index_fill_(0, index, -1.0)
+    leaves.scatter_reduce_(0, index, order, "amax")
+    return values.index_select(0, leaves.index_select(0, index).long())
