@@ -15,6 +15,7 @@ from .errors import (
     UsageError,
 )
 from .fields import Field, Schema
+from .image_sequences import compress_image_seq, decompress_image_seq, decompress_many
 from .monitors import InTickMonitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
 from .padding import split_and_pad_trajectories, unpad_trajectories
 from .prefix_sum import PrefixSum
@@ -70,6 +71,9 @@ __all__ = [
     "UnknownBufferError",
     "UsageError",
     "ZBuffer",
+    "compress_image_seq",
+    "decompress_image_seq",
+    "decompress_many",
     "discounted_sums",
     "generalized_advantage",
     "load_buffer",

@@ -1,19 +1,34 @@
 """Codecs: array <-> stored array, by name. Each states whether, and how much, it loses.
 
-One rule: a codec is a pure pair of functions and knows nothing of files. The codecs here keep
-one stored value per value (quantizers), so that coded rows stay fixed-size and random access
-stays one gather.
+One rule: a codec is pure functions and knows nothing of files. Two kinds meet in one name: what turns each
+value into another of a fixed size (`raw`, `normalized_image`), so that rows stay rows, and what makes chunks of
+the result (`chunk_codecs.py`): `normalized_image+lz4` is both. `auto` is decided by trying (`choose_codec`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
+from .chunk_codecs import STAGES, ChunkCodec, chunk_codec
 from .errors import FieldTypeError, UsageError, nearest
 from .fields import DTYPES, Field
+from .quantizers import IMAGE_MAX_ERROR, decode_image, encode_image
+
+AUTO = "auto"
+#: `auto` keeps values raw when less than this part would be saved.
+MIN_SAVED = 0.1
+#: A chunk has at most so many frames, and fewer where it would have more bytes than this (what a cache near
+#: the processor holds, and what a reader of one frame decodes for nothing).
+MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES = 8, 512 * 1024
+#: What `auto` tries, by item size; all lossless, and readable without an extra.
+_CANDIDATES = {1: ("lz4", "lz4hc"), 2: ("shuffle+lz4hc", "delta+shuffle+lz4hc")}
+_WIDE_CANDIDATES = ("shuffle+lz4hc", "split+lz4hc", "delta+bitshuffle+lz4hc")
 
 
 @dataclass(frozen=True)
@@ -23,63 +38,105 @@ class Codec:
     Attributes:
         name: The name in `obs_disassemble_mapping` and in files.
         is_lossless: True if decode(encode(x)) == x for every x that the codec accepts.
-        max_error: Largest absolute error on accepted values; 0 if lossless.
+        max_error: Largest absolute error on accepted values; 0 if lossless, None if the data decide:
+            then it is measured when they are written.
         stored_dtype: Dtype name of the stored values; None keeps the field's own.
         encode: Tensor of the field's dtype -> tensor of the stored dtype.
         decode: Tensor of the stored dtype -> tensor of the field's dtype.
+        chunks: Name of the chain that makes chunks of stored rows; None for rows of a fixed place.
     """
 
     name: str
     is_lossless: bool
-    max_error: float
+    max_error: float | None
     stored_dtype: str | None
     encode: Callable[[torch.Tensor], torch.Tensor]
     decode: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+    chunks: str | None = None
 
 
-def _encode_normalized_image(values: torch.Tensor) -> torch.Tensor:
-    if values.dtype == torch.uint8:
-        return values
-    if not values.dtype.is_floating_point:
-        raise FieldTypeError(
-            "code values as 'normalized_image'", "", "floats in [0, 1] or uint8 counts of 1/255", str(values.dtype)
-        )
-    # Rounding is unbiased with an error of at most 0.5/255; truncation would lose 1/255 and a bias.
-    # NaN has no image value: 0, like everything below the range.
-    scaled = torch.nan_to_num(values.to(torch.float32), nan=0.0).clamp(0.0, 1.0).mul_(255.0)
-    return scaled.round_().to(torch.uint8)
-
-
-def _decode_normalized_image(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return stored.to(dtype).div_(255.0)
-
-
+#: The codecs that keep one stored value per value.
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         Codec("raw", True, 0.0, None, lambda values: values, lambda stored, dtype: stored),
-        Codec("normalized_image", False, 0.5 / 255.0, "uint8", _encode_normalized_image, _decode_normalized_image),
+        Codec("normalized_image", False, IMAGE_MAX_ERROR, "uint8", encode_image, decode_image),
     )
 }
+#: Every word that a codec's name may be made of.
+CODEC_WORDS = (*CODECS, AUTO, *(stage for stages in STAGES.values() for stage in stages))
+
+
+@lru_cache(maxsize=256)
+def find_codec(name: str) -> Codec:
+    """Give the codec of a name, for example `raw`, `normalized_image+lz4`, `uint16+shuffle+lz4`, `auto`.
+
+    Raises:
+        UsageError: There is none; the text lists the words that names are made of.
+    """
+    if name in CODECS:
+        return CODECS[name]
+    raw = CODECS["raw"]
+    if name == AUTO:
+        return Codec(name, True, 0.0, None, raw.encode, raw.decode, AUTO)
+    head, _, rest = name.partition("+")
+    values = CODECS.get(head, raw) if rest else raw
+    chain = rest if values is not raw or head == "raw" else name
+    unknown = [word for word in chain.split("+") if word.partition("(")[0] not in CODEC_WORDS]
+    if unknown or not chain:
+        raise UsageError("use the codec", repr(name), nearest((unknown or [name])[0], CODEC_WORDS), repr(name))
+    chunks = chunk_codec(chain)
+    if values.stored_dtype is not None and not chunks.is_lossless:
+        raise UsageError("use the codec", repr(name), "one quantizer", "two")
+    max_error = values.max_error if chunks.is_lossless else None
+    lossless = values.is_lossless and chunks.is_lossless
+    return Codec(name, lossless, max_error, values.stored_dtype, values.encode, values.decode, chain)
 
 
 def codec_of(field: Field) -> Codec:
     """Give the codec of a field; an unknown name raises `UsageError` listing the known ones."""
     try:
-        return CODECS[field.codec]
-    except KeyError:
-        raise UsageError(
-            "find the codec of field", repr(field.name), nearest(field.codec, CODECS), repr(field.codec)
-        ) from None
+        return find_codec(field.codec)
+    except UsageError as error:
+        raise UsageError("find the codec of field", repr(field.name), error.expected, error.got) from None
 
 
 def stored_field(field: Field) -> Field:
-    """Describe the field as it is stored: the codec's dtype, no codec."""
+    """Describe a row of the field as it is stored, or as its chunks decode to: the codec's dtype, no codec."""
     return Field(field.name, field.shape, codec_of(field).stored_dtype or field.dtype)
 
 
 def check_codec(field: Field) -> None:
     """Raise if the codec does not exist or cannot give back the field's dtype."""
     codec = codec_of(field)
-    if codec.stored_dtype is not None and not DTYPES[field.dtype][0].is_floating_point:
+    dtype = DTYPES[field.dtype][0]
+    if codec.stored_dtype is not None and not (dtype.is_floating_point or field.dtype == codec.stored_dtype):
         raise FieldTypeError(f"code the field as {codec.name!r}", repr(field.name), "a floating dtype", field.dtype)
+    if codec.chunks not in (None, AUTO):
+        is_float = dtype.is_floating_point and field.dtype != "bfloat16"
+        if not (chunk_codec(codec.chunks or "").is_lossless or is_float):
+            expected = "float16, float32 or float64"
+            raise FieldTypeError(f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype)
+
+
+def chunk_frames(row_bytes: int) -> int:
+    """How many frames a chunk has by default: 8, or as many as stay small, at least 1."""
+    return max(1, min(MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES // max(1, row_bytes)))
+
+
+def choose_codec(frames: npt.NDArray[Any]) -> str:
+    """Choose a lossless chain for frames `[n, *shape]` like these by trying: the smallest; "raw" if little is saved.
+
+    Tries a few on a sample of chunks, spread evenly.
+    """
+    size = chunk_frames(frames[:1].nbytes)
+    starts = range(0, len(frames), size)
+    sample = [frames[start : start + size] for start in starts[:: max(1, len(starts) // 8)]]
+    num_bytes = sum(part.nbytes for part in sample)
+    best, fewest = "raw", (1 - MIN_SAVED) * num_bytes
+    for name in _CANDIDATES.get(frames.dtype.itemsize, _WIDE_CANDIDATES):
+        codec: ChunkCodec = chunk_codec(name)
+        coded = sum(len(codec.encode(part)[0]) for part in sample)
+        if coded < fewest:
+            best, fewest = name, coded
+    return best

@@ -1,0 +1,229 @@
+"""Chunks: a few frames as bytes that can be decoded alone.
+
+One rule: a chunk says how it was packed and in which range it was quantized; dtype, frame shape, number of
+frames and the chain of stages are known from where it stands, and nothing is decoded into more than those ask for.
+
+A chain is written `quantizer+delta+shuffle+packer`, any part of it: `uint16+shuffle+lz4`. The quantizer here is
+`uint16`, or `uint16(low,high)`; deltas are `delta` (subtract the frame before, as integers of the bytes) and
+`xor`; shuffles `shuffle`, `split`, `bitshuffle`; packers `lz4` (fast), `lz4hc` (high compression) and `zstd`.
+
+A chunk is one byte: 0 for plain values, where stages would not save anything, or 1; then the range of a
+quantizer (low, step: float64, whether special counts: uint8, all little-endian); then the bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import lz4_blocks
+from .errors import CorruptFileError, FieldTypeError, UsageError, nearest
+from .quantizers import RANGE_BYTES, LinearCounts, decode_counts
+from .shuffles import scratch_bytes, shuffle, shuffled_bytes, unshuffle
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+_QUANTIZER = re.compile(r"uint16(?:\(([^,()]+),([^,()]+)\))?")
+#: Kinds of stages in the order in which they stand in a chain.
+STAGES: dict[str, tuple[str, ...]] = {
+    "quantizer": ("uint16",),
+    "delta": ("delta", "xor"),
+    "shuffle": ("shuffle", "split", "bitshuffle"),
+    "packer": ("lz4", "lz4hc", "zstd"),
+}
+_PLAIN, _PACKED = 0, 1
+#: zstd gains little above this level and decodes as fast at any.
+_ZSTD_LEVEL = 9
+
+
+@dataclass(frozen=True)
+class ChunkCodec:
+    """A chain of stages.
+
+    Attributes:
+        name: As it is written.
+        quantizer: The one stage that loses, or None.
+        delta, shuffle, packer: Names of the other stages, "" for none.
+    """
+
+    name: str
+    quantizer: LinearCounts | None = None
+    delta: str = ""
+    shuffle: str = ""
+    packer: str = ""
+
+    @property
+    def is_lossless(self) -> bool:
+        """True if decoding gives back every bit."""
+        return self.quantizer is None
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Raise `FieldTypeError` if values of this dtype cannot be coded."""
+        if self.quantizer is not None and dtype.kind != "f":
+            raise FieldTypeError("code values", f"as {self.name!r}", "float16, float32 or float64", str(dtype))
+
+    def encode(self, frames: Array, level: int | None = None) -> tuple[bytes, float]:
+        """Code `[F, *shape]` frames as one chunk; give it and the largest error, 0 if nothing is lost.
+
+        `level` is the packer's, None for its default.
+        """
+        about, error = b"", 0.0
+        values: Array = np.ascontiguousarray(frames).reshape(len(frames), prod(frames.shape[1:]))
+        if self.quantizer is not None:
+            about, counts, error = self.quantizer.encode(values)
+            values = counts.reshape(values.shape)
+        items = values.view(_unsigned(values.dtype))
+        data = self._packed(items, level)
+        if len(data) < items.nbytes:
+            return bytes([_PACKED]) + about + data, error
+        return bytes([_PLAIN]) + about + items.tobytes(), error
+
+    def _packed(self, items: Array, level: int | None) -> bytes:
+        if self.delta and len(items) > 1:
+            changes = items.copy()
+            combine = np.subtract if self.delta == "delta" else np.bitwise_xor
+            combine(items[1:], items[:-1], out=changes[1:])
+            items = changes
+        data = shuffle(self.shuffle, items.reshape(-1)) if self.shuffle else items.reshape(-1).view(np.uint8)
+        if self.packer == "zstd":
+            return bytes(_zstd().ZstdCompressor(level=_ZSTD_LEVEL if level is None else level).compress(data))
+        if self.packer == "lz4hc":
+            return lz4_blocks.compress(data, lz4_blocks.DEFAULT_HIGH_LEVEL if level is None else level)
+        return lz4_blocks.compress(data) if self.packer else data.tobytes()
+
+    def decode(self, chunk: Bytes, out: Array) -> None:
+        """Decode a chunk into `out`, `[F, *shape]`, contiguous; from any number of threads at once.
+
+        Raises:
+            CorruptFileError: The chunk does not hold exactly these frames; `out` has undefined content.
+        """
+        start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
+        if len(chunk) < start or chunk[0] > _PACKED:
+            raise CorruptFileError("decode a chunk", "", "a chunk with its header", f"{chunk[:start].tobytes()!r}")
+        about, data, shape = chunk[1:start].tobytes(), chunk[start:], (len(out), prod(out.shape[1:]))
+        if self.quantizer is None:
+            self._unpack(data, chunk[0], out.reshape(shape).view(_unsigned(out.dtype)))
+            return
+        counts = _scratch(0, 2 * out.size).view(np.uint16)
+        self._unpack(data, chunk[0], counts.reshape(shape))
+        decode_counts(about, counts, out.reshape(-1))
+
+    def _unpack(self, data: Bytes, method: int, items: Array) -> None:
+        target = items.reshape(-1).view(np.uint8)
+        if method == _PLAIN:
+            _copy(data, target)
+            return
+        if not self.shuffle or (items.dtype.itemsize == 1 and self.shuffle != "bitshuffle"):
+            self._unpack_bytes(data, target)
+        else:
+            num_bytes = shuffled_bytes(self.shuffle, items.size, items.dtype.itemsize)
+            planes = _scratch(1, num_bytes)
+            self._unpack_bytes(data, planes)
+            unshuffle(self.shuffle, planes, items.reshape(-1), _scratch(2, scratch_bytes(num_bytes)))
+        if self.delta:
+            combine = np.add if self.delta == "delta" else np.bitwise_xor
+            for before, frame in pairwise(items):
+                combine(frame, before, out=frame)
+
+    def _unpack_bytes(self, data: Bytes, target: Bytes) -> None:
+        if self.packer == "zstd":
+            _unpack_zstd(data, target)
+        elif self.packer:
+            lz4_blocks.decompress_into(data, target)
+        else:
+            _copy(data, target)
+
+
+@lru_cache(maxsize=256)
+def chunk_codec(name: str) -> ChunkCodec:
+    """Give the codec of a chain, checked; "raw" or "" keeps values as they are.
+
+    Raises:
+        UsageError: An unknown stage, or stages in another order; the text lists what may stand there.
+    """
+    found: dict[str, Any] = {}
+    kinds = list(STAGES)
+    for stage in [part for part in name.split("+") if name not in ("", "raw")]:
+        match = _QUANTIZER.fullmatch(stage)
+        kind = next((kind for kind in kinds if stage in STAGES[kind] or (match and kind == "quantizer")), None)
+        if kind is None:
+            options = [option for kind in kinds for option in STAGES[kind]]
+            raise UsageError(
+                "use the codec", repr(name), nearest(stage, options) if options else "no more", repr(stage)
+            )
+        kinds = kinds[kinds.index(kind) + 1 :]
+        found[kind] = _linear(name, match) if match else stage
+    return ChunkCodec(name or "raw", **found)
+
+
+def _linear(name: str, match: re.Match[str]) -> LinearCounts:
+    if match[1] is None:
+        return LinearCounts()
+    try:
+        low, high = float(match[1]), float(match[2])
+        is_range = -np.inf < low < high < np.inf
+    except ValueError:
+        is_range = False
+    if not is_range:
+        raise UsageError(
+            "use the codec", repr(name), "uint16(low,high), finite numbers with low < high", repr(match[0])
+        )
+    return LinearCounts(low, high)
+
+
+def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+def _copy(data: Bytes, target: Bytes) -> None:
+    if len(data) != len(target):
+        raise CorruptFileError("decode a chunk", "", f"{len(target)} bytes", f"{len(data)}")
+    target[:] = data
+
+
+class _Local(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.scratch: dict[int, Bytes] = {}
+        self.unzstd: Any = None
+
+
+_local = _Local()
+
+
+def _scratch(place: int, num_bytes: int) -> Bytes:
+    """Give memory of this thread that the next call with the same `place` takes over."""
+    held = _local.scratch.get(place)
+    if held is None or len(held) < num_bytes:
+        held = _local.scratch[place] = np.empty(-(-num_bytes // 8) * 8, np.uint8)
+    return held[:num_bytes]
+
+
+def _zstd() -> Any:
+    try:
+        import zstandard
+    except ImportError as cause:
+        advice = "Install the extra 'codecs', or use 'lz4hc'"
+        raise UsageError("use the codec", "'zstd'", "the package zstandard", "none", advice) from cause
+    return zstandard
+
+
+def _unpack_zstd(data: Bytes, target: Bytes) -> None:
+    zstandard = _zstd()
+    try:
+        declared = zstandard.get_frame_parameters(data).content_size
+        if declared != len(target):
+            raise CorruptFileError("decode a chunk", "", f"{len(target)} bytes", f"{declared} declared")
+        _local.unzstd = _local.unzstd or zstandard.ZstdDecompressor()
+        _copy(np.frombuffer(_local.unzstd.decompress(data), np.uint8), target)
+    except zstandard.ZstdError as cause:
+        raise CorruptFileError("decode a chunk", "", f"a zstd frame of {len(target)} bytes", str(cause)) from cause

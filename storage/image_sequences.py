@@ -1,0 +1,167 @@
+"""Image sequences: compress a stack of frames, and get all or some of it back.
+
+One rule: a thin front of the codecs that block files use; what a blob looks like is `image_blobs.py`'s.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .chunk_codecs import chunk_codec
+from .codecs import chunk_frames
+from .errors import SchemaError, UsageError
+from .fields import DTYPES, dtype_name
+from .image_blobs import ExpectedFrames, ImageBlob, as_stored, make_blob
+from .work_split import WorkSplit
+
+Array = npt.NDArray[Any]
+
+
+def compress_image_seq(
+    images: Any, level: int = 0, *, codec: str | None = None, frames_per_chunk: int | None = None
+) -> bytes:
+    """Compress a stack of frames without loss.
+
+    Args:
+        images: `[num_frames, *image_shape]` tensor (any device) or array of a dtype of `storage.fields.DTYPES`.
+        level: 0 is fast; 1 to 12 compress better and slower, and decode as fast.
+        codec: A chain of `storage/chunk_codecs.py` instead of the usual one (`lz4`, or `split+lz4` for wider
+            numbers); `uint16` chains lose, everything else does not.
+        frames_per_chunk: Frames that are decoded together; by default at most 8.
+
+    Returns:
+        The blob.
+
+    Raises:
+        UsageError, SchemaError, FieldTypeError: No stack of frames, or a dtype, level or codec that cannot be.
+    """
+    array, dtype = _as_frames(images)
+    if isinstance(level, bool) or level not in range(13):
+        raise UsageError("compress images", "", "a level from 0 (fast) to 12", repr(level))
+    if codec is None:
+        codec = ("split+" if array.dtype.itemsize > 1 else "") + ("lz4hc" if level else "lz4")
+    chain = chunk_codec(codec)
+    chain.check_dtype(array.dtype if dtype != "bfloat16" else np.dtype(np.uint16))
+    row_bytes = prod(array.shape[1:]) * array.itemsize
+    step = chunk_frames(row_bytes) if frames_per_chunk is None else operator.index(frames_per_chunk)
+    if step < 1:
+        raise UsageError("compress images", "", "frames_per_chunk >= 1", repr(frames_per_chunk))
+    return make_blob(array, dtype, chain, step, level or None)
+
+
+def decompress_image_seq(
+    data: Any, image_shape: Sequence[int], batch_size: int, dtype: Any, indices: Any = None, num_threads: int | None = 1
+) -> Any:
+    """Decompress a blob, or some frames of it.
+
+    Args:
+        data: The blob, anything with a buffer.
+        image_shape: Shape of one frame.
+        batch_size: How many frames the blob holds.
+        dtype: Of the frames. A torch dtype gives a CPU tensor, a numpy dtype (or its name) an array.
+        indices: Which frames, in any order, also repeated; None gives all. Only their chunks are decoded.
+        num_threads: At most so many threads, where they are faster; None takes torch's number.
+
+    Returns:
+        `[batch_size or len(indices), *image_shape]`, new memory.
+
+    Raises:
+        SchemaError: Shape, dtype or number of frames are others than those of the blob.
+        UsageError: An index outside `0:batch_size`.
+        CorruptFileError: The blob is truncated or damaged; known before anything is allocated.
+    """
+    chosen = None if indices is None else _indices(indices, batch_size)
+    frames = ExpectedFrames(image_shape, batch_size, dtype)
+    blob = ImageBlob(data, frames)
+    count = frames.num_frames if chosen is None else len(chosen)
+    blob.check_chunks(chosen)
+    out = frames.empty((count,))
+    _decode_all([(blob, chosen, as_stored(out))], _splits(num_threads))
+    return out
+
+
+def decompress_many(
+    blobs: Sequence[Any],
+    image_shape: Sequence[int],
+    batch_size: int,
+    dtype: Any,
+    indices: Any = None,
+    num_threads: int | None = None,
+    out: Any = None,
+) -> Any:
+    """Decompress blobs of equal shape into one output, with threads where they are faster.
+
+    Args:
+        blobs: B blobs.
+        image_shape, batch_size, dtype, indices: As for `decompress_image_seq`, for every blob.
+        num_threads: At most so many threads; None takes torch's number of threads.
+        out: `[B, batch_size or len(indices), *image_shape]` contiguous, to write to instead of new memory.
+
+    Returns:
+        `out`, or a new one.
+    """
+    chosen = None if indices is None else _indices(indices, batch_size)
+    frames = ExpectedFrames(image_shape, batch_size, dtype)
+    found = [ImageBlob(data, frames) for data in blobs]
+    for blob in found:
+        blob.check_chunks(chosen)
+    lead = (len(found), frames.num_frames if chosen is None else len(chosen))
+    target = frames.empty(lead) if out is None else frames.checked(out, lead)
+    stored = as_stored(target)
+    _decode_all([(blob, chosen, stored[place]) for place, blob in enumerate(found)], _splits(num_threads))
+    return target
+
+
+_SPLITS: dict[int | None, WorkSplit] = {}
+
+
+def _splits(num_threads: int | None) -> WorkSplit:
+    if num_threads not in _SPLITS:
+        _SPLITS[num_threads] = WorkSplit(num_threads)
+    return _SPLITS[num_threads]
+
+
+def _as_frames(images: Any) -> tuple[Array, str]:
+    """View frames as an array of the bytes that are stored; give it and the dtype's name."""
+    if isinstance(images, torch.Tensor):
+        dtype = dtype_name(images.dtype, "of the images")
+        array = as_stored(images.detach().cpu().contiguous())
+    else:
+        array = np.asarray(images)
+        dtype = dtype_name(array.dtype, "of the images")
+    if array.ndim < 1:
+        raise SchemaError("compress images", "", "a stack of frames [num_frames, *image_shape]", "a single number")
+    return np.ascontiguousarray(array, DTYPES[dtype][1]), dtype
+
+
+def _indices(indices: Any, batch_size: int) -> npt.NDArray[np.int64]:
+    found = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise UsageError("decompress images", "", "a list of frame numbers", f"{found.dtype} of shape {found.shape}")
+    found = found.astype(np.int64)
+    if len(found) and not (found.min() >= 0 and found.max() < batch_size):
+        raise UsageError(
+            "decompress images", "", f"frame numbers in 0:{batch_size}", f"{found.min()}:{found.max() + 1}"
+        )
+    return found
+
+
+def _decode_all(parts: list[tuple[ImageBlob, npt.NDArray[np.int64] | None, Array]], split: WorkSplit) -> None:
+    pieces = [(blob, chosen, out, number) for blob, chosen, out in parts for number in blob.chunks_of(chosen)]
+    if not pieces:
+        return
+    blob = pieces[0][0]
+    piece_bytes = max(1, blob.frames_per_chunk * blob.expected.frame_bytes)
+
+    def decode(start: int, stop: int) -> None:
+        for source, chosen, out, number in pieces[start:stop]:
+            source.decode(number, chosen, out)
+
+    split.run(decode, len(pieces), piece_bytes * len(pieces), (blob.codec.name, piece_bytes.bit_length()))

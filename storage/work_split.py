@@ -1,0 +1,114 @@
+"""Work split over threads where that was measured to be faster, and only there.
+
+One rule: whether one thread or several do a piece of work is decided by how long such work took here, per
+byte; short calls stay in the calling thread, because handing work over costs as much as doing it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from .errors import UsageError
+
+#: A call that one thread does in less than this is not split: waking another takes 50 to 100 us.
+MIN_SPLIT_S = 0.0004
+#: After so many calls the way that was slower is tried again: machines change their mind.
+CALLS_BETWEEN_TRIALS = 64
+#: Weight of the latest measurement.
+_WEIGHT = 0.3
+
+
+class _Pool:
+    """Threads of this process; a fork leaves them behind, so that the child starts its own."""
+
+    def __init__(self) -> None:
+        self._pid, self._pool = 0, ThreadPoolExecutor(1)
+
+    def submit(self, function: Callable[[int, int], None], start: int, stop: int) -> Future[None]:
+        if self._pid != os.getpid():
+            self._pid, self._pool = os.getpid(), ThreadPoolExecutor(max(1, num_processors() - 1), "codec")
+        return self._pool.submit(function, start, stop)
+
+
+_pool = _Pool()
+
+
+def num_processors() -> int:
+    """Processors that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+class WorkSplit:
+    """Runs pieces of work in one thread or in several, as measured.
+
+    Args:
+        num_threads: At most so many; None takes torch's number of threads (1 in a DataLoader worker).
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        if num_threads is not None and (int(num_threads) != num_threads or num_threads < 1):
+            raise UsageError("split work", "", "num_threads >= 1, or None", repr(num_threads))
+        self.num_threads = num_threads
+        self._seconds_per_byte: dict[tuple[Hashable, bool], float] = {}
+        self._num_calls: dict[Hashable, int] = {}
+
+    def run(self, function: Callable[[int, int], None], num_pieces: int, num_bytes: int, kind: Hashable = "") -> int:
+        """Call `function(start, stop)` for parts that cover `range(num_pieces)`; give the number of threads.
+
+        Args:
+            function: Does the pieces `start:stop`; must release the interpreter lock to gain anything.
+            num_pieces: How many pieces of about equal size there are.
+            num_bytes: How much they are together.
+            kind: Times are kept apart by this.
+
+        Raises:
+            Whatever `function` raises, after all parts have ended.
+        """
+        limit = self.num_threads if self.num_threads is not None else torch.get_num_threads()
+        limit = min(limit, num_processors(), num_pieces)
+        splits = limit > 1 and self._is_worth_it(kind, num_bytes)
+        started_s = time.perf_counter()
+        if splits:
+            _in_parts(function, num_pieces, limit)
+        else:
+            function(0, num_pieces)
+        self._keep(kind, splits, (time.perf_counter() - started_s) / max(1, num_bytes))
+        return limit if splits else 1
+
+    def _is_worth_it(self, kind: Hashable, num_bytes: int) -> bool:
+        alone, together = (self._seconds_per_byte.get((kind, splits)) for splits in (False, True))
+        if alone is None or alone * num_bytes < MIN_SPLIT_S:
+            return False
+        calls = self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
+        if together is None:
+            return True
+        return (together < alone) != (calls % CALLS_BETWEEN_TRIALS == 0)
+
+    def _keep(self, kind: Hashable, splits: bool, seconds_per_byte: float) -> None:
+        before = self._seconds_per_byte.get((kind, splits))
+        if before is not None:
+            # A call that was interrupted says nothing: no single one weighs more than twice the usual.
+            seconds_per_byte = (1 - _WEIGHT) * before + _WEIGHT * min(seconds_per_byte, 2 * before)
+        self._seconds_per_byte[kind, splits] = seconds_per_byte
+
+
+def _in_parts(function: Callable[[int, int], None], num_pieces: int, num_parts: int) -> None:
+    bounds = [num_pieces * part // num_parts for part in range(num_parts + 1)]
+    others = [_pool.submit(function, bounds[part], bounds[part + 1]) for part in range(1, num_parts)]
+    failure: BaseException | None = None
+    try:
+        function(bounds[0], bounds[1])
+    except BaseException as error:  # noqa: BLE001 - raised below, when nobody writes to the output any more
+        failure = error
+    for other in others:
+        failure = other.exception() or failure
+    if failure is not None:
+        raise failure

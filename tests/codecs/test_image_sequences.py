@@ -1,0 +1,230 @@
+"""Image sequences: frames in, the same frames out, all or some; what is no blob is one error and no memory."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage import compress_image_seq, decompress_image_seq, decompress_many
+from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
+from storage.fields import DTYPES
+from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth
+
+
+@settings(max_examples=60)
+@given(frames(), st.sampled_from(LOSSLESS), st.integers(1, 10), st.data())
+def test_all_frames_and_any_choice_of_them_come_back(array, codec, step, data):
+    blob = compress_image_seq(array, codec=codec, frames_per_chunk=step)
+    count, shape = len(array), array.shape[1:]
+    assert same_bits(decompress_image_seq(blob, shape, count, array.dtype), array)
+    indices = data.draw(st.lists(st.integers(0, count - 1), max_size=12))
+    assert same_bits(decompress_image_seq(blob, shape, count, array.dtype, indices), array[indices])
+
+
+@pytest.mark.parametrize("level", [0, 1, 9, 12])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_every_dtype_comes_back_as_the_kind_that_is_asked_for(dtype, level):
+    torch_dtype, numpy_dtype = DTYPES[dtype]
+    images = torch.from_numpy(smooth(9, (4, 5), "f4")).mul(9).to(torch_dtype)
+    blob = compress_image_seq(images, level)
+    assert isinstance(blob, bytes)
+    back = decompress_image_seq(blob, (4, 5), 9, torch_dtype)
+    assert back.dtype == torch_dtype and torch.equal(back.view(torch.uint8), images.view(torch.uint8))
+    if dtype != "bfloat16":
+        array = decompress_image_seq(memoryview(blob), [4, 5], 9, numpy_dtype, torch.tensor([8, 0]))
+        assert isinstance(array, np.ndarray) and same_bits(array, images.numpy()[[8, 0]])
+        assert same_bits(
+            decompress_image_seq(compress_image_seq(images.numpy(), level), (4, 5), 9, dtype), images.numpy()
+        )
+
+
+def test_what_repeats_shrinks_and_higher_levels_shrink_more():
+    images = smooth(64, (32, 32), "u1")
+    sizes = [len(compress_image_seq(images, level)) for level in (0, 9)]
+    assert images.nbytes > sizes[0] > sizes[1]
+
+
+def test_nothing_and_frames_without_values_are_sequences_too():
+    for shape in ((0, 4, 4), (5, 0, 3), (3,), (0,)):
+        array = np.zeros(shape, np.float32)
+        assert same_bits(decompress_image_seq(compress_image_seq(array), shape[1:], shape[0], np.float32), array)
+    assert decompress_many([], (4,), 3, np.uint8).shape == (0, 3, 4)
+
+
+@pytest.mark.parametrize("num_threads", [None, 1, 2, 7])
+def test_many_blobs_fill_one_output(num_threads):
+    stacks = np.stack([smooth(20, (64, 64, 3), "u1", seed) for seed in range(6)])
+    blobs = [compress_image_seq(stack) for stack in stacks]
+    for _ in range(4):  # the number of threads changes with what was measured
+        assert same_bits(decompress_many(blobs, (64, 64, 3), 20, np.uint8, num_threads=num_threads), stacks)
+    out = torch.zeros(6, 3, 64, 64, 3, dtype=torch.uint8)
+    got = decompress_many(blobs, (64, 64, 3), 20, torch.uint8, [19, 0, 19], num_threads=num_threads, out=out)
+    assert got is out and same_bits(out.numpy(), stacks[:, [19, 0, 19]])
+    with pytest.raises(SchemaError, match=r"expected a contiguous uint8 output of shape \(6, 20, 64, 64, 3\)"):
+        decompress_many(blobs, (64, 64, 3), 20, np.uint8, out=np.zeros((6, 20, 64, 64, 3), np.int8))
+
+
+def test_a_failure_in_one_of_several_threads_reaches_the_caller():
+    images = smooth(8, (64, 64, 3), "u1")
+    bad = remade(compress_image_seq(images), lambda about: None, chunk=lambda data: data[:1] + bytes(len(data) - 1))
+    for _ in range(4):
+        with pytest.raises(CorruptFileError, match="in chunk 0"):
+            decompress_many([compress_image_seq(images)] * 30 + [bad], (64, 64, 3), 8, np.uint8, num_threads=2)
+
+
+def remade(blob: bytes, change, chunk=lambda data: data, ends=lambda ends: None) -> bytes:
+    """A blob with a changed header whose checksums are right: what an attacker would write."""
+    length = struct.unpack("<I", blob[8:12])[0]
+    about = json.loads(blob[12 : 12 + length])
+    count = -(-about["num_frames"] // about["frames_per_chunk"])
+    table = 12 + length
+    places = np.frombuffer(blob[table : table + 8 * count], "<u8").copy()
+    first = table + 12 * count + 4
+    chunks = [blob[first + a : first + b] for a, b in zip([0, *places[:-1].tolist()], places.tolist(), strict=True)]
+    chunks = [chunk(part) for part in chunks]
+    places[:] = np.cumsum([len(part) for part in chunks])
+    ends(places)
+    change(about)
+    text = json.dumps(about).encode()
+    sums = np.array([zlib.crc32(part) for part in chunks], "<u4")
+    head = b"rdimages" + struct.pack("<I", len(text)) + text + places.tobytes() + sums.tobytes()
+    return head + struct.pack("<I", zlib.crc32(head)) + b"".join(chunks)
+
+
+IMAGES = smooth(16, (8, 8), "<f4")
+BLOB = compress_image_seq(IMAGES, codec="delta+split+lz4")
+HUGE = 1 << 60
+
+
+def refused(blob: bytes, shape=(8, 8), count=16, dtype=np.float32) -> RolloutDataError:
+    """Decompress, expecting one clear error and next to no memory."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(RolloutDataError) as caught:
+            decompress_image_seq(blob, shape, count, dtype)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000, f"{peak} bytes for an error"
+    assert str(caught.value).startswith("cannot decompress images: expected ")
+    return caught.value
+
+
+def test_the_helper_makes_good_blobs():
+    assert remade(BLOB, lambda about: None) == BLOB
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "shape"),
+    [
+        ({"num_frames": HUGE}, HUGE, (8, 8)),
+        ({"num_frames": HUGE, "frames_per_chunk": HUGE}, HUGE, (8, 8)),
+        ({"num_frames": 1 << 40, "frames_per_chunk": 1 << 39}, 1 << 40, (8, 8)),
+        ({"shape": [HUGE]}, 16, (HUGE,)),
+        ({"shape": [1 << 20, 1 << 20]}, 16, (1 << 20, 1 << 20)),
+        ({"frames_per_chunk": HUGE}, 16, (8, 8)),
+        ({"frames_per_chunk": 0}, 16, (8, 8)),
+        ({"frames_per_chunk": 4.5}, 16, (8, 8)),
+        ({"num_frames": -1}, 16, (8, 8)),
+        ({"num_frames": True}, 1, (8, 8)),
+        ({"codec": "lz5"}, 16, (8, 8)),
+        ({"codec": ["lz4"]}, 16, (8, 8)),
+    ],
+)
+def test_declared_sizes_are_not_believed(change, count, shape):
+    error = refused(remade(BLOB, lambda about: about.update(change)), shape, count)
+    assert isinstance(error, CorruptFileError)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        lambda ends: ends.__setitem__(-1, HUGE),
+        lambda ends: ends.__setitem__(0, HUGE),
+        lambda ends: ends.__setitem__(0, ends[1] + 1),
+        lambda ends: ends.__setitem__(-1, (1 << 64) - 1),
+        lambda ends: ends.__setitem__(-1, ends[-1] - 1),
+    ],
+)
+def test_chunks_outside_the_blob_are_refused(ends):
+    assert "chunks that fill" in str(refused(remade(BLOB, lambda about: None, ends=ends)))
+
+
+def test_every_truncation_and_flipped_bit_is_reported():
+    for size in range(len(BLOB)):
+        assert isinstance(refused(BLOB[:size]), CorruptFileError)
+    assert isinstance(refused(BLOB + b"x"), CorruptFileError)
+    data = bytearray(BLOB)
+    for place in range(len(data)):
+        data[place] ^= 1 << place % 8
+        refused(bytes(data))
+        data[place] ^= 1 << place % 8
+
+
+def test_a_wrong_checksum_is_known_before_anything_is_decoded():
+    data = bytearray(BLOB)
+    data[-1] ^= 1
+    assert "expected checksum " in str(refused(bytes(data))) and "of chunk 1, got " in str(refused(bytes(data)))
+    same = decompress_image_seq(bytes(data), (8, 8), 16, np.float32, range(8))
+    assert same_bits(same, IMAGES[:8]), "chunks that are not needed are not looked at"
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=300), st.booleans())
+def test_any_bytes_are_refused(data, has_magic):
+    refused((b"rdimages" if has_magic else b"") + data)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, len(BLOB) - 1), st.binary(min_size=1, max_size=40), st.booleans())
+def test_any_overwritten_part_is_refused_or_harmless(place, data, is_repaired):
+    changed = bytearray(BLOB)
+    changed[place : place + len(data)] = data[: len(BLOB) - place]
+    if is_repaired:  # with the right checksums the codec itself has to notice
+        try:
+            changed = bytearray(remade(bytes(changed), lambda about: None))
+        except (ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, struct.error):
+            return
+    try:
+        back = decompress_image_seq(bytes(changed), (8, 8), 16, np.float32)
+    except RolloutDataError as error:
+        assert str(error).startswith("cannot decompress images: expected ")
+    else:
+        assert back.shape == IMAGES.shape and (is_repaired or same_bits(back, IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda: decompress_image_seq(BLOB, (8, 9), 16, "f4"), SchemaError, "16 frames of float32[8, 9], got 16 of"),
+        (lambda: decompress_image_seq(BLOB, (8, 8), 15, "f4"), SchemaError, "expected 15 frames of"),
+        (lambda: decompress_image_seq(BLOB, (8, 8), 16, "i4"), SchemaError, "int32[8, 8], got 16 of float32[8, 8]"),
+        (lambda: decompress_image_seq(BLOB, (8, 8), 16, "c8"), FieldTypeError, "got c8"),
+        (lambda: decompress_image_seq(BLOB, (8, 8), 16, "nothing"), UsageError, "a dtype"),
+        (lambda: decompress_image_seq(BLOB, (8, -8), 16, "f4"), UsageError, "sizes >= 0"),
+        (lambda: decompress_image_seq(BLOB, (8, 8.5), 16, "f4"), UsageError, "whole numbers"),
+        (lambda: decompress_image_seq(BLOB, (8, 8), 16, "f4", [16]), UsageError, "frame numbers in 0:16, got 16:17"),
+        (lambda: decompress_image_seq(BLOB, (8, 8), 16, "f4", [-1]), UsageError, "frame numbers in 0:16"),
+        (lambda: decompress_image_seq(BLOB, (8, 8), 16, "f4", [0.5]), UsageError, "a list of frame numbers"),
+        (lambda: decompress_image_seq("text", (8, 8), 16, "f4"), UsageError, "expected bytes, got str"),
+        (lambda: decompress_many([BLOB], (8, 8), 16, "f4", num_threads=0), UsageError, "num_threads >= 1"),
+        (lambda: compress_image_seq(IMAGES, 13), UsageError, "a level from 0 (fast) to 12, got 13"),
+        (lambda: compress_image_seq(IMAGES, 1.5), UsageError, "a level from 0 (fast) to 12"),
+        (lambda: compress_image_seq(np.float32(1)), SchemaError, "a stack of frames"),
+        (lambda: compress_image_seq(IMAGES.astype("c8")), FieldTypeError, "complex64"),
+        (lambda: compress_image_seq(IMAGES, frames_per_chunk=0), UsageError, "frames_per_chunk >= 1"),
+        (lambda: compress_image_seq(IMAGES > 0, codec="uint16+lz4"), FieldTypeError, "float16, float32 or float64"),
+    ],
+)
+def test_mistakes_are_named(call, kind, text):
+    with pytest.raises(kind) as caught:
+        call()
+    assert text in str(caught.value)
