@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from storage.fields import Schema
 
 from .block_header import ABOUT, DATA, FORMAT_NAME, FORMAT_VERSION, BlockHeader, header_crc, layouts_of, read_header
 from .row_source import RowSource
-from .row_writing import RowWriting, row_ranges, write_at
+from .row_writing import RowWriting, write_at
 from .sparse_file import SparseFile
 
 #: Rows start at a multiple of this, so that files can be mapped side by side.
@@ -64,7 +65,7 @@ def block_name(writer: str, sequence: int) -> str:
     return f"rollout_{writer}_{sequence:06d}.h5"
 
 
-def write_block(folder: Path, content: BlockContent, durable: bool = True) -> Path:
+def write_block(folder: Path, content: BlockContent, durable: bool = True, in_haste: bool = True) -> Path:
     """Write a block into `folder` and publish it in one step.
 
     Args:
@@ -72,6 +73,7 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True) -> Pa
         content: What to write; not changed.
         durable: Flush the file before and the folder after the rename. Without, publishing is
             still atomic for a crash of the process, but not for one of the machine.
+        in_haste: Use a second thread; a quarter faster, at the cost of whatever else wants to run.
 
     Returns:
         The path of the published block.
@@ -86,7 +88,7 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True) -> Pa
         )
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
-        _write_file(temporary, content, durable)
+        _write_file(temporary, content, durable, in_haste)
         os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -96,14 +98,14 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True) -> Pa
     return path
 
 
-def _write_file(path: Path, content: BlockContent, durable: bool) -> None:
-    """Write all of a block under a temporary name: a thread begins with the rows while this one makes the tables."""
+def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool) -> None:
+    """Write all of a block under a temporary name; in haste, a thread begins with the rows during the tables."""
     header = SparseFile()
     with h5py.File(header, "w", **_FILE_SETTINGS) as file, open(path, "xb", buffering=0) as out:
         descriptor = out.fileno()
         offsets = _reserve_rows(file, content)
         writing = RowWriting(descriptor, content.rows, offsets, content.fragments, starts_writeback=durable)
-        with _Beside(writing.work):
+        with _Beside(writing.work) if in_haste else nullcontext():
             _write_tables(file, content)
             file.close()
             for offset, data in header.writes:

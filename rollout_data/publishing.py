@@ -11,6 +11,8 @@ import json
 import os
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -71,6 +73,7 @@ class BlockPublisher:
         self._worker.submit(lambda: None)  # starts the thread: while the interpreter exits none can be started
         self._free_blocks = threading.Semaphore(max(1, max_pending - 1))
         self._failure: BaseException | None = None
+        self._is_awaited = False
         self._num_blocks = self._num_uncached = 0
 
     def submit(self, staging: Staging, num_accepted: int) -> None:
@@ -81,8 +84,9 @@ class BlockPublisher:
             num_accepted: How many frames are settled when it is published.
         """
         # A Ctrl-C in here changes nothing: the steps stay staged.
-        while not self._free_blocks.acquire(timeout=_CHECK_S):
-            self.raise_failure()  # what would have freed a place may have been discarded behind a failure
+        with self._waiting():
+            while not self._free_blocks.acquire(timeout=_CHECK_S):
+                self.raise_failure()  # what would have freed a place may have been discarded behind a failure
         try:
             staging.is_sealed = True
             self._worker.submit(partial(self._publish, staging, num_accepted))
@@ -102,9 +106,19 @@ class BlockPublisher:
     def settle(self) -> None:
         """Wait until everything submitted is published or has failed."""
         try:
-            self._worker.drain()
+            with self._waiting():
+                self._worker.drain()
         except BackgroundError as error:
             self._keep(error)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """While a caller waits it needs no processor; otherwise a block is written by one thread, beside its work."""
+        self._is_awaited = True
+        try:
+            yield
+        finally:
+            self._is_awaited = False
 
     def has_failed(self) -> bool:
         try:
@@ -127,7 +141,8 @@ class BlockPublisher:
     def close(self) -> None:
         """Publish what was submitted, renew the index cache, stop. Raises nothing: ask `raise_failure`."""
         try:
-            self._worker.close()
+            with self._waiting():
+                self._worker.close()
         except BackgroundError as error:
             self._keep(error)
         if self._num_uncached and self._failure is None:
@@ -144,7 +159,7 @@ class BlockPublisher:
             content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
             if len(content.fragments):
                 self._journal.announce(self._sequence, num_accepted)
-                write_block(self._folder, content, self._durable)
+                write_block(self._folder, content, self._durable, in_haste=self._is_awaited)
                 self._sequence += 1
                 self._num_blocks += 1
                 self._num_uncached += 1

@@ -22,8 +22,8 @@ from .observation_parts import ObservationParts
 
 OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
 REQUIRED = (OBSERVATION, "action")
-_FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
-_FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
+FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
+FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
 #: Names that other records use for the same thing.
 _ALIASES = {
     "observations": OBSERVATION,
@@ -52,7 +52,7 @@ class Rollout:
         has_final_privileged: False if the privileged part of `finals` only stands in.
     """
 
-    fields: dict[str, torch.Tensor]
+    fields: Mapping[str, torch.Tensor | np.ndarray]
     terminated: np.ndarray
     truncated: np.ndarray
     present: np.ndarray
@@ -149,9 +149,9 @@ def read_rollout(
     """
     values = dict(values)
     version = values.pop("policy_version", None)
-    flags = {name: as_tensor(name, values.pop(name)) for name in _FLAGS if name in values}
+    flags = {name: as_tensor(name, values.pop(name)) for name in FLAGS if name in values}
     flat = _flat(values)
-    finals = {name: flat.pop(name) for name in list(flat) if name.split("/")[0] in _FINALS}
+    finals = {name: flat.pop(name) for name in list(flat) if name.split("/")[0] in FINALS}
     for name in REQUIRED:
         if not any(key == name or key.startswith(name + "/") for key in flat):
             raise MissingFieldError("add a record", f"without the field {name!r}", name, ", ".join(flat) or "nothing")
@@ -259,10 +259,24 @@ def _flag(name: str, flags: Mapping[str, torch.Tensor], lead: tuple[int, ...]) -
 
 
 def _ends(flags: Mapping[str, torch.Tensor], lead: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Resolve done, timeout, terminated and truncated into (terminated, truncated, present)."""
-    done, timeout, terminated, truncated, mask = (_flag(name, flags, lead) for name in _FLAGS)
-    shape = lead if len(lead) == 2 else (1, *lead)
-    present = np.ones(shape, bool) if mask is None else mask
+    arrays = {name: array for name in FLAGS if (array := _flag(name, flags, lead)) is not None}
+    return resolve_ends(arrays, np.ones(lead if len(lead) == 2 else (1, *lead), bool))
+
+
+def resolve_ends(flags: Mapping[str, np.ndarray], all_present: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Resolve done, timeout, terminated and truncated into (terminated, truncated, present).
+
+    Args:
+        flags: Flag -> `[T, N]` bool.
+        all_present: `[T, N]` of True.
+    """
+    done, timeout, terminated, truncated, mask = (flags.get(name) for name in FLAGS)
+    if done is not None and mask is None and terminated is None and truncated is None:
+        # A stale timeout where nothing ended is no end: simulators leave old flags standing.
+        truncated = np.zeros_like(done) if timeout is None else timeout & done
+        return done & ~truncated, truncated, all_present
+    shape = all_present.shape
+    present = all_present if mask is None else mask
     if truncated is None:
         truncated = timeout
     elif timeout is not None and (timeout & present != truncated & present).any():
@@ -271,7 +285,6 @@ def _ends(flags: Mapping[str, torch.Tensor], lead: tuple[int, ...]) -> tuple[np.
         none = np.zeros(shape, bool)
         terminated, truncated = (none if flag is None else flag for flag in (terminated, truncated))
     elif terminated is None:
-        # A stale timeout where nothing ended is no end: simulators leave old flags standing.
         truncated = np.zeros(shape, bool) if truncated is None else truncated & done
         terminated = done & ~truncated
     elif truncated is None:
@@ -309,7 +322,7 @@ def _final_rows(
     rows = {}
     for name, tensor in flat.items():
         head, _, rest = name.partition("/")
-        field_name = _FINALS[head] + ("/" + rest if rest else "")
+        field_name = FINALS[head] + ("/" + rest if rest else "")
         if field_name not in schema:
             raise MissingFieldError(
                 "add a record", f"with the field {name!r}", nearest(field_name, schema), repr(field_name)

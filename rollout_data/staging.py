@@ -82,13 +82,15 @@ class Staging:
             self._data.put(name, start, values)
         bits = _bits(rollout, drop_terminated)
         self._bits[start : start + count] = bits
-        self._times_ns[start : start + count] = time_ns + np.arange(count)
-        step, env = self._put_finals(rollout)
+        self._times_ns[start : start + count] = time_ns if count == 1 else time_ns + np.arange(count)
+        finals = self._put_finals(rollout)
         # From here on the steps exist.
         version = rollout.policy_version
         self._versions += [version] * count if isinstance(version, int) else list(version.copy())
-        self._final_places.append((step + start, env))
-        self._num_finals += len(step)
+        if finals is not None:
+            step, env = finals
+            self._final_places.append((step + start, env))
+            self._num_finals += len(step)
         self.num_steps = start + count
         if self.started_s is None:
             self.started_s = time.monotonic()
@@ -148,10 +150,10 @@ class Staging:
         )
         self._bits, self._times_ns = bits, times_ns
 
-    def _put_finals(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-        """Copy the final rows behind those that are there; give the (step, env) of each."""
+    def _put_finals(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray] | None:
+        """Copy the final rows behind those that are there; give the (step, env) of each, or None without any."""
         if rollout.finals is None:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+            return None
         step, env = np.nonzero(rollout.terminated | rollout.truncated)
         needed = self._num_finals + len(step)
         if needed > self._final.capacity:
@@ -199,9 +201,11 @@ class Staging:
 
 
 def _bits(rollout: Rollout, drop_terminated: bool) -> np.ndarray:
-    bits = rollout.present * np.uint8(PRESENT)
-    bits |= rollout.terminated * np.uint8(TERMINATED)
-    bits |= rollout.truncated * np.uint8(TRUNCATED)
+    bits = np.where(rollout.terminated, np.uint8(PRESENT | TERMINATED), np.uint8(PRESENT))
+    if rollout.truncated.any():
+        bits |= rollout.truncated * np.uint8(TRUNCATED)
+    if not rollout.present.all():
+        bits[~rollout.present] = 0
     if drop_terminated:
         bits |= (rollout.terminated & ~rollout.truncated) * np.uint8(DROPPED)
     if rollout.finals is not None and not rollout.has_final_privileged:

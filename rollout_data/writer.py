@@ -37,6 +37,7 @@ from .metadata import METADATA_NAME, Metadata, publish_metadata
 from .observation_parts import observation_parts
 from .publishing import BlockPublisher, check_storable
 from .record import REWARD, Rollout, given_values, read_rollout, unpack_storage
+from .repeated_step import RepeatedStep, form_of
 from .staging import Staging
 from .tally import Tally
 
@@ -112,6 +113,7 @@ class RolloutWriter:
         self._max_steps = 0
         self.recovered = self._enter_folder()
         self._schema: Schema | None = None
+        self._step_form: RepeatedStep | None = None
         self._staging: Staging | None = None
         self._pool = BufferPool()
         self._num_accepted = 0
@@ -293,7 +295,10 @@ class RolloutWriter:
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
         values = given_values(transition, keywords)
-        rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
+        rollout = self._step_form.read(values) if is_step and self._step_form is not None else None
+        if rollout is None:
+            rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
+            self._step_form = form_of(values, schema, self._parts, self.num_envs) if is_step else None
         num_nonfinite = self._count_nonfinite(rollout)
         if self._schema is None:
             self._declare(schema, rollout.num_steps)
@@ -333,11 +338,12 @@ class RolloutWriter:
 
     def _count_nonfinite(self, rollout: Rollout) -> int:
         reward = rollout.fields.get(REWARD)
-        if reward is None or not reward.dtype.is_floating_point:
+        if isinstance(reward, torch.Tensor):
+            reward = (reward.float() if reward.dtype == torch.bfloat16 else reward).cpu().numpy()
+        if reward is None or reward.dtype.kind != "f":
             return 0
-        values = reward.cpu().to(torch.float32) if reward.dtype == torch.bfloat16 else reward.cpu()
-        is_bad = ~np.isfinite(values.numpy())
-        count = int(is_bad[rollout.present].sum()) if is_bad.any() else 0
+        is_finite = np.isfinite(reward)
+        count = 0 if is_finite.all() else int((~is_finite)[rollout.present].sum())
         if count and self.nonfinite_rewards == "refuse":
             raise UsageError(
                 "add a record", "with the field 'reward'", "finite values", f"{count} NaN or infinite ones"

@@ -60,8 +60,9 @@ class BackgroundWorker:
 
     def check(self) -> None:
         """Raise an earlier job's failure, if there is one."""
-        with self._changed:
-            self._raise_failure()
+        if self._failure is not None:  # asked often, and nearly always there is none: no lock for that
+            with self._changed:
+                self._raise_failure()
 
     def drain(self) -> None:
         """Wait until every accepted job has ended; raise the failure of any."""
