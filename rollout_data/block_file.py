@@ -26,7 +26,7 @@ from storage.fields import Schema
 
 from .block_header import ABOUT, DATA, FORMAT_NAME, FORMAT_VERSION, BlockHeader, header_crc, layouts_of, read_header
 from .row_source import RowSource
-from .row_writing import RowWriting, write_at
+from .row_writing import RowWriting, row_ranges, write_at
 from .sparse_file import SparseFile
 
 #: Rows start at a multiple of this, so that files can be mapped side by side.
