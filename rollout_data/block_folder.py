@@ -213,7 +213,9 @@ def _check_places(blocks: Iterable[Block], schema: Schema) -> None:
         num_rows: dict[str, set[int]] = {DATA: set(), FINAL: set()}
         for (table, column), (offset, rows) in block.places.items():
             num_rows[table].add(rows)
-            if min(offset, rows) < 0 or offset + rows * layouts[table].columns[column].row_bytes > block.file_bytes:
+            layout = layouts[table].columns[column]
+            num_bytes = 0 if layout.is_coded else rows * layout.row_bytes  # of chunks the file itself tells more
+            if min(offset, rows) < 0 or offset + num_bytes > block.file_bytes:
                 raise CorruptFileError("use the index cache", repr(str(block.path)), "rows within the file")
         part = block.fragments
         rows, finals = (max(num_rows[table], default=0) for table in (DATA, FINAL))

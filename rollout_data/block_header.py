@@ -21,6 +21,7 @@ import numpy as np
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 from storage.fields import Schema
 
+from .chunk_table import CHUNKS, OFFSETS, ChunkTable, Coding, read_codings, table_of
 from .layout import RowLayout
 
 FORMAT_NAME = "rollout-data"
@@ -28,6 +29,8 @@ METADATA_NAME = "metadata.json"
 FORMAT_VERSION = 1
 #: Attributes under the header's checksum, in this order.
 ABOUT = ("schema", "writer", "sequence", "created_ns")
+#: One more, in blocks with coded fields only.
+CODECS = "codecs"
 #: The two tables of rows in a block.
 DATA, FINAL = "data", "final"
 #: Flags of a fragment.
@@ -85,9 +88,11 @@ class BlockHeader:
         created_ns: Wall-clock time of writing, nanoseconds since the epoch.
         fragments: `[F]` of `FRAGMENT_DTYPE`.
         reward_sums: `[F, R]` float64; R = 0 where no rewards were recorded.
-        locations: Table -> column -> (byte offset in the file, number of rows).
-        checksums: Table -> `[F, columns]` uint32, CRC-32 of each fragment's rows.
+        locations: Table -> column -> (byte offset in the file, number of rows); of its chunks, where it is coded.
+        checksums: Table -> `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks.
         file_bytes: Size of the file.
+        codings: Field -> how it is coded, of the fields that have a codec; in older blocks of those in chunks only.
+        chunks: Table -> column -> where its chunks are, of the coded columns.
     """
 
     path: Path
@@ -100,6 +105,8 @@ class BlockHeader:
     locations: Mapping[str, Mapping[str, tuple[int, int]]]
     checksums: Mapping[str, np.ndarray]
     file_bytes: int
+    codings: Mapping[str, Coding]
+    chunks: Mapping[str, Mapping[str, ChunkTable]]
 
     @property
     def layouts(self) -> dict[str, RowLayout]:
@@ -110,21 +117,38 @@ class BlockHeader:
         return int(self.fragments["length"].sum())
 
     def read_rows(self, table: str, column: str, start: int, stop: int) -> np.ndarray:
-        """Read rows `start:stop` of a column: a new `[stop - start, row_bytes]` uint8 array."""
+        """Read rows `start:stop` of a column, decoded: a new `[stop - start, row_bytes]` uint8 array."""
         offset, num_rows = self.locations[table][column]
         row_bytes = self.layouts[table].columns[column].row_bytes
         if not 0 <= start <= stop <= num_rows:
             raise CorruptFileError(f"read rows {start}:{stop} of", repr(str(self.path)), f"rows in 0:{num_rows}")
-        wanted = (stop - start) * row_bytes
+        if column not in self.chunks[table]:
+            data = self.read_bytes(offset + start * row_bytes, offset + stop * row_bytes)
+            return data.reshape(stop - start, row_bytes)
+        try:
+            return self.chunks[table][column].read(start, stop, self.read_bytes)
+        except CorruptFileError as cause:
+            raise corrupt(self.path, f"{cause.expected} in {table}/{column}", cause.got) from cause
+
+    def read_bytes(self, start: int, stop: int) -> np.ndarray:
+        """Read bytes `start:stop` of the file: a new uint8 array."""
+        wanted = stop - start
         with open(self.path, "rb", buffering=0) as file:
             data = bytearray(wanted)
             view, done = memoryview(data), 0
-            file.seek(offset + start * row_bytes)
+            file.seek(start)
             while done < wanted and (count := file.readinto(view[done:])):
                 done += count
         if done < wanted:
-            raise corrupt(self.path, f"{wanted} bytes in rows {start}:{stop}", f"{done}")
-        return np.frombuffer(data, np.uint8).reshape(stop - start, row_bytes)
+            raise corrupt(self.path, f"{wanted} bytes at {start}", f"{done}")
+        return np.frombuffer(data, np.uint8)
+
+    def read_stored(self, table: str, column: str, start: int, stop: int) -> np.ndarray:
+        """Read what is under the checksum of a fragment with the rows `start:stop`: rows, or its chunks' bytes."""
+        if column not in self.chunks[table]:
+            return self.read_rows(table, column, start, stop)
+        first, end = self.chunks[table][column].byte_ranges(np.array([start]), np.array([stop]))
+        return self.read_bytes(int(first[0]), int(end[0]))
 
 
 def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
@@ -133,10 +157,15 @@ def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
     return CorruptFileError("read the block", repr(str(path)), expected, got, advice)
 
 
-def header_crc(fragments: np.ndarray, reward_sums: np.ndarray, about: Iterable[object]) -> int:
-    """CRC-32 of the fragment table, the reward sums and the attributes in `ABOUT`."""
+def header_crc(
+    fragments: np.ndarray, reward_sums: np.ndarray, about: Iterable[object], offsets: Iterable[np.ndarray] = ()
+) -> int:
+    """CRC-32 of the fragment table, the reward sums, the attributes in `ABOUT`, and what coded fields add."""
     crc = zlib.crc32(reward_sums.tobytes(), zlib.crc32(fragments.tobytes()))
-    return zlib.crc32("\n".join(map(str, about)).encode(), crc)
+    crc = zlib.crc32("\n".join(map(str, about)).encode(), crc)
+    for table in offsets:
+        crc = zlib.crc32(table.tobytes(), crc)
+    return crc
 
 
 def read_header(path: Path) -> BlockHeader:
@@ -175,15 +204,22 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
     if fragments.ndim != 1 or reward_sums.ndim != 2 or len(reward_sums) != len(fragments):
         raise corrupt(path, "reward sums for each fragment", f"shapes {fragments.shape} and {reward_sums.shape}")
     about = [attributes[name] for name in ABOUT]
-    if (crc := header_crc(fragments, reward_sums, about)) != int(attributes["header_crc"]):
+    codings, coded = _read_coded(path, file, schema, file_bytes)
+    offsets = [found.offsets for columns in coded.values() for found in columns.values()]
+    text = attributes.get(CODECS, "")
+    crc = header_crc(fragments, reward_sums, [*about, text] if text else about, offsets)
+    if crc != int(attributes["header_crc"]):
         raise corrupt(path, f"header checksum {int(attributes['header_crc']):08x}", f"{crc:08x}")
     writer, sequence = attributes["writer"], int(attributes["sequence"])
     if not isinstance(writer, str) or sequence < 0:
         raise corrupt(path, "a writer's name and a sequence number", f"{writer!r} and {sequence}")
-    locations, checksums = {}, {}
+    locations: dict[str, dict[str, tuple[int, int]]] = {}
+    checksums = {}
     for table, layout in layouts_of(schema).items():
         locations[table] = {
-            name: _locate(path, file, f"{table}/{name}", layout.numpy_dtype(column), file_bytes)
+            name: coded[table][name].location
+            if column.is_coded
+            else _locate(path, file, f"{table}/{name}", layout.numpy_dtype(column), file_bytes)
             for name, column in layout.columns.items()
         }
         checksums[table] = _read_table(path, file, f"checksums/{table}", file_bytes)
@@ -200,9 +236,59 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
         locations=locations,
         checksums=checksums,
         file_bytes=file_bytes,
+        codings=codings,
+        chunks={table: {name: found.table for name, found in columns.items()} for table, columns in coded.items()},
     )
     _check_fragments(header)
+    for table, columns in coded.items():
+        first, stop = row_ranges(table, fragments)
+        for name, found in columns.items():
+            if wrong := found.table.check(first, stop, codings[name].frames_per_chunk, found.num_bytes):
+                raise corrupt(path, f"{wrong} in {table}/{name}", "another table")
     return header
+
+
+@dataclass(frozen=True, eq=False)
+class _Coded:
+    """A coded column as it stands in the file: its table as read and as used, the size of its chunks."""
+
+    offsets: np.ndarray
+    table: ChunkTable
+    num_bytes: int
+
+    @property
+    def location(self) -> tuple[int, int]:
+        return int(self.table.places[0]), int(self.table.rows[-1])
+
+
+def _read_coded(
+    path: Path, file: h5py.File, schema: Schema, file_bytes: int
+) -> tuple[dict[str, Coding], dict[str, dict[str, _Coded]]]:
+    """Read how fields are coded and, for table -> coded column, where its chunks are; nothing is checked yet."""
+    text = file.attrs.get(CODECS, "")
+    if not isinstance(text, str) or len(text) > MAX_SCHEMA_BYTES:
+        raise corrupt(path, "codecs as JSON text", type(text).__name__)
+    codings = read_codings(text, schema)
+    found: dict[str, dict[str, _Coded]] = {}
+    for table, layout in layouts_of(schema).items():
+        found[table] = {}
+        for name, column in layout.columns.items():
+            if column.is_coded:
+                offsets = _read_table(path, file, f"{table}/{name}/{OFFSETS}", file_bytes)
+                if offsets.dtype != np.dtype("<i8") or offsets.ndim != 2 or offsets.shape[1] != 2 or not len(offsets):
+                    raise corrupt(path, f"offsets of {table}/{name}", f"{offsets.dtype} of shape {offsets.shape}")
+                place, num_bytes = _locate(path, file, f"{table}/{name}/{CHUNKS}", np.dtype("u1"), file_bytes)
+                chunks = table_of(codings[name], layout, column, offsets, place)
+                found[table][name] = _Coded(offsets, chunks, num_bytes)
+    return codings, found
+
+
+def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First row and end of every fragment in one of the two tables; equal where it has none."""
+    if table == DATA:
+        return fragments["row"], fragments["row"] + fragments["length"]
+    final = fragments["final_row"]
+    return np.maximum(final, 0), np.maximum(final + 1, 0)
 
 
 def _checked_text(path: Path, attributes: Any) -> str:

@@ -19,10 +19,12 @@ import torch
 
 from storage.buffer_pool import BufferPool
 from storage.errors import UsageError
+from storage.work_split import WorkSplit
 
 from . import arena
 from .arena import PAGE_BYTES, Arena
 from .block_header import DATA, FINAL
+from .chunk_files import ChunkCache, ChunkFiles, MappedFile
 from .index import Block, Int64s, Runs, TrajectoryIndex
 from .layout import RowLayout
 
@@ -153,18 +155,22 @@ class FrameStore:
 
 
 class FileMap:
-    """The mapped rows of many blocks, one arena for each kind of row; grows as blocks come."""
+    """The mapped rows and chunks of many blocks, one arena for each kind of row; grows as blocks come."""
 
     def __init__(self, layouts: Mapping[str, RowLayout], blocks: Sequence[Block]) -> None:
         self.layouts = layouts
         self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
-        self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in self.places}
+        coded = [(table, column) for table, column in self.places if layouts[table].columns[column].is_coded]
+        cache, splits = ChunkCache(), WorkSplit()
+        self.chunks = {place: ChunkFiles(place, self._row_bytes(place), cache, splits) for place in coded}
+        plain = [place for place in self.places if place not in self.chunks]
+        self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain}
         self._first_rows: dict[tuple[Path, int, int], list[int]] = {}
 
     def has_room(self, blocks: Sequence[Block]) -> bool:
         """True if those of the blocks that are not mapped yet fit."""
         new = [block for block in blocks if block.identity not in self._first_rows]
-        return all(self.arenas[place].free_bytes >= self._size(place, new) for place in self.places)
+        return all(mapped.free_bytes >= self._size(place, new) for place, mapped in self.arenas.items())
 
     def _row_bytes(self, place: Place) -> int:
         return self.layouts[place[0]].columns[place[1]].row_bytes
@@ -181,9 +187,13 @@ class FileMap:
             FileNotFoundError: It is gone and was not mapped before.
             CorruptFileError: It is too short.
         """
-        if block.identity not in self._first_rows:
-            rows = [self.arenas[place].map_file(block.path, *block.places[place]) for place in self.places]
-            self._first_rows[block.identity] = rows
+        if block.identity in self._first_rows:
+            return
+        file = MappedFile(block) if self.chunks else None
+        rows = {place: mapped.map_file(block.path, *block.places[place]) for place, mapped in self.arenas.items()}
+        if file is not None:
+            rows |= {place: chunks.add(file) for place, chunks in self.chunks.items()}
+        self._first_rows[block.identity] = [rows[place] for place in self.places]
 
     def first_rows(self, blocks: Sequence[Block]) -> dict[Place, Int64s]:
         """For each kind of row, the number of each block's first row, int64 `[B]`."""
@@ -199,7 +209,10 @@ def can_map(blocks: Iterable[Block]) -> bool:
 
 
 class MappedFrames(FrameStore):
-    """Rows of block files through memory maps: the page cache is the memory, nothing is copied twice."""
+    """Rows of block files through memory maps: the page cache is the memory, nothing is copied twice.
+
+    Rows of coded components are decoded from their chunks (see `chunk_files.py`).
+    """
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap) -> None:
         super().__init__(index, layouts, torch.device("cpu"))
@@ -207,6 +220,12 @@ class MappedFrames(FrameStore):
         self._first_rows = files.first_rows(index.blocks)
         self._advisers: ThreadPoolExecutor | None = None
         self._advisers_pid = 0
+
+    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        if place in self.files.chunks:
+            self.files.chunks[place].copy(self._first(place, runs), runs, out)
+        else:
+            super().copy(place, runs, length, out)
 
     def will_need(self, runs: Runs) -> None:
         if self._advisers is None or self._advisers_pid != os.getpid():  # a fork leaves the threads behind
@@ -222,6 +241,9 @@ class MappedFrames(FrameStore):
             job.result()
 
     def _advise(self, place: Place, runs: Runs) -> None:
+        if place in self.files.chunks:
+            self.files.chunks[place].will_need(self._first(place, runs), runs.num_rows)
+            return
         mapped = self.files.arenas[place]
         for first, num_rows in zip(self._first(place, runs).tolist(), runs.num_rows.tolist(), strict=True):
             # The middle: pages at the ends are shared with rows that others have asked for.

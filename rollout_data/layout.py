@@ -1,8 +1,8 @@
 """Row layout: which bytes of a stored row belong to which field.
 
 One rule: pure arithmetic on a `Schema`. All small fields of a frame stand side by side in one
-packed row (column "frames"), so that a batch is one gather; a field whose row is large gets a
-column of its own, so that reading the others does not drag it along.
+packed row (column "frames"), so that a batch is one gather; a field whose row is large, or that is
+kept in chunks, gets a column of its own, so that reading the others does not drag it along.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Column:
         name: "frames", or the name of the one field that it holds.
         row_bytes: Size of a row, padded to a multiple of 8 in the packed column.
         offsets: Field name -> first byte of the field within the row.
+        is_coded: The file holds chunks, which decode to such rows.
     """
 
     name: str
     row_bytes: int
     offsets: Mapping[str, int]
+    is_coded: bool = False
 
 
 class RowLayout:
@@ -58,9 +60,11 @@ class RowLayout:
                 raise SchemaError("store the field", repr(field.name), "a row of at least one value", str(field.shape))
         self.schema = schema
         self.stored = Schema(stored_field(field) for field in schema.values())
-        small = [field for field in self.stored.values() if field.row_bytes < LARGE_FIELD_BYTES]
-        large = [field for field in self.stored.values() if field.row_bytes >= LARGE_FIELD_BYTES]
-        columns = ([_pack(small)] if small else []) + [Column(f.name, _padded(f.row_bytes), {f.name: 0}) for f in large]
+        coded = {field.name for field in schema.values() if codec_of(field).chunks is not None}
+        alone = [f for f in self.stored.values() if f.row_bytes >= LARGE_FIELD_BYTES or f.name in coded]
+        small = [f for f in self.stored.values() if f not in alone]
+        columns = [_pack(small)] if small else []
+        columns += [Column(f.name, _padded(f.row_bytes), {f.name: 0}, f.name in coded) for f in alone]
         self.columns = {column.name: column for column in columns}
         self.column_of = {name: column for column in columns for name in column.offsets}
 

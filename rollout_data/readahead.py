@@ -50,8 +50,8 @@ class ReadAhead:
         if self._num_batches % _BATCHES_BETWEEN_LOOKS[self._is_warm] == 0 and store.index.num_frames:
             frames = np.linspace(0, store.index.num_frames - 1, _NUM_SAMPLES).astype(np.int64)
             self._is_warm = all(
-                store.files.arenas[place].is_resident(row)
-                for place in store.files.places
+                mapped.is_resident(row)
+                for place, mapped in store.files.arenas.items()
                 if place[0] == DATA
                 for row in store.row_numbers(place, frames).tolist()
             )

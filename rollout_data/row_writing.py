@@ -20,7 +20,7 @@ import numpy as np
 
 from storage.buffer_pool import BufferPool
 
-from .block_header import DATA
+from .block_header import row_ranges
 from .row_source import RowSource
 
 #: Enough for huge pages and for few calls: with 1 MiB two threads wait for the interpreter's lock half of the time.
@@ -109,14 +109,6 @@ class RowWriting:
             write_at(self._descriptor, part, piece.offset + low * row_bytes)
             if self._sync_range is not None:
                 self._sync_range(self._descriptor, piece.offset + low * row_bytes, len(part))
-
-
-def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First row and end of every fragment in one of the two tables; equal where it has none."""
-    if table == DATA:
-        return fragments["row"], fragments["row"] + fragments["length"]
-    final = fragments["final_row"]
-    return np.maximum(final, 0), np.maximum(final + 1, 0)
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:

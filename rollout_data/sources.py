@@ -18,7 +18,7 @@ from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, 
 from storage.fields import Schema
 
 from .block_folder import BlockFolder
-from .block_header import layouts_of
+from .block_header import layouts_of, read_header
 from .formats.trajectory_folder import FolderScan, is_trajectory_folder, read_chunk_rows, scan_trajectory_folder
 from .frames import FileFrames, FileMap, FrameStore, MappedFrames, Place, can_map
 from .index import Block, Int64s, TrajectoryIndex
@@ -244,9 +244,12 @@ def open_source(data_dir: DataDirs, verify_on_open: bool = False) -> Source:
 
 
 def _read_block(block: Block, place: Place, layouts: Mapping[str, Any]) -> np.ndarray:
-    """Map one kind of row of one block, where blocks cannot be mapped side by side."""
+    """Map or decode one kind of row of one block, where blocks cannot be mapped side by side."""
     offset, num_rows = block.places[place]
-    row_bytes = layouts[place[0]].columns[place[1]].row_bytes
+    column = layouts[place[0]].columns[place[1]]
+    if column.is_coded:
+        return read_header(block.path).read_rows(*place, 0, num_rows)
+    row_bytes = column.row_bytes
     if num_rows == 0:
         return np.zeros((0, row_bytes), np.uint8)
     return np.memmap(block.path, np.uint8, "r", offset, (num_rows, row_bytes))

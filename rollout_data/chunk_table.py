@@ -1,0 +1,166 @@
+"""Chunk tables: where the chunks of a coded component lie in a block, and how they become rows.
+
+One rule: a table is checked whole before a chunk is read, so that no chunk lies outside the file, belongs to
+two fragments, or declares more rows than its bytes can hold. Which rows are wanted is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from storage.chunk_codecs import ChunkCodec, chunk_codec
+from storage.codecs import AUTO, codec_of
+from storage.fields import Field, Schema
+from storage.lz4_blocks import MAX_EXPANSION
+
+from .layout import Column, RowLayout
+
+#: zstd turns one byte into more than LZ4 does: at most 128 KiB for a block of 4 bytes.
+_ZSTD_EXPANSION = 1 << 15
+#: Names of the two datasets of a coded component.
+CHUNKS, OFFSETS = "chunks", "offsets"
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How one field is coded in one block.
+
+    Attributes:
+        codec: Name of its codec; never "auto", but what that chose.
+        max_error: Largest absolute error that was measured when the block was written.
+        frames_per_chunk: Frames of a chunk at most; 0 for a field that is not kept in chunks.
+    """
+
+    codec: str
+    max_error: float = 0.0
+    frames_per_chunk: int = 0
+
+
+def codings_text(codings: Mapping[str, Coding]) -> str:
+    """Write codings as the attribute `codecs` of a block; "" without any."""
+    return json.dumps({name: asdict(coding) for name, coding in codings.items()}) if codings else ""
+
+
+def read_codings(text: str, schema: Schema) -> dict[str, Coding]:
+    """Read what `codings_text` wrote; every field that is kept in chunks must be there.
+
+    Raises:
+        ValueError, LookupError, TypeError, RolloutDataError: It is not such a text, or contradicts the schema.
+    """
+    found = {}
+    for name, item in (json.loads(text) if text else {}).items():
+        coding = Coding(str(item["codec"]), float(item["max_error"]), int(item["frames_per_chunk"]))
+        declared, actual = codec_of(schema[name]), codec_of(Field(name, (), schema[name].dtype, coding.codec))
+        is_same = coding.codec == declared.name or (declared.name == AUTO and actual.is_lossless)
+        if not (is_same and coding.max_error >= 0 and coding.frames_per_chunk >= (declared.chunks is not None)):
+            raise ValueError(f"field {name!r} coded as {coding}")
+        found[name] = coding
+    missing = [name for name, field in schema.items() if codec_of(field).chunks is not None and name not in found]
+    if missing:
+        raise ValueError(f"no coding of field {missing[0]!r}")
+    return found
+
+
+def chain_of(coding: Coding) -> ChunkCodec:
+    """The codec of a field's chunks: what is left of its codec without the part that keeps rows rows."""
+    codec = codec_of(Field("field", (), "float32", coding.codec))
+    return chunk_codec(codec.chunks or "raw")
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """The chunks of one column of one table.
+
+    Attributes:
+        codec: Decodes them.
+        field: What a row is when decoded: dtype and shape.
+        row_bytes: Size of a row in memory, padded.
+        rows: int64 `[C + 1]`, first row of each chunk; the last entry is the number of rows.
+        places: int64 `[C + 1]`, where each chunk begins in the file. A chunk without bytes stands for rows
+            that no fragment names.
+    """
+
+    codec: ChunkCodec
+    field: Field
+    row_bytes: int
+    rows: np.ndarray
+    places: np.ndarray
+
+    def check(self, first: np.ndarray, stop: np.ndarray, frames_per_chunk: int, num_bytes: int) -> str:
+        """Say what is wrong with the table; "" if nothing is.
+
+        Args:
+            first, stop: int64 `[F]`, rows of the fragments.
+            frames_per_chunk: How many rows a chunk has at most.
+            num_bytes: Size of the dataset of chunks.
+        """
+        counts, sizes = np.diff(self.rows), np.diff(self.places)
+        if self.rows[0] != 0 or (counts <= 0).any():
+            return "rows that ascend from 0"
+        if (sizes < 0).any() or self.places[-1] - self.places[0] != num_bytes:
+            return f"chunks that fill {num_bytes} bytes one after the other"
+        is_used = sizes > 0
+        if (counts[is_used] > frames_per_chunk).any():
+            return f"chunks of at most {frames_per_chunk} rows"
+        most = _ZSTD_EXPANSION if self.codec.packer == "zstd" else MAX_EXPANSION
+        most *= 4 if self.codec.quantizer is not None else 1
+        # Compared as floats: a product of hostile numbers may not fit into an integer.
+        if (counts[is_used] * float(self.field.row_bytes) > most * sizes[is_used].astype(np.float64)).any():
+            return "chunks as large as their rows need"
+        used_before = np.append(0, np.cumsum(is_used))
+        named = stop > first
+        low, high = np.searchsorted(self.rows, first[named]), np.searchsorted(self.rows, stop[named])
+        inside = np.minimum(high, len(self.rows) - 1)
+        is_bound = (self.rows[np.minimum(low, len(self.rows) - 1)] == first[named]) & (self.rows[inside] == stop[named])
+        if not is_bound.all() or (used_before[inside] - used_before[low] != inside - low).any():
+            return "whole chunks for every fragment"
+        return ""
+
+    def byte_ranges(self, first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the chunks of rows `first:stop` begin and end in the file; rows of whole fragments only."""
+        return self.places[np.searchsorted(self.rows, first)], self.places[np.searchsorted(self.rows, stop)]
+
+    def decode(self, chunk: np.ndarray, out: np.ndarray) -> None:
+        """Decode a chunk's bytes to rows: `[rows, row_bytes]` uint8, contiguous.
+
+        Raises:
+            CorruptFileError: Without the place, which the caller knows.
+        """
+        frames = (len(out), *self.field.shape)
+        if self.row_bytes == self.field.row_bytes:
+            self.codec.decode(chunk, out.reshape(-1).view(self.field.numpy_dtype).reshape(frames))
+            return
+        values = np.empty(frames, self.field.numpy_dtype)
+        self.codec.decode(chunk, values)
+        out[:, self.field.row_bytes :] = 0
+        out[:, : self.field.row_bytes] = values.reshape(-1).view(np.uint8).reshape(len(out), self.field.row_bytes)
+
+    def read(self, start: int, stop: int, read_bytes: Callable[[int, int], np.ndarray]) -> np.ndarray:
+        """Decode rows `start:stop`: a new `[stop - start, row_bytes]` uint8 array; zeros where no chunk is.
+
+        `read_bytes` gives the bytes `start:stop` of the file.
+        """
+        rows = np.zeros((stop - start, self.row_bytes), np.uint8)
+        if start == stop:
+            return rows
+        first = int(np.searchsorted(self.rows, start, "right")) - 1
+        for number in range(first, int(np.searchsorted(self.rows, stop))):
+            low, high = int(self.rows[number]), int(self.rows[number + 1])
+            place, end = int(self.places[number]), int(self.places[number + 1])
+            if place == end:
+                continue
+            decoded = np.empty((high - low, self.row_bytes), np.uint8)
+            self.decode(read_bytes(place, end), decoded)
+            begin, finish = max(low, start), min(high, stop)
+            rows[begin - start : finish - start] = decoded[begin - low : finish - low]
+        return rows
+
+
+def table_of(coding: Coding, layout: RowLayout, column: Column, offsets: np.ndarray, place: int) -> ChunkTable:
+    """Make a table of a dataset `offsets`, int64 `[C + 1, 2]` of (first row, first byte); `place` is the chunks'."""
+    rows, first = (np.ascontiguousarray(offsets[:, part].astype(np.int64)) for part in (0, 1))
+    return ChunkTable(chain_of(coding), layout.stored[column.name], column.row_bytes, rows, first + place)
