@@ -2,6 +2,12 @@
 
 from .buffer_files import UnknownBufferError, load_buffer
 from .buffer_pool import BufferPool
+from .checkpoint import (
+    AsyncCheckpointSaver,
+    load_checkpoint,
+    load_checkpoint_meta,
+    load_checkpoint_parallel,
+)
 from .columns import Column
 from .dict_buffer import DictBuffer
 from .episode_buffer import TrajectoryDictBuffer
@@ -36,6 +42,7 @@ from .z_buffer import ZBuffer
 __all__ = [
     "ActionLabelMiniBatch",
     "ActionLabelRollout",
+    "AsyncCheckpointSaver",
     "BufferEmptyError",
     "BufferPool",
     "Column",
@@ -77,6 +84,9 @@ __all__ = [
     "discounted_sums",
     "generalized_advantage",
     "load_buffer",
+    "load_checkpoint",
+    "load_checkpoint_meta",
+    "load_checkpoint_parallel",
     "load_store",
     "motion_priorities",
     "n_step_returns",

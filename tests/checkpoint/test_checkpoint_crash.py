@@ -1,0 +1,17 @@
+"""kill -9 during checkpointing: the previous state or the new one loads (200 times in the soak tests)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.checkpoint.crash import WORK, check_what_is_left
+from tests.checkpoint.crash_nursery import kill_one, nursery
+
+
+def test_killed_savers_leave_the_previous_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    with nursery(WORK) as process:
+        steps = []
+        for seed in range(12):
+            kill_one(process, tmp_path / str(seed), seed)
+            steps.append(check_what_is_left(tmp_path / str(seed)))
+    assert any(steps)

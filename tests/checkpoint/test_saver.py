@@ -1,0 +1,307 @@
+"""Checkpoints are the moment of the call, complete, in order, and their failures are never lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import storage.checkpoint
+from storage.background import BackgroundWorker
+from storage.checkpoint import AsyncCheckpointSaver, CheckpointError, QueueFullError, load_checkpoint
+from storage.errors import BackgroundError, ClosedError, UsageError, WaitTimeoutError
+from storage.monitors import PerformanceMonitor
+
+ROOT = Path(__file__).parents[2]
+
+
+class Gate:
+    """Holds the writing of checkpoints, and counts it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.entered = threading.Event(), threading.Semaphore(0)
+        write = storage.checkpoint.write_checkpoint
+
+        def wait_and_write(*arguments: Any) -> None:
+            self.entered.release()
+            assert self.open.wait(20)
+            write(*arguments)
+
+        monkeypatch.setattr(storage.checkpoint, "write_checkpoint", wait_and_write)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.open.set()
+
+
+def state_of(value: int, size: int = 1000) -> dict[str, Any]:
+    return {"model": {"w": torch.full((size,), float(value)), "b": [torch.full((3,), value)]}, "step": value}
+
+
+def value_of(state: dict[str, Any]) -> int:
+    values = {state["step"], *state["model"]["w"].tolist(), *state["model"]["b"][0].tolist()}
+    assert len(values) == 1, "torn"
+    return state["step"]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_what_changes_during_the_save_is_not_in_it(tmp_path: Path, gate: Gate, compress: bool) -> None:
+    """Trap N1."""
+    with AsyncCheckpointSaver() as saver:
+        state = state_of(1)
+        future = saver.save_async(state, tmp_path / "a.pt", compress=compress)
+        state["model"]["w"].fill_(2)
+        state["model"]["b"][0].fill_(2)
+        state["model"]["b"].append("late")
+        state["step"] = 2
+        assert not future.done()
+        gate.open.set()
+        assert future.result(20) == tmp_path / ("a.pt.lz4" if compress else "a.pt")
+        found = load_checkpoint(tmp_path / "a.pt")
+    assert value_of(found) == 1 and len(found["model"]["b"]) == 1
+
+
+def test_no_checkpoint_is_torn_while_training_goes_on(tmp_path: Path) -> None:
+    weights = {f"layer {i}": {"w": torch.zeros(20_000)} for i in range(5)}
+    with AsyncCheckpointSaver(max_queue_size=2) as saver:
+        futures = []
+        for step in range(1, 40):
+            for layer in weights.values():
+                layer["w"].add_(1)
+            futures.append(
+                saver.save_async(weights, tmp_path / f"{step}.pt", compress=step % 2 == 0, meta={"step": step})
+            )
+        for step, future in enumerate(futures, 1):
+            found = load_checkpoint(future.result(20))
+            assert all((layer["w"] == step).all() for layer in found.values())
+
+
+def test_one_path_gets_its_checkpoints_in_order(tmp_path: Path, gate: Gate) -> None:
+    with AsyncCheckpointSaver(max_queue_size=10) as saver:
+        for value in range(8):
+            saver.save_async(state_of(value), tmp_path / "a.pt", compress=value % 3 == 0)
+        gate.open.set()
+        saver.wait()
+        assert value_of(load_checkpoint(tmp_path / "a.pt")) == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.pt.lz4"]
+
+
+def test_shutdown_writes_everything_accepted_and_is_idempotent(tmp_path: Path, gate: Gate) -> None:
+    """Trap N2."""
+    saver = AsyncCheckpointSaver(max_queue_size=3)
+    futures = [saver.save_async(state_of(value), tmp_path / f"{value}.pt") for value in range(4)]
+    saver.shutdown(wait=False)
+    assert saver.num_pending == 4 and not any(future.done() for future in futures)
+    with pytest.raises(ClosedError):
+        saver.save_async(state_of(9), tmp_path / "9.pt")
+    gate.open.set()
+    saver.shutdown()
+    saver.shutdown()
+    assert [value_of(load_checkpoint(future.result(0))) for future in futures] == [0, 1, 2, 3]
+    assert saver.num_pending == 0
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_program_that_just_ends_has_its_checkpoints(tmp_path: Path, compress: bool) -> None:
+    """Traps N2 and N3: no daemon thread dies in the middle of a file."""
+    script = (
+        "import torch\nfrom storage.checkpoint import AsyncCheckpointSaver\n"
+        "saver = AsyncCheckpointSaver(max_queue_size=5)\n"
+        "for i in range(5):\n"
+        "    state = {'w': torch.full((3_000_000,), float(i))}\n"
+        f"    saver.save_async(state, {str(tmp_path)!r} + f'/{{i}}.pt', {compress})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    for i in range(5):
+        assert (load_checkpoint(tmp_path / f"{i}.pt")["w"] == i).all()
+
+
+def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(tmp_path: Path, gate: Gate) -> None:
+    """Trap N3."""
+    (tmp_path / "folder.pt").mkdir()
+    saver = AsyncCheckpointSaver()
+    bad = saver.save_async(state_of(1), tmp_path / "folder.pt")
+    good = saver.save_async(state_of(2), tmp_path / "good.pt")
+    gate.open.set()
+    text = (
+        r"^cannot save the checkpoint '.*folder.pt': got cannot save to '.*': expected a file or nothing, got a folder"
+    )
+    assert isinstance(bad.exception(20), CheckpointError)
+    assert value_of(load_checkpoint(good.result(20))) == 2
+    with pytest.raises(CheckpointError, match=text) as caught:
+        saver.wait()
+    assert caught.value is bad.exception() and isinstance(caught.value, (OSError, BackgroundError))
+    saver.wait()
+    saver.save_async(state_of(3), tmp_path / "good.pt").result(20)
+    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt").exception(20)
+    with pytest.raises(CheckpointError, match=r"bad\.pt"):
+        saver.save_async(state_of(4), tmp_path / "good.pt")
+    assert value_of(load_checkpoint(tmp_path / "good.pt")) == 3
+    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt").exception(20)
+    with pytest.raises(CheckpointError):
+        saver.shutdown()
+    saver.shutdown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.pt", "good.pt"]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_full_disk_is_one_clear_error_and_keeps_the_old_checkpoint(
+    tmp_path: Path, compress: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = AsyncCheckpointSaver()
+    path = saver.save_async(state_of(1), tmp_path / "a.pt", compress=compress).result(20)
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = __import__("signal").signal(__import__("signal").SIGXFSZ, __import__("signal").SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        big = {"w": torch.randn(10_000_000)}
+        failure = saver.save_async(big, tmp_path / "a.pt", compress=compress).exception(30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        __import__("signal").signal(__import__("signal").SIGXFSZ, handler)
+    assert isinstance(failure, CheckpointError) and "File too large" in str(failure)
+    with pytest.raises(CheckpointError):
+        saver.shutdown()
+    assert value_of(load_checkpoint(tmp_path / "a.pt")) == 1
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_raise_refuses_when_as_many_wait_as_may(tmp_path: Path, gate: Gate) -> None:
+    with AsyncCheckpointSaver(max_queue_size=2, on_full="raise") as saver:
+        for value in range(3):
+            saver.save_async(state_of(value), tmp_path / f"{value}.pt")
+        with pytest.raises(QueueFullError, match=r"^cannot save the checkpoint .*: expected at most 2 waiting"):
+            saver.save_async(state_of(3), tmp_path / "3.pt")
+        gate.open.set()
+        saver.wait()
+        assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_drop_oldest_gives_up_the_one_that_waits_longest(tmp_path: Path, gate: Gate) -> None:
+    with AsyncCheckpointSaver(max_queue_size=2, on_full="drop_oldest") as saver:
+        futures = [saver.save_async(state_of(0), tmp_path / "0.pt")]
+        assert gate.entered.acquire(timeout=20)
+        futures += [saver.save_async(state_of(value), tmp_path / f"{value}.pt") for value in range(1, 6)]
+        assert saver.num_dropped == 3
+        gate.open.set()
+        saver.wait(20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "4.pt", "5.pt"]
+    for future in futures[1:4]:
+        with pytest.raises(CancelledError):
+            future.result(0)
+
+
+def test_block_waits_for_a_place(tmp_path: Path, gate: Gate) -> None:
+    with AsyncCheckpointSaver(max_queue_size=1, on_full="block") as saver:
+        saver.save_async(state_of(0), tmp_path / "0.pt")
+        assert gate.entered.acquire(timeout=20)
+        saver.save_async(state_of(1), tmp_path / "1.pt")
+        thread = threading.Thread(target=saver.save_async, args=(state_of(2), tmp_path / "2.pt"))
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive() and saver.num_pending == 2
+        gate.open.set()
+        thread.join(20)
+        saver.wait(20)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_blocked_save_hears_of_a_failure(tmp_path: Path, gate: Gate) -> None:
+    """Trap N3: a dead worker and a full queue must not be the end."""
+    (tmp_path / "folder").mkdir()
+    with AsyncCheckpointSaver(max_queue_size=1) as saver:
+        saver.save_async(state_of(0), tmp_path / "folder")
+        saver.save_async(state_of(1), tmp_path / "1.pt")
+        caught: list[BaseException] = []
+
+        def save() -> None:
+            try:
+                saver.save_async(state_of(2), tmp_path / "2.pt")
+            except CheckpointError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        gate.open.set()
+        thread.join(20)
+        assert not thread.is_alive() and len(caught) == 1
+        saver.wait(20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.pt", "folder"]
+
+
+def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gate) -> None:
+    with AsyncCheckpointSaver() as saver:
+        saver.wait(timeout=0)
+        future = saver.save_async(state_of(1), tmp_path / "a.pt")
+        with pytest.raises(WaitTimeoutError, match=r"^cannot wait for checkpoints: expected all of them within 0.01 s"):
+            saver.wait(timeout=0.01)
+        gate.open.set()
+        saver.wait(timeout=20)
+        assert future.done()
+
+
+def test_a_refused_call_leaves_no_place_taken(tmp_path: Path) -> None:
+    with AsyncCheckpointSaver(max_queue_size=1, on_full="raise") as saver:
+        for _ in range(5):
+            with pytest.raises(TypeError):
+                saver.save_async({"lock": threading.Lock()}, tmp_path / "a.pt")
+            with pytest.raises(UsageError, match="level"):
+                saver.save_async({}, tmp_path / "a.pt", compress=True, level=17)
+            with pytest.raises(UsageError, match="a meta that JSON can hold"):
+                saver.save_async({}, tmp_path / "a.pt", meta={"x": object()})
+        assert saver.num_pending == 0
+        saver.save_async({}, tmp_path / "a.pt").result(20)
+
+
+def test_copies_are_given_back_also_after_failures(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with AsyncCheckpointSaver() as saver:
+        for path in ("a.pt", "folder", "b.pt", "folder", "c.pt"):
+            future = saver.save_async({"w": torch.zeros(100_000)}, tmp_path / path)
+            try:
+                saver.wait()
+            except CheckpointError:
+                pass
+            assert saver._pool.num_lent == 0, path
+            assert future.done()
+        assert saver._pool.num_allocated == 1
+
+
+def test_times_are_told_to_a_monitor(tmp_path: Path) -> None:
+    monitor = PerformanceMonitor()
+    with AsyncCheckpointSaver(monitor=monitor) as saver:
+        saver.save_async(state_of(1), tmp_path / "a.pt")
+    assert {key: row["count"] for key, row in monitor.report().items()} == {"checkpoint/copy": 1, "checkpoint/write": 1}
+
+
+@pytest.mark.parametrize("arguments", [{"max_queue_size": 0}, {"max_queue_size": True}, {"on_full": "drop"}])
+def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"^cannot save checkpoints: expected "):
+        AsyncCheckpointSaver(**arguments)
+
+
+def test_an_error_inside_the_block_is_not_hidden_by_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(KeyError, match="mine"), AsyncCheckpointSaver() as saver:
+        saver.save_async({}, tmp_path / "folder")
+        raise KeyError("mine")
+
+
+def test_no_thread_is_started_before_there_is_something_to_save() -> None:
+    before = threading.active_count()
+    saver = AsyncCheckpointSaver()
+    assert threading.active_count() == before
+    saver.shutdown()
+    assert isinstance(saver._worker, BackgroundWorker)
