@@ -38,7 +38,7 @@ class PrefetchedBatches:
                 self._delivered = position.value
                 yield batch
         finally:
-            items.close()  # type: ignore[attr-defined]
+            items.close()
             self.dataset._go_to(self._delivered)
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the order, the end ends, and a consumer that leaves stops the producer within on
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import threading
 import weakref
 from collections import deque
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
-    """Move every tensor in nested mappings, tuples and lists to `device`; other leaves stay.
+    """Move every tensor in nested mappings, tuples, lists and dataclasses to `device`; other leaves stay.
 
     From the CPU to CUDA the copy goes through pinned memory (`pin`), the only asynchronous way.
     """
@@ -35,6 +36,9 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
         return type(item)(*(to_device(value, device, pin) for value in item))
     if isinstance(item, (tuple, list)):
         return type(item)(to_device(value, device, pin) for value in item)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        values = {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if field.init}
+        return dataclasses.replace(item, **{name: to_device(value, device, pin) for name, value in values.items()})
     return item
 
 
@@ -50,6 +54,8 @@ class _Channel:
         self._items: deque[Any] = deque()
         self._changed = threading.Condition()
         self._is_stopped = False
+        #: Items that the producer has begun, and that the consumer has got.
+        self.num_begun = self.num_got = 0
 
     def put(self, item: Any) -> None:
         """Append an item, waiting for room; `_Stopped` if the consumer has left."""
@@ -66,8 +72,13 @@ class _Channel:
             if self._is_stopped:
                 raise _Stopped
             item = self._items.popleft()
+            self.num_got += 1
             self._changed.notify_all()
             return item
+
+    def lag(self) -> int:
+        """How many items have been begun after the last one that was got."""
+        return max(0, self.num_begun - self.num_got)
 
     def stop(self) -> None:
         with self._changed:
@@ -85,13 +96,14 @@ class PipelinedDataCollector(Generic[T]):
 
     Args:
         iterable: The source; iterated in the producer's thread. Iterating again starts it anew.
-        device: Where the tensors of an item (nested mappings, tuples, lists) are moved to.
+            It must not change an item after it has yielded it (`transform` may copy).
+        device: Where the tensors of an item (nested mappings, tuples, lists, dataclasses) are moved to.
         prefetch_count: How many finished items may wait, at least 1.
         pin: Copy to CUDA through pinned memory, asynchronously to the consumer's work.
         transform: Applied to each item in the producer's thread, before the move.
         stamp: Called in the producer's thread as an item is begun; its value (a policy version, say)
             is in `last_stamp` when the item is delivered. On-policy data are as old as the queue is
-            long: at most `max_lag` items.
+            long: `last_lag` items, at most `max_lag`.
 
     Raises:
         RuntimeError: A second iteration is begun while one is going on.
@@ -107,12 +119,15 @@ class PipelinedDataCollector(Generic[T]):
         transform: Callable[[Any], Any] | None = None,
         stamp: Callable[[], Any] | None = None,
     ) -> None:
-        if prefetch_count < 1:
-            raise UsageError("prefetch", "", "prefetch_count >= 1", str(prefetch_count))
-        self.iterable, self.device, self.prefetch_count = iterable, torch.device(device), int(prefetch_count)
+        if isinstance(prefetch_count, bool) or not isinstance(prefetch_count, int) or prefetch_count < 1:
+            raise UsageError("prefetch", "", "prefetch_count >= 1", repr(prefetch_count))
+        self.iterable, self.device, self.prefetch_count = iterable, torch.device(device), prefetch_count
         self.pin, self.transform, self.stamp = pin, transform, stamp
+        #: What `stamp` gave for the item delivered last.
         self.last_stamp: Any = None
-        self._channel: _Channel | None = None
+        #: How many later items had been begun when that item was delivered.
+        self.last_lag = 0
+        self._current: tuple[_Channel, threading.Thread] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -120,71 +135,106 @@ class PipelinedDataCollector(Generic[T]):
         """How many items a delivered one may be older than the newest one begun."""
         return self.prefetch_count + 1
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> PrefetchedItems[T]:
         with self._lock:
-            if self._channel is not None and not self._channel.is_stopped:
+            if self._current is not None and not self._current[0].is_stopped:
                 raise RuntimeError("cannot iterate twice at once: one iteration is going on. Close it first.")
-            channel = self._channel = _Channel(self.prefetch_count)
-        thread = threading.Thread(target=self._produce, args=(channel,), name="prefetch", daemon=True)
-        _running[thread] = channel
-        thread.start()
-        return self._consume(channel, thread)
+            if self._current is not None:
+                _stop(*self._current)  # a source is never iterated by two threads
+            channel = _Channel(self.prefetch_count)
+            producer = _Producer(self.iterable, self.device, self.pin, self.transform, self.stamp, channel)
+            thread = threading.Thread(target=producer.run, name="prefetch", daemon=True)
+            self._current = channel, thread
+            _running[thread] = channel
+            thread.start()
+        return PrefetchedItems(self, channel, thread)
 
     def close(self) -> None:
-        """Stop the iteration that is going on, if any; the producer ends within one item."""
+        """Stop the iteration that is going on, if any, and wait for the item being made. Idempotent."""
         with self._lock:
-            if self._channel is not None:
-                self._channel.stop()
+            if self._current is not None:
+                _stop(*self._current)
 
-    def _consume(self, channel: _Channel, thread: threading.Thread) -> Iterator[T]:
+
+class PrefetchedItems(Iterator[T]):
+    """One iteration of a `PipelinedDataCollector`; dropping it, or leaving its loop, stops the producer."""
+
+    def __init__(self, collector: PipelinedDataCollector[T], channel: _Channel, thread: threading.Thread) -> None:
+        self._collector, self._channel = collector, channel
+        self._finish = weakref.finalize(self, _stop, channel, thread)
+
+    def __next__(self) -> T:
         try:
-            while True:
-                item, event, stamp, failure = channel.get()
-                if failure is not None:
-                    raise failure
-                if event is _END:
-                    return
-                if event is not None:
-                    _hand_over(item, event)
-                self.last_stamp = stamp
-                yield item
-                del item
+            item, event, stamp, failure = self._channel.get()
         except _Stopped:
-            return
-        finally:
-            channel.stop()
-            thread.join()
+            raise StopIteration from None
+        if failure is not None or event is _END:
+            self.close()
+            if isinstance(failure, StopIteration):  # of a transform: it would end the consumer's loop in silence
+                raise RuntimeError("cannot go on prefetching: the source raised StopIteration.") from failure
+            raise failure if failure is not None else StopIteration
+        if event is not None:
+            _hand_over(item, event)
+        self._collector.last_stamp, self._collector.last_lag = stamp, self._channel.lag()
+        delivered: T = item
+        return delivered
 
-    def _produce(self, channel: _Channel) -> None:
-        stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def close(self) -> None:
+        """Stop the producer and wait for the item that it is making. Idempotent."""
+        self._finish()
+
+
+class _Producer:
+    """Runs in the thread; holds nothing of the collector, so that dropping that ends it."""
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        device: torch.device,
+        pin: bool,
+        transform: Callable[[Any], Any] | None,
+        stamp: Callable[[], Any] | None,
+        channel: _Channel,
+    ) -> None:
+        self._iterable, self._device, self._pin = iterable, device, pin
+        self._transform, self._stamp, self._channel = transform, stamp, channel
+
+    def run(self) -> None:
         try:
-            source = iter(self.iterable)
-            while not channel.is_stopped:
-                stamp = self.stamp() if self.stamp is not None else None
-                try:
-                    item = next(source)
-                except StopIteration:
-                    break
-                if self.transform is not None:
-                    item = self.transform(item)
-                event = None
-                if stream is None:
-                    item = to_device(item, self.device, self.pin)
-                else:
-                    with torch.cuda.stream(stream):
-                        item = to_device(item, self.device, self.pin)
-                        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                        event.record(stream)
-                channel.put((item, event, stamp, None))
-                del item
-            channel.put((None, _END, None, None))
+            self._produce()
+            self._channel.put((None, _END, None, None))
         except _Stopped:
             return
         except BaseException as failure:  # noqa: BLE001 - raised in the consumer, at its position
             try:
-                channel.put((None, None, None, failure))
+                self._channel.put((None, None, None, failure))
             except _Stopped:
                 return
+
+    def _produce(self) -> None:
+        is_cuda = self._device.type == "cuda"
+        stream: Any = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
+        source = iter(self._iterable)
+        while not self._channel.is_stopped:
+            self._channel.num_begun += 1
+            stamp = self._stamp() if self._stamp is not None else None
+            try:
+                item = next(source)
+            except StopIteration:
+                self._channel.num_begun -= 1
+                return
+            if self._transform is not None:
+                item = self._transform(item)
+            event = None
+            if stream is None:
+                item = to_device(item, self._device, self._pin)
+            else:
+                with torch.cuda.stream(stream):
+                    item = to_device(item, self._device, self._pin)
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record(stream)
+            self._channel.put((item, event, stamp, None))
+            del item
 
 
 _END = object()
@@ -192,11 +242,16 @@ _END = object()
 _running: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKeyDictionary()
 
 
+def _stop(channel: _Channel, thread: threading.Thread) -> None:
+    channel.stop()
+    if thread is not threading.current_thread():  # which the garbage collector may have chosen
+        thread.join()
+
+
 def _stop_all() -> None:
     """End the producers before the interpreter does: torch does not survive being cut off in a thread."""
     for thread, channel in list(_running.items()):
-        channel.stop()
-        thread.join()
+        _stop(channel, thread)
 
 
 atexit.register(_stop_all)
@@ -220,3 +275,6 @@ def _tensors(item: Any) -> Iterator[torch.Tensor]:
     elif isinstance(item, (tuple, list)):
         for value in item:
             yield from _tensors(value)
+    elif dataclasses.is_dataclass(item):
+        for field in dataclasses.fields(item):
+            yield from _tensors(getattr(item, field.name))

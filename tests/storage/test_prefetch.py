@@ -1,0 +1,199 @@
+"""Items come in order and ahead of time; whatever happens on one side reaches the other."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.errors import UsageError
+from storage.prefetch import PipelinedDataCollector, to_device
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Step:
+    value: torch.Tensor
+    name: str
+
+
+class Source:
+    """Counts what is taken from it, and can be taken from many times."""
+
+    def __init__(self, num_items: int = 1_000_000, fails_at: int | None = None) -> None:
+        self.num_items, self.fails_at = num_items, fails_at
+        self.num_made = 0
+        self.made = threading.Condition()
+
+    def __iter__(self) -> Iterator[int]:
+        for item in range(self.num_items):
+            if item == self.fails_at:
+                raise KeyError("broken")
+            with self.made:
+                self.num_made += 1
+                self.made.notify_all()
+            yield item
+
+    def wait_for(self, num_made: int) -> None:
+        with self.made:
+            assert self.made.wait_for(lambda: self.num_made >= num_made, 20)
+
+
+def num_producers() -> int:
+    return sum(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = num_producers()
+    yield
+    gc.collect()
+    assert num_producers() == before
+
+
+@settings(max_examples=30)
+@given(num_items=st.integers(0, 20), prefetch_count=st.integers(1, 5))
+def test_all_items_come_once_in_order_and_then_the_end(num_items: int, prefetch_count: int) -> None:
+    """Trap N6: the end is told."""
+    collector = PipelinedDataCollector(Source(num_items), "cpu", prefetch_count, transform=lambda item: item * 2)
+    for _ in range(2):
+        items = iter(collector)
+        assert list(items) == [2 * item for item in range(num_items)]
+        with pytest.raises(StopIteration):
+            next(items)
+
+
+@settings(max_examples=20)
+@given(fails_at=st.integers(0, 6), prefetch_count=st.integers(1, 4))
+def test_a_failure_is_raised_at_its_position(fails_at: int, prefetch_count: int) -> None:
+    """Trap N6: it is not told as the end."""
+    collector = PipelinedDataCollector(Source(10, fails_at), prefetch_count=prefetch_count)
+    found = []
+    with pytest.raises(KeyError, match="broken"):
+        for item in collector:
+            found.append(item)
+    assert found == list(range(fails_at))
+
+
+def test_a_transform_that_raises_stop_iteration_is_no_end() -> None:
+    def stop(item: int) -> int:
+        raise StopIteration
+
+    with pytest.raises(RuntimeError, match="the source raised StopIteration"):
+        list(PipelinedDataCollector(Source(3), transform=stop))
+
+
+def leave_loop(collector: PipelinedDataCollector[int]) -> None:
+    for _ in collector:
+        break
+
+
+def drop_iterator(collector: PipelinedDataCollector[int]) -> None:
+    items = iter(collector)
+    next(items)
+
+
+def drop_unused_iterator(collector: PipelinedDataCollector[int]) -> None:
+    iter(collector)
+
+
+def close_collector(collector: PipelinedDataCollector[int]) -> None:
+    items = iter(collector)
+    next(items)
+    collector.close()
+    collector.close()
+    assert list(items) == []
+
+
+def raise_in_loop(collector: PipelinedDataCollector[int]) -> None:
+    with pytest.raises(ValueError, match="mine"):
+        for _ in collector:
+            raise ValueError("mine")
+
+
+@pytest.mark.parametrize("leave", [leave_loop, drop_iterator, drop_unused_iterator, close_collector, raise_in_loop])
+def test_a_consumer_that_leaves_stops_a_blocked_producer(leave: Callable[[Any], None]) -> None:
+    """Trap N6."""
+    source = Source()
+    collector = PipelinedDataCollector(source, prefetch_count=2)
+    for _ in range(3):
+        leave(collector)
+        gc.collect()
+        made = source.num_made
+        assert num_producers() == 0
+        assert made <= 3 * 4
+    assert next(iter(collector)) == 0
+
+
+def test_dropping_the_collector_stops_the_producer() -> None:
+    source = Source()
+    collector = PipelinedDataCollector(source, prefetch_count=2)
+    items = iter(collector)
+    source.wait_for(3)
+    del collector, items
+    gc.collect()
+    assert num_producers() == 0
+
+
+def test_a_second_iteration_at_once_is_refused() -> None:
+    """Trap N6."""
+    collector = PipelinedDataCollector(Source())
+    items = iter(collector)
+    assert next(items) == 0
+    with pytest.raises(RuntimeError, match="cannot iterate twice at once"):
+        iter(collector)
+    assert next(items) == 1
+    items.close()
+    assert next(iter(collector)) == 0
+
+
+def test_items_are_made_ahead_and_the_lag_is_told() -> None:
+    """Trap N8."""
+    source, version = Source(), [0]
+    collector = PipelinedDataCollector(source, prefetch_count=3, stamp=lambda: version[0])
+    assert collector.max_lag == 4
+    items = iter(collector)
+    source.wait_for(4)  # three wait and one is in the producer's hand
+    version[0] = 7
+    stamps = []
+    for _ in range(6):
+        next(items)
+        stamps.append(collector.last_stamp)
+        assert 0 <= collector.last_lag <= collector.max_lag
+    assert stamps[:4] == [0, 0, 0, 0] and stamps[5] == 7
+    source.wait_for(6 + 4)
+    next(items)
+    assert collector.last_lag >= 3
+
+
+def test_tensors_are_moved_wherever_they_are() -> None:
+    item = {"a": torch.ones(2), "b": [torch.ones(1), ("x", Pair(torch.zeros(1), 3))], "c": Step(torch.ones(1), "y")}
+    moved = to_device(item, torch.device("meta"))
+    assert moved["a"].device.type == moved["b"][0].device.type == moved["b"][1][1].first.device.type == "meta"
+    assert moved["c"].value.device.type == "meta" and moved["c"].name == "y"
+    assert moved["b"][1][0] == "x" and moved["b"][1][1].second == 3
+    assert item["a"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("prefetch_count", [0, -1, True, 1.5])
+def test_the_number_of_items_ahead_is_checked(prefetch_count: Any) -> None:
+    with pytest.raises(UsageError, match="prefetch_count >= 1"):
+        PipelinedDataCollector([], prefetch_count=prefetch_count)
+
+
+@pytest.mark.gpu
+def test_batches_are_on_the_gpu_and_complete_when_the_consumer_reads_them() -> None:
+    """Trap N7."""
+    source = (torch.full((1 << 20,), float(value)) for value in range(30))
+    for value, item in enumerate(PipelinedDataCollector(source, "cuda")):
+        assert item.device.type == "cuda" and bool((item == value).all())
+        del item
