@@ -298,10 +298,12 @@ class RolloutWriter:
         rollout = self._step_form.read(values) if is_step and self._step_form is not None else None
         if rollout is None:
             rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
+            num_nonfinite = self._count_nonfinite(rollout)
+            if self._schema is None:
+                self._declare(schema, rollout.num_steps)
             self._step_form = form_of(values, schema, self._parts, self.num_envs) if is_step else None
-        num_nonfinite = self._count_nonfinite(rollout)
-        if self._schema is None:
-            self._declare(schema, rollout.num_steps)
+        else:
+            num_nonfinite = self._count_nonfinite(rollout)
         start = 0
         while start < rollout.num_steps:
             staging = self._staging_with_room()
