@@ -73,11 +73,18 @@ def observation_parts(
     segments: Mapping[str, Sequence[int]] | None, codecs: Mapping[str, str] | None
 ) -> ObservationParts:
     """Check `obs_segments` and `obs_disassemble_mapping` as far as that goes without data."""
+    for what, given in (("obs_segments", segments), ("obs_disassemble_mapping", codecs)):
+        if given is not None and not isinstance(given, Mapping):
+            raise UsageError("make a RolloutWriter", f"with {what}", "a mapping of component names", repr(given))
     shapes = None
     if segments:
-        shapes = {
-            name: (shape,) if isinstance(shape, int) else tuple(map(int, shape)) for name, shape in segments.items()
-        }
+        try:
+            shapes = {
+                name: (shape,) if isinstance(shape, int) else tuple(map(int, shape)) for name, shape in segments.items()
+            }
+        except (TypeError, ValueError):
+            expected = "a shape for each component"
+            raise UsageError("make a RolloutWriter", "with obs_segments", expected, repr(segments)) from None
         for name, shape in shapes.items():
             if not name or prod(shape) < 1:
                 raise UsageError(

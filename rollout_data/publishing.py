@@ -192,8 +192,10 @@ def check_storable(schema: Schema) -> None:
     """Raise `SchemaError` if a block cannot hold these fields: HDF5 limits a header entry to 64 KiB."""
     for name in schema:
         parts = name.split("/")
-        if parts[0] == PACKED or any(not part.strip(".") or "\0" in part for part in parts):
-            raise SchemaError("store the field", repr(name), f"a name other than {PACKED!r}, without parts of dots", "")
+        is_text = "\0" not in name and not any("\ud800" <= letter <= "\udfff" for letter in name)
+        if parts[0] == PACKED or not is_text or not all(part.strip(".") for part in parts):
+            expected = f"a name other than {PACKED!r}, of Unicode text without NUL, no part of it empty or only dots"
+            raise SchemaError("store the field", ascii(name), expected, ascii(name), "Rename the field")
         for end in range(1, len(parts)):
             if (parent := "/".join(parts[:end])) in schema:
                 raise SchemaError("store the field", repr(name), "no field above it", repr(parent))

@@ -154,7 +154,13 @@ def read_rollout(
     finals = {name: flat.pop(name) for name in list(flat) if name.split("/")[0] in FINALS}
     for name in REQUIRED:
         if not any(key == name or key.startswith(name + "/") for key in flat):
-            raise MissingFieldError("add a record", f"without the field {name!r}", name, ", ".join(flat) or "nothing")
+            raise MissingFieldError(
+                "add a record",
+                f"without the field {name!r}",
+                f"a value for {name!r}",
+                f"only {', '.join(flat) or 'nothing'}",
+                "Give it as a keyword or in the record",
+            )
     tensors = parts.split(flat, OBSERVATION)
     lead = (num_envs,) if is_step else (_num_steps(tensors), num_envs)
     for name, tensor in tensors.items():
@@ -183,6 +189,9 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
                 "take the value of", repr(name), "a dense tensor with values", kind, "Convert it first"
             )
         return value.detach()
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        advice = "Fill it, or say with env_mask which envs have no frame"
+        raise SchemaError("take the value of", repr(name), "an array without masked values", "masked ones", advice)
     try:
         array = np.asarray(value)
     except ValueError as cause:
@@ -254,6 +263,8 @@ def _flag(name: str, flags: Mapping[str, torch.Tensor], lead: tuple[int, ...]) -
         raise SchemaError(
             "add a record", f"with the flag {name!r}", f"shape {lead} or {(*lead, 1)}", str(tuple(tensor.shape))
         )
+    if tensor.dtype.is_floating_point and tensor.isnan().any():
+        raise UsageError("add a record", f"with the flag {name!r}", "true and false values", "NaN")
     array = tensor.ne(0).cpu().numpy() if tensor.dtype != torch.bool else tensor.cpu().numpy()
     return array.reshape(lead if len(lead) == 2 else (1, *lead))
 
@@ -304,7 +315,10 @@ def _version(version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
         raise FieldTypeError(
             "add a record", "with policy_version", "integers", str(tensor.dtype).removeprefix("torch.")
         )
-    array = tensor.cpu().numpy().astype(np.int64)
+    array = tensor.cpu().numpy()
+    if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
+        raise FieldTypeError("add a record", "with policy_version", "numbers below 2**63", str(array.max()))
+    array = array.astype(np.int64)
     if array.ndim == 0:
         return int(array)
     if len(lead) == 2 and array.shape in (lead[:1], (lead[0], 1)):

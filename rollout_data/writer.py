@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import secrets
 import time
 import warnings
@@ -40,6 +39,7 @@ from .record import REWARD, Rollout, given_values, read_rollout, unpack_storage
 from .repeated_step import RepeatedStep, form_of
 from .staging import Staging
 from .tally import Tally
+from .writer_arguments import check_arguments
 
 
 class RolloutWriter:
@@ -98,7 +98,8 @@ class RolloutWriter:
     ) -> None:
         self._closed = True
         name = secrets.token_hex(4) if writer_name is None else writer_name
-        _check_arguments(num_envs, block_bytes, max_pending_blocks, name, nonfinite_rewards)
+        counts = {"block_bytes": block_bytes, "max_pending_blocks": max_pending_blocks}
+        check_arguments(data_dir, num_envs, counts, block_age_s, name, nonfinite_rewards, metadata)
         self.data_dir = Path(data_dir)
         self.num_envs = int(num_envs)
         self.name = name
@@ -381,16 +382,6 @@ def _keywords(given: dict[str, Any]) -> dict[str, Any]:
     """Give the keyword values of `add` from its locals."""
     extras = given.pop("extras")
     return {name: value for name, value in given.items() if name not in ("self", "transition", "include")} | extras
-
-
-def _check_arguments(num_envs: int, block_bytes: int, max_pending: int, name: str, nonfinite: str) -> None:
-    for what, value in (("num_envs", num_envs), ("block_bytes", block_bytes), ("max_pending_blocks", max_pending)):
-        if int(value) != value or value < 1:
-            raise UsageError("make a RolloutWriter", f"with {what}", "an integer >= 1", repr(value))
-    if not re.fullmatch("[A-Za-z0-9-]{1,100}", name):
-        raise UsageError("make a RolloutWriter", "with writer_name", "1 to 100 letters, digits and '-'", repr(name))
-    if nonfinite not in ("accept", "refuse"):
-        raise UsageError("make a RolloutWriter", "with nonfinite_rewards", "'accept' or 'refuse'", repr(nonfinite))
 
 
 _open_writers: set[RolloutWriter] = set()

@@ -132,6 +132,7 @@ HOUSE = {
         "journal",
         "publishing",
         "tally",
+        "writer_arguments",
         "writer",
         "gym_adapter",
         "recording",

@@ -71,7 +71,11 @@ def frames_in(folder):
             "cannot add a record with the field 'mu': expected observation, action, reward, "
             "got observation, action, reward, mu.",
         ),
-        ({"action": None}, MissingFieldError, "cannot add a record without the field 'action': expected action, got"),
+        (
+            {"action": None},
+            MissingFieldError,
+            "cannot add a record without the field 'action': expected a value for 'action', got only",
+        ),
         ({"done": np.zeros((N, 2))}, SchemaError, "with the flag 'done': expected shape (3,) or (3, 1), got (3, 2)."),
         ({"action": np.array(["a"] * N)}, FieldTypeError, "of 'action': expected one of bool, uint8"),
         ({"action": [[1], [1, 2], [3]]}, SchemaError, "cannot take the value of 'action': expected an array, got"),
@@ -220,3 +224,58 @@ def test_a_forgotten_writer_is_closed_at_exit(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     assert frames_in(tmp_path) == 2
     assert not list(tmp_path.glob(".rollout_*.journal"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_bytes": "x"},
+        {"block_bytes": float("nan")},
+        {"max_pending_blocks": 0},
+        {"block_age_s": "x"},
+        {"block_age_s": float("nan")},
+        {"metadata": 5},
+        {"writer_name": 5},
+        {"nonfinite_rewards": "drop"},
+        {"obs_segments": 5},
+        {"obs_segments": {"a": "x"}},
+        {"obs_disassemble_mapping": 5},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named_before_a_folder_is_made(tmp_path, options):
+    with pytest.raises(UsageError, match=f"cannot make a RolloutWriter with {next(iter(options))}: expected .*got"):
+        RolloutWriter(tmp_path / "data", N, **options)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("num_envs", [0, -1, 1.5, True, "3", None, float("nan"), 2**40])
+def test_a_number_of_envs_that_is_none_is_refused(tmp_path, num_envs):
+    with pytest.raises(UsageError, match="with num_envs: expected an integer from 1 to"):
+        RolloutWriter(tmp_path / "data", num_envs)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"done": np.array([np.nan, 0, 1])}, "with the flag 'done': expected true and false values, got NaN"),
+        ({"reward": np.ma.array(np.ones(N, np.float32), mask=[1, 0, 0])}, "expected an array without masked values"),
+        ({"policy_version": np.uint64(2**63)}, "with policy_version: expected numbers below 2\\*\\*63"),
+        ({"policy_version": 2**70}, "'policy_version'"),
+        ({"frames": np.zeros(N)}, "cannot store the field 'frames': expected a name other than .* Rename the field"),
+        ({"a\0b": np.zeros(N)}, "Unicode text without NUL"),
+        ({"a\udc80": np.zeros(N)}, "Unicode text without NUL"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values_that_mean_nothing_are_refused(tmp_path, change, text):
+    with make(tmp_path) as writer:
+        with pytest.raises(RolloutDataError, match=text):
+            writer.add(**step(0, **change))
+        writer.add(**step(1))
+        writer.add(**step(2))
+        if not any(name in change for name in ("frames", "a\0b", "a\udc80")):
+            with pytest.raises(RolloutDataError, match=text):
+                writer.add(**step(3, **change))  # also behind steps of a known form
+    assert frames_in(tmp_path) == 2 * N

@@ -1,0 +1,51 @@
+"""The arguments of a writer, checked before a folder is touched."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from storage.errors import UsageError
+
+#: Ids of envs are stored as int32.
+MAX_NUM_ENVS = 1 << 24
+
+
+def check_arguments(
+    data_dir: Any, num_envs: Any, counts: Mapping[str, Any], block_age_s: Any, name: Any, nonfinite: Any, metadata: Any
+) -> None:
+    """Raise `UsageError` for the first argument of `RolloutWriter` that is not what it must be.
+
+    Args:
+        counts: Further arguments that are whole numbers >= 1, by name.
+    """
+    if not isinstance(data_dir, str | os.PathLike):
+        _refuse("data_dir", "a path", data_dir)
+    _check_whole("num_envs", num_envs, MAX_NUM_ENVS)
+    for what, value in counts.items():
+        _check_whole(what, value)
+    if isinstance(block_age_s, bool) or not isinstance(block_age_s, Real) or not block_age_s >= 0:
+        _refuse("block_age_s", "seconds >= 0", block_age_s)
+    if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", name):
+        _refuse("writer_name", "1 to 100 letters, digits and '-'", name)
+    if nonfinite not in ("accept", "refuse"):
+        _refuse("nonfinite_rewards", "'accept' or 'refuse'", nonfinite)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        _refuse("metadata", "a mapping", metadata)
+
+
+def _check_whole(what: str, value: Any, most: int | None = None) -> None:
+    try:
+        is_whole = not isinstance(value, bool | str) and math.isfinite(value) and int(value) == value
+    except (TypeError, ValueError, OverflowError):
+        is_whole = False
+    if not is_whole or value < 1 or (most is not None and value > most):
+        _refuse(what, "an integer >= 1" if most is None else f"an integer from 1 to {most}", value)
+
+
+def _refuse(what: str, expected: str, value: Any) -> None:
+    raise UsageError("make a RolloutWriter", f"with {what}", expected, repr(value), f"Choose another {what}")
