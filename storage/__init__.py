@@ -1,6 +1,8 @@
 """Reinforcement-learning experience in memory: rollout storages and replay buffers."""
 
+from .advanced_replay_buffer import AdvancedReplayBuffer
 from .buffer_files import UnknownBufferError, load_buffer
+from .buffer_monitor import BufferMonitor
 from .buffer_pool import BufferPool
 from .checkpoint import (
     AsyncCheckpointSaver,
@@ -9,6 +11,7 @@ from .checkpoint import (
     load_checkpoint_parallel,
 )
 from .columns import Column
+from .compressed import CompressedTensorDict
 from .dict_buffer import DictBuffer
 from .episode_buffer import TrajectoryDictBuffer
 from .errors import (
@@ -23,10 +26,13 @@ from .errors import (
 from .fields import Field, Schema
 from .image_sequences import compress_image_seq, decompress_image_seq, decompress_many
 from .monitors import InTickMonitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
+from .naive_replay_buffer import NaiveReplayBuffer
 from .padding import split_and_pad_trajectories, unpad_trajectories
+from .prefetch import PipelinedDataCollector
 from .prefix_sum import PrefixSum
 from .priorities import motion_priorities
 from .queue_rollout_storage import ActionLabelRollout, QueueRolloutStorage
+from .rate_limiter import RateLimitedError, RateLimiter
 from .replay_buffer import ReplayBuffer
 from .returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
 from .ring import RingStore
@@ -42,10 +48,13 @@ from .z_buffer import ZBuffer
 __all__ = [
     "ActionLabelMiniBatch",
     "ActionLabelRollout",
+    "AdvancedReplayBuffer",
     "AsyncCheckpointSaver",
     "BufferEmptyError",
+    "BufferMonitor",
     "BufferPool",
     "Column",
+    "CompressedTensorDict",
     "DictBuffer",
     "Field",
     "FieldTypeError",
@@ -55,11 +64,15 @@ __all__ = [
     "MinSegmentTree",
     "MiniBatch",
     "MissingFieldError",
+    "NaiveReplayBuffer",
     "NaturalMonitor",
     "OutTickMonitor",
     "PerformanceMonitor",
+    "PipelinedDataCollector",
     "PrefixSum",
     "QueueRolloutStorage",
+    "RateLimitedError",
+    "RateLimiter",
     "ReplayBuffer",
     "RingStore",
     "RolloutDataError",

@@ -1,0 +1,170 @@
+"""What is put into a compressed record comes out bit by bit, as new tensors; nothing given is changed."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import storage.compressed
+from storage.compressed import CompressedTensorDict
+from storage.errors import CorruptFileError, MissingFieldError, UsageError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8, torch.complex64]
+
+
+def record() -> dict[str, Any]:
+    return {
+        "obs": {"mask": torch.zeros(50, 64, 64, dtype=torch.bool), "depth": torch.rand(8, 8), "task": "walk"},
+        "count": torch.arange(10_000),
+        "noise": torch.randint(0, 256, (4000,), dtype=torch.uint8),
+    }
+
+
+@settings(max_examples=60)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 7), max_size=3),
+    level=st.sampled_from([-3, 0, 3, 9]),
+    transposed=st.booleans(),
+    cache=st.integers(0, 1),
+)
+def test_tensors_of_every_kind_come_back(
+    dtype: torch.dtype, shape: list[int], level: int, transposed: bool, cache: int
+) -> None:
+    tensor = torch.randint(0, 3, shape).to(dtype)
+    if transposed and tensor.dim() > 1:
+        tensor = tensor.transpose(0, 1)
+    expected = tensor.clone()
+    packed = CompressedTensorDict({"x": tensor}, ["x"], level, cache)
+    for _ in range(3):
+        found = packed["x"]
+        assert found.dtype == dtype and found.shape == expected.shape and torch.equal(found, expected)
+        found.zero_()  # writable, and nobody else's
+    assert torch.equal(tensor, expected)
+
+
+def test_the_record_given_stays_as_it_is() -> None:
+    """Trap N9."""
+    given_, expected = record(), record()
+    expected["obs"]["depth"], expected["noise"] = given_["obs"]["depth"].clone(), given_["noise"].clone()
+    packed = CompressedTensorDict(given_, [("obs", "mask"), "count"])
+    assert packed.compressed_keys == ("obs/mask", "count")
+    packed["obs"]["depth"].zero_()
+    packed["noise"].zero_()
+    packed.decompress()["count"].zero_()
+    assert list(given_) == list(expected) and list(given_["obs"]) == list(expected["obs"])
+    assert all(torch.equal(given_[key], expected[key]) for key in ("count", "noise"))
+    assert all(torch.equal(given_["obs"][key], expected["obs"][key]) for key in ("mask", "depth"))
+    assert torch.equal(packed["count"], expected["count"])
+
+
+def test_it_is_a_mapping() -> None:
+    packed = CompressedTensorDict(record(), ["obs"])
+    assert list(packed) == ["obs", "count", "noise"] and len(packed) == 3
+    assert packed.compressed_keys == ("obs/mask", "obs/depth")
+    assert "obs" in packed and "obs/mask" in packed and ("obs", "task") in packed
+    assert "obs/m" not in packed and 3 not in packed and "ob" not in packed
+    assert packed["obs/task"] == packed[("obs", "task")] == packed["obs"]["task"] == "walk"
+    assert packed.get("nothing") is None
+    with pytest.raises(MissingFieldError, match=r"^cannot read 'obs/maks': expected 'obs/mask'"):
+        packed["obs/maks"]
+    with pytest.raises(KeyError):
+        packed["nothing"]
+
+
+def test_a_missing_key_is_an_error_unless_it_may_be_missing() -> None:
+    with pytest.raises(KeyError, match=r"cannot compress 'obs/maks': expected 'obs/mask'"):
+        CompressedTensorDict(record(), ["obs/maks"])
+    with pytest.raises(UsageError, match=r"^cannot compress the leaf 'obs/task': expected a tensor, got str"):
+        CompressedTensorDict(record(), ["obs/task"])
+    assert CompressedTensorDict(record(), ["obs/maks", "count"], missing_ok=True).compressed_keys == ("count",)
+
+
+def test_sizes_are_those_of_what_is_held() -> None:
+    data = record()
+    packed = CompressedTensorDict(data, ["obs/mask", "noise"])
+    assert packed.ratio() > 30
+    assert packed.nbytes < 6000 + data["obs"]["depth"].nbytes + data["count"].nbytes
+    # What does not shrink is kept as it is, and costs no more than before.
+    noise = CompressedTensorDict({"noise": data["noise"]}, ["noise"])
+    assert noise.nbytes == 4000 and noise.ratio() == 1.0 and torch.equal(noise["noise"], data["noise"])
+    nothing = CompressedTensorDict({"noise": data["noise"]})
+    assert nothing.nbytes == 4000 and nothing.ratio() == 1.0 and nothing.compressed_keys == ()
+    assert repr(nothing) == "CompressedTensorDict(0 of 1 leaves compressed, 4000 bytes, ratio 1.00)"
+
+
+def test_a_cache_keeps_the_leaves_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap N9: not decoded at every access."""
+    decoded = []
+    unpack = storage.compressed._unpack
+    monkeypatch.setattr(storage.compressed, "_unpack", lambda leaf, name: (decoded.append(name), unpack(leaf, name))[1])
+    names = ("a", "b", "c")
+    packed = CompressedTensorDict({name: torch.zeros(100) for name in names}, names, cache=2)
+    for name in "aabbacaab":
+        packed[name].add_(1)
+        assert packed[name].sum() == 0
+    assert decoded == ["a", "b", "c", "b"]
+
+
+def test_large_leaves_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.compressed, "_PART_BYTES", 1000)
+    tensor = torch.arange(2000) // 50
+    packed = CompressedTensorDict({"x": tensor}, ["x"])
+    assert len(packed._leaves["x"].parts) == 16 and torch.equal(packed["x"], tensor)
+
+
+def test_another_device_is_given_when_it_is_read() -> None:
+    packed = CompressedTensorDict(record(), ["count"], cache=1)
+    moved = packed.to("meta")
+    assert {moved["count"].device.type, moved["noise"].device.type} == {"meta"} and moved["obs/task"] == "walk"
+    assert packed["count"].device.type == packed["noise"].device.type == "cpu"
+    made = CompressedTensorDict(record(), ["count"], device="meta")
+    assert {made["count"].device.type, made["noise"].device.type} == {"meta"}
+
+
+def test_it_can_be_pickled_and_read_from_threads() -> None:
+    packed = pickle.loads(pickle.dumps(CompressedTensorDict(record(), ["count", "obs/mask"], cache=1)))
+    wrong = []
+
+    def read() -> None:
+        for _ in range(50):
+            if packed["count"].sum() != 9999 * 5000 or packed["obs/mask"].any():
+                wrong.append(1)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_damaged_bytes_are_one_clear_error() -> None:
+    packed = CompressedTensorDict({"x": torch.zeros(10_000)}, ["x"])
+    part = packed._leaves["x"].parts[0]
+    for damaged in (part[:-5], b"\xff" * 20, b""):
+        packed._leaves["x"] = storage.compressed._Packed(
+            (damaged,), None, torch.float32, (10_000,), torch.device("cpu")
+        )
+        with pytest.raises(CorruptFileError, match=r"^cannot decompress the leaf 'x'"):
+            packed["x"]
+
+
+@pytest.mark.parametrize("arguments", [{"level": 99}, {"level": 1.5}, {"cache": -1}, {"cache": True}])
+def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        CompressedTensorDict({}, **arguments)
+
+
+@pytest.mark.gpu
+def test_tensors_come_back_to_the_gpu() -> None:
+    packed = CompressedTensorDict({"x": torch.zeros(1000, device="cuda")}, ["x"], cache=1)
+    for _ in range(2):
+        assert packed["x"].device.type == "cuda"
+    assert packed.to("cpu")["x"].device.type == "cpu"
