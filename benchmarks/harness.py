@@ -38,6 +38,7 @@ OURS, LIMIT, PEER = "ours", "limit", "peer"
 #: A repetition calls a short function often enough to last this long, so that the clock does not matter.
 MIN_REPETITION_S = 0.02
 MAX_CALLS = 2000
+WARM_UP_STRETCH_S = 0.5
 #: A contender that needs longer than this for one call is repeated `MIN_REPEATS` times only.
 SLOW_CALL_S = 1.0
 MIN_REPEATS = 5
@@ -74,6 +75,9 @@ class Case:
     #: Bytes that one call moves, for the throughput column; 0 for none.
     num_bytes: int = 0
     num_repeats: int = 7
+    #: For how long, at most, short calls are repeated before the clock counts, until they get no faster. Gigabytes that
+    #: lay idle while the next contender was filled are up to 30 times slower at first in virtual machines.
+    warm_up_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert [contender.role for contender in self.contenders].count(LIMIT) == 1, self.name
@@ -118,7 +122,9 @@ def measure(case: Case) -> list[Timing]:
     calls: list[Call | None] = []
     for contender, timing in zip(case.contenders, timings, strict=True):
         calls.append(_guarded(timing, contender.prepare))
-    counts = [_calls_per_repetition(*parts) for parts in zip(case.contenders, timings, calls, strict=True)]
+    counts = [
+        _calls_per_repetition(*parts, case.warm_up_s) for parts in zip(case.contenders, timings, calls, strict=True)
+    ]
     order = list(range(len(timings)))
     gc.collect()
     gc.disable()
@@ -186,7 +192,7 @@ def _is_done(timing: Timing) -> bool:
     return len(timing.times_s) >= MIN_REPEATS and timing.times_s[0] > SLOW_CALL_S
 
 
-def _calls_per_repetition(contender: Contender, timing: Timing, call: Call | None) -> int:
+def _calls_per_repetition(contender: Contender, timing: Timing, call: Call | None, warm_up_s: float) -> int:
     """Warm up and count how many calls make one repetition long enough."""
     if call is None:
         return 0
@@ -195,8 +201,24 @@ def _calls_per_repetition(contender: Contender, timing: Timing, call: Call | Non
     first_s = _guarded(timing, lambda: _repeat(contender, call, 1))
     if first_s is None or first_s > SLOW_CALL_S:
         return 1
+    if warm_up_s:
+        _guarded(timing, lambda: _warm_up(call, warm_up_s))
     second_s = _guarded(timing, lambda: _repeat(contender, call, 1)) or first_s
     return max(1, min(MAX_CALLS, int(MIN_REPETITION_S / max(second_s, 1e-9))))
+
+
+def _warm_up(call: Call, at_most_s: float) -> None:
+    """Call until a stretch is less than a tenth faster than the fastest before it."""
+    stop_s, fastest_s = time.perf_counter() + at_most_s, float("inf")
+    while time.perf_counter() < stop_s:
+        start_s, num_calls = time.perf_counter(), 0
+        while time.perf_counter() < start_s + WARM_UP_STRETCH_S:
+            call()
+            num_calls += 1
+        per_call_s = (time.perf_counter() - start_s) / num_calls
+        if per_call_s > 0.9 * fastest_s:
+            return
+        fastest_s = per_call_s
 
 
 def _repeat(contender: Contender, call: Call, num_calls: int) -> float:

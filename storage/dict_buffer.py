@@ -19,6 +19,8 @@ from .transitions import TransitionRequest, TransitionSampler
 from .tree import unflatten
 from .windows import Boundaries
 
+_PLAIN = TransitionRequest()
+
 
 @can_load
 class DictBuffer(RingBuffer):
@@ -96,7 +98,9 @@ class DictBuffer(RingBuffer):
             if self._boundaries is None:
                 advice = "Create the buffer with end_key"
                 raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
-            sampler = self._sampler(request or TransitionRequest(**options), ring, self._boundaries)
+            if request is None:
+                request = TransitionRequest(**options) if options else _PLAIN
+            sampler = self._sampler(request, ring, self._boundaries)
             self._order.wait(is_write=False)
             found = sampler.sample(batch_size, self.generator, self.contiguous)
             self._order.record(is_write=False)

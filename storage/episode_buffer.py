@@ -147,11 +147,9 @@ class TrajectoryDictBuffer:
             bits = torch.randint(1 << 62, (num_windows,), generator=self.generator, device=self.device)
             # The remainder of 62 random bits is uniform to one part in 2 ** 62 / choices.
             first = self.start_idx[episode] + bits % choices
-            rows = self._ring.windows(first, length, self.contiguous, names)
-            found = {name: rows[name].flatten(0, 1) for name in names}
-            if next_names:
-                rows = self._ring.windows(first + 1, length, self.contiguous, next_names)
-                found.update((f"next/{name}", rows[name].flatten(0, 1)) for name in next_names)
+            own, later = self._ring.windows_and_next(first, length, names, next_names, self.contiguous, True)
+            found = {name: own[name] for name in names}
+            found.update((f"next/{name}", later[name]) for name in next_names)
             self._order.record(is_write=False)
         if self.output_device is not None:
             found = {name: leaf.to(self.output_device, non_blocking=True) for name, leaf in found.items()}

@@ -56,6 +56,7 @@ class RingStore:
         self.stride = self.num_slots + self.num_guards
         self._pool = BufferPool()
         self._bases = [self._allocate(group) for group in self.groups]
+        self._sources: dict[tuple[int, int], torch.Tensor] = {}
         self._columns: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             self._columns.update(group.views(base))
@@ -64,6 +65,8 @@ class RingStore:
         self._arrays = [_array(column) for column in self._columns.values()]
         #: Whether `write_arrays` may be used: the memory is on the CPU, and numpy knows every dtype.
         self.takes_arrays = all(array is not None for array in self._arrays)
+        self._lane_arrays = [array[0] for array in self._arrays if array is not None]
+        self._lay_out_steps()
 
     @property
     def num_live(self) -> int:
@@ -99,17 +102,26 @@ class RingStore:
         self.total += num_rows
 
     def write_arrays(self, leaves: list[npt.NDArray[Any]]) -> None:
-        """Write small leaves `[n, lanes, *event]` of the right dtypes, n at most `num_slots`."""
+        """Write leaves of the right dtypes: `[n, *event]` in a ring of one lane, else `[n, lanes, *event]`.
+
+        n is at most `num_slots`.
+        """
         num_rows, slot = len(leaves[0]), self.total % self.num_slots
         if slot + num_rows > self.num_slots:
             num_first = self.num_slots - slot
             self.write_arrays([leaf[:num_first] for leaf in leaves])
             self.write_arrays([leaf[num_first:] for leaf in leaves])
             return
-        for array, leaf in zip(self._arrays, leaves, strict=True):
-            if self.num_lanes == 1:
-                array[0, slot : slot + num_rows] = leaf[:, 0]  # type: ignore[index]
-            else:
+        if self.num_lanes == 1:
+            for array, leaf in zip(self._lane_arrays, leaves, strict=True):
+                array[slot : slot + num_rows] = leaf
+        elif num_rows == 1 and self._steps:
+            for array, leaf in zip(self._step_arrays, leaves, strict=True):
+                array[...] = leaf[0]
+            for memory, step in self._steps:
+                memory[:, slot] = step
+        else:
+            for array, leaf in zip(self._arrays, leaves, strict=True):
                 array[:, slot : slot + num_rows] = leaf.swapaxes(0, 1)  # type: ignore[index]
         if slot < self.num_guards:
             self._copy_guards(slot, slot + num_rows)
@@ -123,10 +135,13 @@ class RingStore:
         """Say where rows lie: an int, or a tensor of ids."""
         return row_id % self.num_slots
 
-    def place(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        """Give positions in memory, which `gather` and `windows` take: of rows, or of windows' first rows."""
+    def place(self, lane: Any, row_id: Any) -> Any:
+        """Give positions in memory, which `gather` and `windows` take: of rows, or of windows' first rows.
+
+        Tensors or arrays; with one lane `lane` may be None.
+        """
         place = row_id % self.num_slots
-        return place if self.num_lanes == 1 else place.add_(lane * self.stride)
+        return place if self.num_lanes == 1 else place + lane * self.stride
 
     def gather(self, places: torch.Tensor, contiguous: bool = False) -> dict[str, torch.Tensor]:
         """Copy rows: `[len(places), *event]` per field, views of one new tensor per group."""
@@ -139,39 +154,41 @@ class RingStore:
     def windows(
         self, places: torch.Tensor, length: int, contiguous: bool = False, names: Container[str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Copy windows of consecutive rows: `[len(places), length, *event]` per field, as `gather` does."""
-        found: dict[str, torch.Tensor] = {}
-        for group, base in zip(self.groups, self._bases, strict=True):
-            width = group.width
-            if not group.holds(names):
-                continue
-            if length <= self.num_guards + 1:
-                # Every window of the memory is a row of this view; windows that begin in the guards are not asked for.
-                source = base.as_strided((self.num_lanes * self.stride - length + 1, length * width), (width, 1))
-                rows = self._select(source, places, length * width, group.unit).view(-1, length, width)
-            else:
-                rows = self._select(base.view(-1, width), self._unrolled(places, length), width, group.unit)
-                rows = rows.view(-1, length, width)
-            found.update(group.views(rows, contiguous, names))
-        return found if self._is_ordered else in_order(self.schema, found)
+        """Copy windows of consecutive rows, as `gather` does: `[len(places) * length, *event]`, time fastest."""
+        return self._windows(places, length, names, (), contiguous)[0]
+
+    def windows_and_next(
+        self,
+        places: torch.Tensor,
+        length: int,
+        names: Container[str],
+        next_names: Container[str],
+        contiguous: bool,
+        never_wraps: bool = False,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Copy some fields of windows, and some of the windows one row later; both as `windows` does.
+
+        With `never_wraps` the caller knows that no window reaches across the end of the memory.
+        """
+        return self._windows(places, length, names, next_names, contiguous, never_wraps)
 
     def pairs(
         self, places: torch.Tensor, names: Container[str], contiguous: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copy rows, and some fields of those that follow them: windows of two, with fewer views."""
+        """Copy rows, and some fields of those that follow them."""
         if not self.num_guards:
-            both = self.windows(places, 2, contiguous)
-            return {name: x[:, 0] for name, x in both.items()}, {name: x[:, 1] for name, x in both.items()}
+            return self._windows(places, 1, None, names, contiguous)
         own: dict[str, torch.Tensor] = {}
         later: dict[str, torch.Tensor] = {}
-        for group, base in zip(self.groups, self._bases, strict=True):
-            width = group.width
-            length = 2 if group.holds(names) else 1
-            source = base.as_strided((self.num_lanes * self.stride - length + 1, length * width), (width, 1))
-            rows = self._select(source, places, length * width, group.unit)
-            own.update(group.views(rows.narrow(1, 0, width), contiguous))
-            if length == 2:
-                later.update(group.views(rows.narrow(1, width, width), contiguous, names))
+        for place, group in enumerate(self.groups):
+            if group.holds(names):
+                rows = self._select(self._source(place, 2), places, 2 * group.width, group.unit)
+                first, second = group.pair_views(rows, names, contiguous)
+                own.update(first)
+                later.update(second)
+            else:
+                rows = self._select(self._source(place, 1), places, group.width, group.unit)
+                own.update(group.views(rows, contiguous))
         return (own if self._is_ordered else in_order(self.schema, own)), later
 
     def column(self, name: str) -> torch.Tensor:
@@ -216,6 +233,20 @@ class RingStore:
             return BufferPool(1).empty(shape, group.unit).zero_() if _is_small(shape) else _reserve(shape, group.unit)
         return torch.zeros(shape, dtype=group.unit, device=self.device)
 
+    def _lay_out_steps(self) -> None:
+        """Make room for one step of many lanes: laid side by side first, each row is written in one piece."""
+        #: Memory and room, per group; none where it does not help.
+        self._steps: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
+        self._step_arrays: list[npt.NDArray[Any]] = []
+        if self.num_lanes == 1 or not self.takes_arrays or len(self.groups) == len(self.schema):
+            return
+        columns: dict[str, torch.Tensor] = {}
+        for group, base in zip(self.groups, self._bases, strict=True):
+            room = torch.zeros((self.num_lanes, group.width), dtype=group.unit)
+            columns.update(group.views(room))
+            self._steps.append((base.numpy(), room.numpy()))
+        self._step_arrays = [columns[name].numpy() for name in self.schema]
+
     def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
         """Cut ids `first` to `last` where the ring closes."""
         if first >= last:
@@ -229,10 +260,48 @@ class RingStore:
             for base in self._bases:
                 base[:, self.num_slots + slot : self.num_slots + stop] = base[:, slot:stop]
 
+    def _windows(
+        self,
+        places: torch.Tensor,
+        length: int,
+        names: Container[str] | None,
+        next_names: Container[str],
+        contiguous: bool,
+        never_wraps: bool = False,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+        reach = length + (1 if next_names else 0)
+        is_one_piece = never_wraps or reach <= self.num_guards + 1
+        if is_one_piece:
+            starts = [places, places + 1] if next_names else [places]
+        else:
+            rows_of = self._unrolled(places, reach)
+            starts = [rows_of[:, first : first + length].flatten() for first in range(reach - length + 1)]
+        for place, group in enumerate(self.groups):
+            which = [i for i, wanted in enumerate((names, next_names)[: len(starts)]) if group.holds(wanted)]
+            if not which:
+                continue
+            source, width = self._source(place, length if is_one_piece else 1), group.width
+            index = starts[which[0]] if len(which) == 1 else torch.cat(starts)
+            rows = self._select(source, index, length * width if is_one_piece else width, group.unit)
+            for later, part in zip(which, rows.view(len(which), -1, width).unbind(), strict=True):
+                found[later].update(group.views(part, contiguous, (names, next_names)[later]))
+        return found if self._is_ordered else (in_order(self.schema, found[0]), in_order(self.schema, found[1]))
+
     def _unrolled(self, places: torch.Tensor, length: int) -> torch.Tensor:
+        """List the places of each window's rows, `[windows, length]`, across the end of the memory."""
         lane = torch.div(places, self.stride, rounding_mode="floor") * self.stride
         steps = torch.arange(length, device=places.device)
-        return (((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)).flatten()
+        return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
+
+    def _source(self, place: int, length: int) -> torch.Tensor:
+        """See a group's memory as all of its windows, one per row; those from the guards on are not asked for."""
+        found = self._sources.get((place, length))
+        if found is None:
+            width, base = self.groups[place].width, self._bases[place]
+            found = base.as_strided((self.num_lanes * self.stride - length + 1, length * width), (width, 1))
+            self._sources[place, length] = found
+        return found
 
     def _select(self, source: torch.Tensor, index: torch.Tensor, width: int, unit: torch.dtype) -> torch.Tensor:
         if self.device.type != "cpu":

@@ -296,11 +296,15 @@ class RingBuffer:
         self._order.record(is_write=True)
 
     def _ends_of(self, arrays: list[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-        """Say which rows end a trajectory: `[n, lanes]` bool."""
+        """Say which rows end a trajectory: `[n]` bool with one lane, else `[n, lanes]`; from `read_exact`."""
+        num_lead = 1 if self._reader.num_lanes in (None, 1) else 2
         found: Any = None
         for place, width in self._end_places:
-            flags = arrays[place].reshape(*arrays[place].shape[:2], width) != 0
-            flags = flags[..., 0] if width == 1 else flags.any(-1)
+            flags = arrays[place]
+            lead = flags.shape[:num_lead]
+            flags = flags.reshape(lead) if width == 1 else (flags != 0).reshape(*lead, width).any(-1)
+            if flags.dtype != bool:
+                flags = flags != 0
             found = flags if found is None else found | flags
         return found  # type: ignore[no-any-return]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -27,6 +28,16 @@ class Part:
     #: In bytes.
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the fields of one dtype are cut from rows: sizes of all pieces, and which of them are fields."""
+
+    dtype: torch.dtype
+    sizes: list[int]
+    #: First or second row, field, place among the pieces, shape where it is not `[size]`.
+    picks: list[tuple[int, str, int, tuple[int, ...] | None]]
 
 
 @dataclass(frozen=True)
@@ -49,40 +60,68 @@ class Group:
 
     def holds(self, names: Container[str] | None) -> bool:
         """Tell whether a field of these lies here; None stands for all."""
-        return names is None or any(part.field.name in names for part in self.parts)
+        return names is None or bool(self._plan(names, ()))
 
     def views(
         self, rows: torch.Tensor, contiguous: bool = False, names: Container[str] | None = None
     ) -> dict[str, torch.Tensor]:
         """See `[..., width]` rows of this group as fields `[..., *event]` that share their memory."""
-        as_bytes: torch.Tensor | None = None
-        found = {}
-        for name, dtype, is_unit, start, size, shape in self._plan:
-            if names is not None and name not in names:
-                continue
-            if is_unit:
-                typed = rows.narrow(-1, start, size)
-            elif not size:
-                typed = torch.empty((*rows.shape[:-1], 0), dtype=dtype, device=rows.device)
-            else:
-                as_bytes = rows.view(torch.uint8) if as_bytes is None else as_bytes
-                typed = as_bytes.narrow(-1, start, size).view(dtype)
-            if shape is not None:
-                typed = typed.view(*rows.shape[:-1], *shape)
-            found[name] = typed.contiguous() if contiguous else typed
+        return self._cut(rows, self._plan(names, ()), contiguous)[0]
+
+    def pair_views(
+        self, pairs: torch.Tensor, names: Container[str], contiguous: bool = False
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """See `[..., 2 * width]` pairs of rows as all fields of the first and some of the second."""
+        return self._cut(pairs, self._plan(None, names), contiguous)
+
+    def _cut(
+        self, rows: torch.Tensor, plan: list[_Cut], contiguous: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+        for cut in plan:
+            typed = rows if cut.dtype is self.unit else rows.view(cut.dtype)
+            # One call per dtype; "unsafe" only means that autograd takes the parts for tensors of their own, which
+            # may be changed in place like any other, also by something that has gradients. Nobody keeps `rows`.
+            pieces = typed.unsafe_split_with_sizes(cut.sizes, -1)
+            for row, name, place, shape in cut.picks:
+                piece = pieces[place]
+                if shape is not None:  # `data` makes it a tensor of its own again
+                    piece = piece.view(*rows.shape[:-1], *shape).data
+                found[row][name] = piece.contiguous() if contiguous else piece
         return found
 
-    @cached_property
-    def _plan(self) -> list[tuple[str, torch.dtype, bool, int, int, tuple[int, ...] | None]]:
-        """Name, dtype, whether it is the unit's, start and size in units or bytes, shape where it is not `[size]`."""
-        plan = []
-        for part in self.parts:
-            field = part.field
-            step = self.unit.itemsize if field.torch_dtype is self.unit else 1
-            shape = field.shape if len(field.shape) != 1 else None
-            start, size = part.start // step, (part.stop - part.start) // step
-            plan.append((field.name, field.torch_dtype, field.torch_dtype is self.unit, start, size, shape))
+    def _plan(self, names: Container[str] | None, next_names: Container[str]) -> list[_Cut]:
+        """Say how to cut a row, or two rows side by side where `next_names` asks for fields of the second."""
+        key: Any = (None if names is None else tuple(names), tuple(next_names))  # type: ignore[arg-type]
+        plan = self._plans.get(key)
+        if plan is None:
+            wanted = [(0, part) for part in self.parts if names is None or part.field.name in names]
+            wanted += [(1, part) for part in self.parts if part.field.name in next_names]
+            num_bytes = self.row_bytes * (2 if key[1] else 1)
+            dtypes = dict.fromkeys(part.field.torch_dtype for _, part in wanted)
+            plan = self._plans[key] = [
+                self._plan_cut(
+                    dtype, [(row, part) for row, part in wanted if part.field.torch_dtype is dtype], num_bytes
+                )
+                for dtype in dtypes
+            ]
         return plan
+
+    def _plan_cut(self, dtype: torch.dtype, wanted: list[tuple[int, Part]], num_bytes: int) -> _Cut:
+        sizes: list[int] = []
+        picks: list[tuple[int, str, int, tuple[int, ...] | None]] = []
+        reached = 0
+        for row, part in wanted:
+            start, stop = row * self.row_bytes + part.start, row * self.row_bytes + part.stop
+            sizes += [(start - reached) // dtype.itemsize, (stop - start) // dtype.itemsize]
+            shape = part.field.shape
+            picks.append((row, part.field.name, len(sizes) - 1, shape if len(shape) != 1 else None))
+            reached = stop
+        return _Cut(dtype, [*sizes, (num_bytes - reached) // dtype.itemsize], picks)
+
+    @cached_property
+    def _plans(self) -> dict[Any, list[_Cut]]:
+        return {}
 
 
 def lay_out(schema: Schema, wide_row_bytes: int = WIDE_ROW_BYTES) -> list[Group]:
@@ -106,6 +145,6 @@ def _pack(fields: list[Field]) -> Group:
         start += field.row_bytes
     # A row starts where its largest item may stand; rows of some size also move four bytes at a time.
     step = max(largest, 4 if start >= 32 else 1)
-    num_bytes = max(-(-start // step) * step, 1)
+    num_bytes = max(-(-start // step), 1) * step
     unit = torch.float32 if num_bytes % 4 == 0 else torch.uint8
     return Group(tuple(parts), num_bytes // unit.itemsize, unit)

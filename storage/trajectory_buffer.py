@@ -91,7 +91,6 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         """Rows of all lanes that are held."""
         return 0 if self._ring is None else self._ring.num_live * self._ring.num_lanes
 
-    @torch.no_grad()
     def sample(self, batch_size: int = 1, seq_length: int | None = None) -> dict[str, Any]:
         """Draw windows.
 
@@ -170,10 +169,12 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             drawn = boundaries.draw(num_windows, length, self.generator, self._rule_to_ends(length))
             offset = 0
         else:
-            drawn = boundaries.draw(num_windows, length + offset, self.generator)
+            places = boundaries.draw_places(num_windows, length + offset, self.generator)
+            if places is None:
+                raise _no_window(length, offset)
+            return self._gather_at(ring, places, length)[0]
         if drawn is None:
-            expected = f"a stretch of {length + offset} rows in one trajectory"
-            raise UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
+            raise _no_window(length, offset)
         lane, last = drawn
         return self._gather(ring, lane, last - offset, length, goes_to_ends)
 
@@ -181,24 +182,25 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         self, ring: RingStore, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
     ) -> dict[str, torch.Tensor]:
         """Copy windows of `length` rows that end at `last`, and what comes one row later."""
-        names, next_names = self._names(ring)
-        places = ring.place(lane, last - (length - 1))
-        rows = ring.windows(places, length, self.contiguous, names)
-        found = {name: rows[name].flatten(0, 1) for name in names}
-        if not next_names:
-            return found
-        # The place after a row is the next row's, within the guards.
-        is_guarded = length <= ring.num_guards
-        places = places + 1 if is_guarded else ring.place(lane, last - (length - 2))
-        later = ring.windows(places, length, self.contiguous, next_names)
+        found, later = self._gather_at(ring, ring.place(lane, last - (length - 1)), length)
         if goes_to_ends:
-            is_known = self._put_finals(later, next_names, lane, last)
+            is_known = self._put_finals(later, lane, last)
             if self.at_end == "mark":
                 flags = torch.ones((len(lane), length), dtype=torch.bool, device=lane.device)
                 flags[:, -1] = is_known
                 found["next_valid"] = flags.view(-1, 1)
-        found.update((f"next/{name}", later[name].flatten(0, 1)) for name in next_names)
         return found
+
+    def _gather_at(
+        self, ring: RingStore, places: torch.Tensor, length: int
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Copy windows whose first rows lie at `places`: all that is given, and of that what comes one row later."""
+        names, next_names = self._names(ring)
+        own, later = ring.windows_and_next(places, length, names, next_names, self.contiguous)
+        found = {name: own[name] for name in names}
+        for name in next_names:
+            found["next/" + name] = later[name]
+        return found, later
 
     def _names(self, ring: RingStore) -> tuple[list[str], list[str]]:
         """List the leaves that are given of a row, and of the next one; looked up once per ring."""
@@ -227,9 +229,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
         return is_valid
 
-    def _put_finals(
-        self, later: dict[str, torch.Tensor], names: list[str], lane: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor:
+    def _put_finals(self, later: dict[str, torch.Tensor], lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Put the final observation, or else the last row, behind ended trajectories; tell which are known."""
         ring, boundaries, finals = self._ring, self._boundaries, self._finals
         assert ring is not None and boundaries is not None
@@ -238,13 +238,18 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         if finals is not None:
             has_final, at = finals.find(lane, last)
             is_known |= has_final
-        for name in names:
+        for name in later:
             fits = finals is not None and name in finals.schema
             own = ring.column(name).index_select(0, ring.place(lane[ended], last[ended]))
             if finals is not None and fits:
                 own[has_final[ended]] = finals.take(name, at[ended & has_final])
-            later[name][ended, -1] = own
+            later[name].view(len(lane), -1, *later[name].shape[1:])[ended, -1] = own
         return is_known
+
+
+def _no_window(length: int, offset: int) -> UsageError:
+    expected = f"a stretch of {length + offset} rows in one trajectory"
+    return UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
 
 
 def as_list(keys: Sequence[Key]) -> list[str]:

@@ -116,11 +116,10 @@ class TransitionSampler:
         return is_short and request.at_end == "exclude" and self._finals is None
 
     def _sample_plain(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, torch.Tensor]:
-        drawn = self._boundaries.draw(num_draws, 2, generator)
-        if drawn is None:
+        places = self._boundaries.draw_places(num_draws, 2, generator)
+        if places is None:
             raise _no_transition()
-        lane, last = drawn
-        return self._pairs(self._ring.place(lane, last - 1), contiguous)
+        return self._pairs(places, contiguous)
 
     def _pairs(self, places: torch.Tensor, contiguous: bool) -> dict[str, torch.Tensor]:
         own, later = self._ring.pairs(places, self._next_names, contiguous)

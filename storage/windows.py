@@ -44,7 +44,8 @@ class Boundaries:
 
     def __init__(self, ring: RingStore, keeps_segments: bool = False) -> None:
         self.ring = ring
-        self.ages = torch.zeros((ring.num_lanes, ring.num_slots), dtype=torch.int32, device=ring.device)
+        #: Of every slot and lane; time first, so that a step of many lanes is written in one piece.
+        self.ages = torch.zeros((ring.num_slots, ring.num_lanes), dtype=torch.int32, device=ring.device)
         #: Age of each lane's next row; 0 if the last written row ended a trajectory.
         self.next_ages = torch.zeros(ring.num_lanes, dtype=torch.int32, device=ring.device)
         self.segments = Segments(ring) if keeps_segments else None
@@ -61,18 +62,37 @@ class Boundaries:
         self._count(len(ends))
 
     def note_arrays(self, ends: npt.NDArray[np.bool_]) -> None:
-        """Note rows as `note` does, `[n, lanes]`, where the memory is on the CPU."""
+        """Note rows as `note` does, `[n]` with one lane, else `[n, lanes]`, where the memory is on the CPU.
+
+        n is at most `num_slots`.
+        """
         assert self._arrays is not None
-        if len(ends) > 1:
-            self.note(torch.from_numpy(ends))
-            return
-        if self.segments is not None:
-            self.segments.note(ends, self.next_ages, self.ring.total)
         ages, next_ages = self._arrays
-        ages[:, self.ring.total % self.ring.num_slots] = next_ages
-        next_ages += 1
-        next_ages[ends[0]] = 0
-        self._count(1)
+        num_rows, slots = len(ends), self.ring.num_slots
+        slot, has_ends = self.ring.total % slots, ends[0] if ends.size == 1 else ends.any()
+        if has_ends and self.segments is not None:
+            self.segments.note(ends.reshape(num_rows, -1), self.next_ages, self.ring.total)
+        if num_rows == 1:
+            ages[slot] = next_ages
+            next_ages += 1
+            if has_ends:
+                next_ages[ends.reshape(-1)] = 0
+        else:
+            steps = np.arange(num_rows + 1, dtype=np.int32)
+            # The step since which a lane's trajectory lasts: below 0 where it began before these rows.
+            begun = np.empty((num_rows + 1, len(next_ages)), np.int32)
+            np.negative(next_ages, out=begun[0])
+            if has_ends:
+                begun[1:] = np.where(ends.reshape(num_rows, -1), steps[1:, None], begun[0])
+                np.maximum.accumulate(begun, axis=0, out=begun)
+            else:
+                begun[1:] = begun[0]
+            following = np.subtract(steps[:, None], begun, out=begun)
+            num_first = min(num_rows, slots - slot)
+            ages[slot : slot + num_first] = following[:num_first]
+            ages[: num_rows - num_first] = following[num_first:-1]
+            next_ages[:] = following[-1]
+        self._count(num_rows)
 
     def _count(self, num_rows: int) -> None:
         """Keep ages from overflowing."""
@@ -89,8 +109,8 @@ class Boundaries:
 
     def age(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
         """Give the ages of live rows, or of the rows that come next."""
-        slots = self.ring.num_slots
-        index = row_id % slots if self.ring.num_lanes == 1 else row_id % slots + lane * slots
+        slots, lanes = self.ring.num_slots, self.ring.num_lanes
+        index = row_id % slots if lanes == 1 else row_id % slots * lanes + lane
         found = self.ages.view(-1).index_select(0, index.flatten()).view(index.shape)
         if self.ring.device.type == "cpu" and not bool((row_id >= self.ring.total).any()):
             return found
@@ -106,7 +126,7 @@ class Boundaries:
         ages = self.ages.view(-1)
 
         def is_inside(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-            index = last % slots if lanes == 1 else (last % slots).add_(lane * slots)
+            index = last % slots if lanes == 1 else (last % slots).mul_(lanes).add_(lane)
             return ages.index_select(0, index) >= length - 1
 
         return is_inside
@@ -130,9 +150,11 @@ class Boundaries:
             return None
         first, lanes = self.ring.oldest + length - 1, self.ring.num_lanes
         if rule is None and self._arrays is not None:
-            drawn_at_once = self._draw_at_once(num_draws, length, generator)
-            if drawn_at_once is not None:
-                return drawn_at_once
+            at_once = self._draw_at_once(num_draws, length, generator)
+            if at_once is not None:
+                lane, last = at_once
+                no_lane = torch.zeros(num_draws, dtype=torch.int64)
+                return no_lane if lane is None else torch.from_numpy(lane), torch.from_numpy(last)
         is_valid = rule or self.rule(length)
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,13 +166,24 @@ class Boundaries:
         drawn = self.rejection.draw(num_draws, places * lanes, lambda c: is_valid(*decode(c)), generator)
         return None if drawn is None else decode(drawn)
 
+    def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> torch.Tensor | None:
+        """Draw windows inside one trajectory as `draw` does; give where in the ring's memory their first rows lie."""
+        if self._arrays is not None and self.ring.num_live >= length:
+            at_once = self._draw_at_once(num_draws, length, generator)
+            if at_once is not None:
+                lane, last = at_once
+                last -= length - 1
+                return torch.from_numpy(self.ring.place(lane, last))
+        drawn = self.draw(num_draws, length, generator, self.rule(length))
+        return None if drawn is None else self.ring.place(drawn[0], drawn[1] - (length - 1))
+
     def _draw_at_once(
         self, num_draws: int, length: int, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64]] | None:
         """Draw as `draw` does, in one round and with numpy, which takes half the time; None if one is not enough.
 
         A round that is not enough is thrown away whole. That changes no law: whether it was enough
-        depends on how many candidates are valid, not on which.
+        depends on how many candidates are valid, not on which. With one lane the lanes are None.
         """
         assert self._arrays is not None
         ring, share = self.ring, self.rejection.share
@@ -165,17 +198,14 @@ class Boundaries:
         last += ring.oldest + length - 1
         index = last % slots if ring.total > slots else last
         if lane is not None:
-            index = index + lane * slots
-        is_valid = self._arrays[0].reshape(-1)[index] >= length - 1
+            index = index * ring.num_lanes + lane
+        is_valid = self._arrays[0].reshape(-1).take(index) >= length - 1
         num_valid = int(np.count_nonzero(is_valid))
         self.rejection.note(num_valid / size)
         if num_valid < num_draws:
             return None
-        if num_valid < size:
-            kept = np.flatnonzero(is_valid)[:num_draws]
-            last, lane = last[kept], None if lane is None else lane[kept]
-        lanes = torch.zeros(num_draws, dtype=torch.int64) if lane is None else torch.from_numpy(lane[:num_draws])
-        return lanes, torch.from_numpy(last[:num_draws])
+        kept = is_valid.nonzero()[0][:num_draws] if num_valid < size else slice(num_draws)
+        return None if lane is None else lane[kept], last[kept]
 
     def draw_by_trajectory(
         self, num_draws: int, length: int, generator: torch.Generator
@@ -233,7 +263,7 @@ class Boundaries:
         ages = torch.cat([self.next_ages.unsqueeze(0), following[:-1]])
         kept = min(num_rows, slots)
         slot = torch.arange(total + num_rows - kept, total + num_rows, device=self.ring.device) % slots
-        self.ages[:, slot] = ages[num_rows - kept :].t()
+        self.ages[slot] = ages[num_rows - kept :]
         self.next_ages.copy_(following[-1])
 
 

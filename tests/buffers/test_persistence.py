@@ -218,6 +218,6 @@ def test_saving_over_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     buffer = DictBuffer(capacity=4)
     buffer.extend({"observation": torch.zeros(2, 3)})
-    with pytest.raises(DataFileError, match="a new folder or an earlier save, got a folder with 'thesis.txt' in it"):
+    with pytest.raises(DataFileError, match="an earlier save, got a folder with 'thesis"):
         buffer.save(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"

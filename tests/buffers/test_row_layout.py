@@ -1,0 +1,116 @@
+"""Rows of fields side by side: every dtype and shape comes back bit by bit, as tensors of their own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
+from storage.fields import Schema
+from storage.records import make_field
+from storage.ring import RingStore
+from storage.windows import Boundaries
+
+DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int64", "uint8", "uint16", "bool", "complex64"]
+SHAPES = [(1,), (3,), (2, 2), (0,), (1, 0, 2), (1100,)]
+
+field_lists = st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES)), min_size=1, max_size=5)
+
+
+def random_bits(num_rows: int, lanes: int, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    found = torch.empty((num_rows, lanes, *shape), dtype=dtype)
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 2 if dtype is torch.bool else 256, found.nbytes, np.uint8)
+    return torch.from_numpy(bits).view(dtype).view(found.shape) if found.numel() else found
+
+
+def bits_of(leaf: torch.Tensor) -> bytes:
+    if not leaf.numel():
+        return b""
+    return (leaf.contiguous().view(torch.int16) if leaf.dtype is torch.bfloat16 else leaf).numpy().tobytes()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_alike = one.dtype is other.dtype and one.shape == other.shape
+    return is_alike and bits_of(one) == bits_of(other)
+
+
+@given(fields=field_lists, lanes=st.integers(1, 2), contiguous=st.booleans(), data=st.data())
+def test_every_way_out_of_a_ring_keeps_every_bit(
+    fields: list, lanes: int, contiguous: bool, data: st.DataObject
+) -> None:
+    schema = Schema([make_field(f"f{i}", shape, dtype) for i, (dtype, shape) in enumerate(fields)])
+    names = data.draw(st.lists(st.sampled_from(list(schema)), unique=True))
+    ring = RingStore(5, lanes, schema, num_guards=data.draw(st.integers(0, 2)))
+    rows = {
+        name: random_bits(5, lanes, field.torch_dtype, tuple(field.shape), i)
+        for i, (name, field) in enumerate(schema.items())
+    }
+    ring.write(list(rows.values()))
+    lane, row = torch.tensor([lanes - 1, 0, 0]), torch.tensor([0, 3, 1])
+    places = ring.place(lane, row)
+    gathered = ring.gather(places, contiguous)
+    own, later = ring.pairs(places, names, contiguous)
+    assert list(gathered) == list(own) == list(schema) and set(later) >= set(names)
+    for name, leaf in rows.items():
+        assert same_bits(gathered[name], leaf[row, lane]) and same_bits(own[name], leaf[row, lane])
+        assert not contiguous or gathered[name].is_contiguous()
+        if name in names:
+            assert same_bits(later[name], leaf[row + 1, lane])
+    windows = ring.windows(places[:2], 2, contiguous, names or None)
+    for name in names:
+        assert same_bits(windows[name], torch.cat([rows[name][[0, 1], lanes - 1], rows[name][[3, 4], 0]]))
+
+
+def buffers() -> dict:
+    rows = {"observation": torch.ones(6, 3), "action": torch.ones(6, 2), "done": torch.zeros(6, 1, dtype=torch.bool)}
+    plain = DictBuffer(capacity=6, end_key="done")
+    plain.extend(rows)
+    windows = TrajectoryDictBufferMultiDim(capacity=6, seq_length=2)
+    windows.extend(rows)
+    expert = TrajectoryDictBuffer([{"observation": torch.ones(6, 3)}], "cpu", 2)
+    return {
+        "sample": plain.sample(4),
+        "transitions": plain.sample_transitions(4),
+        "next": plain.sample_transitions(4)["next"],
+        "steps": plain.sample_transitions(4, num_frames=2, at_end="mark"),
+        "windows": windows.sample(4),
+        "expert": expert.sample(4),
+    }
+
+
+@pytest.mark.parametrize("name", list(buffers()))
+def test_a_sample_may_be_changed_in_place_also_by_what_has_gradients(name: str) -> None:
+    leaf = buffers()[name]["observation"]
+    scale = torch.full((3,), 2.0, requires_grad=True)
+    leaf.mul_(scale)
+    leaf.sum().backward()
+    assert scale.grad is not None and scale.grad.sum() > 0
+
+
+@given(
+    slots=st.integers(1, 9),
+    lanes=st.integers(1, 3),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    seed=st.integers(0, 999),
+    keeps_segments=st.booleans(),
+)
+def test_ages_noted_as_arrays_equal_those_noted_as_tensors(
+    slots: int, lanes: int, sizes: list[int], seed: int, keeps_segments: bool
+) -> None:
+    rings = [RingStore(slots, lanes, Schema([make_field("x", (1,), "float32")])) for _ in range(2)]
+    by_arrays, by_tensors = (Boundaries(ring, keeps_segments) for ring in rings)
+    generator = torch.Generator().manual_seed(seed)
+    for size in sizes:
+        size = min(size, slots)
+        ends = torch.rand(size, lanes, generator=generator) < 0.3
+        by_arrays.note_arrays(ends.numpy()[:, 0] if lanes == 1 else ends.numpy())
+        by_tensors.note(ends)
+        for ring in rings:
+            ring.total += size
+        assert torch.equal(by_arrays.ages, by_tensors.ages) and torch.equal(by_arrays.next_ages, by_tensors.next_ages)
+        if keeps_segments:
+            assert torch.equal(by_arrays.segments.listed(), by_tensors.segments.listed())
