@@ -12,9 +12,9 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,21 @@ import numpy as np
 
 from storage.errors import CorruptFileError, UsageError
 from storage.fields import Schema
+from storage.work_split import WorkSplit, num_processors
 
-from .block_header import ABOUT, DATA, FORMAT_NAME, FORMAT_VERSION, BlockHeader, header_crc, layouts_of, read_header
+from .block_header import (
+    ABOUT,
+    CODECS,
+    DATA,
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    BlockHeader,
+    header_crc,
+    layouts_of,
+    read_header,
+)
+from .chunk_table import CHUNKS, OFFSETS, Coding, codings_text
+from .coded_rows import CodedRows, code_tables
 from .row_source import RowSource
 from .row_writing import RowWriting, row_ranges, write_at
 from .sparse_file import SparseFile
@@ -49,7 +62,11 @@ class BlockContent:
         sequence: Position among the writer's blocks.
         fragments: `[F]` of `FRAGMENT_DTYPE`.
         reward_sums: `[F, R]` float64; R = 0 without rewards.
-        rows: Table -> column -> its rows.
+        rows: Table -> column -> its rows; a column that is kept in chunks is coded when the block is
+            written, unless it comes as `CodedRows`.
+        max_errors: Field -> largest error that a codec made of the values that are in `rows`.
+        codecs: Field that is coded "auto" -> its codec. The first block that is written with such a
+            mapping decides; the writer keeps it.
     """
 
     schema: Schema
@@ -58,6 +75,8 @@ class BlockContent:
     fragments: np.ndarray
     reward_sums: np.ndarray
     rows: Mapping[str, Mapping[str, RowSource]]
+    max_errors: Mapping[str, float] = field(default_factory=dict)
+    codecs: MutableMapping[str, str] = field(default_factory=dict)
 
 
 def block_name(writer: str, sequence: int) -> str:
@@ -100,13 +119,16 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, in_ha
 
 def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool) -> None:
     """Write all of a block under a temporary name; in haste, a thread begins with the rows during the tables."""
+    splits = WorkSplit(num_processors() if in_haste else 1)
+    coded = code_tables(content.schema, content.fragments, content.rows, content.codecs, content.max_errors, splits)
+    content, codings = replace(content, rows=coded[0]), coded[1]
     header = SparseFile()
     with h5py.File(header, "w", **_FILE_SETTINGS) as file, open(path, "xb", buffering=0) as out:
         descriptor = out.fileno()
         offsets = _reserve_rows(file, content)
         writing = RowWriting(descriptor, content.rows, offsets, content.fragments, starts_writeback=durable)
         with _Beside(writing.work) if in_haste else nullcontext():
-            _write_tables(file, content)
+            _write_tables(file, content, codings)
             file.close()
             for offset, data in header.writes:
                 write_at(descriptor, memoryview(data), offset)
@@ -180,7 +202,7 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileErr
                 if start == stop:
                     continue
                 expected = int(header.checksums[table][number, position])
-                got = zlib.crc32(header.read_rows(table, column, start, stop).data)
+                got = zlib.crc32(header.read_stored(table, column, start, stop).data)
                 if got != expected:
                     first = int(fragment["start"])
                     frames = f"{first}:{first + int(fragment['length'])}" if table == DATA else "after the last"
@@ -201,24 +223,49 @@ def _reserve_rows(file: h5py.File, content: BlockContent) -> dict[str, int]:
     offsets: dict[str, int] = {}
     for table, layout in layouts_of(content.schema).items():
         for name, column in layout.columns.items():
-            shape = (content.rows[table][name].num_rows,)
-            offsets[f"{table}/{name}"] = _reserve(file, f"{table}/{name}", layout.numpy_dtype(column), shape)
+            shape, place = (content.rows[table][name].num_rows,), f"{table}/{name}"
+            inner = f"{place}/{CHUNKS}" if column.is_coded else place
+            dtype = np.dtype("u1") if column.is_coded else layout.numpy_dtype(column)
+            offsets[place] = _reserve(file, inner, dtype, shape)
         num_checksums = (len(content.fragments), len(layout.columns))
         offsets[f"checksums/{table}"] = _reserve(file, f"checksums/{table}", np.dtype("<u4"), num_checksums)
     return offsets
 
 
-def _write_tables(file: h5py.File, content: BlockContent) -> None:
-    """Write what describes the rows: attributes, fragments, sums of rewards."""
+def _write_tables(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> None:
+    """Write what describes the rows: attributes, fragments, sums of rewards, tables of chunks."""
     text = json.dumps(content.schema.to_json())
-    about = (text, content.writer, content.sequence, time.time_ns())
+    about: tuple[object, ...] = (text, content.writer, content.sequence, time.time_ns())
     file.attrs["format"] = FORMAT_NAME
     file.attrs["version"] = FORMAT_VERSION
     for name, value in zip(ABOUT, about, strict=True):
         file.attrs[name] = value
-    file.attrs["header_crc"] = header_crc(content.fragments, content.reward_sums, about)
+    if codings:
+        file.attrs[CODECS] = codings_text(codings)
+        about = (*about, codings_text(codings))
+    offsets = _write_offsets(file, content, codings)
+    file.attrs["header_crc"] = header_crc(content.fragments, content.reward_sums, about, offsets)
     file.create_dataset("fragments", data=content.fragments)
     file.create_dataset("reward_sums", data=content.reward_sums)
+
+
+def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> list[np.ndarray]:
+    """Write the tables of chunks; give them in their order. What else stands there is for other tools."""
+    offsets = []
+    for table, columns in content.rows.items():
+        for name, source in columns.items():
+            if isinstance(source, CodedRows):
+                offsets.append(source.offsets)
+                file.create_dataset(f"{table}/{name}/{OFFSETS}", data=offsets[-1])
+                schema_field, coding = content.schema[name], codings[name]
+                file[f"{table}/{name}"].attrs.update(
+                    codec=coding.codec,
+                    dtype=schema_field.dtype,
+                    frame_shape=np.array(schema_field.shape, "<i8"),
+                    frames_per_chunk=coding.frames_per_chunk,
+                    max_error=coding.max_error,
+                )
+    return offsets
 
 
 def _reserve(file: h5py.File, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> int:

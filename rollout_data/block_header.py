@@ -161,10 +161,10 @@ def header_crc(
     fragments: np.ndarray, reward_sums: np.ndarray, about: Iterable[object], offsets: Iterable[np.ndarray] = ()
 ) -> int:
     """CRC-32 of the fragment table, the reward sums, the attributes in `ABOUT`, and what coded fields add."""
-    crc = zlib.crc32(reward_sums.tobytes(), zlib.crc32(fragments.tobytes()))
-    crc = zlib.crc32("\n".join(map(str, about)).encode(), crc)
-    for table in offsets:
-        crc = zlib.crc32(table.tobytes(), crc)
+    text = "\n".join(map(str, about)).encode()
+    crc = 0
+    for part in (fragments.tobytes(), reward_sums.tobytes(), text, *(table.tobytes() for table in offsets)):
+        crc = zlib.crc32(part, crc)
     return crc
 
 
@@ -205,16 +205,14 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
         raise corrupt(path, "reward sums for each fragment", f"shapes {fragments.shape} and {reward_sums.shape}")
     about = [attributes[name] for name in ABOUT]
     codings, coded = _read_coded(path, file, schema, file_bytes)
+    about += [attributes[CODECS]] if codings else []
     offsets = [found.offsets for columns in coded.values() for found in columns.values()]
-    text = attributes.get(CODECS, "")
-    crc = header_crc(fragments, reward_sums, [*about, text] if text else about, offsets)
-    if crc != int(attributes["header_crc"]):
+    if (crc := header_crc(fragments, reward_sums, about, offsets)) != int(attributes["header_crc"]):
         raise corrupt(path, f"header checksum {int(attributes['header_crc']):08x}", f"{crc:08x}")
     writer, sequence = attributes["writer"], int(attributes["sequence"])
     if not isinstance(writer, str) or sequence < 0:
         raise corrupt(path, "a writer's name and a sequence number", f"{writer!r} and {sequence}")
-    locations: dict[str, dict[str, tuple[int, int]]] = {}
-    checksums = {}
+    locations, checksums = {}, {}
     for table, layout in layouts_of(schema).items():
         locations[table] = {
             name: coded[table][name].location
@@ -240,11 +238,7 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
         chunks={table: {name: found.table for name, found in columns.items()} for table, columns in coded.items()},
     )
     _check_fragments(header)
-    for table, columns in coded.items():
-        first, stop = row_ranges(table, fragments)
-        for name, found in columns.items():
-            if wrong := found.table.check(first, stop, codings[name].frames_per_chunk, found.num_bytes):
-                raise corrupt(path, f"{wrong} in {table}/{name}", "another table")
+    _check_chunks(header, coded)
     return header
 
 
@@ -281,6 +275,15 @@ def _read_coded(
                 chunks = table_of(codings[name], layout, column, offsets, place)
                 found[table][name] = _Coded(offsets, chunks, num_bytes)
     return codings, found
+
+
+def _check_chunks(header: BlockHeader, coded: Mapping[str, Mapping[str, _Coded]]) -> None:
+    """Check that every fragment has chunks of its own, inside the file."""
+    for table, columns in coded.items():
+        first, stop = row_ranges(table, header.fragments)
+        for name, found in columns.items():
+            if wrong := found.table.check(first, stop, header.codings[name].frames_per_chunk, found.num_bytes):
+                raise corrupt(header.path, f"{wrong} in {table}/{name}", "another table")
 
 
 def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from storage.codecs import CODECS
+from storage.codecs import find_codec
 from storage.errors import SchemaError, UsageError, nearest
 from storage.tree import check_same_names
 
@@ -91,10 +91,11 @@ def observation_parts(
                     "make a RolloutWriter", "with obs_segments", "named, non-empty shapes", f"{name!r}: {shape}"
                 )
     for name, codec in (codecs or {}).items():
-        if codec not in CODECS:
-            raise UsageError(
-                "make a RolloutWriter", f"with the codec of {name!r}", nearest(str(codec), CODECS), repr(codec)
-            )
+        try:
+            find_codec(str(codec))
+        except UsageError as error:
+            where = f"with the codec of {name!r}"
+            raise UsageError("make a RolloutWriter", where, error.expected, repr(codec), error.advice) from error
         if shapes is not None and name not in shapes:
             raise UsageError(
                 "make a RolloutWriter",

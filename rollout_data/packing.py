@@ -20,11 +20,12 @@ from storage.errors import DataFileError, UsageError
 from .block_file import BlockContent, open_block, write_block
 from .block_folder import BlockFolder, save_index_cache
 from .block_header import DATA, DROPPED, ENDS, FINAL, FIRST, OPEN, TENTATIVE, BlockHeader
+from .coded_rows import joined, rows_as_stored
 from .index import TrajectoryIndex
 from .journal import recover_dead_writers
 from .metadata import load_metadata, publish_metadata
 from .repair import check_folder, check_is_folder
-from .row_source import ArrayRows, RowSource
+from .row_source import RowSource
 
 #: Holds the new blocks of an unfinished packing in place.
 STAGING_FOLDER = ".packing"
@@ -120,12 +121,14 @@ class _Packed:
     sequence: int = 0
 
     def __post_init__(self) -> None:
+        self.codecs: dict[str, str] = {}
         self.clear()
 
     def clear(self) -> None:
         self.fragments: list[np.void] = []
         self.sums: list[np.ndarray] = []
         self.rows = {t: {c: [] for c in layout.columns} for t, layout in self.header.layouts.items()}  # type: ignore[var-annotated]
+        self.max_errors: dict[str, float] = {}
         self.num_rows = self.num_finals = 0
 
     def add(self, parts: list[tuple[BlockHeader, int]], number: int) -> None:
@@ -134,11 +137,13 @@ class _Packed:
         for header, one in parts:
             fragment = header.fragments[one].copy()
             start, stop = int(fragment["row"]), int(fragment["row"] + fragment["length"])
+            for name, coding in header.codings.items():
+                self.max_errors[name] = max(self.max_errors.get(name, 0.0), coding.max_error)
             for column, rows in self.rows[DATA].items():
-                rows.append(header.read_rows(DATA, column, start, stop))
+                rows.append(rows_as_stored(header, DATA, column, start, stop))
             if (final := int(fragment["final_row"])) >= 0:
                 for column, rows in self.rows[FINAL].items():
-                    rows.append(header.read_rows(FINAL, column, final, final + 1))
+                    rows.append(rows_as_stored(header, FINAL, column, final, final + 1))
                 fragment["final_row"] = self.num_finals
                 self.num_finals += 1
             fragment["trajectory"], fragment["row"] = number, self.num_rows
@@ -167,15 +172,15 @@ class _Packed:
 
     def write(self, folder: Path) -> None:
         tables: dict[str, dict[str, RowSource]] = {
-            table: {
-                name: ArrayRows(np.concatenate([np.zeros((0, column.row_bytes), np.uint8), *self.rows[table][name]]))
-                for name, column in layout.columns.items()
-            }
+            table: {name: joined(self.rows[table][name], column) for name, column in layout.columns.items()}
             for table, layout in self.header.layouts.items()
         }
         fragments = np.array(self.fragments, self.header.fragments.dtype)
         assert not (fragments["flags"] & DROPPED).any()
-        content = BlockContent(self.header.schema, self.writer, self.sequence, fragments, np.stack(self.sums), tables)
+        sums = np.stack(self.sums)
+        content = BlockContent(
+            self.header.schema, self.writer, self.sequence, fragments, sums, tables, self.max_errors, self.codecs
+        )
         write_block(folder, content)
         self.sequence += 1
         self.clear()

@@ -25,6 +25,7 @@ from storage.fields import Schema
 from .block_file import sync_folder, write_block
 from .block_folder import save_index_cache
 from .block_header import layouts_of, read_header
+from .chunk_table import Coding, codings_text
 from .cutting import Carry
 from .journal import Journal
 from .layout import PACKED
@@ -69,6 +70,8 @@ class BlockPublisher:
         self._durable, self._is_tentative = durable, is_tentative
         self._is_synchronous = max_pending == 1
         self._sequence, self._carry, self.last_ns = _resume(folder, writer, num_envs)
+        #: What "auto" chose for each field on the first block.
+        self._codecs: dict[str, str] = {}
         self._worker = BackgroundWorker(f"writer {writer!r}", max_pending=max_pending)
         self._worker.submit(lambda: None)  # starts the thread: while the interpreter exits none can be started
         self._free_blocks = threading.Semaphore(max(1, max_pending - 1))
@@ -157,6 +160,7 @@ class BlockPublisher:
                 return
             staging.is_published = True
             content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
+            content.codecs = self._codecs
             if len(content.fragments):
                 self._journal.announce(self._sequence, num_accepted)
                 write_block(self._folder, content, self._durable, in_haste=self._is_awaited)
@@ -199,7 +203,8 @@ def check_storable(schema: Schema) -> None:
         for end in range(1, len(parts)):
             if (parent := "/".join(parts[:end])) in schema:
                 raise SchemaError("store the field", repr(name), "no field above it", repr(parent))
-    sizes = [len(json.dumps(schema.to_json()))]
+    longest = {field.name: Coding(field.codec, 1 / 3, 8) for field in schema.values() if field.codec != "raw"}
+    sizes = [len(json.dumps(schema.to_json())), len(codings_text(longest))]
     for layout in layouts_of(schema).values():
         sizes += [
             len(h5py.h5t.py_create(layout.numpy_dtype(c), logical=True).encode()) for c in layout.columns.values()

@@ -17,9 +17,10 @@ from storage.errors import RolloutDataError, UsageError
 from .block_file import BlockContent, damaged_fragments, write_block
 from .block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from .block_header import DATA, DROPPED, FINAL, BlockHeader, read_header
+from .coded_rows import joined, rows_as_stored
 from .index import TrajectoryIndex
 from .journal import DeadWriter, recover_dead_writers
-from .row_source import ArrayRows, RowSource
+from .row_source import RowSource
 
 #: Where damaged files go.
 DAMAGED_FOLDER = "damaged"
@@ -108,7 +109,10 @@ def _intact_part(path: Path) -> tuple[BlockContent | None, int]:
     tombs["flags"], tombs["final_row"], tombs["policy_version"] = DROPPED, -1, -1
     rows, fragments = _compacted(header, np.concatenate([fragments, tombs]))
     sums = np.concatenate([sums, np.zeros((len(tombs), sums.shape[1]))])
-    return BlockContent(header.schema, header.writer, header.sequence, fragments, sums, rows), len(lost)
+    errors = {name: coding.max_error for name, coding in header.codings.items()}
+    codecs = {name: coding.codec for name, coding in header.codings.items()}
+    content = BlockContent(header.schema, header.writer, header.sequence, fragments, sums, rows, errors, codecs)
+    return content, len(lost)
 
 
 def _compacted(header: BlockHeader, fragments: np.ndarray) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
@@ -122,9 +126,8 @@ def _compacted(header: BlockHeader, fragments: np.ndarray) -> tuple[dict[str, di
     for table, layout in header.layouts.items():
         tables[table] = {}
         for name, column in layout.columns.items():
-            parts = [header.read_rows(table, name, start, stop) for start, stop in wanted[table]]
-            empty = np.zeros((0, column.row_bytes), np.uint8)
-            tables[table][name] = ArrayRows(np.concatenate([empty, *parts]))
+            parts = [rows_as_stored(header, table, name, start, stop) for start, stop in wanted[table]]
+            tables[table][name] = joined(parts, column)
     fragments = fragments.copy()
     fragments["row"] = np.cumsum(fragments["length"]) - fragments["length"]
     fragments["final_row"][finals] = np.arange(len(finals))

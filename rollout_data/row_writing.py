@@ -21,6 +21,7 @@ import numpy as np
 from storage.buffer_pool import BufferPool
 
 from .block_header import row_ranges
+from .coded_rows import CodedRows
 from .row_source import RowSource
 
 #: Enough for huge pages and for few calls: with 1 MiB two threads wait for the interpreter's lock half of the time.
@@ -55,7 +56,7 @@ class RowWriting:
             flush has little left to do.
 
     Attributes:
-        checksums: Table -> `[F, columns]` uint32, CRC-32 of each fragment's rows; complete when
+        checksums: Table -> `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks; complete when
             every `work()` has returned.
     """
 
@@ -74,9 +75,10 @@ class RowWriting:
         for table, columns in tables.items():
             values = self.checksums[table] = np.zeros((len(fragments), len(columns)), "<u4")
             for position, (name, source) in enumerate(columns.items()):
-                self._pieces += _pieces(
-                    source, offsets[f"{table}/{name}"], row_ranges(table, fragments), values[:, position]
-                )
+                ranges = row_ranges(table, fragments)
+                if isinstance(source, CodedRows):
+                    ranges = source.table.byte_ranges(*ranges)
+                self._pieces += _pieces(source, offsets[f"{table}/{name}"], ranges, values[:, position])
 
     def work(self) -> None:
         """Write pieces until none is left. A failure ends the work of all."""

@@ -135,7 +135,10 @@ class Staging:
             },
             FINAL: {name: ChosenRows(finals, column, final_places) for name, column in finals.layout.columns.items()},
         }
-        return BlockContent(self.schema, writer, sequence, fragments, sums, tables), carry
+        errors = {
+            name: max(data.max_errors.get(name, 0.0), finals.max_errors.get(name, 0.0)) for name in data.max_errors
+        }
+        return BlockContent(self.schema, writer, sequence, fragments, sums, tables, errors), carry
 
     def _grow(self, needed: int) -> None:
         capacity = self._data.capacity

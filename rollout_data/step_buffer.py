@@ -12,6 +12,7 @@ import torch
 
 from storage.buffer_pool import BufferPool
 from storage.codecs import codec_of
+from storage.quantizers import image_error
 
 from .layout import Column, RowLayout
 
@@ -24,6 +25,10 @@ class StepBuffer:
         lead: `(num_envs,)` for steps of all envs; `()` for single rows.
         capacity: How many steps there is room for at first.
         pool: Where the memory comes from.
+
+    Attributes:
+        arrays: Field -> its stored values as an array, the unused steps included.
+        max_errors: Field -> largest error that its codec made of the values put so far, where it loses.
     """
 
     def __init__(self, layout: RowLayout, lead: tuple[int, ...], capacity: int, pool: BufferPool) -> None:
@@ -31,6 +36,7 @@ class StepBuffer:
         self.lead = lead
         self.capacity = 0
         self._pool = pool
+        self.max_errors: dict[str, float] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.reserve(capacity)
@@ -49,7 +55,10 @@ class StepBuffer:
     def put(self, name: str, start: int, values: torch.Tensor | np.ndarray) -> None:
         """Copy `[T, *lead, *shape]` of a field to the steps from `start` on; coded, unless it is an array."""
         if isinstance(values, torch.Tensor):
-            values = as_array(codec_of(self.layout.schema[name]).encode(values).cpu())
+            codec = codec_of(self.layout.schema[name])
+            if codec.stored_dtype is not None:
+                self.max_errors[name] = max(self.max_errors.get(name, 0.0), image_error(values))
+            values = as_array(codec.encode(values).cpu())
         # numpy, not torch: with two threads and a busy neighbour torch's copies took 4 ms instead of 0.2.
         np.copyto(self.arrays[name][start : start + len(values)], values, casting="no")
 

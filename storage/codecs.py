@@ -7,7 +7,7 @@ the result (`chunk_codecs.py`): `normalized_image+lz4` is both. `auto` is decide
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from .chunk_codecs import STAGES, ChunkCodec, chunk_codec
+from .chunk_codecs import STAGES, chunk_codec
 from .errors import FieldTypeError, UsageError, nearest
 from .fields import DTYPES, Field
 from .quantizers import IMAGE_MAX_ERROR, decode_image, encode_image
@@ -124,19 +124,15 @@ def chunk_frames(row_bytes: int) -> int:
     return max(1, min(MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES // max(1, row_bytes)))
 
 
-def choose_codec(frames: npt.NDArray[Any]) -> str:
-    """Choose a lossless chain for frames `[n, *shape]` like these by trying: the smallest; "raw" if little is saved.
+def choose_codec(chunks: Sequence[npt.NDArray[Any]]) -> str:
+    """Choose a lossless chain for chunks `[n, *shape]` like these by trying a few: the smallest result.
 
-    Tries a few on a sample of chunks, spread evenly.
+    "raw" if less than `MIN_SAVED` would be saved.
     """
-    size = chunk_frames(frames[:1].nbytes)
-    starts = range(0, len(frames), size)
-    sample = [frames[start : start + size] for start in starts[:: max(1, len(starts) // 8)]]
-    num_bytes = sum(part.nbytes for part in sample)
+    num_bytes = sum(part.nbytes for part in chunks)
     best, fewest = "raw", (1 - MIN_SAVED) * num_bytes
-    for name in _CANDIDATES.get(frames.dtype.itemsize, _WIDE_CANDIDATES):
-        codec: ChunkCodec = chunk_codec(name)
-        coded = sum(len(codec.encode(part)[0]) for part in sample)
+    for name in _CANDIDATES.get(chunks[0].dtype.itemsize, _WIDE_CANDIDATES) if chunks else ():
+        coded = sum(len(chunk_codec(name).encode(part)[0]) for part in chunks)
         if coded < fewest:
             best, fewest = name, coded
     return best

@@ -102,10 +102,16 @@ class WorkSplit:
 
 def _in_parts(function: Callable[[int, int], None], num_pieces: int, num_parts: int) -> None:
     bounds = [num_pieces * part // num_parts for part in range(num_parts + 1)]
-    others = [_pool.submit(function, bounds[part], bounds[part + 1]) for part in range(1, num_parts)]
+    others: list[Future[None]] = []
     failure: BaseException | None = None
     try:
+        for part in range(1, num_parts):
+            others.append(_pool.submit(function, bounds[part], bounds[part + 1]))
+    except RuntimeError:  # while the interpreter exits no thread takes work any more
+        pass
+    try:
         function(bounds[0], bounds[1])
+        function(bounds[len(others) + 1], bounds[-1])
     except BaseException as error:  # noqa: BLE001 - raised below, when nobody writes to the output any more
         failure = error
     for other in others:

@@ -197,10 +197,11 @@ def test_codecs_take_the_dtypes_that_they_can_give_back(codec, dtype, is_right):
 
 def test_auto_keeps_raw_what_saves_less_than_a_tenth():
     rng = np.random.default_rng(0)
-    assert choose_codec(rng.integers(0, 256, (40, 16, 16, 3), np.uint8)) == "raw"
-    assert choose_codec(rng.standard_normal((40, 64)).astype(np.float32)) == "raw"
+    assert choose_codec([]) == "raw"
+    assert choose_codec([rng.integers(0, 256, (40, 16, 16, 3), np.uint8)]) == "raw"
+    assert choose_codec([rng.standard_normal((8, 64)).astype(np.float32)] * 5) == "raw"
     for array in (smooth(40, (16, 16), "<f4"), smooth(40, (16, 16), "u1"), smooth(40, (16, 16), "<i2")):
-        name = choose_codec(array)
+        name = choose_codec([array[:8], array[8:16]])
         assert name != "raw" and chunk_codec(name).is_lossless
         assert len(chunk_codec(name).encode(array)[0]) < 0.9 * array.nbytes
 

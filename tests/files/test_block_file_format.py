@@ -18,16 +18,18 @@ from storage.tree import flatten
 from tests.files import golden
 from tests.files.readback import Recorded, end_of, trajectories_of
 
-FORMAT = (Path(rollout_data.__file__).parent / "FORMAT.md").read_text(encoding="utf-8")
+FORMAT, CODECS = (
+    (Path(rollout_data.__file__).parent / name).read_text(encoding="utf-8") for name in ("FORMAT.md", "CODECS.md")
+)
 FOLDERS = sorted(path for path in golden.FOLDER.glob("v*/*") if path.is_dir())
 
 
 def reference_reader():
-    (code,) = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
+    (code,), (chunks,) = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (FORMAT, CODECS))
     assert len(code.splitlines()) <= 40
-    assert "rollout_data" not in code and "torch" not in code
+    assert "rollout_data" not in code + chunks and "torch" not in code + chunks
     names: dict = {}
-    exec(code, names)
+    exec(chunks + code, names)
     return names["read_folder"]
 
 

@@ -167,7 +167,7 @@ def test_a_wrong_first_record_writes_nothing(tmp_path, options, changes, text):
         ({"obs_segments": {"a": (0,)}}, "with obs_segments: expected named, non-empty shapes, got 'a': (0,)."),
         (
             {"obs_segments": {"a": (1,)}, "obs_disassemble_mapping": {"a": "nrmalized_image"}},
-            "with the codec of 'a': expected 'normalized_image', 'raw', got 'nrmalized_image'.",
+            "with the codec of 'a': expected 'normalized_image', 'auto', ",
         ),
         (
             {"obs_segments": {"a": (1,)}, "obs_disassemble_mapping": {"b": "raw"}},
