@@ -28,7 +28,7 @@ def check_arguments(
     _check_whole("num_envs", num_envs, MAX_NUM_ENVS)
     for what, value in counts.items():
         _check_whole(what, value)
-    if isinstance(block_age_s, bool) or not isinstance(block_age_s, Real) or not block_age_s >= 0:
+    if isinstance(block_age_s, bool) or not isinstance(block_age_s, Real) or not float(block_age_s) >= 0:
         _refuse("block_age_s", "seconds >= 0", block_age_s)
     if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", name):
         _refuse("writer_name", "1 to 100 letters, digits and '-'", name)

@@ -18,6 +18,8 @@ from rollout_data.writer import RolloutWriter
 from tests.files import crash_nursery
 from tests.files.readback import blocks_of, end_of, trajectories_of
 
+_PATIENCE_S = 20.0
+
 
 @contextmanager
 def nursery() -> Iterator[subprocess.Popen]:
@@ -40,10 +42,33 @@ def stop_one(process: subprocess.Popen, folder: Path, seed: int, number: signal.
     process_id = int(process.stdout.readline())
     time.sleep(float(rng.random() ** 3 * 0.25))
     os.kill(process_id, number)
-    while os.path.exists(f"/proc/{process_id}"):
-        time.sleep(0.001)
+    end_s = time.monotonic() + _PATIENCE_S
+    while not _has_ended(process_id, 0.5):
+        before = acknowledged(folder)
+        time.sleep(0.1)
+        # Python drops a KeyboardInterrupt that falls into a callback, mostly while it starts: a user sees it
+        # go on and presses again. One that is closing must be left alone.
+        if acknowledged(folder) > before:
+            os.kill(process_id, number)
+        if time.monotonic() > end_s:
+            os.kill(process_id, signal.SIGUSR1)  # it tells where it hangs
+            assert _has_ended(process_id, 0.5), f"recorder {process_id} of seed {seed} does not end"
+    return acknowledged(folder)
+
+
+def acknowledged(folder: Path) -> int:
+    """Give the frames whose `add` had returned."""
     path = Path(f"{folder}.acknowledged")
     return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
+
+
+def _has_ended(process_id: int, within_s: float) -> bool:
+    end_s = time.monotonic() + within_s
+    while os.path.exists(f"/proc/{process_id}"):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def kill_one(process: subprocess.Popen, folder: Path, seed: int) -> dict[str, int]:
@@ -53,15 +78,15 @@ def kill_one(process: subprocess.Popen, folder: Path, seed: int) -> dict[str, in
 
 def interrupt_one(process: subprocess.Popen, folder: Path, seed: int) -> int:
     """Press Ctrl-C at a random instant: all that was added is published; give the number of frames."""
-    acknowledged = stop_one(process, folder, seed, signal.SIGINT)
+    added = stop_one(process, folder, seed, signal.SIGINT)
     published = check_recording(folder) if folder.exists() else 0
-    assert acknowledged <= published <= acknowledged + 4, (acknowledged, published)
+    assert added <= published <= added + 4, (added, published)
     left = [*folder.glob(".rollout_*"), *folder.glob(".tmp_*")]
     assert not left or not published, left  # one interrupted while it was being made may leave an empty journal
     return published
 
 
-def check_what_is_left(folder: Path, acknowledged: int) -> dict[str, int]:
+def check_what_is_left(folder: Path, added: int) -> dict[str, int]:
     published = check_recording(folder) if folder.exists() else 0
     temporaries = list(folder.glob(".tmp_*"))
     with warnings.catch_warnings(record=True) as caught:
@@ -74,7 +99,7 @@ def check_what_is_left(folder: Path, acknowledged: int) -> dict[str, int]:
     writer.close()
     left = [path.name for path in folder.iterdir() if path.name.startswith(".") and path.name != ".index.npz"]
     assert left == [], left
-    assert acknowledged <= published + lost <= acknowledged + 4, (acknowledged, published, lost)
+    assert added <= published + lost <= added + 4, (added, published, lost)
     headers = blocks_of(folder)
     if headers:
         frame_bytes = headers[0].layouts["data"].frame_bytes

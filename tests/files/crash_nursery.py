@@ -7,6 +7,7 @@ returned into `<folder>.acknowledged`.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -59,6 +60,7 @@ def main() -> None:
         process_id = os.fork()
         if process_id == 0:
             try:
+                faulthandler.register(signal.SIGUSR1, all_threads=True)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 record_until_killed(Path(folder), int(seed))
             except KeyboardInterrupt:
