@@ -133,8 +133,8 @@ class _Gathered:
         for name, column in final.columns.items():
             found = store.finals(name, part.ends.trajectory[which]).to(self.device)
             for each in column.offsets:
-                target = layout.stored_view(each, rows[layout.column_of[each].name])
-                values = final.stored_view(each, found)
+                target = _writable(layout.stored_view(each, rows[layout.column_of[each].name]))
+                values = _writable(final.stored_view(each, found))
                 if each.split("/")[0] == PRIVILEGED:
                     target[env[is_whole], time[is_whole]] = values[is_whole]
                 else:
@@ -190,6 +190,16 @@ def view_rows(
     )
 
 
+#: What torch can join with other dtypes, of those that it cannot; the same values, but for uint64 beyond 2**63.
+_JOINABLE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+#: What torch can write single rows of, of those that it cannot; the same bytes.
+_WRITABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_WRITABLE[tensor.dtype]) if tensor.dtype in _WRITABLE else tensor
+
+
 def _field(layout: RowLayout, name: str, rows: dict[str, torch.Tensor]) -> torch.Tensor:
     return layout.decoded(name, rows[layout.column_of[name].name])
 
@@ -206,15 +216,10 @@ def _observation(layout: RowLayout, group: str, rows: dict[str, torch.Tensor], f
     if joined is not None:
         return joined
     leading = rows[layout.column_of[names[0]].name].dim() - 1
-    return torch.cat(
-        [
-            _field(layout, name, rows).flatten(leading)
-            if layout.schema[name].shape
-            else _field(layout, name, rows).unsqueeze(-1)
-            for name in names
-        ],
-        dim=-1,
-    )
+    parts = [_field(layout, name, rows) for name in names]
+    if len({part.dtype for part in parts}) > 1:
+        parts = [part.to(_JOINABLE.get(part.dtype, part.dtype)) for part in parts]
+    return torch.cat([part.flatten(leading) if part.dim() > leading else part.unsqueeze(-1) for part in parts], dim=-1)
 
 
 def map_batch(function: Any, batch: Transition) -> Transition:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from storage.fields import Schema
+
 from ..block_folder import BlockFolder
-from ..block_header import OPEN, TERMINATED, TRUNCATED
+from ..block_header import DATA, OPEN, TERMINATED, TRUNCATED, read_header
 from ..index import TrajectoryIndex
 from ..metadata import load_metadata
 from ..repair import check_is_folder
@@ -56,9 +59,30 @@ def describe(data_dir: str) -> dict[str, Any]:
         "num_dropped": index.num_dropped,
         "num_broken": index.num_broken,
         "fields": metadata.schema.to_json() if metadata else [],
+        "coded": _coded([block.path for block in blocks]) if metadata and _has_codecs(metadata.schema) else {},
         "metadata": dict(metadata.context) if metadata else {},
         "problems": {name: str(problem) for name, problem in folder.problems.items()},
     }
+
+
+def _has_codecs(schema: Schema) -> bool:
+    return any(field.codec != "raw" for field in schema.values())
+
+
+def _coded(paths: list[Path]) -> dict[str, dict[str, Any]]:
+    """Field with a codec -> what it is coded with, how large it is, and its largest error."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        header = read_header(path)
+        for name, coding in header.codings.items():
+            one = found.setdefault(name, {"codecs": [], "max_error": 0.0, "num_bytes": 0, "num_raw_bytes": 0})
+            one["codecs"] = sorted({*one["codecs"], coding.codec})
+            one["max_error"] = max(one["max_error"], coding.max_error)
+            one["num_raw_bytes"] += header.num_frames * header.schema[name].row_bytes
+            chunks = header.chunks[DATA].get(name)
+            stored = header.num_frames * header.layouts[DATA].stored[name].row_bytes
+            one["num_bytes"] += stored if chunks is None else int(chunks.places[-1] - chunks.places[0])
+    return found
 
 
 def _lengths(lengths: np.ndarray) -> dict[str, float]:
@@ -83,6 +107,10 @@ def as_text(about: dict[str, Any]) -> list[str]:
     width = max((len(field["name"]) for field in about["fields"]), default=0)
     for field in about["fields"]:
         codec = "" if field["codec"] == "raw" else f"  {field['codec']}"
+        if one := about["coded"].get(field["name"]):
+            used = "" if one["codecs"] == [field["codec"]] else f" ({', '.join(one['codecs'])})"
+            error = f", error up to {one['max_error']:.3g}" if one["max_error"] else ", lossless"
+            codec += f"{used}: {one['num_bytes'] / max(1, one['num_raw_bytes']):.1%} of its size{error}"
         lines.append(f"    {field['name']:<{width}}  {field['dtype']}{field['shape']}{codec}")
     if about["metadata"]:
         lines.append("  metadata:")

@@ -1,0 +1,351 @@
+"""Coded components: recorded, checked, packed, repaired and streamed back like the others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from rollout_data import RolloutDataset, RolloutWriter, chunk_files, frames, record_demonstrations
+from rollout_data.block_file import open_block
+from rollout_data.block_header import DATA
+from rollout_data.chunk_files import ChunkCache
+from rollout_data.cli import main
+from storage.errors import FieldTypeError, SchemaError
+from tests.files import coded
+from tests.files.readback import blocks_of, field_values, trajectories_of
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same steps, coded and raw."""
+    base = tmp_path_factory.mktemp("coded")
+    return coded.record(base / "coded"), coded.record(base / "raw", codecs={})
+
+
+@pytest.fixture
+def folder(folders, tmp_path):
+    """A copy of the coded recording, to be changed."""
+    return shutil.copytree(folders[0], tmp_path / "data")
+
+
+def leaves(batch):
+    """Name -> tensor of everything in a batch."""
+    found = {}
+    for name, value in batch._asdict().items():
+        parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: part for key, part in parts.items() if isinstance(part, torch.Tensor)}
+    return found
+
+
+def max_errors(folder) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for header in blocks_of(folder):
+        for name, coding in header.codings.items():
+            found[name] = max(found.get(name, 0.0), coding.max_error)
+    return found
+
+
+def check_equal(ours, theirs, errors):
+    """Compare a batch with the raw one: equal bits, or within the error that the file states."""
+    ours, theirs = leaves(ours), leaves(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        component = name.rpartition("/")[2]
+        assert tensor.dtype == theirs[name].dtype and tensor.shape == theirs[name].shape, name
+        if component in coded.LOSSY:
+            difference = (tensor.double() - theirs[name].double()).abs().max()
+            assert 0 < float(difference) <= errors[f"observation/{component}"], name
+        else:
+            assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("cache", ["none", "ram", "device"])
+@pytest.mark.parametrize("num_steps", [None, 1, 3, 7, 20])
+def test_batches_of_components_are_those_of_the_raw_recording(folders, cache, num_steps):
+    errors = max_errors(folders[0])
+    options = {"device": "cpu", "flatten_observations": False, "dataset_loops": 2, "seed": 3}
+    options |= {"random_shuffle_traj_order": True, "starting_frame_range": (0, 5)}
+    ours = RolloutDataset(folders[0], 2, cache=cache, **options)
+    theirs = RolloutDataset(folders[1], 2, **options)
+    for _ in range(4 if num_steps else 12):
+        check_equal(ours.get_batch(num_steps), theirs.get_batch(num_steps), errors)
+
+
+@pytest.mark.parametrize("cache", ["none", "ram"])
+def test_flat_observations_join_coded_components(folders, cache):
+    batch, raw = (RolloutDataset(path, 2, device="cpu", cache=cache).get_batch(6) for path in folders)
+    assert batch.observation.shape == raw.observation.shape and batch.observation.dtype == raw.observation.dtype
+    assert (batch.observation - raw.observation).abs().max() < 0.003
+    assert (batch.next_observation - raw.next_observation).abs().max() < 0.003
+
+
+def test_every_trajectory_comes_back_with_its_final_observation(folders):
+    ours, theirs = (trajectories_of(path) for path in folders)
+    assert [(one.env, one.length, one.flags) for one in ours] == [(one.env, one.length, one.flags) for one in theirs]
+    for one, raw in zip(ours, theirs, strict=True):
+        assert (one.finals is None) == (raw.finals is None)
+        for name in coded.COMPONENTS:
+            field = f"observation/{name}"
+            pairs = [(one.column(field), raw.column(field))]
+            pairs += [(one.finals[field], raw.finals[field])] if one.finals else []
+            for got, expected in pairs:
+                assert got.dtype == expected.dtype
+                np.testing.assert_allclose(got, expected, rtol=0, atol=0.003 if name in coded.LOSSY else 0)
+
+
+def test_a_loader_worker_and_a_prefetching_thread_read_chunks(folders):
+    plain = RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5)
+    expected = [leaves(next(iter(plain))), *(leaves(next(plain)) for _ in range(3))]
+    again = RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5)
+    loader = iter(DataLoader(again, batch_size=None, num_workers=1))
+    ahead = iter(
+        RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5).prefetch()
+    )
+    for batch in expected:
+        for other in (leaves(next(loader)), leaves(next(ahead))):
+            assert all(torch.equal(other[name], tensor) for name, tensor in batch.items())
+
+
+def test_a_block_holds_chunks_offsets_and_how_they_are_coded(folders):
+    for path in sorted(folders[0].glob("*.h5")):
+        header = open_block(path, verify=True)
+        with h5py.File(path) as file:
+            codings = json.loads(file.attrs["codecs"])
+            for name, (shape, dtype, codec) in coded.COMPONENTS.items():
+                if codec == "raw":
+                    assert (
+                        name in file["data/frames"].dtype.names
+                        or f"observation/{name}" in file["data/frames"].dtype.names
+                    )
+                    continue
+                group = file[f"data/observation/{name}"]
+                about = dict(group.attrs)
+                assert (
+                    about["codec"]
+                    == codings[f"observation/{name}"]["codec"]
+                    == (codec if codec != "auto" else about["codec"])
+                )
+                assert about["dtype"] == dtype and about["frame_shape"].tolist() == list(shape)
+                assert (about["max_error"] > 0) == (name in coded.LOSSY)
+                offsets = group["offsets"][()]
+                assert group["chunks"].dtype == "u1" and group["chunks"].chunks is None
+                assert offsets[0].tolist() == [0, 0] and offsets[-1, 1] == len(group["chunks"])
+                sizes = np.diff(offsets, axis=0)
+                assert sizes[sizes[:, 1] > 0, 0].max() <= about["frames_per_chunk"] == 8
+                for fragment in header.fragments[header.fragments["length"] > 0]:
+                    assert {fragment["row"], fragment["row"] + fragment["length"]} <= set(offsets[:, 0].tolist())
+
+
+def test_chunks_save_what_the_values_allow(folders):
+    ours, theirs = (
+        {n: int(t.places[-1] - t.places[0]) for n, t in blocks_of(path)[0].chunks[DATA].items()} for path in folders
+    )
+    assert theirs == {}
+    header = blocks_of(folders[0])[0]
+    for name, size in ours.items():
+        limit = 1.02 if name.endswith("lidar") else 0.9  # noise in doubles does not get shorter, nor longer
+        assert size < limit * header.num_frames * header.schema[name].row_bytes, name
+
+
+def test_the_largest_error_is_measured_over_the_block(tmp_path):
+    mapping = {"a": "normalized_image", "b": "normalized_image+lz4", "c": "uint16(0,1)+lz4", "d": "lz4"}
+    with RolloutWriter(tmp_path, 1, obs_disassemble_mapping=mapping, durable=False) as writer:
+        for value in (0.25, 1.5, 0.5):
+            one = np.full((1, 3), value, np.float32)
+            writer.add(
+                observation=dict.fromkeys("abcd", one), action=np.zeros((1, 1)), reward=np.zeros(1), done=[False]
+            )
+    (header,) = blocks_of(tmp_path)
+    errors = {name.rpartition("/")[2]: coding.max_error for name, coding in header.codings.items()}
+    assert errors == {"a": 0.5, "b": 0.5, "c": 0.5, "d": 0}
+
+
+def test_auto_tries_on_the_first_block_and_stays_with_it(tmp_path):
+    rng = np.random.default_rng(0)
+    mapping = {"noise": "auto", "smooth": "auto"}
+    for name in ("first", "second"):
+        with RolloutWriter(tmp_path, 2, obs_disassemble_mapping=mapping, durable=False, writer_name=name) as writer:
+            for t in range(40):
+                noise = rng.integers(0, 256, (2, 30, 30), np.uint8)
+                # What the first block chose holds, although the second is of another kind.
+                smooth = np.full((2, 30, 30), t, np.uint8) if t < 20 else rng.integers(0, 256, (2, 30, 30), np.uint8)
+                writer.add(observation={"noise": noise, "smooth": smooth}, action=noise[:, 0], reward=np.zeros(2))
+                if t == 19:
+                    writer.flush()
+    assert json.loads((tmp_path / "metadata.json").read_text())["obs_disassemble_mapping"] == mapping
+    headers = blocks_of(tmp_path)
+    assert len(headers) == 4
+    for header in headers:
+        assert header.codings["observation/noise"].codec == "raw"
+        assert header.codings["observation/smooth"].codec.startswith("lz4")
+
+
+def test_pack_copies_chunks_and_joins_blocks_that_auto_coded_differently(tmp_path):
+    data, packed = coded.record(tmp_path / "data"), tmp_path / "packed"
+    rng = np.random.default_rng(0)
+    with RolloutWriter(data, 3, obs_disassemble_mapping=coded.CODECS, durable=False, writer_name="y") as writer:
+        steps = {name: coded.values(name, 5, 3) for name in coded.COMPONENTS}
+        for _ in range(10):
+            steps["segments"] = rng.integers(-(2**31), 2**31, (3, 7, 7), np.int32)
+            writer.add(observation=steps, action=np.zeros((3, 2), np.float32), reward=np.zeros(3, np.float32))
+    chosen = {header.codings["observation/segments"].codec for header in blocks_of(data)}
+    assert len(chosen) == 2 and "raw" in chosen
+    assert main(["pack", str(data), str(packed)]) == 0
+    before, after = (
+        sorted(trajectories_of(path), key=lambda one: (one.end_time_ns, one.env)) for path in (data, packed)
+    )
+    assert len(before) == len(after) == 9
+    for one, other in zip(before, after, strict=True):
+        assert (one.env, one.length, one.flags) == (other.env, other.length, other.flags)
+        assert all(np.array_equal(one.column(name), other.column(name), equal_nan=True) for name in one.fields)
+        for name, final in (one.finals or {}).items():
+            assert np.array_equal(final, other.finals[name], equal_nan=True)
+    assert max_errors(packed) == max_errors(data), "nothing was quantized twice"
+
+
+def test_decoded_chunks_are_kept_within_a_number_of_bytes(folders, monkeypatch):
+    cache = ChunkCache(1000)
+    for key in range(10):
+        cache.put(key, np.full(300, key, np.uint8))
+        assert cache.num_bytes <= 1000
+        assert cache.get(key - 1 if key else 0) is not None
+    cache.put("too large", np.zeros(1001, np.uint8))
+    assert [cache.get(key) is not None for key in (*range(10), "too large")] == [False] * 7 + [True] * 3 + [False]
+    cache.put(9, np.zeros(100, np.uint8))
+    assert cache.num_bytes == 700
+    monkeypatch.setattr(frames, "ChunkCache", lambda: ChunkCache(10_000))
+    ours, theirs = (RolloutDataset(path, 3, device="cpu", flatten_observations=False) for path in folders)
+    errors = max_errors(folders[0])
+    for _ in range(20):
+        check_equal(ours.get_batch(2), theirs.get_batch(2), errors)
+
+
+def test_each_chunk_is_decoded_once_for_neighbouring_batches(folders, monkeypatch):
+    calls = []
+    decode = chunk_files.ChunkFiles._decode
+    monkeypatch.setattr(
+        chunk_files.ChunkFiles, "_decode", lambda s, *args: (calls.append((s.place, args[:2])), decode(s, *args))
+    )
+    dataset = RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False)
+    for _ in range(8):
+        dataset.get_batch(1)
+    assert calls and len(calls) == len(set(calls))
+
+
+def test_blocks_that_cannot_be_mapped_are_read_all_the_same(folders, monkeypatch):
+    monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
+    errors = max_errors(folders[0])
+    ours, theirs = (RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in folders)
+    for _ in range(3):
+        check_equal(ours.get_batch(9), theirs.get_batch(9), errors)
+
+
+def test_blocks_that_are_removed_stay_readable_and_the_index_cache_knows_chunks(folder, folders):
+    assert (folder / ".index.npz").exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, theirs = (
+            RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in (folder, folders[1])
+        )
+        check_equal(ours.get_batch(9), theirs.get_batch(9), errors := max_errors(folder))
+    for path in folder.glob("*.h5"):
+        path.unlink()
+    check_equal(ours.get_batch(9), theirs.get_batch(9), errors)
+
+
+def test_info_tells_codecs_sizes_and_errors(folders, capsys):
+    assert main(["info", str(folders[0])]) == 0
+    text = capsys.readouterr().out
+    assert "split+lz4" in text and "of its size" in text and "error up to" in text
+    assert main(["info", "--json", str(folders[0])]) == 0
+    about = json.loads(capsys.readouterr().out)["coded"]
+    assert set(about) == {f"observation/{name}" for name in coded.CODECS}
+    assert about["observation/rgb"]["codecs"] == ["lz4"] and about["observation/rgb"]["max_error"] == 0
+    assert 0 < about["observation/rgb"]["num_bytes"] < about["observation/rgb"]["num_raw_bytes"]
+    assert about["observation/segments"]["codecs"] != ["auto"] and 0 < about["observation/far"]["max_error"] < 1e-3
+
+
+class Cameras:
+    """Two envs whose image and range tell env and step."""
+
+    num_envs = 2
+
+    def __init__(self):
+        self.t = 0
+
+    def get_observations(self):
+        image = torch.full((2, 8, 8, 3), self.t, dtype=torch.uint8) + torch.arange(2, dtype=torch.uint8).view(
+            2, 1, 1, 1
+        )
+        return {"image": image, "range": torch.full((2, 16), float(self.t))}
+
+    def reset(self):
+        return self.get_observations(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self.get_observations(), torch.ones(2), torch.tensor([self.t % 10 == 0] * 2), {}
+
+
+def test_a_recorded_policy_has_coded_components(tmp_path):
+    record_demonstrations(
+        Cameras(),
+        lambda observation: torch.zeros(2, 1),
+        tmp_path,
+        min_timesteps=60,
+        obs_disassemble_mapping={"image": "lz4", "range": "delta+shuffle+lz4"},
+        show_progress=False,
+    )
+    batch = RolloutDataset(tmp_path, 2, device="cpu", flatten_observations=False).get_batch(20)
+    assert batch.observation["image"].dtype == torch.uint8
+    step = batch.observation["range"][..., 0]
+    assert torch.equal(batch.observation["image"][..., 0, 0, 0], (step + torch.arange(2)).to(torch.uint8))
+    assert torch.equal(batch.observation["range"], step[..., None].expand(-1, -1, 16))
+
+
+def test_flat_observations_are_cut_into_coded_segments(tmp_path):
+    segments = {"a": (4, 4), "b": (3,)}
+    with RolloutWriter(
+        tmp_path, 2, obs_segments=segments, obs_disassemble_mapping={"a": "shuffle+lz4"}, durable=False
+    ) as writer:
+        for t in range(20):
+            flat = torch.arange(19).float().expand(2, 19) + t
+            writer.add(observation=flat, action=torch.zeros(2, 1), reward=torch.zeros(2), done=torch.zeros(2).bool())
+    batch = RolloutDataset(tmp_path, 2, device="cpu").get_batch(10)
+    assert torch.equal(batch.observation, torch.arange(19).float() + torch.arange(10).view(-1, 1, 1).expand(10, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "text"),
+    [
+        ("uint16+lz4", FieldTypeError, "cannot code the field as 'uint16+lz4' 'observation/a'"),
+        ("normalized_image+lz4", FieldTypeError, "expected a floating dtype, got int64."),
+    ],
+)
+def test_a_codec_that_cannot_give_back_the_dtype_is_refused_before_anything_is_written(tmp_path, codec, kind, text):
+    writer = RolloutWriter(tmp_path, 1, obs_disassemble_mapping={"a": codec}, durable=False)
+    with pytest.raises(kind) as caught:
+        writer.add(observation={"a": np.zeros((1, 3), np.int64)}, action=np.zeros((1, 1)), reward=np.zeros(1))
+    assert text in str(caught.value)
+    writer.close()
+    assert not list(tmp_path.glob("*.h5"))
+
+
+def test_other_codecs_do_not_join_a_folder(folder):
+    with pytest.raises(SchemaError, match="coded as"):
+        coded.record(folder, num_steps=1, codecs={**coded.CODECS, "rgb": "lz4hc"}, writer_name="z")
+
+
+def test_naive_reading_of_one_field_agrees(folders):
+    for header in blocks_of(folders[0]):
+        rows = header.locations[DATA]["observation/depth"][1]
+        whole = field_values(header, DATA, "observation/depth", 0, rows)
+        for start, stop in [(0, 1), (5, 17), (rows - 3, rows)]:
+            assert np.array_equal(field_values(header, DATA, "observation/depth", start, stop), whole[start:stop])

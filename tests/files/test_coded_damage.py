@@ -1,0 +1,201 @@
+"""Damaged and hostile chunks of coded components: reported as what they are, without memory, never returned."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+
+import h5py
+import numpy as np
+import pytest
+
+from rollout_data import RolloutDataset
+from rollout_data.block_file import open_block
+from rollout_data.block_header import ABOUT, CODECS, DATA, header_crc, read_header
+from rollout_data.cli import main
+from storage.errors import CorruptFileError, RolloutDataError, RolloutDataWarning
+from tests.files import coded
+from tests.files.readback import trajectories_of
+from tests.files.test_block_file_damage import check_flips, used_bytes
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same steps, coded and raw."""
+    base = tmp_path_factory.mktemp("coded")
+    return coded.record(base / "coded"), coded.record(base / "raw", codecs={})
+
+
+@pytest.fixture
+def folder(folders, tmp_path):
+    """A copy of the coded recording, to be changed."""
+    return shutil.copytree(folders[0], tmp_path / "data")
+
+
+def damage(path, name="rgb", table="data"):
+    """Flip a bit in the middle of a component's chunks."""
+    header = read_header(path)
+    chunks = header.chunks[table][f"observation/{name}"]
+    place = int(chunks.places[0] + chunks.places[-1]) // 2
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+    return int(np.searchsorted(chunks.places, place, side="right")) - 1
+
+
+def test_a_damaged_chunk_is_found_by_verify_and_given_up_by_repair(folder, capsys):
+    good = trajectories_of(folder)
+    path = sorted(folder.glob("*.h5"))[0]
+    damage(path)
+    assert main(["verify", str(folder)]) == 1
+    assert "column data/observation/rgb: expected checksum " in capsys.readouterr().out
+    with pytest.warns(RolloutDataWarning, match="observation/rgb"), pytest.raises(RolloutDataError):
+        RolloutDataset(folder, 2, device="cpu", verify_on_open=True).get_batch(60)
+    assert main(["verify", "--repair", str(folder)]) == 1
+    capsys.readouterr()
+    assert main(["verify", str(folder)]) == 0
+    left = trajectories_of(folder)
+    assert len(left) == len(good) - 1
+    for one in left:
+        same = next(other for other in good if other.number == one.number)
+        assert all(np.array_equal(one.column(name), same.column(name), equal_nan=True) for name in one.fields)
+        assert (one.finals is None) == (same.finals is None)
+
+
+def test_a_chunk_that_cannot_be_decoded_is_one_error_and_moves_no_cursor(folder):
+    path = sorted(folder.glob("*.h5"))[0]
+    header = read_header(path)
+    chunks = header.chunks[DATA]["observation/rgb"]
+    data = bytearray(path.read_bytes())
+    start, stop = int(chunks.places[1]), int(chunks.places[2])
+    data[start + 1 : stop] = b"\xff" * (stop - start - 1)
+    path.write_bytes(data)
+    dataset = RolloutDataset(folder, 2, device="cpu")
+    before = dataset.get_batch(1) and dataset.state_dict()
+    text = rf"cannot read the block '{path}': expected .* in chunk \d+ of data/observation/rgb, got "
+    for _ in range(2):
+        with pytest.raises(CorruptFileError, match=text):
+            dataset.get_batch(20)
+        assert dataset.state_dict() == before
+
+
+def test_flipped_bits_are_reported_or_without_effect(folders, tmp_path):
+    path = sorted(folders[0].glob("*.h5"))[1]
+    rng = np.random.default_rng(1)
+    chosen = sorted(rng.choice(used_bytes(path), 150, replace=False).tolist())
+    header = read_header(path)
+    with h5py.File(path) as file:  # every kind of table of a coded component
+        for name in ("offsets", "chunks"):
+            start = file[f"data/observation/rgb/{name}"].id.get_offset()
+            chosen += range(start, start + 12)
+    assert header.chunks
+    counts = check_flips(path, tmp_path / path.name, chosen, [1])
+    assert counts["CorruptFileError"] > 30
+
+
+def remade(path, tmp_path, edit):
+    """A copy of a block with other offsets or codecs and a right checksum: what an attacker would write."""
+    copy = tmp_path / path.name
+    shutil.copy(path, copy)
+    with h5py.File(copy, "r+") as file:
+        edit(file)
+        schema = json.loads(file.attrs["schema"])
+        places = [f"{table}/{field['name']}/offsets" for table in ("data", "final") for field in schema]
+        about = [file.attrs[name] for name in (*ABOUT, CODECS) if name in file.attrs]
+        offsets = [file[place][()] for place in places if place in file and file[place].size < 10**6]
+        file.attrs["header_crc"] = header_crc(file["fragments"][()], file["reward_sums"][()], about, offsets)
+    return copy
+
+
+def offset(row, part, value):
+    def edit(file):
+        file["data/observation/rgb/offsets"][row, part] = value
+
+    edit.__name__ = f"offset {row} {part} {value}"
+    return edit
+
+
+def coding(**change):
+    def edit(file):
+        codings = json.loads(file.attrs[CODECS])
+        codings["observation/rgb"].update(change)
+        file.attrs[CODECS] = json.dumps(codings)
+
+    edit.__name__ = f"coding {change}"
+    return edit
+
+
+def without_coding(file):
+    codings = json.loads(file.attrs[CODECS])
+    del codings["observation/rgb"]
+    file.attrs[CODECS] = json.dumps(codings)
+
+
+def without_codings(file):
+    del file.attrs[CODECS]
+
+
+def one_huge_chunk(file):
+    del file["data/observation/rgb/offsets"]
+    size = len(file["data/observation/rgb/chunks"])
+    file["data/observation/rgb/offsets"] = np.array([[0, 0], [1 << 60, size]])
+
+
+def other_shape(file):
+    del file["data/observation/rgb/offsets"]
+    file["data/observation/rgb/offsets"] = np.zeros((3, 3), np.int64)
+
+
+def huge_offsets(file):
+    del file["data/observation/rgb/offsets"]
+    kind = h5py.h5t.NATIVE_INT64
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_chunk((1 << 10, 2))
+    h5py.h5d.create(file.id, b"data/observation/rgb/offsets", kind, h5py.h5s.create_simple((1 << 60, 2)), settings)
+
+
+EDITS = [
+    offset(0, 0, 3),
+    offset(0, 1, 5),
+    offset(1, 0, 7),
+    offset(1, 0, 1 << 60),
+    offset(1, 1, 1 << 60),
+    offset(1, 1, -1),
+    offset(-1, 0, 1 << 62),
+    offset(-1, 1, 1 << 62),
+    offset(-1, 1, 10**6),
+    offset(2, 1, 0),
+    one_huge_chunk,
+    other_shape,
+    huge_offsets,
+    coding(codec="lz5"),
+    coding(codec="lz4hc"),
+    coding(codec="normalized_image+lz4"),
+    coding(frames_per_chunk=0),
+    coding(frames_per_chunk=2),
+    coding(frames_per_chunk="x"),
+    coding(max_error=-1.0),
+    coding(max_error=None),
+    without_coding,
+    without_codings,
+    lambda file: file.attrs.__setitem__(CODECS, "[" * 50_000),
+    lambda file: file.attrs.__setitem__(CODECS, 5),
+    lambda file: file.attrs.__setitem__(CODECS, '{"nothing": {"codec": "lz4", "max_error": 0, "frames_per_chunk": 8}}'),
+]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=[edit.__name__ for edit in EDITS])
+def test_hostile_tables_of_chunks_are_one_error_without_memory(folders, tmp_path, edit):
+    path = remade(sorted(folders[0].glob("*.h5"))[0], tmp_path, edit)
+    tracemalloc.start()
+    with pytest.raises(CorruptFileError) as caught:
+        header = open_block(path, verify=True)
+        header.read_rows(DATA, "observation/rgb", 0, 20)  # a table may be right and its chunks others
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert str(path) in str(caught.value) and peak < 4_000_000
+
+
+def test_the_helper_makes_good_blocks(folders, tmp_path):
+    open_block(remade(sorted(folders[0].glob("*.h5"))[0], tmp_path, lambda file: None), verify=True)
