@@ -126,7 +126,7 @@ def load_buffer_folder(cls: type[_Buffer], path: str | os.PathLike[str], device:
             _restore_rows(buffer, file, config, path)
         if (folder / FINALS_NAME).exists():
             with ColumnFile(folder / FINALS_NAME, separator) as file:
-                columns = {name: torch.cat([part for _, part in file.chunks(name)]) for name in file.names}
+                columns = {name: torch.cat([part.clone() for _, part in file.chunks(name)]) for name in file.names}
             buffer._restore_finals(columns.pop(_FINAL_KEYS).squeeze(1), columns)
     if "generator" in config:
         restore_generator(buffer.generator, config["generator"])

@@ -221,3 +221,57 @@ def test_saving_over_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(DataFileError, match="an earlier save, got a folder with 'thesis"):
         buffer.save(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_compressed_and_big_endian_columns_of_other_writers_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(column_files, "CHUNK_BYTES", 64)
+    values = np.arange(40, dtype=np.float32).reshape(10, 4)
+    with h5py.File(tmp_path / "buffer.hdf5", "w") as file:
+        file["plain"], file["big"] = values, values.astype(">f4")
+        file.create_dataset("packed", data=values, compression="gzip", chunks=(3, 4))
+        file["flag"], file["half"] = values > 20, values.astype(np.float16)
+        file.create_dataset("unwritten", (10, 2), np.int32)
+    config = {"capacity": 12, "_idx": 10, "_is_full": False, "__target__": "old.DictBuffer"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    storage = load_buffer(tmp_path).get_full_buffer()
+    for name in ("plain", "big", "packed", "half"):
+        assert np.array_equal(storage[name].float().numpy(), values), name
+    assert np.array_equal(storage["flag"].numpy(), values > 20) and not storage["unwritten"].any()
+
+
+def test_references_are_not_taken_for_rows(tmp_path: Path) -> None:
+    dict_buffer().save(tmp_path / "b")
+    with h5py.File(tmp_path / "b" / "finals.hdf5", "r+") as file:
+        name = next(key for key in file if key != "row_key")
+        num_rows = len(file[name])
+        del file[name]
+        file.create_dataset(name, data=["x"] * num_rows, dtype=h5py.string_dtype())
+    with pytest.raises(RolloutDataError):
+        load_buffer(tmp_path / "b")
+
+
+def test_a_full_disk_while_writing_is_reported_and_keeps_the_old_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dict_buffer(3).save(tmp_path / "b")
+    buffer = DictBuffer(capacity=1000)
+    buffer.extend({"x": torch.randn(1000, 64)})
+    monkeypatch.setattr(column_files, "CHUNK_BYTES", 4096)
+    write, num_calls = column_files.os.pwrite, []
+
+    def full(handle: int, data: Any, place: int) -> int:
+        num_calls.append(place)
+        if len(num_calls) > 20:
+            raise OSError(28, "No space left on device")
+        return write(handle, data[:1000], place)  # and writes may be short
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(column_files.os, "pwrite", full)
+        buffer.save(tmp_path / "b")
+    assert len(load_buffer(tmp_path / "b")) == 3 and [path.name for path in tmp_path.iterdir()] == ["b"]
+    monkeypatch.setattr(column_files, "_FLUSH_BYTES", 8192)
+    monkeypatch.setattr(column_files.os, "pwrite", lambda handle, data, place: write(handle, data[:1000], place))
+    buffer.save(tmp_path / "b")
+    assert torch.equal(load_buffer(tmp_path / "b").storage["x"], buffer.storage["x"])
