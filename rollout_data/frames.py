@@ -40,6 +40,8 @@ _scratch = BufferPool(2)
 _MAX_MAPPINGS = 50_000
 #: Threads that ask the kernel for pages while the disk is the limit.
 _NUM_ADVISERS = 4
+#: So few runs are asked for by the caller itself.
+_FEW_RUNS = 8
 
 
 def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: torch.Tensor) -> None:
@@ -228,6 +230,11 @@ class MappedFrames(FrameStore):
             super().copy(place, runs, length, out)
 
     def will_need(self, runs: Runs) -> None:
+        if len(runs.row) <= _FEW_RUNS:
+            for place in self.files.places:
+                if place[0] == DATA:
+                    self._advise(place, runs)
+            return
         if self._advisers is None or self._advisers_pid != os.getpid():  # a fork leaves the threads behind
             # Asking takes the kernel about 0.1 ms for 256 KiB that are not in memory: more threads, more in flight.
             self._advisers, self._advisers_pid = ThreadPoolExecutor(_NUM_ADVISERS, "read-ahead"), os.getpid()

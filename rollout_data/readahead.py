@@ -17,7 +17,7 @@ from .index import TrajectoryIndex
 _STRETCH_BYTES = 256 * 1024
 #: How many rows are looked at to see whether the files are in memory, and how often.
 _NUM_SAMPLES = 64
-_BATCHES_BETWEEN_LOOKS = {True: 64, False: 4}
+_BATCHES_BETWEEN_LOOKS = {True: 64, False: 16}
 
 
 class ReadAhead:
@@ -60,15 +60,19 @@ class ReadAhead:
     def _advise(self, store: FrameStore, env: Int64s, trajectory: Int64s, frame: Int64s, count: Int64s) -> None:
         index = store.index
         start = index.first_frame[trajectory] + frame
-        is_known = (start >= self._begin[env]) & (start + 2 * count <= self._end[env])
-        new = np.flatnonzero(~is_known)
-        if not len(new):
+        stop = index.first_frame[trajectory + 1]
+        begin, end, needed = self._begin[env], self._end[env], np.minimum(start + 2 * count, stop)
+        is_due = (start < begin) | (needed > end)
+        if not is_due.any():
             return
-        stretch = np.maximum(_STRETCH_BYTES // store.layouts[DATA].frame_bytes, 2 * count[new])
+        # Who is due soon is served with them: single frames would ask for somebody at nearly every batch.
+        num_frames = _STRETCH_BYTES // store.layouts[DATA].frame_bytes
+        new = np.flatnonzero(is_due | (np.minimum(needed + num_frames // 4, stop) > end))
+        stretch = np.maximum(num_frames, 2 * count[new])
         # What was asked for already is not asked for again.
         is_next = (start[new] >= self._begin[env[new]]) & (start[new] < self._end[env[new]])
         first = np.where(is_next, self._end[env[new]], start[new])
-        last = np.minimum(start[new] + stretch, index.first_frame[trajectory[new] + 1])
+        last = np.minimum(start[new] + stretch, stop[new])
         wanted = last > first
         new, first, last = new[wanted], first[wanted], last[wanted]
         self._begin[env[new]], self._end[env[new]] = start[new], last
