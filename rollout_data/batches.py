@@ -8,6 +8,7 @@ memory of their own, since the following row belongs to another trajectory).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ from .transition import Transition
 
 #: Fields that have a place of their own in a `Transition`; all others are extras.
 OBSERVATION, PRIVILEGED, ACTION, REWARD = "observation", "privileged_observation", "action", "reward"
+
+
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,24 @@ class BatchReader:
     options: BatchOptions
     pool: BufferPool = field(default_factory=BufferPool)
 
-    def read(self, plan: Plan, envs: Int64s, stream_id: int = 0) -> Transition:
-        """Gather what a plan says for `envs` (ascending): a `Transition` of `[T, len(envs), ...]`."""
+    def read(self, plan: Plan, envs: Int64s, stream_id: int = 0, without_time: bool = False) -> Transition:
+        """Gather what a plan says for `envs` (ascending): a `Transition` of `[T, len(envs), ...]`.
+
+        With `without_time` it gives the first step alone, `[len(envs), ...]`.
+        """
         assert plan.parts, "a plan covers its envs"
         store: FrameStore = plan.parts[0].deal.source
         gathered = _Gathered(self, plan, envs, store)
         layout, steps = store.layouts[DATA], plan.num_steps
         flags = _flags(plan, envs, self.options.mark_first_frame)
-        rows = {name: part[:, :steps].transpose(0, 1) for name, part in gathered.rows.items()}
-        following = {name: part.transpose(0, 1) for name, part in gathered.following().items()}
+        rows, following = gathered.rows, gathered.following()
+        if without_time:
+            rows = {name: part[:, 0] for name, part in rows.items()}
+            following = {name: part[:, 0] for name, part in following.items()}
+            flags = {name: flag[0] for name, flag in flags.items()}
+        else:
+            rows = {name: part[:, :steps].transpose(0, 1) for name, part in rows.items()}
+            following = {name: part.transpose(0, 1) for name, part in following.items()}
         batch = view_rows(layout, rows, following, self.options.flatten_observations)
         tensors: dict[str, Any] = {name: torch.from_numpy(flag).to(self.options.device) for name, flag in flags.items()}
         batch = batch._replace(**tensors, stream_id=stream_id)
@@ -172,9 +185,8 @@ def view_rows(
         following: Likewise, of which only observations are taken.
         flatten: Join observation components along the last axis.
     """
-    taken = set(final_schema(layout.schema)) | {ACTION, REWARD}
-    extras = {name: _field(layout, name, rows) for name in layout.schema if name not in taken}
-    nothing = torch.empty(0)
+    extras = {name: _field(layout, name, rows) for name in _extra_names(layout)}
+    nothing = _NOTHING
     return Transition(
         observation=_observation(layout, OBSERVATION, rows, flatten),
         privileged_observation=_observation(layout, PRIVILEGED, rows, flatten),
@@ -198,6 +210,13 @@ _WRITABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64:
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WRITABLE[tensor.dtype]) if tensor.dtype in _WRITABLE else tensor
+
+
+@lru_cache(maxsize=64)
+def _extra_names(layout: RowLayout) -> tuple[str, ...]:
+    """The fields that have no place of their own in a `Transition`."""
+    taken = set(final_schema(layout.schema)) | {ACTION, REWARD}
+    return tuple(name for name in layout.schema if name not in taken)
 
 
 def _field(layout: RowLayout, name: str, rows: dict[str, torch.Tensor]) -> torch.Tensor:

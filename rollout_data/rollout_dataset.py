@@ -15,7 +15,7 @@ import torch
 from storage.errors import DatasetExhausted, RolloutDataError, UsageError, nearest
 
 from .base import RolloutFileBase, whole
-from .batches import BatchOptions, BatchReader, map_batch
+from .batches import BatchOptions, BatchReader
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps
 from .dealer import Dealer
 from .frames import FrameStore
@@ -258,10 +258,10 @@ class RolloutDataset(RolloutFileBase):
             )
         return plan, state, deal
 
-    def _read(self, plan: Plan, envs: Int64s) -> Transition:
+    def _read(self, plan: Plan, envs: Int64s, without_time: bool = False) -> Transition:
         if self._reader is None:
             self._reader = BatchReader(BatchOptions(self.device, **self._look))
-        return self._reader.read(plan, envs, self._shard.number)
+        return self._reader.read(plan, envs, self._shard.number, without_time)
 
     def get_batch(self, num_transitions_per_env: int | None = None) -> Transition:
         """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
@@ -274,9 +274,9 @@ class RolloutDataset(RolloutFileBase):
         plan, state, deal = self._plan(steps or 1)
         if self._readahead is not None:
             self._readahead.before(plan)
-        batch = self._read(plan, np.arange(self.num_envs))
+        batch = self._read(plan, np.arange(self.num_envs), without_time=steps is None)
         self._commit(state, deal)
-        return batch if steps is not None else map_batch(lambda tensor: tensor[0], batch)
+        return batch
 
     def _commit(self, state: StreamState, deal: Deal) -> None:
         self._state, self._deal, self._saved = state, deal, None
@@ -296,7 +296,7 @@ class RolloutDataset(RolloutFileBase):
         self._ensure_started()
         ids = np.sort(self._checked_ids(env_ids).numpy())
         plan, state, deal = self._plan(1, ids)
-        step = map_batch(lambda tensor: tensor[0], self._read(plan, ids))
+        step = self._read(plan, ids, without_time=True)
         write_into(buffer, step, torch.from_numpy(ids))
         self._commit(state, deal)
         return buffer
