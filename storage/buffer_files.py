@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from .column_files import (
     write_config,
 )
 from .durable import existing_folder, replace_folder
-from .errors import CorruptFileError, ForeignFileError, RolloutDataWarning, SchemaError, nearest
+from .errors import CorruptFileError, ForeignFileError, RolloutDataError, RolloutDataWarning, SchemaError, nearest
 from .fields import Field, Schema
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _DEFAULT_SEPARATOR = "-"
 _FINAL_KEYS = "row_key"
 _Buffer = TypeVar("_Buffer", bound="RingBuffer")
 
+#: What values of wrong kinds make Python raise.
+_NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 #: Last part of `__target__` -> what opens the folder. Classes add themselves with `can_load`.
 LOADERS: dict[str, Callable[..., Any]] = {}
 _Class = TypeVar("_Class", bound=type)
@@ -73,6 +76,37 @@ def target_of(path: str | os.PathLike[str], config: Mapping[str, Any]) -> str:
         got = f"the class {target!r}" if target else "no '__target__' in its config.json"
         raise UnknownBufferError("load a buffer from", repr(str(path)), nearest(name, LOADERS), got)
     return name
+
+
+@contextmanager
+def all_or_nothing(buffer: Any) -> Iterator[None]:
+    """Undo what a block did to a buffer if it raises; the block replaces attributes and changes none of them.
+
+    What is not one of our errors comes from a state that `state_dict` did not give, and becomes a `SchemaError`.
+    """
+    before, drawn = dict(vars(buffer)), buffer.generator.get_state()
+    try:
+        yield
+    except BaseException as cause:
+        vars(buffer).clear()
+        vars(buffer).update(before)
+        buffer.generator.set_state(drawn)
+        if isinstance(cause, RolloutDataError) or not isinstance(cause, _NONSENSE):
+            raise
+        expected = "what state_dict() of an equal buffer gave"
+        raise SchemaError("load a state", "", expected, f"{type(cause).__name__}: {cause}") from cause
+
+
+@contextmanager
+def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Report what a folder's content makes Python raise as damage to the folder."""
+    try:
+        yield
+    except _NONSENSE as cause:
+        if isinstance(cause, RolloutDataError):
+            raise
+        got = f"{type(cause).__name__}: {cause}"
+        raise CorruptFileError("load", repr(str(path)), "what save() wrote", got) from cause
 
 
 def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separator: str) -> None:
@@ -112,6 +146,16 @@ def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separ
 def load_buffer_folder(cls: type[_Buffer], path: str | os.PathLike[str], device: torch.device | str | None) -> _Buffer:
     """Make a buffer of what `save_buffer_folder`, or an earlier system, wrote."""
     config = read_config(path)
+    with as_damage(path):
+        return _load(cls, path, config, device)
+
+
+def _load(
+    cls: type[_Buffer],
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    device: torch.device | str | None,
+) -> _Buffer:
     folder = existing_folder(path)
     if "capacity" not in config:
         raise CorruptFileError("load", repr(str(path)), "'capacity' in its config.json", "none")

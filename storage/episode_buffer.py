@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .buffer_files import can_load, device_for, random_state, restore_generator
+from .buffer_files import all_or_nothing, as_damage, can_load, device_for, random_state, restore_generator
 from .column_files import (
     COLUMNS_NAME,
     CONFIG_NAME,
@@ -201,10 +201,19 @@ class TrajectoryDictBuffer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave: the episodes too."""
-        columns = {name: x.unsqueeze(1) for name, x in state["columns"].items()}
-        schema = Schema(declare(name, x) for name, x in columns.items())
-        with self._lock:
+        """Take over what `state_dict` gave, the episodes too; nothing is changed if it does not fit.
+
+        Raises:
+            SchemaError: It does not fit.
+        """
+        with self._lock, all_or_nothing(self):
+            columns = {name: x.unsqueeze(1) for name, x in state["columns"].items()}
+            schema = Schema(declare(name, x) for name, x in columns.items())
+            num_frames, num_episodes = sum(state["lengths"]), len(state["lengths"])
+            if any(len(x) != num_frames for x in columns.values()) or len(state["priorities"]) != num_episodes:
+                expected = f"{num_frames} frames of each field and {num_episodes} priorities"
+                got = str({name: len(x) for name, x in columns.items()})
+                raise SchemaError("load a state", "", expected, f"{got} and {len(state['priorities'])}")
             options = {name: state[name] for name in _OPTIONS}
             self._set_up(schema, state["lengths"], self.device, options, self.generator)
             self._ring.put_slots(0, columns)
@@ -239,24 +248,28 @@ class TrajectoryDictBuffer:
     def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
         """Make a buffer from what `save` wrote; the device argument wins over the saved one."""
         config = read_config(path)
-        separator = config.get("nested_key_separator", "-")
-        missing = [name for name in ("lengths", "priorities", *_OPTIONS) if name not in config]
-        if missing:
-            raise CorruptFileError("load", repr(str(path)), f"{missing[0]!r} in its config.json", "none")
-        made = cls.__new__(cls)
-        made._lock, made.output_device = threading.RLock(), None
-        with ColumnFile(existing_folder(path) / COLUMNS_NAME, separator) as file:
-            if file.num_rows != sum(config["lengths"]):
-                raise SchemaError("load", repr(str(path)), f"{sum(config['lengths'])} frames", f"{file.num_rows}")
-            options = {name: config[name] for name in _OPTIONS}
-            made._set_up(file.schema(1), config["lengths"], device_for(config.get("device"), device), options, None)
-            for name in file.names:
-                for first, rows in file.chunks(name):
-                    made._ring.put_slots(first, {name: rows.unsqueeze(1)})
-        made._know(config)
-        made.priorities = torch.tensor(config["priorities"], dtype=torch.float32, device=made.device)
-        restore_generator(made.generator, config.get("generator", ""))
-        return made
+        with as_damage(path):
+            separator = config.get("nested_key_separator", "-")
+            missing = [name for name in ("lengths", "priorities", *_OPTIONS) if name not in config]
+            if missing:
+                raise CorruptFileError("load", repr(str(path)), f"{missing[0]!r} in its config.json", "none")
+            made = cls.__new__(cls)
+            made._lock, made.output_device = threading.RLock(), None
+            with ColumnFile(existing_folder(path) / COLUMNS_NAME, separator) as file:
+                if file.num_rows != sum(config["lengths"]):
+                    raise SchemaError("load", repr(str(path)), f"{sum(config['lengths'])} frames", f"{file.num_rows}")
+                options = {name: config[name] for name in _OPTIONS}
+                made._set_up(file.schema(1), config["lengths"], device_for(config.get("device"), device), options, None)
+                for name in file.names:
+                    for first, rows in file.chunks(name):
+                        made._ring.put_slots(first, {name: rows.unsqueeze(1)})
+            made._know(config)
+            made.priorities = torch.tensor(config["priorities"], dtype=torch.float32, device=made.device)
+            if made.priorities.shape != made.lengths.shape or not bool((made.priorities >= 0).all()):
+                expected = f"{made.num_episodes} priorities >= 0 in its config.json"
+                raise CorruptFileError("load", repr(str(path)), expected, str(config["priorities"])[:60])
+            restore_generator(made.generator, config.get("generator", ""))
+            return made
 
     def _set_up(
         self,

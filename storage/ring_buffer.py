@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .buffer_files import load_buffer_folder, save_buffer_folder
+from .buffer_files import all_or_nothing, load_buffer_folder, save_buffer_folder
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
 from .final_rows import FinalRows
@@ -76,9 +76,7 @@ class RingBuffer:
         self.contiguous = contiguous
         self.auto_unsqueeze, self.narrow = auto_unsqueeze, narrow
         self.generator = generator_on(generator, self.device)
-        self._reader = RecordReader(
-            None if self._has_lane_axis else num_envs, self._has_lane_axis, auto_unsqueeze, narrow
-        )
+        self._reader = self._new_reader()
         self._ring: RingStore | None = None
         self._boundaries: Boundaries | None = None
         self._finals: FinalRows | None = None
@@ -179,26 +177,30 @@ class RingBuffer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` of an equal buffer gave; nothing is changed if it does not fit."""
-        with self._lock:
+        """Take over what `state_dict` of an equal buffer gave; nothing is changed if it does not fit.
+
+        Raises:
+            SchemaError: It does not fit.
+        """
+        with self._lock, all_or_nothing(self):
             mine, its = self._config(), state["config"]
             for key in mine:
                 if its.get(key) != mine[key]:
                     raise SchemaError("load a state", "", f"one with {key}={mine[key]!r}", repr(its.get(key)))
             self.generator.set_state(state["generator"].cpu())
+            self._ring = self._boundaries = self._finals = None
+            self._reader = self._new_reader()
             if "columns" not in state:
-                self._ring = self._boundaries = self._finals = None
-                self._reader = RecordReader(
-                    None if self._has_lane_axis else self.num_envs,
-                    self._has_lane_axis,
-                    self.auto_unsqueeze,
-                    self.narrow,
-                )
                 return
             columns = {name: torch.as_tensor(leaf) for name, leaf in state["columns"].items()}
+            num_lanes, total = int(state["num_lanes"]), int(state["total"])
+            lead = (min(total, self._num_slots), num_lanes)
+            for name, leaf in columns.items():
+                if tuple(leaf.shape[:2]) != lead:
+                    expected = f"{lead[0]} rows of {lead[1]} lanes"
+                    raise SchemaError("load a state", f"with {name!r}", expected, f"shape {list(leaf.shape)}")
             schema = Schema(declare(name, leaf) for name, leaf in columns.items())
-            share = float(state["accepted_share"])
-            self._restore(schema, int(state["num_lanes"]), int(state["total"]), share, [(0, columns)])
+            self._restore(schema, num_lanes, total, float(state["accepted_share"]), [(0, columns)])
             if "final_keys" in state:
                 self._restore_finals(state["final_keys"], state["final_columns"])
 
@@ -255,6 +257,10 @@ class RingBuffer:
         if "format" not in config and isinstance(found.get("end_key"), list):
             found["end_key"] = tuple(found["end_key"])  # earlier systems have one key, perhaps nested
         return found
+
+    def _new_reader(self) -> RecordReader:
+        num_lanes = None if self._has_lane_axis else self.num_envs
+        return RecordReader(num_lanes, self._has_lane_axis, self.auto_unsqueeze, self.narrow)
 
     def _find_ends(self, schema: Schema) -> list[tuple[int, int]]:
         """Find the fields that end trajectories; none if rows have nothing to do with each other."""

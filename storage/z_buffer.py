@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .buffer_files import can_load, device_for, random_state, restore_generator
+from .buffer_files import all_or_nothing, as_damage, can_load, device_for, random_state, restore_generator
 from .column_files import (
     COLUMNS_NAME,
     CONFIG_NAME,
@@ -115,14 +115,22 @@ class ZBuffer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` of an equal buffer gave."""
-        with self._lock:
+        """Take over what `state_dict` of an equal buffer gave; nothing is changed if it does not fit.
+
+        Raises:
+            SchemaError: It does not fit.
+        """
+        with self._lock, all_or_nothing(self):
             for key in ("capacity", "dim", "dtype"):
                 if state[key] != self._config()[key]:
                     raise SchemaError("load a state", "", f"{key}={self._config()[key]!r}", repr(state[key]))
-            self._ring.put_slots(0, {_NAME: state[_NAME].unsqueeze(1)})
-            self._ring.total = int(state["total"])
+            rows, total = state[_NAME], int(state["total"])
+            if tuple(rows.shape) != (min(total, self.capacity), self.dim) or rows.dtype is not self.dtype:
+                expected = f"{self.dtype} of shape {[min(total, self.capacity), self.dim]}"
+                raise SchemaError("load a state", f"with {_NAME!r}", expected, f"{rows.dtype} {list(rows.shape)}")
             self.generator.set_state(state["generator"].cpu())
+            self._ring.put_slots(0, {_NAME: rows.unsqueeze(1)})
+            self._ring.total = total
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write everything to a folder, atomically; one that exists is replaced."""
@@ -140,19 +148,20 @@ class ZBuffer:
     def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
         """Make a buffer from what `save` wrote; the device argument wins over the saved one."""
         config = read_config(path)
-        for key in ("capacity", "dim", "dtype", "total"):
-            if key not in config:
-                raise CorruptFileError("load", repr(str(path)), f"{key!r} in its config.json", "none")
-        place = device_for(config.get("device"), device)
-        made = cls(config["capacity"], config["dim"], place, DTYPES[config["dtype"]][0])
-        with ColumnFile(existing_folder(path) / COLUMNS_NAME, "-") as file:
-            if file.num_rows > made.capacity or min(config["total"], made.capacity) != file.num_rows:
-                raise SchemaError("load", repr(str(path)), f"at most {made.capacity} vectors", str(file.num_rows))
-            for first, rows in file.chunks(_NAME):
-                made._ring.put_slots(first, {_NAME: rows.unsqueeze(1)})
-        made._ring.total = int(config["total"])
-        restore_generator(made.generator, config.get("generator", ""))
-        return made
+        with as_damage(path):
+            for key in ("capacity", "dim", "dtype", "total"):
+                if key not in config:
+                    raise CorruptFileError("load", repr(str(path)), f"{key!r} in its config.json", "none")
+            place = device_for(config.get("device"), device)
+            made = cls(config["capacity"], config["dim"], place, DTYPES[config["dtype"]][0])
+            with ColumnFile(existing_folder(path) / COLUMNS_NAME, "-") as file:
+                if file.num_rows > made.capacity or min(config["total"], made.capacity) != file.num_rows:
+                    raise SchemaError("load", repr(str(path)), f"at most {made.capacity} vectors", str(file.num_rows))
+                for first, rows in file.chunks(_NAME):
+                    made._ring.put_slots(first, {_NAME: rows.unsqueeze(1)})
+            made._ring.total = int(config["total"])
+            restore_generator(made.generator, config.get("generator", ""))
+            return made
 
     def _config(self) -> dict[str, Any]:
         sizes = {"capacity": self.capacity, "dim": self.dim, "dtype": dtype_name(self.dtype)}

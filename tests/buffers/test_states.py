@@ -1,0 +1,105 @@
+"""States that do not fit change nothing, and folders with nonsense in them are reported as damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from storage import SchemaError, load_buffer
+from storage.errors import RolloutDataError
+
+from .test_persistence import MAKERS
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return one == other
+
+
+def leaf_of(state: dict) -> dict:
+    """Give the mapping that holds the rows, and so any tensor of them."""
+    return state.get("columns", state)
+
+
+def cut_rows(state: dict) -> None:
+    rows = leaf_of(state)
+    name = next(name for name, leaf in rows.items() if isinstance(leaf, torch.Tensor) and leaf.dim() > 1)
+    rows[name] = rows[name][:-1]
+
+
+def add_rows(state: dict) -> None:
+    rows = leaf_of(state)
+    name = next(name for name, leaf in rows.items() if isinstance(leaf, torch.Tensor) and leaf.dim() > 1)
+    rows[name] = torch.cat([rows[name]] * 9)
+
+
+def drop(key: str) -> Callable[[dict], None]:
+    return lambda state: state.pop(key)
+
+
+def spoil_generator(state: dict) -> None:
+    state["generator"] = torch.zeros(3, dtype=torch.uint8)
+
+
+WRONG = {
+    "rows missing": cut_rows,
+    "rows too many": add_rows,
+    "generator": spoil_generator,
+    "no generator": drop("generator"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_that_does_not_fit_changes_nothing(name: str, wrong: str) -> None:
+    buffer = MAKERS[name]()
+    state = copy.deepcopy(MAKERS[name]().state_dict())
+    WRONG[wrong](state)
+    before = buffer.state_dict()
+    with pytest.raises(SchemaError):
+        buffer.load_state_dict(state)
+    assert equal(before, buffer.state_dict())
+    buffer.load_state_dict(before)
+    assert equal(before, buffer.state_dict())
+
+
+@pytest.mark.parametrize("value", [None, "nonsense", -1, [], {"a": 1}])
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_config_entry_of_a_wrong_kind_is_reported_or_means_something(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    MAKERS[name]().save(tmp_path / "b")
+    path = tmp_path / "b" / "config.json"
+    config = json.loads(path.read_text())
+    for key in config:
+        path.write_text(json.dumps({**config, key: value}))
+        with contextlib.suppress(RolloutDataError):
+            load_buffer(tmp_path / "b").sample(2)  # what loads also works, or says what it misses
+
+
+@pytest.mark.parametrize("priorities", [[], [1.0], [0.5, 0.5, -1.0], [0.5, 0.5, float("nan")], -1])
+def test_saved_priorities_are_checked(tmp_path: Path, priorities: object) -> None:
+    MAKERS["expert"]().save(tmp_path / "b")
+    path = tmp_path / "b" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "priorities": priorities}))
+    with pytest.raises(RolloutDataError):
+        load_buffer(tmp_path / "b")
+
+
+def test_a_state_on_its_way_through_torch_save_stays_itself(tmp_path: Path) -> None:
+    for name, make in MAKERS.items():
+        buffer = make()
+        torch.save(buffer.state_dict(), tmp_path / "state.pt")
+        other = make()
+        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert equal(buffer.state_dict(), other.state_dict()), name
