@@ -139,8 +139,9 @@ def _blocked(rollout: data.Rollout, num_bytes: int) -> Case:
         blocked_s = 0.0
         for step in range(num_steps_to_do):
             time.sleep(pause_s)
+            transition = {name: value[step % num_steps] for name, value in rollout.items()}
             start = time.perf_counter()
-            writers[0].add(**{name: value[step % num_steps] for name, value in rollout.items()})
+            writers[0].add(**transition)
             blocked_s += time.perf_counter() - start
         return blocked_s
 
