@@ -12,6 +12,7 @@ import torch
 
 from .buffer_files import can_load
 from .errors import UsageError
+from .records import is_count
 from .ring import RingStore
 from .ring_buffer import RingBuffer
 from .samplers import uniform
@@ -151,5 +152,5 @@ class DictBuffer(RingBuffer):
 
 def check_batch_size(batch_size: Any) -> None:
     """Refuse what is not a number of rows."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+    if not is_count(batch_size):
         raise UsageError("sample", "", "batch_size >= 1", repr(batch_size))

@@ -281,7 +281,7 @@ class TrajectoryDictBuffer:
     ) -> None:
         check_length(options["seq_length"])
         bounds = PrefixSum([int(length) for length in lengths])
-        self.seq_length: int = options["seq_length"]
+        self.seq_length: int = int(options["seq_length"])
         self.output_key_t: list[str] = list(options["output_key_t"])
         self.output_key_tp1: list[str] = list(options["output_key_tp1"])
         self.end_key: str = options["end_key"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,11 @@ COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
 }
 #: Above this size torch's copies, with several threads, are worth their start.
 MAX_EXACT_BYTES = 4 * 1024 * 1024
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Tell whether a value is an integer, of Python or numpy, of at least `least`; bools are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def flat_name(key: Key) -> str:

@@ -20,7 +20,7 @@ from .buffer_files import all_or_nothing, load_buffer_folder, save_buffer_folder
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
 from .final_rows import FinalRows
-from .records import Key, RecordReader, Rows, declare, leaves, listed, names_below, normal
+from .records import Key, RecordReader, Rows, declare, is_count, leaves, listed, names_below, normal
 from .ring import RingStore
 from .samplers import generator_on
 from .stream_order import StreamOrder
@@ -63,15 +63,15 @@ class RingBuffer:
         generator: torch.Generator | int | None = None,
     ) -> None:
         for name, value in (("capacity", capacity), ("num_envs", num_envs)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_count(value):
                 raise UsageError("create a buffer", "", f"{name} >= 1", repr(value))
         if capacity % num_envs:
             raise UsageError("create a buffer", "", f"a capacity that {num_envs} envs divide", str(capacity))
-        self.capacity = capacity
+        self.capacity = int(capacity)
         self.device = torch.device(device)
         self.output_device = None if output_device is None else torch.device(output_device)
         self.nested_key_separator = nested_key_separator
-        self.num_envs = num_envs
+        self.num_envs = int(num_envs)
         self.end_key = normal(end_key)
         self.contiguous = contiguous
         self.auto_unsqueeze, self.narrow = auto_unsqueeze, narrow

@@ -15,7 +15,7 @@ from .buffer_files import can_load
 from .dict_buffer import DictBuffer
 from .errors import SchemaError, UsageError
 from .fields import Schema
-from .records import Key, names_below, normal
+from .records import Key, is_count, names_below, normal
 from .ring import RingStore
 from .windows import Boundaries
 
@@ -81,7 +81,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         check_length(seq_length)
         self.n_dim = n_dim
         self._has_lane_axis = n_dim == 2
-        self.seq_length = seq_length
+        self.seq_length = int(seq_length)
         self.output_key_t, self.output_key_tp1 = as_list(output_key_t), as_list(output_key_tp1)
         self.start_mode, self.at_end = start_mode, at_end
         self._known_names: tuple[RingStore, list[str], list[str]] | None = None
@@ -261,13 +261,13 @@ def as_list(keys: Sequence[Key]) -> list[str]:
 
 def check_length(length: Any) -> None:
     """Refuse what is not a number of rows."""
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+    if not is_count(length):
         raise UsageError(_ACTION, "", "seq_length >= 1", repr(length))
 
 
 def count_windows(batch_size: int, length: int) -> int:
     """Say how many windows of `length` rows make `batch_size` rows."""
     check_length(length)
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < length or batch_size % length:
+    if not is_count(batch_size, length) or batch_size % length:
         raise UsageError(_ACTION, "", f"a batch_size that is a multiple of seq_length {length}", repr(batch_size))
-    return batch_size // length
+    return int(batch_size) // int(length)

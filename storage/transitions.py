@@ -13,7 +13,7 @@ import torch
 
 from .errors import FieldTypeError, UsageError
 from .final_rows import FinalRows
-from .records import Key, names_below
+from .records import Key, is_count, names_below
 from .ring import RingStore
 from .windows import Boundaries, Rule
 
@@ -50,7 +50,7 @@ class TransitionRequest:
         keys = (self.next_keys,) if isinstance(self.next_keys, str) else tuple(self.next_keys)
         object.__setattr__(self, "next_keys", keys)
         for name, value in (("num_steps", self.num_steps), ("num_frames", self.num_frames)):
-            if not isinstance(value, int) or value < 1:
+            if not is_count(value):
                 raise UsageError(_ACTION, "", f"{name} >= 1", repr(value))
         if self.at_end not in ("exclude", "mark"):
             raise UsageError(_ACTION, "", "at_end 'exclude' or 'mark'", repr(self.at_end))

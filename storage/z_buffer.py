@@ -26,6 +26,7 @@ from .column_files import (
 from .durable import existing_folder, replace_folder
 from .errors import BufferEmptyError, CorruptFileError, SchemaError, UsageError
 from .fields import DTYPES, Field, Schema, dtype_name
+from .records import is_count
 from .ring import RingStore
 from .samplers import generator_on, uniform
 from .stream_order import StreamOrder
@@ -56,9 +57,9 @@ class ZBuffer:
         generator: torch.Generator | int | None = None,
     ) -> None:
         for name, value in (("capacity", capacity), ("dim", dim)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_count(value):
                 raise UsageError("create a z buffer", "", f"{name} >= 1", repr(value))
-        self.capacity, self.dim, self.dtype = capacity, dim, dtype
+        self.capacity, self.dim, self.dtype = int(capacity), int(dim), dtype
         self.device = torch.device(device)
         self.generator = generator_on(generator, self.device)
         schema = Schema([Field(_NAME, (dim,), dtype_name(dtype))])
@@ -92,7 +93,7 @@ class ZBuffer:
     @torch.no_grad()
     def sample(self, num: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Draw `[num, dim]` uniformly with replacement, on `device` or the buffer's own."""
-        if not isinstance(num, int) or isinstance(num, bool) or num < 1:
+        if not is_count(num):
             raise UsageError("sample vectors", "", "num >= 1", repr(num))
         with self._lock:
             if self.empty():

@@ -18,6 +18,7 @@ from storage import (
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
     ZBuffer,
+    load_buffer,
     motion_priorities,
 )
 from storage.samplers import Weighted, mixture, permutation, recent
@@ -169,6 +170,44 @@ def test_tensordicts_come_in_and_samples_become_them() -> None:
     buffer.extend(tensordict.TensorDict({"a": {"b": torch.arange(5.0).unsqueeze(1)}}, batch_size=[5]))
     batch = tensordict.TensorDict.from_dict(buffer.sample(4), batch_size=[4])
     assert batch["a", "b"].shape == (4, 1)
+
+
+def test_tensordicts_of_every_kind_come_in() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    flags = torch.zeros(5, 3, 1, dtype=torch.bool)
+    steps = tensordict.TensorDict(
+        {"observation": torch.arange(30.0).view(5, 3, 2), "next": {"done": flags}}, batch_size=[5, 3]
+    )
+    ring = TrajectoryDictBufferMultiDim(capacity=20, n_dim=2, seq_length=2, end_key=("next", "done"), generator=0)
+    ring.extend(steps)
+    assert ring.sample(6)["observation"].shape == (6, 2)
+    rows = steps[:, 0]
+    buffer = DictBuffer(capacity=20, end_key=("next", "done"), generator=0)
+    buffer.extend(rows)
+    buffer.extend(tensordict.LazyStackedTensorDict.lazy_stack([rows[0], rows[1]]))
+    buffer.extend({"observation": rows["observation"], "next": rows["next"]})
+    assert buffer.get_full_buffer()["observation"][:, 0].tolist() == [0, 6, 12, 18, 24, 0, 6, 0, 6, 12, 18, 24]
+    as_tensordict = tensordict.TensorDict.from_dict(buffer.sample_transitions(4), batch_size=[4])
+    assert as_tensordict["next", "observation"].shape == (4, 2)
+    expert = TrajectoryDictBuffer([rows.exclude("next"), rows[:3].exclude("next")], "cpu", 2)
+    assert expert.lengths.tolist() == [5, 3] and expert.sample(4)["observation"].shape == (4, 2)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    one, two, four = np.int64(1), np.int32(2), np.int64(4)
+    rows = {"observation": torch.zeros(4, 1), "done": torch.zeros(4, 1)}
+    buffer = DictBuffer(capacity=four, num_envs=one, end_key="done")
+    windows = TrajectoryDictBufferMultiDim(capacity=four, seq_length=two)
+    latent = ZBuffer(four, two)
+    latent.add(torch.zeros(3, 2))
+    for each in (buffer, windows):
+        each.extend(rows)
+        assert len(each.sample(four)["observation"]) == 4
+    assert len(buffer.sample_transitions(four, num_frames=two)["done"]) == 4
+    assert len(latent.sample(two)) == 2 and len(windows.sample(four, two)["observation"]) == 4
+    for each in (buffer, windows, latent):
+        each.save(tmp_path / "b")  # the config is JSON
+        assert type(load_buffer(tmp_path / "b")) is type(each)
 
 
 class MappingLike:
