@@ -1,8 +1,6 @@
 """Reinforcement-learning experience in memory: rollout storages and replay buffers."""
 
-from .advanced_replay_buffer import AdvancedReplayBuffer
 from .buffer_files import UnknownBufferError, load_buffer
-from .buffer_monitor import BufferMonitor
 from .buffer_pool import BufferPool
 from .checkpoint import (
     AsyncCheckpointSaver,
@@ -16,6 +14,7 @@ from .dict_buffer import DictBuffer
 from .episode_buffer import TrajectoryDictBuffer
 from .errors import (
     BufferEmptyError,
+    DataFileError,
     FieldTypeError,
     MissingFieldError,
     RolloutDataError,
@@ -25,14 +24,18 @@ from .errors import (
 )
 from .fields import Field, Schema
 from .image_sequences import compress_image_seq, decompress_image_seq, decompress_many
+from .managed.advanced_replay_buffer import AdvancedReplayBuffer
+from .managed.buffer_manager import BufferManager
+from .managed.buffer_monitor import BufferMonitor
+from .managed.episode_replay_buffer import EpisodeReplayBuffer
+from .managed.naive_replay_buffer import NaiveReplayBuffer
+from .managed.rate_limiter import RateLimitedError, RateLimiter
 from .monitors import InTickMonitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
-from .naive_replay_buffer import NaiveReplayBuffer
 from .padding import split_and_pad_trajectories, unpad_trajectories
 from .prefetch import PipelinedDataCollector
 from .prefix_sum import PrefixSum
 from .priorities import motion_priorities
 from .queue_rollout_storage import ActionLabelRollout, QueueRolloutStorage
-from .rate_limiter import RateLimitedError, RateLimiter
 from .replay_buffer import ReplayBuffer
 from .returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
 from .ring import RingStore
@@ -51,11 +54,14 @@ __all__ = [
     "AdvancedReplayBuffer",
     "AsyncCheckpointSaver",
     "BufferEmptyError",
+    "BufferManager",
     "BufferMonitor",
     "BufferPool",
     "Column",
     "CompressedTensorDict",
+    "DataFileError",
     "DictBuffer",
+    "EpisodeReplayBuffer",
     "Field",
     "FieldTypeError",
     "HiddenStates",

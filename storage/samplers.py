@@ -68,3 +68,22 @@ class Weighted:
 def mixture(shares: Sequence[float], num_draws: int, generator: torch.Generator) -> torch.Tensor:
     """Say which of several sources each draw comes from, in proportion to `shares`: `[num_draws]` int64."""
     return Weighted(torch.tensor(list(shares), dtype=torch.float64, device=generator.device)).draw(num_draws, generator)
+
+
+def distinct(num_rows: int, num_draws: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw different indices below `num_rows`, in random order: `[num_draws]` int64, at most `num_rows` of them.
+
+    Takes time in proportion to `num_draws` where that is much less than `num_rows`.
+    """
+    if num_draws * 4 > num_rows:
+        return permutation(num_rows, generator)[:num_draws]
+    found = uniform(num_rows, num_draws, generator)
+    while True:
+        # First copies in the order they came; what is left of equally likely draws is equally likely.
+        values, inverse = torch.unique(found, return_inverse=True)
+        if len(values) == num_draws:
+            return found
+        place = torch.arange(len(found), device=found.device)
+        first = torch.full_like(values, len(found)).scatter_reduce_(0, inverse, place, "amin")
+        found = found[first.sort().values]
+        found = torch.cat([found, uniform(num_rows, num_draws - len(found), generator)])

@@ -12,6 +12,8 @@ import torch
 from .errors import RolloutDataError, UsageError, nearest
 from .sum_tree import MaxTree, MinTree, SumTree, WideTree
 
+#: How far a mass may be above the sum, relative to it.
+_SLACK = 1e-9
 _KINDS: dict[str, type[WideTree]] = {"sum": SumTree, "min": MinTree, "max": MaxTree}
 
 
@@ -68,7 +70,7 @@ class SegmentTree:
             ValueError: A value is not a number; for sums also if it is infinite.
         """
         wanted = self._indices(index, "write to")
-        values = torch.as_tensor(value, device=self.device).to(torch.float64)
+        values = _float64(value, self.device)
         if values.dim() and values.shape != wanted.shape:
             expected = f"one value, or values of shape {list(wanted.shape)}"
             raise UsageError("write to a segment tree", "", expected, f"shape {list(values.shape)}")
@@ -109,14 +111,17 @@ class SegmentTree:
         tree = self._tree
         if not isinstance(tree, SumTree):
             raise UsageError(action, "in a segment tree", "operation 'sum'", type(self).__name__)
-        masses = torch.as_tensor(mass, device=self.device).to(torch.float64)
+        masses = _float64(mass, self.device)
         if self._may_be_negative and bool((tree.leaves_view() < 0).any()):
             least = float(tree.leaves_view().min())
             raise UsageError(action, "in a segment tree", "numbers >= 0", f"{least}")
         total = tree.reduce()
         if total <= 0:
             raise UsageError(action, "in a segment tree", "a number above 0", "only zeros", "Set a weight first")
-        outside = ~((masses >= 0) & (masses <= total))
+        # A mass that was computed elsewhere may lie above by a rounding; it is found as the whole.
+        is_coarse = isinstance(mass, torch.Tensor) and mass.is_floating_point()
+        slack = max(_SLACK, torch.finfo(mass.dtype).eps if is_coarse else 0.0)
+        outside = ~((masses >= 0) & (masses <= total * (1 + slack)))
         if bool(outside.any()):
             got = str(float(masses[outside].flatten()[0]))
             raise UsageError(action, "in a segment tree", f"masses in [0, {total}]", got)
@@ -164,3 +169,10 @@ class MaxSegmentTree(SegmentTree):
 
 def _is_many(value: Any) -> bool:
     return getattr(value, "ndim", 0) > 0 or isinstance(value, (list, tuple))
+
+
+def _float64(value: Any, device: torch.device) -> torch.Tensor:
+    """Give numbers as float64, without a detour of Python's numbers by float32."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64, device=device)

@@ -23,6 +23,10 @@ WIDTH = 32
 _SHIFT = WIDTH.bit_length() - 1
 #: Levels are added until no more than so many blocks are left.
 MAX_TOP = 1 << 15
+#: Blocks that are looked at together, which bounds the memory for that.
+_MAX_ROWS = 1 << 14
+#: Where more than one place in so many is written, reducing everything is quicker.
+_MANY = 16
 
 
 class WideTree:
@@ -50,7 +54,9 @@ class WideTree:
         #: The leaves first, the top last; each but the top is a whole number of blocks.
         self._levels = [self._filled(-(-size // WIDTH) * WIDTH) for size in sizes]
         self._blocks = [level.view(-1, WIDTH) for level in self._levels[:-1]]
-        self._scratch: list[torch.Tensor] = []
+        self._max_refreshed = self._levels[0].shape[0] // _MANY
+        self._memory = torch.empty((2, 0, WIDTH), dtype=torch.float64, device=self.device)
+        self._scratch = self._memory[0], self._memory[1]
 
     def leaves_view(self) -> torch.Tensor:
         """Show all numbers, `[capacity]` float64, sharing memory; not to be written to."""
@@ -82,8 +88,7 @@ class WideTree:
     def rebuild(self, values: torch.Tensor) -> None:
         """Set all places, `[capacity]`, at once."""
         self._levels[0][: self.capacity].copy_(values)
-        for blocks, above in zip(self._blocks, self._levels[1:], strict=True):
-            above[: len(blocks)] = self._along(blocks, 1)
+        self._refresh_all()
 
     def reduce(self, start: int = 0, stop: int | None = None) -> float:
         """Reduce places `start` to `stop`; the neutral value if there are none."""
@@ -114,16 +119,27 @@ class WideTree:
 
     def _refresh(self, index: torch.Tensor) -> None:
         """Reduce anew all blocks above some places; blocks that are named twice come out the same twice."""
+        num_places = index.shape[0]
+        if num_places > self._max_refreshed:
+            self._refresh_all()
+            return
         for blocks, above in zip(self._blocks, self._levels[1:], strict=True):
             index = index >> _SHIFT
-            rows = torch.index_select(blocks, 0, index, out=self._scratch_rows(0, len(index)))
-            above.index_copy_(0, index, self._along(rows, 1))
+            for part in (index,) if num_places <= _MAX_ROWS else index.split(_MAX_ROWS):
+                rows = torch.index_select(blocks, 0, part, out=self._scratch_rows(part.shape[0])[0])
+                above.index_copy_(0, part, self._along(rows, 1))
 
-    def _scratch_rows(self, number: int, num_rows: int) -> torch.Tensor:
-        """Give memory for `[num_rows, WIDTH]`; fresh memory of this size would cost more than all the rest."""
-        if not self._scratch or len(self._scratch[0]) < num_rows:
-            self._scratch = [self._filled(num_rows * WIDTH).view(num_rows, WIDTH) for _ in range(2)]
-        return self._scratch[number][:num_rows]
+    def _refresh_all(self) -> None:
+        for blocks, above in zip(self._blocks, self._levels[1:], strict=True):
+            above[: len(blocks)] = self._along(blocks, 1)
+
+    def _scratch_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give memory for twice `[num_rows, WIDTH]`; fresh memory of this size would cost more than all the rest."""
+        if self._scratch[0].shape[0] != num_rows:
+            if self._memory.shape[1] < num_rows:
+                self._memory = torch.empty((2, num_rows, WIDTH), dtype=torch.float64, device=self.device)
+            self._scratch = self._memory[0, :num_rows], self._memory[1, :num_rows]
+        return self._scratch
 
 
 class SumTree(WideTree):
@@ -156,7 +172,7 @@ class SumTree(WideTree):
         total = self._add_up()
         if total <= 0:
             return None
-        if len(self._steps) != num_draws:
+        if self._steps.shape[0] != num_draws:
             self._steps = torch.arange(num_draws, dtype=torch.float64, device=self.device)
         points = torch.rand(num_draws, dtype=torch.float64, generator=generator, device=self.device)
         return self._descend(points.add_(self._steps).mul_(total / num_draws).clamp_(max=nextafter(total, 0)))
@@ -168,11 +184,14 @@ class SumTree(WideTree):
 
     def _descend(self, masses: torch.Tensor) -> torch.Tensor:
         """Find places from the running sums of the top down; masses are below the last one."""
+        if masses.shape[0] > _MAX_ROWS:
+            return torch.cat([self._descend(part) for part in masses.split(_MAX_ROWS)])
         node = self._search_top(masses)
         before = self._sums.index_select(0, node)
+        memory = self._scratch_rows(masses.shape[0])
         for blocks in reversed(self._blocks):
-            rows = torch.index_select(blocks, 0, node, out=self._scratch_rows(0, len(node)))
-            sums = torch.cumsum(rows, 1, out=self._scratch_rows(1, len(node)))
+            rows = torch.index_select(blocks, 0, node, out=memory[0])
+            sums = torch.cumsum(rows, 1, out=memory[1])
             # What is left of the mass inside the block; rounding must not put it outside.
             below = torch.nextafter(sums[:, -1], self._sums[0])
             masses = torch.minimum((masses - before).clamp_(min=0), below)

@@ -84,6 +84,7 @@ def test_a_single_weight_anywhere_is_always_found() -> None:
         for place in {0, capacity // 2, capacity - 1}:
             tree = SumSegmentTree(capacity)
             tree[place] = 0.3
+            assert tree[place] == tree.reduce() == 0.3, "Python's numbers are kept in float64"
             assert [tree.find_prefixsum_idx(x) for x in (0.0, 0.1, 0.3)] == [place] * 3
             assert tree.find_prefixsum_idx(torch.tensor([[0.0, 0.3]])).tolist() == [[place, place]]
 

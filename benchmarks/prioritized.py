@@ -1,0 +1,276 @@
+"""Prioritized: draw a batch by priority with importance weights, give the priorities back; capacity 10^6.
+
+A row is an observation of 17 floats, the next one, 6 floats of action, a reward and a flag: 42 floats. Every
+contender holds the same rows, draws in proportion to priority ** 0.6 with beta 0.4, gives the batch, and takes new
+priorities for it, which are there before the clock runs. The limit is one gather of packed rows with the indices given.
+
+The structures are measured apart: drawing and writing back weights, no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage import AdvancedReplayBuffer
+from storage.sum_tree import SumTree
+
+from . import peers
+from .harness import LIMIT, OURS, PEER, Call, Case, Contender
+
+OBS, ACTIONS = 17, 6
+FLOATS = 2 * OBS + ACTIONS + 2
+ALPHA, BETA = 0.6, 0.4
+#: Batch size -> seconds that we promise, and nobody quicker in the same run.
+REACH_S = {256: 125e-6, 4096: 900e-6}
+#: Batches of priorities that are drawn before the clock runs.
+NUM_BATCHES = 50
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield sampling with updating at two sizes, and the structures behind it."""
+    capacity = 20_000 if quick else 1_000_000
+    for batch_size in (256,) if quick else (256, 4096):
+        yield learning(capacity, batch_size)
+    for batch_size in (256,) if quick else (256, 4096):
+        yield structures(capacity, batch_size)
+
+
+def rows(num_rows: int) -> dict[str, torch.Tensor]:
+    """Make random transitions."""
+    return {
+        "observation": torch.randn(num_rows, OBS),
+        "next_observation": torch.randn(num_rows, OBS),
+        "action": torch.randn(num_rows, ACTIONS),
+        "reward": torch.randn(num_rows, 1),
+        "done": torch.zeros(num_rows, 1),
+    }
+
+
+def learning(capacity: int, batch_size: int) -> Case:
+    """Draw a batch and update its priorities."""
+    priorities = torch.rand(NUM_BATCHES, batch_size)
+
+    def bare() -> Call:
+        packed, out = torch.randn(capacity, FLOATS), torch.empty(batch_size, FLOATS)
+        indices = cycle([torch.randint(capacity, (batch_size,)) for _ in range(NUM_BATCHES)])
+        return lambda: torch.index_select(packed, 0, next(indices), out=out)
+
+    def ours() -> Call:
+        buffer = AdvancedReplayBuffer(capacity, alpha=ALPHA, beta=BETA, anneal_step=0, generator=0)
+        for _ in range(10):
+            buffer.extend_tensors(rows(capacity // 10), torch.rand(capacity // 10))
+        found = cycle(priorities)
+
+        def step() -> None:
+            _, _, ids = buffer.sample_tensors(batch_size)
+            buffer.update_priorities(ids, next(found))
+
+        return step
+
+    arrays = [x.numpy() for x in priorities]
+    return Case(
+        f"sample and update {batch_size}",
+        (
+            Contender("gather packed rows", bare, LIMIT),
+            Contender("AdvancedReplayBuffer", ours, OURS, reach_s=REACH_S[batch_size]),
+            Contender("per-item Python lists", lambda: PerItem(capacity).learning(batch_size, arrays), PEER),
+            Contender("cpprb", lambda: _cpprb(capacity, batch_size, arrays), PEER),
+            Contender("tianshou", lambda: _tianshou(capacity, batch_size, arrays), PEER),
+            Contender("torchrl", lambda: _torchrl(capacity, batch_size, priorities), PEER),
+        ),
+        num_bytes=batch_size * FLOATS * 4,
+    )
+
+
+def structures(capacity: int, batch_size: int) -> Case:
+    """Draw by weight and write weights, in the ways that we chose from."""
+    weights = torch.rand(capacity, dtype=torch.float64)
+    values = torch.rand(NUM_BATCHES, batch_size, dtype=torch.float64)
+
+    def bare() -> Call:
+        places = cycle([torch.randint(capacity, (batch_size,)) for _ in range(NUM_BATCHES)])
+        target, out = weights.clone(), torch.empty(batch_size, dtype=torch.float64)
+
+        def step() -> None:
+            place = next(places)
+            torch.index_select(target, 0, place, out=out)
+            target.index_copy_(0, place, out)
+
+        return step
+
+    def ours() -> Call:
+        tree, generator, new = SumTree(capacity), torch.Generator().manual_seed(0), cycle(values)
+        tree.rebuild(weights)
+
+        def step() -> None:
+            found = tree.draw(batch_size, generator)
+            assert found is not None
+            tree.write(found, next(new))
+
+        return step
+
+    def heap() -> Call:
+        pairs, new = PairHeap(weights.numpy()), cycle(values.numpy())
+        return lambda: pairs.write(pairs.draw(batch_size), next(new))
+
+    def rejecting(power: int) -> Call:
+        skewed, new = weights**power, cycle(values)
+        generator = torch.Generator().manual_seed(0)
+
+        def step() -> None:
+            places = draw_by_rejection(skewed, batch_size, generator)
+            skewed.index_copy_(0, places, next(new) ** power)
+
+        return step
+
+    return Case(
+        f"structure {batch_size}",
+        (
+            Contender("read and write in place", bare, LIMIT),
+            Contender("SumTree", ours, OURS),
+            Contender("heap of pairs", heap, PEER),
+            Contender("rejection, even weights", lambda: rejecting(1), PEER),
+            Contender("rejection, weights ** 20", lambda: rejecting(20), PEER),
+        ),
+        num_bytes=batch_size * 16,
+    )
+
+
+class PairHeap:
+    """A binary tree of sums in one array, all draws descending together."""
+
+    def __init__(self, weights: Any) -> None:
+        self.size = 1 << (len(weights) - 1).bit_length()
+        self.sums = np.zeros(2 * self.size)
+        self.sums[self.size : self.size + len(weights)] = weights
+        width = self.size
+        while width > 1:
+            self.sums[width // 2 : width] = self.sums[width : 2 * width].reshape(-1, 2).sum(1)
+            width //= 2
+
+    def draw(self, num_draws: int) -> Any:
+        masses = (np.arange(num_draws) + np.random.rand(num_draws)) * (self.sums[1] / num_draws)
+        node = np.ones(num_draws, np.int64)
+        while node[0] < self.size:
+            node = 2 * node
+            left = self.sums[node]
+            is_right = masses >= left
+            masses = np.where(is_right, masses - left, masses)
+            node += is_right
+        return node - self.size
+
+    def write(self, index: Any, weights: Any) -> None:
+        node = index + self.size
+        self.sums[node] = weights
+        while node[0] > 1:
+            node = node >> 1
+            self.sums[node] = self.sums[2 * node] + self.sums[2 * node + 1]
+
+
+def draw_by_rejection(weights: torch.Tensor, num_draws: int, generator: torch.Generator) -> torch.Tensor:
+    """Propose uniformly, accept in proportion to weight over the largest possible, 1."""
+    found: list[torch.Tensor] = []
+    missing, share = num_draws, 0.5
+    while missing:
+        candidate = torch.randint(len(weights), (int(missing / share * 1.05) + 8,), generator=generator)
+        luck = torch.rand(len(candidate), dtype=torch.float64, generator=generator)
+        accepted = candidate[luck < weights.index_select(0, candidate)]
+        share = max(0.01, len(accepted) / len(candidate))
+        found.append(accepted[:missing])
+        missing -= len(found[-1])
+    return torch.cat(found)
+
+
+class PerItem:
+    """The plain way: a list of items, and a binary tree of sums in a list, item by item."""
+
+    def __init__(self, capacity: int) -> None:
+        self.size = 1 << (capacity - 1).bit_length()
+        item = {name: leaf[0] for name, leaf in rows(1).items()}
+        self.items = [item] * capacity
+        self.sums = PairHeap(np.random.rand(capacity) ** ALPHA).sums.tolist()
+
+    def learning(self, batch_size: int, priorities: list[Any]) -> Call:
+        new = cycle([x.tolist() for x in priorities])
+        return lambda: self.step(batch_size, next(new))
+
+    def step(self, batch_size: int, priorities: list[float]) -> dict[str, torch.Tensor]:
+        luck = np.random.rand(batch_size)
+        places, drawn = [], []
+        for number in range(batch_size):
+            mass, node = (number + luck[number]) / batch_size * self.sums[1], 1
+            while node < self.size:
+                node *= 2
+                if mass > self.sums[node] and self.sums[node + 1] > 0:
+                    mass -= self.sums[node]
+                    node += 1
+            places.append(node)
+            item = dict(self.items[node - self.size])
+            item["IS"] = (self.sums[node] / self.sums[1] * len(self.items)) ** -BETA
+            drawn.append(item)
+        batch = {name: torch.stack([item[name] for item in drawn]) for name in self.items[0]}
+        for node, priority in zip(places, priorities, strict=True):
+            self.sums[node] = priority**ALPHA
+            while node > 1:
+                node //= 2
+                self.sums[node] = self.sums[2 * node] + self.sums[2 * node + 1]
+        return batch
+
+
+def _cpprb(capacity: int, batch_size: int, priorities: list[Any]) -> Call:
+    cpprb = peers.load("cpprb")
+    columns = {name: {"shape": leaf.shape[1]} for name, leaf in rows(1).items()}
+    buffer = cpprb.PrioritizedReplayBuffer(capacity, columns, alpha=ALPHA)
+    for _ in range(10):
+        data = {name: leaf.numpy() for name, leaf in rows(capacity // 10).items()}
+        buffer.add(**data, priorities=np.random.rand(capacity // 10))
+    new = cycle(priorities)
+
+    def step() -> None:
+        batch = buffer.sample(batch_size, beta=BETA)
+        buffer.update_priorities(batch["indexes"], next(new))
+
+    return step
+
+
+def _tianshou(capacity: int, batch_size: int, priorities: list[Any]) -> Call:
+    tianshou = peers.load("tianshou", "data")
+    buffer = tianshou.PrioritizedReplayBuffer(capacity, alpha=ALPHA, beta=BETA)
+    one = {name: leaf[0].numpy() for name, leaf in rows(1).items()}
+    names = {"obs": "observation", "obs_next": "next_observation", "act": "action"}
+    data = {key: one[name] for key, name in names.items()}
+    buffer.add(tianshou.Batch(**data, rew=0.0, terminated=False, truncated=False, info={}))
+    buffer._size = capacity
+    buffer.update_weight(np.arange(capacity), np.random.rand(capacity))
+    new = cycle(priorities)
+
+    def step() -> None:
+        _, indices = buffer.sample(batch_size)
+        buffer.update_weight(indices, next(new))
+
+    return step
+
+
+def _torchrl(capacity: int, batch_size: int, priorities: torch.Tensor) -> Call:
+    torchrl, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
+    try:
+        sampler = torchrl.PrioritizedSampler(capacity, alpha=ALPHA, beta=BETA)
+    except (RuntimeError, ImportError, NameError) as error:
+        raise peers.PeerMissing(f"torchrl: its extension does not load here: {error}") from error
+    storage = torchrl.LazyTensorStorage(capacity)
+    buffer = torchrl.TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
+    for _ in range(10):
+        indices = buffer.extend(tensordict.TensorDict(rows(capacity // 10), batch_size=[capacity // 10]))
+        buffer.update_priority(indices, torch.rand(capacity // 10))
+    new = cycle(priorities)
+
+    def step() -> None:
+        batch = buffer.sample()
+        buffer.update_priority(batch["index"], next(new))
+
+    return step

@@ -1,0 +1,176 @@
+"""`RateLimiter`: how many samples are drawn per item that is inserted, kept within bounds.
+
+One rule: it counts and lets pass, waits or refuses; it knows no buffer. A learner that draws too
+often from too few new items overfits to them, one that draws too seldom wastes them.
+
+The measure is the balance `samples_per_insert * (inserted - min_inserts) - sampled`, which is kept
+in `[-tolerance, tolerance]` (the sample-to-insert ratio of Cassirer et al. 2021).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from math import inf, isfinite
+from typing import Any
+
+from ..errors import RolloutDataError, UsageError
+
+_STATE = ("num_inserted", "num_sampled")
+
+
+class RateLimitedError(RolloutDataError, RuntimeError):
+    """A limiter that refuses, or waited for as long as it may, did not let an insertion pass."""
+
+
+class RateLimiter:
+    """Keep samples per insert near a ratio.
+
+    Args:
+        samples_per_insert: How many items are to be drawn per item that is inserted, above 0.
+        tolerance: How far the balance may be off, in drawn items. Half of what one insertion and one
+            draw together move it by is the least with which neither can wait for the other for ever.
+        min_inserts: Items that are inserted before anything is drawn. An insertion that begins below
+            always passes, also if it goes beyond; no other leads out of the bounds.
+        blocking: Whether a call that may not pass waits until it may; otherwise it is refused.
+        timeout_s: How long it waits at most; None for ever.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        samples_per_insert: float,
+        tolerance: float,
+        min_inserts: int = 1,
+        blocking: bool = True,
+        timeout_s: float | None = None,
+    ) -> None:
+        for name, value, least in (("samples_per_insert", samples_per_insert, 0), ("tolerance", tolerance, 0)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < inf:
+                raise UsageError("limit a rate", "", f"{name} > {least}", repr(value))
+        if not isinstance(min_inserts, int) or min_inserts < 0:
+            raise UsageError("limit a rate", "", "min_inserts >= 0", repr(min_inserts))
+        if timeout_s is not None and not (isfinite(timeout_s) and timeout_s >= 0):
+            raise UsageError("limit a rate", "", "timeout_s >= 0 or None", repr(timeout_s))
+        self.samples_per_insert, self.tolerance = float(samples_per_insert), float(tolerance)
+        self.min_inserts, self.blocking, self.timeout_s = min_inserts, bool(blocking), timeout_s
+        self.num_inserted = self.num_sampled = 0
+        #: The largest insertion and draw so far, which say what tolerance is needed.
+        self._largest = [1, 1]
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def balance(self) -> float:
+        """Draws that are still due; negative where more were made than are due."""
+        return self.samples_per_insert * (self.num_inserted - self.min_inserts) - self.num_sampled
+
+    def insert(self, num_items: int = 1) -> bool:
+        """Count an insertion of `num_items` and let it pass, at once or after waiting; False if it may not."""
+        return self._pass(num_items, 0, self._may_insert)
+
+    def sample(self, num_items: int = 1) -> bool:
+        """Count a draw of `num_items` and let it pass, at once or after waiting; False if it may not."""
+        return self._pass(num_items, 1, self._may_sample)
+
+    def may_sample(self, num_items: int = 1) -> bool:
+        """Tell whether a draw would pass at once; nothing is counted."""
+        with self._changed:
+            return self._may_sample(_checked(num_items))
+
+    def may_insert(self, num_items: int = 1) -> bool:
+        """Tell whether an insertion would pass at once; nothing is counted."""
+        with self._changed:
+            return self._may_insert(_checked(num_items))
+
+    def undo(self, num_inserted: int = 0, num_sampled: int = 0) -> None:
+        """Take back what was let pass and then did not happen."""
+        with self._changed:
+            self.num_inserted -= num_inserted
+            self.num_sampled -= num_sampled
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wake up and refuse whoever waits; nobody waits any more. May be called twice."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        """Forget all counts."""
+        with self._changed:
+            self.num_inserted = self.num_sampled = 0
+            self._changed.notify_all()
+
+    def snapshot(self) -> dict[str, int | float]:
+        """Give the counts, the balance and the ratio so far as plain numbers."""
+        with self._changed:
+            inserted = self.num_inserted
+            ratio = self.num_sampled / inserted if inserted else 0.0
+            return {
+                "num_inserted": inserted,
+                "num_sampled": self.num_sampled,
+                "balance": self.balance,
+                "samples_per_insert": ratio,
+            }
+
+    def state_dict(self) -> dict[str, int]:
+        """Give the counts."""
+        with self._changed:
+            return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over counts."""
+        found = {name: state.get(name) for name in _STATE}
+        if not all(isinstance(value, int) and value >= 0 for value in found.values()):
+            raise UsageError("load a limiter's state", "", f"counts {', '.join(_STATE)}", repr(state))
+        with self._changed:
+            for name, value in found.items():
+                setattr(self, name, value)
+            self._changed.notify_all()
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the arguments that make an equal limiter."""
+        names = ("samples_per_insert", "tolerance", "min_inserts", "blocking", "timeout_s")
+        return {name: getattr(self, name) for name in names}
+
+    def _may_insert(self, num_items: int) -> bool:
+        is_filling = self.num_inserted < self.min_inserts  # nobody may draw, so that nobody could make room
+        return is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
+
+    def _may_sample(self, num_items: int) -> bool:
+        return self.num_inserted >= self.min_inserts and self.balance - num_items >= -self.tolerance
+
+    def _pass(self, num_items: int, kind: int, may: Any) -> bool:
+        _checked(num_items)
+        limit = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        with self._changed:
+            self._check_tolerance(kind, num_items)
+            while not may(num_items):
+                left = None if limit is None else limit - time.monotonic()
+                if not self.blocking or self._is_closed or (left is not None and left <= 0):
+                    return False
+                self._changed.wait(left)
+            if kind == 0:
+                self.num_inserted += num_items
+            else:
+                self.num_sampled += num_items
+            self._changed.notify_all()
+            return True
+
+    def _check_tolerance(self, kind: int, num_items: int) -> None:
+        """Refuse sizes with which both sides could wait for each other."""
+        largest = list(self._largest)
+        largest[kind] = max(largest[kind], num_items)
+        needed = (self.samples_per_insert * largest[0] + largest[1]) / 2
+        if self.tolerance < needed:
+            what = f"insertions of {largest[0]} and draws of {largest[1]} items"
+            raise UsageError(f"limit {what}", "", f"a tolerance of at least {needed:g}", f"{self.tolerance:g}")
+        self._largest = largest
+
+
+def _checked(num_items: Any) -> int:
+    if not isinstance(num_items, int) or isinstance(num_items, bool) or num_items < 0:
+        raise UsageError("count items", "", "a number >= 0", repr(num_items))
+    return num_items

@@ -1,0 +1,99 @@
+"""`UsedData`: which data nobody needs any more: removed from the buffer, and in no sample at work.
+
+One rule: an id of data is given out once, when the last item with it is gone and the last sample that
+holds it was released. What is done with the data, for example deleting its file, is the caller's.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+
+from ..errors import UsageError
+
+
+class UsedQueue(queue.Queue[Any]):
+    """Ids of data that is not needed any more: a `queue.Queue`; iterating takes out what there is."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                yield self.get_nowait()
+            except queue.Empty:
+                return
+
+    def __len__(self) -> int:
+        return self.qsize()
+
+
+class UsedData:
+    """Count who needs which data. Not locked: the buffer's lock is held."""
+
+    def __init__(self) -> None:
+        self.queue = UsedQueue()
+        #: Id -> items in the buffer that have it.
+        self._stored: Counter[Any] = Counter()
+        #: Id -> samples at work that hold it.
+        self._held: Counter[Any] = Counter()
+        #: Ids that are in no item any more but held; in order.
+        self._waiting: dict[Any, None] = {}
+
+    def store(self, data_id: Any) -> None:
+        """Note an item with this data."""
+        self._stored[data_id] += 1
+        self._waiting.pop(data_id, None)
+
+    def remove(self, data_id: Any) -> None:
+        """Note that an item with this data is gone."""
+        self._stored[data_id] -= 1
+        if self._stored[data_id] > 0:
+            return
+        del self._stored[data_id]
+        if self._held[data_id] > 0:
+            self._waiting[data_id] = None
+        else:
+            del self._held[data_id]
+            self.queue.put(data_id)
+
+    def hold(self, data_ids: Iterable[Any]) -> None:
+        """Note a sample that holds these data, each once however often it is in the sample."""
+        self._held.update(set(data_ids))
+
+    def release(self, data_ids: Iterable[Any]) -> None:
+        """Note that one sample of each of these data is done with; others are ignored."""
+        for data_id in dict.fromkeys(data_ids):
+            if self._held[data_id] > 1:
+                self._held[data_id] -= 1
+                continue
+            del self._held[data_id]
+            if data_id in self._waiting:
+                del self._waiting[data_id]
+                self.queue.put(data_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """Take apart; ids are objects."""
+        return {
+            "queue": list(self.queue.queue),
+            "stored": [list(pair) for pair in self._stored.items()],
+            "held": [list(pair) for pair in self._held.items() if pair[1] > 0],
+            "waiting": list(self._waiting),
+        }
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> UsedData:
+        """Put together what `to_json` gave."""
+        made = cls()
+        for data_id in state["queue"]:
+            made.queue.put(data_id)
+        made._stored.update({data_id: int(count) for data_id, count in state["stored"]})
+        made._held.update({data_id: int(count) for data_id, count in state["held"]})
+        made._waiting = dict.fromkeys(state["waiting"])
+        return made
+
+
+def check_data_id(data_id: Any) -> None:
+    """Refuse what cannot be counted."""
+    if not isinstance(data_id, Hashable):
+        raise UsageError("track data", "", "a data_id that is hashable", type(data_id).__name__)
