@@ -24,6 +24,7 @@ WORKLOADS = {
     "ppo_recurrent": "cut rollouts into padded trajectories, draw mini-batches of whole environments",
     "replay": "add transitions to a large ring and draw them back",
     "windows": "draw windows of trajectories from a ring that is being written",
+    "prioritized": "draw batches by priority and update them",
 }
 
 
