@@ -23,7 +23,9 @@ WORKLOADS = {
     "ppo": "store rollouts, estimate advantages, draw mini-batches",
     "ppo_recurrent": "cut rollouts into padded trajectories, draw mini-batches of whole environments",
     "replay": "add transitions to a large ring and draw them back",
+    "codecs": "decode image sequences, whole and in random windows",
     "windows": "draw windows of trajectories from a ring that is being written",
+    "buffer_files": "save a large buffer and load it again",
     "prioritized": "draw batches by priority and update them",
 }
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 #: Distribution -> module, where the names differ.
 MODULES = {
     "mosaicml-streaming": "streaming",
+    "pillow": "PIL",
     "rsl-rl-lib": "rsl_rl",
     "stable-baselines3": "stable_baselines3",
 }

@@ -118,11 +118,14 @@ class ChunkFiles:
         row_bytes: Size of a decoded row.
         cache: Where decoded chunks are kept; shared by several.
         splits: Decides how many threads decode; shared by several.
+
+    Attributes:
+        cache: The same.
     """
 
     def __init__(self, place: tuple[str, str], row_bytes: int, cache: ChunkCache, splits: WorkSplit) -> None:
         self.place, self.row_bytes = place, row_bytes
-        self._cache, self._splits = cache, splits
+        self.cache, self._splits = cache, splits
         self._files: list[MappedFile] = []
         self._tables: list[ChunkTable] = []
         #: Number of the first chunk, and of the first row, of each file; the last entries are the totals.
@@ -186,7 +189,7 @@ class ChunkFiles:
         number = chunk - self._first_chunk[file]
         num_rows = int(self._tables[file].rows[number + 1] - self._tables[file].rows[number])
         key = (self.place, chunk)
-        rows = self._cache.get(key)
+        rows = self.cache.get(key)
         if rows is None and stop - start == 1 and pieces.count[start] == num_rows:
             place = pieces.target[start]
             self._decode(file, number, target[place : place + num_rows])
@@ -194,7 +197,7 @@ class ChunkFiles:
         if rows is None:
             rows = np.empty((num_rows, self.row_bytes), np.uint8)
             self._decode(file, number, rows)
-            self._cache.put(key, rows)
+            self.cache.put(key, rows)
         for piece in range(start, stop):
             low, count, place = pieces.low[piece], pieces.count[piece], pieces.target[piece]
             target[place : place + count] = rows[low : low + count]

@@ -15,12 +15,9 @@ import numpy as np
 from storage.chunk_codecs import ChunkCodec, chunk_codec
 from storage.codecs import AUTO, codec_of
 from storage.fields import Field, Schema
-from storage.lz4_blocks import MAX_EXPANSION
 
 from .layout import Column, RowLayout
 
-#: zstd turns one byte into more than LZ4 does: at most 128 KiB for a block of 4 bytes.
-_ZSTD_EXPANSION = 1 << 15
 #: Names of the two datasets of a coded component.
 CHUNKS, OFFSETS = "chunks", "offsets"
 
@@ -106,8 +103,7 @@ class ChunkTable:
         is_used = sizes > 0
         if (counts[is_used] > frames_per_chunk).any():
             return f"chunks of at most {frames_per_chunk} rows"
-        most = _ZSTD_EXPANSION if self.codec.packer == "zstd" else MAX_EXPANSION
-        most *= 4 if self.codec.quantizer is not None else 1
+        most = self.codec.max_expansion
         # Compared as floats: a product of hostile numbers may not fit into an integer.
         if (counts[is_used] * float(self.field.row_bytes) > most * sizes[is_used].astype(np.float64)).any():
             return "chunks as large as their rows need"

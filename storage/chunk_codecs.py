@@ -5,7 +5,8 @@ frames and the chain of stages are known from where it stands, and nothing is de
 
 A chain is written `quantizer+delta+shuffle+packer`, any part of it: `uint16+shuffle+lz4`. The quantizer here is
 `uint16`, or `uint16(low,high)`; deltas are `delta` (subtract the frame before, as integers of the bytes) and
-`xor`; shuffles `shuffle`, `split`, `bitshuffle`; packers `lz4` (fast), `lz4hc` (high compression) and `zstd`.
+`xor`; shuffles `shuffle`, `split`, `bitshuffle`; packers `lz4` (fast), `lz4hc` (high compression) and, with the
+extra `codecs`, `zstd` (smaller images), `blosc2` (`lz4hc`) and `blosc2zstd`, which shuffle themselves, with SIMD.
 
 A chunk is one byte: 0 for plain values, where stages would not save anything, or 1; then the range of a
 quantizer (low, step: float64, whether special counts: uint8, all little-endian); then the bytes.
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import lz4_blocks
+from . import extra_packers, lz4_blocks
 from .errors import CorruptFileError, FieldTypeError, UsageError, nearest
 from .quantizers import RANGE_BYTES, LinearCounts, decode_counts
 from .shuffles import scratch_bytes, shuffle, shuffled_bytes, unshuffle
@@ -37,11 +38,9 @@ STAGES: dict[str, tuple[str, ...]] = {
     "quantizer": ("uint16",),
     "delta": ("delta", "xor"),
     "shuffle": ("shuffle", "split", "bitshuffle"),
-    "packer": ("lz4", "lz4hc", "zstd"),
+    "packer": ("lz4", "lz4hc", "zstd", "blosc2", "blosc2zstd"),
 }
 _PLAIN, _PACKED = 0, 1
-#: zstd gains little above this level and decodes as fast at any.
-_ZSTD_LEVEL = 9
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,16 @@ class ChunkCodec:
     def is_lossless(self) -> bool:
         """True if decoding gives back every bit."""
         return self.quantizer is None
+
+    @property
+    def max_expansion(self) -> int:
+        """How many bytes of frames one byte of a chunk can be at most; more is refused as an attack."""
+        most = extra_packers.MAX_EXPANSION.get(self.packer, lz4_blocks.MAX_EXPANSION)
+        return most * (4 if self.quantizer is not None else 1)
+
+    @property
+    def _is_blosc2(self) -> bool:
+        return self.packer.startswith("blosc2")
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise `FieldTypeError` if values of this dtype cannot be coded."""
@@ -92,9 +101,11 @@ class ChunkCodec:
             combine = np.subtract if self.delta == "delta" else np.bitwise_xor
             combine(items[1:], items[:-1], out=changes[1:])
             items = changes
+        if self._is_blosc2:
+            return extra_packers.pack_blosc2(items, self.shuffle, self.packer, level)
         data = shuffle(self.shuffle, items.reshape(-1)) if self.shuffle else items.reshape(-1).view(np.uint8)
         if self.packer == "zstd":
-            return bytes(_zstd().ZstdCompressor(level=_ZSTD_LEVEL if level is None else level).compress(data))
+            return extra_packers.pack_zstd(data, level)
         if self.packer == "lz4hc":
             return lz4_blocks.compress(data, lz4_blocks.DEFAULT_HIGH_LEVEL if level is None else level)
         return lz4_blocks.compress(data) if self.packer else data.tobytes()
@@ -121,7 +132,9 @@ class ChunkCodec:
         if method == _PLAIN:
             _copy(data, target)
             return
-        if not self.shuffle or (items.dtype.itemsize == 1 and self.shuffle != "bitshuffle"):
+        if self._is_blosc2:
+            extra_packers.unpack_blosc2(data, target)
+        elif not self.shuffle or (items.dtype.itemsize == 1 and self.shuffle != "bitshuffle"):
             self._unpack_bytes(data, target)
         else:
             num_bytes = shuffled_bytes(self.shuffle, items.size, items.dtype.itemsize)
@@ -135,7 +148,7 @@ class ChunkCodec:
 
     def _unpack_bytes(self, data: Bytes, target: Bytes) -> None:
         if self.packer == "zstd":
-            _unpack_zstd(data, target)
+            extra_packers.unpack_zstd(data, target)
         elif self.packer:
             lz4_blocks.decompress_into(data, target)
         else:
@@ -161,7 +174,11 @@ def chunk_codec(name: str) -> ChunkCodec:
             )
         kinds = kinds[kinds.index(kind) + 1 :]
         found[kind] = _linear(name, match) if match else stage
-    return ChunkCodec(name or "raw", **found)
+    extra_packers.check_installed(name, str(found.get("packer")))
+    codec = ChunkCodec(name or "raw", **found)
+    if codec._is_blosc2 and codec.shuffle == "split":
+        raise UsageError("use the codec", repr(name), "'shuffle', 'bitshuffle' or none before blosc2", "'split'")
+    return codec
 
 
 def _linear(name: str, match: re.Match[str]) -> LinearCounts:
@@ -194,7 +211,6 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.scratch: dict[int, Bytes] = {}
-        self.unzstd: Any = None
 
 
 _local = _Local()
@@ -206,24 +222,3 @@ def _scratch(place: int, num_bytes: int) -> Bytes:
     if held is None or len(held) < num_bytes:
         held = _local.scratch[place] = np.empty(-(-num_bytes // 8) * 8, np.uint8)
     return held[:num_bytes]
-
-
-def _zstd() -> Any:
-    try:
-        import zstandard
-    except ImportError as cause:
-        advice = "Install the extra 'codecs', or use 'lz4hc'"
-        raise UsageError("use the codec", "'zstd'", "the package zstandard", "none", advice) from cause
-    return zstandard
-
-
-def _unpack_zstd(data: Bytes, target: Bytes) -> None:
-    zstandard = _zstd()
-    try:
-        declared = zstandard.get_frame_parameters(data).content_size
-        if declared != len(target):
-            raise CorruptFileError("decode a chunk", "", f"{len(target)} bytes", f"{declared} declared")
-        _local.unzstd = _local.unzstd or zstandard.ZstdDecompressor()
-        _copy(np.frombuffer(_local.unzstd.decompress(data), np.uint8), target)
-    except zstandard.ZstdError as cause:
-        raise CorruptFileError("decode a chunk", "", f"a zstd frame of {len(target)} bytes", str(cause)) from cause

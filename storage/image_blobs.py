@@ -25,15 +25,12 @@ import torch
 from .chunk_codecs import ChunkCodec, chunk_codec
 from .errors import CorruptFileError, RolloutDataError, SchemaError, UsageError
 from .fields import DTYPES, dtype_name
-from .lz4_blocks import MAX_EXPANSION
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 _MAGIC = b"rdimages"
 _LENGTH = struct.Struct("<I")
 _MAX_HEADER_BYTES = 1 << 16
-#: A blob that declares more than this many times its bytes is refused as a bomb; a packer that is not here reaches 255.
-_MAX_EXPANSION = {"zstd": 1 << 17}
 _KEYS = ("codec", "dtype", "shape", "num_frames", "frames_per_chunk", "max_error")
 
 
@@ -164,17 +161,16 @@ class ImageBlob:
 
     def _check_expansion(self, sizes: npt.NDArray[np.int64]) -> None:
         """Raise if the blob is too small for what it declares, as a bomb is."""
-        most = _MAX_EXPANSION.get(self.codec.packer, MAX_EXPANSION) * (4 if self.codec.quantizer else 1)
+        most = self.codec.max_expansion
         declared = self.expected.num_frames * self.expected.frame_bytes
         if declared > most * int(sizes.sum()):
             raise _corrupt(f"at least {declared // most + 1} bytes of chunks", f"{int(sizes.sum())}")
 
-    def check_chunks(self, chosen: npt.NDArray[np.int64] | None) -> None:
-        """Check the checksums of the chunks that hold these frames."""
-        for chunk in self.chunks_of(chosen):
-            crc = zlib.crc32(self.chunk(chunk).data)
-            if crc != int(self._sums[chunk]):
-                raise _corrupt(f"checksum {int(self._sums[chunk]):08x} of chunk {chunk}", f"{crc:08x}")
+    def check(self, number: int) -> None:
+        """Check the checksum of a chunk."""
+        crc = zlib.crc32(self.chunk(number).data)
+        if crc != int(self._sums[number]):
+            raise _corrupt(f"checksum {int(self._sums[number]):08x} of chunk {number}", f"{crc:08x}")
 
     def chunks_of(self, chosen: npt.NDArray[np.int64] | None) -> list[int]:
         """Numbers of the chunks that hold these frames, ascending."""

@@ -81,9 +81,10 @@ def decompress_image_seq(
     frames = ExpectedFrames(image_shape, batch_size, dtype)
     blob = ImageBlob(data, frames)
     count = frames.num_frames if chosen is None else len(chosen)
-    blob.check_chunks(chosen)
+    pieces, split = _Pieces([blob], chosen), _splits(num_threads)
+    pieces.check(split)
     out = frames.empty((count,))
-    _decode_all([(blob, chosen, as_stored(out))], _splits(num_threads))
+    pieces.decode(split, [as_stored(out)])
     return out
 
 
@@ -110,12 +111,11 @@ def decompress_many(
     chosen = None if indices is None else _indices(indices, batch_size)
     frames = ExpectedFrames(image_shape, batch_size, dtype)
     found = [ImageBlob(data, frames) for data in blobs]
-    for blob in found:
-        blob.check_chunks(chosen)
+    pieces, split = _Pieces(found, chosen), _splits(num_threads)
+    pieces.check(split)
     lead = (len(found), frames.num_frames if chosen is None else len(chosen))
     target = frames.empty(lead) if out is None else frames.checked(out, lead)
-    stored = as_stored(target)
-    _decode_all([(blob, chosen, stored[place]) for place, blob in enumerate(found)], _splits(num_threads))
+    pieces.decode(split, list(as_stored(target)))
     return target
 
 
@@ -153,15 +153,33 @@ def _indices(indices: Any, batch_size: int) -> npt.NDArray[np.int64]:
     return found
 
 
-def _decode_all(parts: list[tuple[ImageBlob, npt.NDArray[np.int64] | None, Array]], split: WorkSplit) -> None:
-    pieces = [(blob, chosen, out, number) for blob, chosen, out in parts for number in blob.chunks_of(chosen)]
-    if not pieces:
-        return
-    blob = pieces[0][0]
-    piece_bytes = max(1, blob.frames_per_chunk * blob.expected.frame_bytes)
+class _Pieces:
+    """The chunks of some blobs that hold the chosen frames."""
 
-    def decode(start: int, stop: int) -> None:
-        for source, chosen, out, number in pieces[start:stop]:
-            source.decode(number, chosen, out)
+    def __init__(self, blobs: Sequence[ImageBlob], chosen: npt.NDArray[np.int64] | None) -> None:
+        self._chosen = chosen
+        self._pieces = [(place, blob, number) for place, blob in enumerate(blobs) for number in blob.chunks_of(chosen)]
 
-    split.run(decode, len(pieces), piece_bytes * len(pieces), (blob.codec.name, piece_bytes.bit_length()))
+    def check(self, split: WorkSplit) -> None:
+        """Check the checksums of all; nothing is allocated before that."""
+
+        def check(start: int, stop: int) -> None:
+            for _, blob, number in self._pieces[start:stop]:
+                blob.check(number)
+
+        num_bytes = sum(len(blob.chunk(number)) for _, blob, number in self._pieces)
+        split.run(check, len(self._pieces), num_bytes, "check")
+
+    def decode(self, split: WorkSplit, outs: Sequence[Array]) -> None:
+        """Decode all to the output of their blob."""
+        if not self._pieces:
+            return
+        blob = self._pieces[0][1]
+        piece_bytes = max(1, blob.frames_per_chunk * blob.expected.frame_bytes)
+
+        def decode(start: int, stop: int) -> None:
+            for place, source, number in self._pieces[start:stop]:
+                source.decode(number, self._chosen, outs[place])
+
+        kind = (blob.codec.name, piece_bytes.bit_length())
+        split.run(decode, len(self._pieces), piece_bytes * len(self._pieces), kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -18,9 +19,9 @@ from .errors import UsageError
 #: A call that one thread does in less than this is not split: waking another takes 50 to 100 us.
 MIN_SPLIT_S = 0.0004
 #: After so many calls the way that was slower is tried again: machines change their mind.
-CALLS_BETWEEN_TRIALS = 64
-#: Weight of the latest measurement.
-_WEIGHT = 0.3
+CALLS_BETWEEN_TRIALS = 16
+#: The fastest of so many calls counts, so that one that was interrupted decides nothing.
+_NUM_KEPT = 4
 
 
 class _Pool:
@@ -57,7 +58,7 @@ class WorkSplit:
         if num_threads is not None and (int(num_threads) != num_threads or num_threads < 1):
             raise UsageError("split work", "", "num_threads >= 1, or None", repr(num_threads))
         self.num_threads = num_threads
-        self._seconds_per_byte: dict[tuple[Hashable, bool], float] = {}
+        self._times: dict[tuple[Hashable, bool], deque[float]] = {}
         self._num_calls: dict[Hashable, int] = {}
 
     def run(self, function: Callable[[int, int], None], num_pieces: int, num_bytes: int, kind: Hashable = "") -> int:
@@ -84,20 +85,16 @@ class WorkSplit:
         return limit if splits else 1
 
     def _is_worth_it(self, kind: Hashable, num_bytes: int) -> bool:
-        alone, together = (self._seconds_per_byte.get((kind, splits)) for splits in (False, True))
-        if alone is None or alone * num_bytes < MIN_SPLIT_S:
+        alone, together = (self._times.get((kind, splits), ()) for splits in (False, True))
+        if not alone or min(alone) * num_bytes < MIN_SPLIT_S:
             return False
         calls = self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
-        if together is None:
-            return True
-        return (together < alone) != (calls % CALLS_BETWEEN_TRIALS == 0)
+        if len(together) < _NUM_KEPT or len(alone) < _NUM_KEPT:
+            return len(together) <= len(alone)
+        return (min(together) < min(alone)) != (calls % CALLS_BETWEEN_TRIALS == 0)
 
     def _keep(self, kind: Hashable, splits: bool, seconds_per_byte: float) -> None:
-        before = self._seconds_per_byte.get((kind, splits))
-        if before is not None:
-            # A call that was interrupted says nothing: no single one weighs more than twice the usual.
-            seconds_per_byte = (1 - _WEIGHT) * before + _WEIGHT * min(seconds_per_byte, 2 * before)
-        self._seconds_per_byte[kind, splits] = seconds_per_byte
+        self._times.setdefault((kind, splits), deque(maxlen=_NUM_KEPT)).append(seconds_per_byte)
 
 
 def _in_parts(function: Callable[[int, int], None], num_pieces: int, num_parts: int) -> None:
@@ -111,7 +108,8 @@ def _in_parts(function: Callable[[int, int], None], num_pieces: int, num_parts: 
         pass
     try:
         function(bounds[0], bounds[1])
-        function(bounds[len(others) + 1], bounds[-1])
+        if bounds[len(others) + 1] < num_pieces:
+            function(bounds[len(others) + 1], num_pieces)
     except BaseException as error:  # noqa: BLE001 - raised below, when nobody writes to the output any more
         failure = error
     for other in others:

@@ -46,6 +46,7 @@ HOUSE = {
         "lz4_blocks",
         "shuffles",
         "quantizers",
+        "extra_packers",
         "chunk_codecs",
         "codecs",
         "work_split",
@@ -126,6 +127,15 @@ HOUSE = {
         "retention",
         "repair",
         "packing",
+        "trajectory_rows",
+        "trajectory_cache",
+        "trajectory_files",
+        "trajectory_index",
+        "trajectory_checkpoint",
+        "trajectory_window",
+        "trajectory_live",
+        "trajectory_gather",
+        "trajectory_saving",
         "trajectory_replay_buffer",
         "expert",
         "cli/",
@@ -134,7 +144,7 @@ HOUSE = {
 FLOORS = list(HOUSE)
 #: What the floors may import when they are imported; anything else is optional and imported where it is used.
 CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
-OPTIONAL_MODULES = ("gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "zarr")
+OPTIONAL_MODULES = ("blosc2", "gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "zarr", "zstandard")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 MAX_IMPORT_S = 1.0
@@ -370,7 +380,7 @@ def test_the_repository_names_no_machine() -> None:
 def test_the_project_declares_its_extras_and_ships_its_types() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    assert set(config["options.extras_require"]) == {"demo", "test", "bench", "formats", "ray", "plot"}
+    assert set(config["options.extras_require"]) == {"demo", "test", "bench", "formats", "ray", "plot", "codecs"}
     names = {re.split(r"[\[<>=]", line)[0] for line in config["options"]["install_requires"].split()}
     assert names == CORE_DEPENDENCIES
     assert config["options"]["python_requires"] == ">=3.10"

@@ -8,11 +8,12 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-HAS_ZSTD = importlib.util.find_spec("zstandard") is not None
+HAS_ZSTD, HAS_BLOSC2 = (importlib.util.find_spec(name) is not None for name in ("zstandard", "blosc2"))
 DELTAS, SHUFFLES = ("", "delta", "xor"), ("", "shuffle", "split", "bitshuffle")
 PACKERS = ("", "lz4", "lz4hc", *(["zstd"] if HAS_ZSTD else []))
 #: Every lossless chain.
-LOSSLESS = ["+".join(part for part in (a, b, c) if part) or "raw" for a in DELTAS for b in SHUFFLES for c in PACKERS]
+LOSSLESS = ["delta+blosc2", "shuffle+blosc2zstd", "xor+bitshuffle+blosc2"] if HAS_BLOSC2 else []
+LOSSLESS += ["+".join(part for part in (a, b, c) if part) or "raw" for a in DELTAS for b in SHUFFLES for c in PACKERS]
 DTYPES = ("?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8")
 
 

@@ -103,7 +103,10 @@ def test_images_round_to_nearest_and_all_counts_are_exact_both_ways():
     assert image_error(torch.tensor([1.5])) == 0.5 and image_error(torch.tensor([float("nan")])) == float("inf")
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSLESS if "lz4" in name or "zstd" in name] + ["uint16+split+lz4"])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in LOSSLESS if any(packer in name for packer in ("lz4", "zstd", "blosc2"))] + ["uint16+split+lz4"],
+)
 def test_damaged_chunks_are_refused_or_fill_exactly_what_was_asked(name):
     array = smooth(4, (8, 8), "<f4")
     chunk, _ = chunk_codec(name).encode(array)

@@ -1,0 +1,98 @@
+"""Work split over threads: every piece once, short work alone, failures after all have ended."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage import work_split
+from storage.errors import UsageError
+from storage.work_split import WorkSplit
+
+
+@pytest.fixture(autouse=True)
+def four_processors(monkeypatch):
+    monkeypatch.setattr(work_split, "num_processors", lambda: 4)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 30), st.integers(1, 5), st.booleans())
+def test_every_piece_is_done_once(num_pieces, num_threads, is_worth_it):
+    split = WorkSplit(num_threads)
+    split._is_worth_it = lambda kind, num_bytes: is_worth_it  # type: ignore[method-assign]
+    done = []
+    used = split.run(lambda start, stop: done.extend(range(start, stop)), num_pieces, 100)
+    assert sorted(done) == list(range(num_pieces))
+    assert used == (min(num_threads, 4, num_pieces) if is_worth_it and min(num_threads, num_pieces) > 1 else 1)
+
+
+def chosen(split, monkeypatch, alone_s, together_s, num_calls):
+    """Run calls that take so long, and give the number of threads of each."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr(work_split.time, "perf_counter", lambda: clock["now"])
+    main = threading.get_ident()
+    found = []
+    for _ in range(num_calls):
+        parts = []
+
+        def work(start, stop, parts=parts):
+            parts.append((start, stop))
+            if threading.get_ident() == main:
+                clock["now"] += alone_s if (start, stop) == (0, 8) else together_s
+
+        found.append(split.run(work, 8, 1000))
+    return found
+
+
+def test_short_work_is_never_split(monkeypatch):
+    assert set(chosen(WorkSplit(2), monkeypatch, 0.0001, 0.00001, 40)) == {1}
+
+
+def test_the_faster_way_is_found_and_the_other_tried_again_at_times(monkeypatch):
+    found = chosen(WorkSplit(2), monkeypatch, 0.010, 0.006, 100)
+    assert found[0] == 1 and found[20:].count(2) >= 74
+    found = chosen(WorkSplit(2), monkeypatch, 0.010, 0.012, 100)
+    assert 0 < found[20:].count(2) <= 6
+
+
+def test_a_change_of_the_machine_is_noticed(monkeypatch):
+    split = WorkSplit(2)
+    chosen(split, monkeypatch, 0.010, 0.030, 60)
+    assert chosen(split, monkeypatch, 0.010, 0.005, 120)[-20:].count(2) >= 18
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_a_failure_is_raised_when_all_parts_have_ended(failing):
+    split = WorkSplit(4)
+    split._is_worth_it = lambda kind, num_bytes: True  # type: ignore[method-assign]
+    ended = []
+
+    def work(start, stop):
+        if start == failing:
+            raise KeyError(failing)
+        threading.Event().wait(0.02)
+        ended.append(start)
+
+    with pytest.raises(KeyError, match=str(failing)):
+        split.run(work, 4, 100)
+    assert sorted([*ended, failing]) == [0, 1, 2, 3]
+
+
+def test_work_goes_on_where_no_thread_takes_any(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(work_split._pool, "submit", refuse)
+    split, done = WorkSplit(3), []
+    split._is_worth_it = lambda kind, num_bytes: True  # type: ignore[method-assign]
+    split.run(lambda start, stop: done.extend(range(start, stop)), 9, 100)
+    assert sorted(done) == list(range(9))
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 1.5])
+def test_numbers_of_threads_that_cannot_be_are_refused(num_threads):
+    with pytest.raises(UsageError, match="num_threads >= 1, or None"):
+        WorkSplit(num_threads)
