@@ -10,6 +10,7 @@ from .base import RolloutFileBase
 from .expert import load_expert_trajectories
 from .recording import RecordingSummary, record_demonstrations
 from .rollout_dataset import RolloutDataset
+from .trajectory_replay_buffer import TrajectoryCache, TrajectoryReplayBuffer
 from .transition import Transition
 from .writer import RolloutWriter
 
@@ -20,6 +21,8 @@ __all__ = [
     "RolloutDataset",
     "RolloutFileBase",
     "RolloutWriter",
+    "TrajectoryCache",
+    "TrajectoryReplayBuffer",
     "Transition",
     "load_expert_trajectories",
     "record_demonstrations",

@@ -1,0 +1,244 @@
+"""`TrajectoryCache`: the newest trajectories in memory, side by side in one block per column.
+
+One rule: rows of a trajectory stand in one piece, and pieces of those that went are used again. A
+block of memory grows without being copied where the system can move pages, so that its peak is its size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.buffer_pool import BufferPool
+from storage.errors import MissingFieldError, UsageError
+from storage.tree import flatten, unflatten
+
+from .trajectory_rows import Rows, TrajectoryLayout, layout_of
+
+#: A cache without a limit begins with room for so many trajectories like its first.
+_FIRST_ROOM = 8
+_GROWTH = 1.5
+_PAGE_BYTES = mmap.PAGESIZE
+
+
+class _Memory:
+    """Rows `[capacity, width]` int32 that can grow."""
+
+    def __init__(self, width: int, capacity: int) -> None:
+        self._width = width
+        self._map = _allocate(capacity * width * 4)
+        self.words = self._view(capacity)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for more rows, keeping those there are. Nobody else may hold `words`."""
+        num_bytes = _whole_pages(capacity * self._width * 4)
+        old = self.words
+        del self.words
+        try:
+            del old
+            self._map.resize(num_bytes)  # moves pages, not bytes
+        except (BufferError, OSError, SystemError, ValueError):
+            larger = _allocate(num_bytes)
+            larger[: len(self._map)] = self._map[:]
+            self._map = larger
+        self.words = self._view(capacity)
+
+    def _view(self, capacity: int) -> torch.Tensor:
+        words = np.frombuffer(self._map, np.int32, capacity * self._width)
+        return torch.from_numpy(words).view(capacity, self._width)
+
+
+class RowBlock:
+    """Rows of one layout, of any number of trajectories, each in one piece.
+
+    Attributes:
+        layout: What a row holds.
+        capacity: Rows that there is memory for.
+    """
+
+    def __init__(self, layout: TrajectoryLayout, capacity: int) -> None:
+        self.layout, self.capacity = layout, capacity
+        self._memory = {name: _Memory(width, capacity) for name, width in layout.widths().items()}
+        #: First row -> end, of the pieces in use, sorted.
+        self._pieces: dict[int, int] = {}
+        self._end = 0
+
+    def words(self, column: str) -> torch.Tensor:
+        """The rows of a column, `[capacity, words]` int32; not to be held across calls."""
+        return self._memory[column].words
+
+    def put(self, rows: Mapping[str, torch.Tensor]) -> int:
+        """Copy rows in; give the number of the first."""
+        num_rows = len(next(iter(rows.values())))
+        first = self._place(num_rows)
+        for name, words in rows.items():
+            self._memory[name].words[first : first + num_rows].copy_(words)
+        self._pieces[first] = first + num_rows
+        if first + num_rows < self._end:
+            self._pieces = dict(sorted(self._pieces.items()))
+        self._end = max(self._end, first + num_rows)
+        return first
+
+    def free(self, first: int) -> None:
+        """Give the rows of a piece back."""
+        end = self._pieces.pop(first)
+        if end == self._end:
+            self._end = max(self._pieces.values(), default=0)
+
+    def _place(self, num_rows: int) -> int:
+        """Find room: behind the last piece, in the first gap that is large enough, or in more memory."""
+        if self._end + num_rows <= self.capacity:
+            return self._end
+        before = 0
+        for first, end in self._pieces.items():
+            if first - before >= num_rows:
+                return before
+            before = end
+        needed = self._end + num_rows
+        self.capacity = max(needed, int(self.capacity * _GROWTH))
+        for memory in self._memory.values():
+            memory.grow(self.capacity)
+        return self._end
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """Where a trajectory, or the fields of it that have one length, stand."""
+
+    block: RowBlock
+    first: int
+    num_rows: int
+
+    def rows(self, columns: list[str] | None = None) -> Rows:
+        """Copy the rows of some columns, or of all."""
+        names = self.block.layout.layout.columns if columns is None else columns
+        return {name: self.block.words(name)[self.first : self.first + self.num_rows].clone() for name in names}
+
+
+class TrajectoryCache:
+    """Keep the newest trajectories in memory, first in, first out.
+
+    Args:
+        max_size: How many trajectories; 0 for any number.
+
+    What is put in may have any keys; those of a trajectory that went are never seen in another. Memory
+    is that of the rows, not of as many rows as the longest has. Methods may be called from any thread.
+
+    Raises:
+        UsageError: `max_size` < 0 (a `ValueError`).
+    """
+
+    def __init__(self, max_size: int) -> None:
+        if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 0:
+            raise UsageError("cache trajectories", "", "max_size >= 0, where 0 is any number", repr(max_size))
+        self.max_size = max_size
+        self.lock = threading.RLock()
+        self._blocks: dict[TrajectoryLayout, RowBlock] = {}
+        self._entries: OrderedDict[int, list[Cached]] = OrderedDict()
+        self._pool = BufferPool()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, trajectory_id: object) -> bool:
+        return trajectory_id in self._entries
+
+    @property
+    def ids(self) -> list[int]:
+        """What is cached, oldest first."""
+        with self.lock:
+            return list(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that there is memory for."""
+        with self.lock:
+            return sum(block.capacity * block.layout.row_bytes for block in self._blocks.values())
+
+    def put(self, trajectory_id: int, trajectory: Mapping[str, Any]) -> None:
+        """Copy a nested mapping of `[n, ...]` tensors in; keys may differ in n. The oldest makes room.
+
+        An id that is here already is replaced and becomes the newest.
+        """
+        by_length: dict[int, dict[str, torch.Tensor]] = {}
+        for name, leaf in flatten(trajectory).items():
+            tensor = torch.as_tensor(leaf)
+            if not tensor.ndim or not len(tensor):
+                got = f"shape {list(tensor.shape)}"
+                raise UsageError("cache the trajectory", f"{trajectory_id}, key {name!r}", "rows [n, ...]", got)
+            by_length.setdefault(len(tensor), {})[name] = tensor
+        if not by_length:
+            raise UsageError("cache the trajectory", str(trajectory_id), "at least one tensor", "none")
+        parts = []
+        for tensors in by_length.values():
+            columns = {name: tensor.unsqueeze(1) for name, tensor in tensors.items()}
+            layout = layout_of(columns, f"of trajectory {trajectory_id}")
+            parts.append((layout, layout.pack(columns, self._pool)))
+        self.put_rows(trajectory_id, parts)
+
+    def put_rows(self, trajectory_id: int, parts: list[tuple[TrajectoryLayout, Rows]]) -> int | None:
+        """Copy packed rows in; give the id of the trajectory that made room, if one did."""
+        with self.lock:
+            self.drop(trajectory_id)
+            gone = None
+            if self.max_size and len(self._entries) >= self.max_size:
+                gone = next(iter(self._entries))
+                self.drop(gone)
+            entry = []
+            for layout, rows in parts:
+                num_rows = len(next(iter(rows.values())))
+                if layout not in self._blocks:
+                    self._blocks[layout] = RowBlock(layout, num_rows * (self.max_size or _FIRST_ROOM))
+                block = self._blocks[layout]
+                entry.append(Cached(block, block.put(rows), num_rows))
+            self._entries[trajectory_id] = entry
+            return gone
+
+    def get(self, trajectory_id: int) -> dict[str, Any]:
+        """Copy a trajectory out, as it was put in: nested, `[n, ...]`. A `KeyError` if it is not here."""
+        with self.lock:
+            parts = [(part.block.layout, part.rows()) for part in self.find(trajectory_id)]
+        found: dict[str, Any] = {}
+        for layout, rows in parts:
+            found |= layout.cut(rows, layout.names, contiguous=True)
+        return unflatten(found)
+
+    def find(self, trajectory_id: int) -> list[Cached]:
+        """Say where a trajectory stands; valid while the lock is held."""
+        entry = self._entries.get(trajectory_id)
+        if entry is None:
+            kept = f"one of {len(self._entries)} cached ids"
+            raise MissingFieldError("find the trajectory", "in the cache", kept, repr(trajectory_id))
+        return entry
+
+    def drop(self, trajectory_id: int) -> None:
+        """Remove a trajectory, if it is here."""
+        with self.lock:
+            for part in self._entries.pop(trajectory_id, ()):
+                part.block.free(part.first)
+
+    def clear(self) -> None:
+        """Remove everything and give the memory back."""
+        with self.lock:
+            self._entries.clear()
+            self._blocks.clear()
+
+
+def _allocate(num_bytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, _whole_pages(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError):  # a system without: ordinary pages work as well
+        pass
+    return memory
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // _PAGE_BYTES)) * _PAGE_BYTES

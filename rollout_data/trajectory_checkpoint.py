@@ -1,0 +1,66 @@
+"""Checkpoints of trajectories: all files and the index in a folder that is replaced as a whole.
+
+One rule: a checkpoint lists exactly the files that are in it, and a crash leaves the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from storage.durable import replace_folder
+from storage.errors import UsageError
+
+from .trajectory_files import file_name, find_files, write_trajectory
+from .trajectory_index import INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME, Counters, Entry, write_index
+from .trajectory_rows import Rows
+
+
+def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Callable[[Entry], Rows]) -> None:
+    """Write entries and their index into `folder`, in the place of an earlier checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        entries: What is live.
+        counters: What the buffer must know besides.
+        rows_of: Gives the rows of an entry that has no file.
+    """
+    own = {INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME}
+    if folder.is_dir():
+        own |= {path.name for path in find_files(folder.resolve()).values()}
+    with replace_folder(folder, own) as made:
+        for entry in entries:
+            suffix = counters.file_format if entry.path is None else entry.path.suffix[1:]
+            target = made / file_name(entry.trajectory_id, entry.weights_id, suffix)
+            if entry.path is None:
+                write_trajectory(target, entry.trajectory_id, entry.layout, rows_of(entry), entry.shape, entry.info)
+            else:
+                _link(entry.path, target)
+        write_index(made, entries, counters)
+
+
+def shard(entries: list[Any], rank: int, world_size: int) -> list[Any]:
+    """Give one rank's contiguous share; shares differ by one at most."""
+    start, stop = (len(entries) * number // world_size for number in (rank, rank + 1))
+    return entries[start:stop]
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise unless `world_size` >= 1 and `rank` is one of it."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise UsageError("split trajectories", "", "world_size >= 1", repr(world_size))
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise UsageError("split trajectories", "", f"a rank in [0, {world_size})", repr(rank))
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it; neither is changed in place by anyone."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

@@ -1,0 +1,251 @@
+"""The index of a folder of trajectories: `trajectory_index.json` and `metadata.json` beside the files.
+
+One rule: the index is one file, replaced in one step, and names exactly what is there. The two files and
+their keys are those of existing trajectory folders (what they hold besides is ours), so that both
+sides read each other; a path never stands in them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import uuid
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from storage.durable import existing_folder, replace_file
+from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
+
+from .trajectory_files import FORMATS, TrajectoryBlock, find_files, read_trajectory
+from .trajectory_rows import Rows, TrajectoryLayout, layout_of
+
+INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
+#: What an earlier system called the index.
+LEGACY_INDEX_NAME = "trajector_index.json"
+_FORMAT, _VERSION = "rollout-data trajectories", 1
+
+
+class MissingTrajectoriesError(DataFileError, FileNotFoundError):
+    """There is no folder of trajectories at the path."""
+
+    __str__ = DataFileError.__str__
+
+
+@dataclass(eq=False)
+class Entry:
+    """A trajectory that is live.
+
+    Attributes:
+        trajectory_id: Its number; never used again.
+        layout: What its rows hold.
+        shape: (T, B).
+        info: Its leaves that are no tensors, by flat name.
+        uuid: Tells it from all others, also of other runs.
+        weights_version: Number of the policy that acted, or None.
+        path: Its file, once it has one.
+        rows: Its rows while they are only here: until the file is written.
+        block: What is known of its file, if that is a block.
+    """
+
+    trajectory_id: int
+    layout: TrajectoryLayout
+    shape: tuple[int, int]
+    info: dict[str, Any]
+    uuid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    weights_version: int | None = None
+    path: Path | None = None
+    rows: Rows | None = None
+    block: TrajectoryBlock | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def weights_id(self) -> str:
+        """The name of the policy that acted: `model_weights_id`, or else the version."""
+        return str(self.info.get("model_weights_id", "" if self.weights_version is None else self.weights_version))
+
+    def is_recent(self, min_weights_version: int) -> bool:
+        """Tell whether the policy that acted is this version or a later one; False if it is not known."""
+        return self.weights_version is not None and self.weights_version >= min_weights_version
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_samples": self.num_samples,
+            "trajectory_id": self.trajectory_id,
+            "max_episode_length": self.info.get("max_episode_length", self.shape[0]),
+            "shape": list(self.shape),
+            "model_weights_id": self.weights_id,
+            "uuid": self.uuid,
+            "weights_version": self.weights_version,
+            "info": self.info,
+        }
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a buffer must know besides its trajectories."""
+
+    seed: int
+    next_id: int
+    file_format: str
+    rng: torch.Tensor | None
+
+
+def write_index(folder: Path, entries: Iterable[Entry], counters: Counters) -> None:
+    """Write both files of a folder; the index, which is the truth, in one step."""
+    listed = list(entries)
+    summary = {
+        "trajectory_format": counters.file_format,
+        "size": len(listed),
+        "total_samples": sum(entry.num_samples for entry in listed),
+        "trajectory_counter": counters.next_id,
+        "seed": counters.seed,
+    }
+    assert counters.rng is not None
+    index = {
+        "trajectory_index": {str(entry.trajectory_id): entry.to_json() for entry in listed},
+        "trajectory_id_list": [entry.trajectory_id for entry in listed],
+        "format": _FORMAT,
+        "version": _VERSION,
+        "counters": {**summary, "rng": base64.b64encode(counters.rng.numpy().tobytes()).decode()},
+    }
+    for name, content in ((INDEX_NAME, index), (METADATA_NAME, summary)):
+        with replace_file(folder / name) as new:
+            new.write_text(json.dumps(content), encoding="utf-8")
+
+
+def check_json(info: Mapping[str, Any], where: str) -> None:
+    """Raise unless the leaves that are no tensors can stand in the index."""
+    for name, leaf in info.items():
+        try:
+            json.dumps(leaf)
+        except (TypeError, ValueError) as cause:
+            raise SchemaError("store the leaf", f"{name!r} {where}", "what JSON can hold", str(cause)) from cause
+
+
+def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
+    """Read what a folder lists, oldest first; its `rank_<r>` folders, if it has no index of its own.
+
+    Entries without a file are skipped, with one warning. An id that occurs twice gets a new one.
+
+    Raises:
+        MissingTrajectoriesError: There is no index.
+        CorruptFileError: The index, or a file, is damaged or contradicts the other.
+    """
+    folder = existing_folder(folder)
+    folders = [folder]
+    if not any((folder / name).is_file() for name in (INDEX_NAME, LEGACY_INDEX_NAME)):
+        ranks = [path for path in folder.glob("rank_*") if path.name[5:].isdigit()] if folder.is_dir() else []
+        folders = sorted(ranks, key=lambda path: int(path.name[5:]))
+        if not folders:
+            raise MissingTrajectoriesError("load trajectories from", repr(str(folder)), INDEX_NAME, "none")
+    found = [_read_one(one, trusted, verify) for one in folders]
+    entries = [entry for listed, _ in found for entry in listed]
+    next_id = max([counters.next_id for _, counters in found] + [entry.trajectory_id + 1 for entry in entries])
+    taken: set[int] = set()
+    for entry in entries:
+        if entry.trajectory_id in taken:
+            entry.trajectory_id, next_id = next_id, next_id + 1
+        taken.add(entry.trajectory_id)
+    first = found[0][1]
+    return entries, Counters(first.seed, next_id, first.file_format, first.rng)
+
+
+def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
+    name = INDEX_NAME if (folder / INDEX_NAME).is_file() else LEGACY_INDEX_NAME
+    index = _read_json(folder / name)
+    is_ours = index.get("format") == _FORMAT
+    summary = index.get("counters") if is_ours else _read_json(folder / METADATA_NAME, optional=True)
+    try:
+        items, ids = index["trajectory_index"], [int(one) for one in index["trajectory_id_list"]]
+        file_format = str(dict(summary or {}).get("trajectory_format", FORMATS[0]))
+        counters = Counters(
+            int(dict(summary or {}).get("seed", 0)),
+            int(dict(summary or {}).get("trajectory_counter", 0)),
+            file_format if file_format in FORMATS else FORMATS[0],
+            _rng_of(dict(summary or {}).get("rng")),
+        )
+        files, entries, missing = find_files(folder), [], []
+        for one in ids:
+            formats = [counters.file_format, *FORMATS]
+            path = next((files[one, each] for each in formats if (one, each) in files), None)
+            if path is None:
+                missing.append(one)
+            else:
+                entries.append(_read_entry(path, one, items[str(one)], trusted, verify))
+    except (KeyError, TypeError, ValueError, AttributeError) as cause:
+        if isinstance(cause, DataFileError):
+            raise
+        got = f"{type(cause).__name__}: {cause}"
+        raise CorruptFileError("load trajectories from", repr(str(folder / name)), "an intact index", got) from cause
+    if missing:
+        listed = ", ".join(map(str, missing[:10]))
+        text = (
+            f"{len(missing)} of {len(ids)} trajectories in the index of {str(folder)!r} have no file and are left out"
+        )
+        warnings.warn(f"{text}: {listed}", RolloutDataWarning, stacklevel=4)
+    return entries, counters
+
+
+def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool) -> Entry:
+    shape, num_samples = [int(size) for size in item["shape"][:2]], int(item["num_samples"])
+    if len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] != num_samples:
+        expected, got = f"{num_samples} samples as its index says", f"shape {shape}"
+        raise CorruptFileError("read the trajectory", repr(str(path)), expected, got)
+    size = (shape[0], shape[1])
+    version = item.get("weights_version")
+    entry = Entry(
+        trajectory_id,
+        None,  # type: ignore[arg-type]
+        size,
+        dict(item.get("info", {})),
+        str(item.get("uuid") or uuid.uuid4().hex),
+        None if version is None else int(version),
+        path,
+    )
+    if path.suffix == ".h5":
+        entry.block = TrajectoryBlock(path, trajectory_id, size, verify)
+        entry.layout = entry.block.layout
+        return entry
+    trajectory = read_trajectory(path, trusted)
+    if trajectory.shape != size:
+        raise CorruptFileError("read the trajectory", repr(str(path)), f"shape {shape}", str(list(trajectory.shape)))
+    entry.layout, entry.info = layout_of(trajectory.tensors, f"of {str(path)!r}"), trajectory.info
+    return entry
+
+
+def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        if optional and isinstance(cause, FileNotFoundError):
+            return {}
+        raise CorruptFileError("read", repr(str(path)), "a JSON object", str(cause)) from cause
+    if not isinstance(found, dict):
+        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__)
+    return found
+
+
+def _rng_of(text: Any) -> torch.Tensor | None:
+    if text is None:
+        return None
+    state = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError as cause:
+        raise ValueError(f"the state of a generator: {cause}") from cause
+    return state
+
+
+def folded(rng: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """Derive one rank's random state from a common one."""
+    digest = hashlib.sha256(rng.numpy().tobytes() + f"{rank} of {world_size}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1).get_state()

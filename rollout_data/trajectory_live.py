@@ -1,0 +1,86 @@
+"""Which trajectories are live, oldest first, and the windows that may be drawn from.
+
+One rule: what is counted is what is live; a window is made again only after something changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from storage.errors import BufferEmptyError, SchemaError
+from storage.fields import Field
+
+from .trajectory_cache import TrajectoryCache
+from .trajectory_index import Entry
+from .trajectory_window import Window
+
+#: Windows of so many different conditions are kept.
+_MAX_WINDOWS = 8
+
+
+class LiveTrajectories:
+    """The live trajectories of a buffer; called under its lock.
+
+    Args:
+        window_size: How many of the newest may be drawn from; 0 for all.
+        capacity: How many are kept; None for any number.
+
+    Attributes:
+        entries: Id -> entry, oldest first.
+        fields: Every field that any of them had, so that none changes its dtype or shape.
+        num_samples: Steps of all.
+    """
+
+    def __init__(self, window_size: int, capacity: int | None) -> None:
+        self._window_size, self._capacity = window_size, capacity
+        self.entries: dict[int, Entry] = {}
+        self.fields: dict[str, Field] = {}
+        self.num_samples = 0
+        self._windows: dict[int | None, Window] = {}
+
+    def append(self, entry: Entry) -> list[Entry]:
+        """Make an entry live; give those, the oldest, that are not any more."""
+        check_fields(self.fields, entry.layout.schema.values())
+        self.entries[entry.trajectory_id] = entry
+        self.num_samples += entry.num_samples
+        num_over = 0 if self._capacity is None else len(self.entries) - self._capacity
+        gone = [self.entries.pop(one) for one in list(self.entries)[: max(0, num_over)]]
+        self.num_samples -= sum(one.num_samples for one in gone)
+        self.changed()
+        return gone
+
+    def kept(self, entries: list[Entry]) -> list[Entry]:
+        """Say which of these would be live if they were appended now, with nothing before."""
+        return entries if self._capacity is None else entries[-self._capacity :]
+
+    def changed(self) -> None:
+        """Note that rows lie elsewhere than before."""
+        self._windows.clear()
+
+    def window(self, cache: TrajectoryCache | None, min_weights_version: int | None) -> Window:
+        """Give what may be drawn from.
+
+        Raises:
+            BufferEmptyError: Nothing.
+        """
+        window = self._windows.get(min_weights_version)
+        if window is None:
+            entries = list(self.entries.values())[-self._window_size or None :]
+            if min_weights_version is not None:
+                entries = [entry for entry in entries if entry.is_recent(min_weights_version)]
+            if not entries:
+                got = "none" if min_weights_version is None else f"none of version {min_weights_version} or later"
+                raise BufferEmptyError("sample", "", "at least one trajectory", got)
+            if len(self._windows) >= _MAX_WINDOWS:
+                self._windows.clear()
+            window = self._windows[min_weights_version] = Window(entries, cache)
+        return window
+
+
+def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
+    """Raise `SchemaError` if a field has another dtype or shape than it is known with; note new ones."""
+    for one in fields:
+        before = known.setdefault(one.name, one)
+        if (before.dtype, before.shape) != (one.dtype, one.shape):
+            expected, got = (f"{each.dtype}{list(each.shape)} per step" for each in (before, one))
+            raise SchemaError("store the leaf", repr(one.name), expected, got)

@@ -1,0 +1,400 @@
+"""`TrajectoryReplayBuffer`: whole trajectories on disk, their steps sampled as if in memory.
+
+One rule: a step is drawn with equal probability from all steps of the newest trajectories, wherever it
+lies; a trajectory is live exactly as long as it is counted. How rows lie is decided in `trajectory_*.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from storage.errors import ClosedError, MissingFieldError, RolloutDataWarning, UsageError
+
+from .trajectory_cache import TrajectoryCache
+from .trajectory_checkpoint import check_rank, save_to, shard
+from .trajectory_files import TrajectoryBlock, check_format, find_files, unpack
+from .trajectory_gather import Gatherer
+from .trajectory_index import Counters, Entry, check_json, folded, read_folder, write_index
+from .trajectory_live import LiveTrajectories, check_fields
+from .trajectory_rows import check_at_least, check_names, layout_of, put_together, take_apart
+from .trajectory_saving import TrajectorySaver
+
+
+class TrajectoryReplayBuffer:
+    """Keep trajectories of `[T, B, ...]` tensors and sample their steps.
+
+    Args:
+        seed: Of this buffer's own random numbers.
+        enable_cache: Keep trajectories in memory besides their files; without `auto_save` they are in any case.
+        cache_size: How many, with `auto_save`; 0 for all.
+        sample_window_size: Samples are drawn from this many of the newest trajectories; 0 for all. Without
+            `auto_save` older ones are given up.
+        auto_save: Write every trajectory to `auto_save_path`, in the background. The folder is a
+            checkpoint at any time: `load_checkpoint` reads it, also after a crash.
+        auto_save_path: A folder of this buffer alone.
+        trajectory_format: "h5" writes our block files, of which single rows are read; "pt" writes
+            `torch.save` files and "pkl" pickles, both read whole, for other tools.
+        max_trajectories: Older ones than so many are given up, their auto-saved files deleted; None for no limit.
+        drop_first: Leaves that may have `T + e` rows, one before the first step of each of e epochs.
+        drop_last: Leaves that may have `T + e` rows, one after the last step of each.
+        trusted: Read pickles, which may run any code. Needed for "pkl".
+        max_pending_saves: How many trajectories may wait to be written; adding waits beyond that.
+        rank, world_size: Which of several that save under one path: in `rank_<rank>`, with ids of its own.
+
+    Samples are on the CPU. Methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        seed: int = 1234,
+        enable_cache: bool = True,
+        cache_size: int = 5,
+        sample_window_size: int = 100,
+        auto_save: bool = False,
+        auto_save_path: str | os.PathLike[str] = "",
+        trajectory_format: str = "h5",
+        *,
+        max_trajectories: int | None = None,
+        drop_first: Sequence[str] = (),
+        drop_last: Sequence[str] = (),
+        trusted: bool = False,
+        max_pending_saves: int = 8,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        check_at_least(0, sample_window_size=sample_window_size, cache_size=cache_size)
+        check_at_least(1, max_pending_saves=max_pending_saves, max_trajectories=max_trajectories or 1)
+        check_rank(rank, world_size)
+        check_format(trajectory_format, trusted)
+        if auto_save and not os.fspath(auto_save_path):
+            raise UsageError("save trajectories", "", "an auto_save_path", "none")
+        self.seed, self.sample_window_size, self.max_trajectories = int(seed), sample_window_size, max_trajectories
+        self.auto_save, self.auto_save_path = bool(auto_save), Path(os.fspath(auto_save_path))
+        self.trajectory_format, self.trusted = trajectory_format, trusted
+        self.drop_first, self.drop_last = check_names(drop_first, "drop_first"), check_names(drop_last, "drop_last")
+        self.rng = torch.Generator().manual_seed(self.seed)
+        self._cache_size = cache_size if enable_cache else None
+        self._max_pending = max_pending_saves
+        self._lock = threading.RLock()
+        self._gatherer = Gatherer(self.trusted)
+        self._saver: TrajectorySaver | None = None
+        self._is_closed = False
+        self._num_earlier = 0
+        self._next_id, self._id_step = rank, world_size
+        self._forget_all()
+        if self.auto_save:
+            self._start_saving(rank, world_size)
+
+    def __len__(self) -> int:
+        return len(self._live.entries)
+
+    def __enter__(self) -> TrajectoryReplayBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def size(self) -> int:
+        """How many trajectories are live."""
+        return len(self._live.entries)
+
+    @property
+    def total_samples(self) -> int:
+        """Steps of all live trajectories, T * B of each."""
+        return self._live.num_samples
+
+    @property
+    def trajectory_ids(self) -> list[int]:
+        """Ids of the live trajectories, oldest first."""
+        with self._lock:
+            return list(self._live.entries)
+
+    @property
+    def cached_ids(self) -> list[int]:
+        """Ids of the trajectories that are in memory."""
+        return [] if self._cache is None else self._cache.ids
+
+    def add(self, trajectory: Any, *, weights_version: int | None = None) -> int:
+        """Copy a trajectory in; see `add_trajectories`. Gives its id."""
+        return self.add_trajectories([trajectory], weights_version=weights_version)[0]
+
+    def add_trajectories(self, trajectories: Iterable[Any], *, weights_version: int | None = None) -> list[int]:
+        """Copy trajectories in, oldest first.
+
+        Args:
+            trajectories: Nested mappings or dataclasses of `[T, B, ...]` tensors or arrays; T and B may
+                differ from one to the next, keys too. Leaves that are str, numbers or lists belong to
+                the trajectory as a whole; None is left out.
+            weights_version: Number of the policy that acted; by default that of a leaf `weights_version`.
+
+        Returns:
+            Their ids, which count up and are never used again.
+
+        Raises:
+            SchemaError: A leaf has other leading sizes than the first of rewards, actions and the rest, or
+                another dtype or shape than it had before. Nothing is added.
+            BackgroundError: An earlier trajectory could not be saved. Nothing is added.
+        """
+        taken = [take_apart(one, self.drop_first, self.drop_last) for one in trajectories]
+        layouts = [layout_of(one.tensors, "of a trajectory") for one in taken]
+        for one in taken:
+            check_json(one.info, "of a trajectory")
+        with self._lock:
+            self._check_usable("add a trajectory")
+            fields = dict(self._live.fields)
+            for layout in layouts:
+                check_fields(fields, layout.schema.values())
+        self._warn_of_earlier()
+        ids = []
+        for one, layout in zip(taken, layouts, strict=True):
+            rows = layout.pack(one.tensors, self._gatherer.pool)
+            version = weights_version if weights_version is not None else one.info.get("weights_version")
+            with self._lock:
+                entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
+                self._next_id += self._id_step
+                self._append(entry)
+                if self._cache is not None:
+                    self._cache.put_rows(entry.trajectory_id, [(layout, rows)])
+                if self._saver is not None:
+                    entry.rows = rows
+                ids.append(entry.trajectory_id)
+            if self._saver is not None:
+                self._saver.submit(entry)  # may wait, hence without the lock
+        return ids
+
+    def sample(
+        self,
+        num_chunks: int,
+        keys: Collection[str] | None = None,
+        *,
+        min_weights_version: int | None = None,
+        contiguous: bool = False,
+    ) -> dict[str, Any]:
+        """Draw steps uniformly, with replacement, from the `sample_window_size` newest trajectories.
+
+        Args:
+            num_chunks: How many, >= 1.
+            keys: Flat names of the leaves wanted; None for those that every trajectory of the window has.
+            min_weights_version: Draw only from trajectories of this policy version or a later one.
+            contiguous: Make every tensor contiguous; otherwise small ones are views into packed rows.
+
+        Returns:
+            Nested dict of `[num_chunks, ...]` tensors on the CPU, all of them new.
+
+        Raises:
+            BufferEmptyError: There is nothing to draw from.
+            MissingFieldError: A drawn trajectory does not have a key (a `KeyError`).
+        """
+        check_at_least(1, num_chunks=num_chunks)
+        with self._lock:
+            self._check_usable("sample")
+            cache = self._cache
+            window = self._live.window(cache, min_weights_version)
+            if cache is not None and window.is_one_block:
+                return self._gatherer.sample_one_block(
+                    window, cache, window.draw_rows(num_chunks, self.rng), keys, contiguous
+                )
+            which, row = window.draw(num_chunks, self.rng)
+            if cache is not None and not window.is_cached and self._gatherer.fill(window, cache, which):
+                # The same steps, where they lie now.
+                self._live.changed()
+                moved = self._live.window(cache, min_weights_version)
+                row += moved.shift[which] - window.shift[which]
+                window = moved
+            return self._gatherer.sample(window, cache, which, row, keys, contiguous)
+
+    def get(self, trajectory_id: int) -> dict[str, Any]:
+        """Give a whole trajectory: nested, `[T, B, ...]`, with its other leaves. A `KeyError` if it is not live."""
+        with self._lock:
+            entry = self._find(trajectory_id)
+            return put_together(unpack(entry.layout, self._rows_of(entry), entry.shape), entry.info)
+
+    def about(self, trajectory_id: int) -> dict[str, Any]:
+        """Give what the index says of a live trajectory: shape, uuid, weights version, ..."""
+        with self._lock:
+            return self._find(trajectory_id).to_json()
+
+    def clear_cache(self) -> None:
+        """Free the memory of the cache. Without `auto_save` it is the only place, and everything goes."""
+        with self._lock:
+            if self._saver is None:
+                self._forget_all()
+            elif self._cache is not None:
+                self._cache.clear()
+                self._live.changed()
+
+    def clear(self) -> None:
+        """Give up every trajectory; auto-saved files stay, ids go on counting."""
+        with self._lock:
+            self._forget_all()
+
+    def flush(self) -> None:
+        """Wait until every trajectory is saved; raises what saving one failed with."""
+        if self._saver is not None and not self._is_closed:
+            self._saver.flush()
+
+    def close(self) -> None:
+        """Save what is not saved yet, stop the thread, free everything; raises a failure. Idempotent."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            with self._lock:
+                self._forget_all()
+
+    def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
+        """Write every live trajectory and what this buffer needs to go on, atomically.
+
+        An earlier checkpoint there is replaced. Files that are saved already are linked rather than
+        copied where the file system can. Without `auto_save` adding and sampling wait meanwhile.
+
+        Raises:
+            DataFileError: There is a file, or a folder with other files.
+            BackgroundError: A trajectory could not be saved.
+        """
+        self.flush()
+        with self._lock:
+            self._check_usable("save a checkpoint")
+            if self._saver is not None and Path(directory).resolve() == self._saver.folder.resolve():
+                return  # it is one: the index has just been written
+            save_to(Path(directory), list(self._live.entries.values()), self._counters(), self._rows_of)
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        is_distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        *,
+        min_weights_version: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        """Take over a checkpoint, or an existing folder of trajectories, in the place of what is here.
+
+        Args:
+            directory: What `save_checkpoint` or `auto_save` wrote, or another system (`pt` or `pkl` files with
+                an index); a folder of `rank_<r>` folders is taken as one.
+            is_distributed: Take only this rank's share: contiguous, the shares differ by one at most.
+            local_rank: Which share.
+            world_size: Of how many.
+            min_weights_version: Leave out trajectories of earlier policies, and of unknown ones.
+            verify: Compare the checksums of all rows; otherwise only what is needed to find them.
+
+        The random state is restored; sharded, each rank gets one of its own derived from it. With `auto_save`
+        the files stay in `directory` and are read from there.
+
+        Raises:
+            UsageError: Bad rank or world size.
+            DataFileError: Something is missing or damaged; nothing was changed.
+        """
+        check_rank(local_rank, world_size)
+        entries, counters = read_folder(Path(directory), self.trusted, verify)
+        if min_weights_version is not None:
+            entries = [entry for entry in entries if entry.is_recent(min_weights_version)]
+        rank, step = (local_rank, world_size) if is_distributed else (0, 1)
+        entries = shard(entries, rank, step)
+        live, cache = self._empty_state()
+        for entry in live.kept(entries):
+            live.append(entry)
+            if self._saver is None and cache is not None:
+                cache.put_rows(entry.trajectory_id, [(entry.layout, self._gatherer.load(entry))])
+        with self._lock:
+            self._check_usable("load a checkpoint")
+            self._forget_all()
+            self._live, self._cache, self._num_earlier = live, cache, 0
+            if counters.rng is not None:
+                self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
+            self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step
+
+    def _find(self, trajectory_id: int) -> Entry:
+        entry = self._live.entries.get(trajectory_id)
+        if entry is None:
+            live = f"one of {len(self._live.entries)} live ids"
+            raise MissingFieldError("get the trajectory", "", live, repr(trajectory_id))
+        return entry
+
+    def _rows_of(self, entry: Entry) -> dict[str, torch.Tensor]:
+        """Give all rows of an entry, from wherever they are."""
+        if self._cache is not None and entry.trajectory_id in self._cache:
+            return self._cache.find(entry.trajectory_id)[0].rows()
+        return self._gatherer.load(entry)
+
+    def _append(self, entry: Entry) -> None:
+        """Make an entry live; give up the oldest beyond what is kept."""
+        for old in self._live.append(entry):
+            if self._cache is not None:
+                self._cache.drop(old.trajectory_id)
+            if old.path is not None and self._is_own(old):
+                old.path.unlink(missing_ok=True)
+
+    def _empty_state(self) -> tuple[LiveTrajectories, TrajectoryCache | None]:
+        # Without files the cache is the store, and what goes is decided here.
+        limits = [self.max_trajectories, None if self.auto_save else self.sample_window_size]
+        capacity = min((limit for limit in limits if limit), default=None)
+        cache_size = self._cache_size if self.auto_save else 0
+        cache = None if cache_size is None else TrajectoryCache(cache_size)
+        return LiveTrajectories(self.sample_window_size, capacity), cache
+
+    def _forget_all(self) -> None:
+        self._live, self._cache = self._empty_state()
+        self._gatherer.close()
+
+    def _start_saving(self, rank: int, world_size: int) -> None:
+        folder = self.auto_save_path / f"rank_{rank}" if world_size > 1 else self.auto_save_path
+        self._saver = TrajectorySaver(
+            folder, self.trajectory_format, self._max_pending, self._take_file, self._save_index
+        )
+        earlier = [number for number, _ in find_files(folder)]
+        self._num_earlier = len(earlier)
+        if earlier:
+            # Never over the files of an earlier run.
+            self._next_id += -(-(max(earlier) + 1) // world_size) * world_size
+
+    def _take_file(self, entry: Entry, path: Path, block: TrajectoryBlock | None) -> bool:
+        """Note that an entry has its file; called in the thread of the saver."""
+        with self._lock:
+            if self._live.entries.get(entry.trajectory_id) is not entry:
+                entry.rows = None
+                return self._is_closed or not self.max_trajectories
+            entry.path, entry.block, entry.rows = path, block, None
+            self._live.changed()
+            return True
+
+    def _save_index(self) -> None:
+        assert self._saver is not None
+        with self._lock:
+            saved = [entry for entry in self._live.entries.values() if self._is_own(entry)]
+            counters = self._counters()
+        write_index(self._saver.folder, saved, counters)
+
+    def _is_own(self, entry: Entry) -> bool:
+        """Tell whether an entry has its file in the folder of this buffer."""
+        return self._saver is not None and entry.path is not None and entry.path.parent == self._saver.folder
+
+    def _warn_of_earlier(self) -> None:
+        number, self._num_earlier = self._num_earlier, 0
+        if number and self._saver is not None:
+            text = f"{number} trajectories of an earlier run are in {str(self._saver.folder)!r}"
+            advice = "the index will not name them. Load that folder first to go on with them"
+            warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
+
+    def _counters(self) -> Counters:
+        return Counters(self.seed, self._next_id, self.trajectory_format, self.rng.get_state())
+
+    def _check_usable(self, action: str) -> None:
+        if self._is_closed:
+            raise ClosedError(action, "", "an open buffer", "a closed one")
+        if self._saver is not None:
+            self._saver.check()

@@ -1,0 +1,217 @@
+"""Trajectories as rows: `[T, B, ...]` tensors packed as block files hold them, and cut into fields again.
+
+One rule: rows stand env after env, time within each, in the format of block files, so that a
+trajectory moves between a file and memory as bytes. Which trajectories there are is not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.buffer_pool import BufferPool
+from storage.errors import SchemaError, UsageError
+from storage.fields import Field, Schema, dtype_name
+from storage.row_layout import Group, lay_out
+from storage.tree import flatten, unflatten
+
+from .layout import PACKED, RowLayout
+
+#: The leaves that say how many steps a trajectory has, first come first.
+LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")
+#: Leaves of a trajectory that are no tensors.
+INFO_TYPES = (str, int, float, bool, list)
+Rows = dict[str, torch.Tensor]
+
+
+class TrajectoryLayout:
+    """How the fields of a trajectory lie in rows; one for each set of fields.
+
+    Attributes:
+        schema: The fields.
+        names: Their names.
+        layout: Where each stands in a row, as in a block file.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema, self.names = schema, tuple(schema)
+        self.layout = RowLayout(schema)
+        self._groups = {name: self._group(name) for name in self.layout.columns}
+
+    def widths(self) -> dict[str, int]:
+        """Row size of each column, in int32 words."""
+        return {name: column.row_bytes // 4 for name, column in self.layout.columns.items()}
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return self.layout.frame_bytes
+
+    def pack(self, tensors: Mapping[str, torch.Tensor], pool: BufferPool) -> Rows:
+        """Copy `[T, B, *shape]` tensors into rows: column -> `[B * T, words]` int32 on the CPU."""
+        num_steps, num_envs = next(iter(tensors.values())).shape[:2]
+        rows: Rows = {}
+        for name, column in self.layout.columns.items():
+            words = rows[name] = pool.empty((num_envs * num_steps, column.row_bytes // 4), torch.int32)
+            if sum(self.schema[one].row_bytes for one in column.offsets) < column.row_bytes:
+                words.zero_()  # files get no bytes that nobody wrote
+            cells = words.view(torch.uint8).view(num_envs, num_steps, column.row_bytes)
+            for one in column.offsets:
+                self.layout.stored_view(one, cells).copy_(tensors[one].detach().transpose(0, 1))
+        return rows
+
+    def cut(self, rows: Mapping[str, torch.Tensor], names: Collection[str], contiguous: bool) -> dict[str, Any]:
+        """See rows of all columns that hold `names` as these fields, `[n, *shape]`, sharing their memory."""
+        found: dict[str, torch.Tensor] = {}
+        for name, words in rows.items():
+            group = self._groups[name]
+            typed = words.view(group.unit)
+            chosen = None if len(names) == len(self.names) else tuple(names)
+            found |= group.views(typed[:, : group.width], contiguous=contiguous, names=chosen)
+        return found
+
+    def columns_of(self, names: Collection[str]) -> list[str]:
+        """Name the columns that hold some of `names`."""
+        if len(names) == len(self.names):
+            return list(self.layout.columns)
+        return [name for name, column in self.layout.columns.items() if any(one in names for one in column.offsets)]
+
+    def _group(self, name: str) -> Group:
+        """Say how rows are cut; memory and files order fields alike, as the schema is sorted by item size."""
+        column = self.layout.columns[name]
+        [group] = lay_out(Schema(self.schema[one] for one in column.offsets), wide_row_bytes=1 << 62)
+        assert {part.field.name: part.start for part in group.parts} == column.offsets
+        return group
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> TrajectoryLayout:
+    """Give the layout of `[T, B, *shape]` tensors."""
+    return layout_for(
+        Field(name, tuple(x.shape[2:]), dtype_name(x.dtype, f"of {name!r} {where}")) for name, x in tensors.items()
+    )
+
+
+def layout_for(fields: Iterable[Field]) -> TrajectoryLayout:
+    """Give the layout of some fields, whatever their order: equal fields have one layout."""
+    # Large items first: then no gaps are needed, and memory and files agree about where fields stand.
+    return _layout_for(tuple(sorted(fields, key=lambda field: (-field.numpy_dtype.itemsize, field.name))))
+
+
+@lru_cache(maxsize=256)
+def _layout_for(fields: tuple[Field, ...]) -> TrajectoryLayout:
+    if any(field.name == PACKED for field in fields):
+        raise SchemaError("store the leaf", repr(PACKED), "another name: this is that of the packed rows", repr(PACKED))
+    return TrajectoryLayout(Schema(fields))
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A trajectory taken apart.
+
+    Attributes:
+        tensors: Flat name -> `[T, B, *shape]`.
+        info: Flat name -> what is no tensor.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    info: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_steps, num_envs = next(iter(self.tensors.values())).shape[:2]
+        return int(num_steps), int(num_envs)
+
+
+def take_apart(
+    trajectory: Any, drop_first: Collection[str], drop_last: Collection[str], where: str = "of a trajectory"
+) -> Trajectory:
+    """Check a nested mapping or dataclass of `[T, B, ...]` leaves; nothing is copied.
+
+    Args:
+        trajectory: Tensors or arrays; str, numbers and lists are kept as they are, None is left out.
+        drop_first: Leaves that may have rows for the moment before the first step of each of e epochs,
+            `T + e` rows: these are left out.
+        drop_last: Likewise for the moment after the last step.
+        where: Names the trajectory in errors.
+
+    Raises:
+        SchemaError: A leaf has other leading sizes, or there is no tensor.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    info: dict[str, Any] = {}
+    for name, leaf in flatten(_as_mapping(trajectory)).items():
+        if isinstance(leaf, np.generic) or (isinstance(leaf, (np.ndarray, torch.Tensor)) and leaf.ndim == 0):
+            leaf = leaf.item()
+        if isinstance(leaf, (np.ndarray, torch.Tensor)):
+            tensors[name] = torch.as_tensor(leaf)
+        elif isinstance(leaf, INFO_TYPES):
+            info[name] = leaf
+        elif leaf is not None:
+            expected = "a tensor, an array, a str, a number or a list"
+            raise SchemaError("store the leaf", f"{name!r} {where}", expected, type(leaf).__name__)
+    size = _size_of(tensors, {*drop_first, *drop_last}, where)
+    for name, tensor in tensors.items():
+        if tensor.shape[:2] != size:
+            tensors[name] = _aligned(name, tensor, size, name in drop_first, name in drop_last, where)
+    return Trajectory(tensors, info)
+
+
+def put_together(tensors: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    """Nest flat names again: the inverse of `take_apart`."""
+    return unflatten({**info, **tensors})
+
+
+def _as_mapping(tree: Any) -> Any:
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {field.name: _as_mapping(getattr(tree, field.name)) for field in dataclasses.fields(tree)}
+    if isinstance(tree, Mapping):
+        return {key: _as_mapping(value) for key, value in tree.items()}
+    return tree
+
+
+def _size_of(tensors: Mapping[str, torch.Tensor], longer: Collection[str], where: str) -> tuple[int, int]:
+    """Say how many steps and envs there are, by the first leaf that tells."""
+    if not tensors:
+        raise SchemaError("store", f"a trajectory {where}".rstrip(), "at least one tensor", "none")
+    for name, tensor in tensors.items():
+        if tensor.ndim < 2 or not tensor.shape[0] or not tensor.shape[1]:
+            raise SchemaError("store the leaf", f"{name!r} {where}", "[T, B, ...]", f"shape {list(tensor.shape)}")
+    names = [name for name in (*LENGTH_NAMES, *tensors) if name in tensors]
+    first = next((name for name in names if name not in longer), names[0])
+    num_steps, num_envs = tensors[first].shape[:2]
+    return int(num_steps), int(num_envs)
+
+
+def _aligned(
+    name: str, tensor: torch.Tensor, size: tuple[int, int], drops_first: bool, drops_last: bool, where: str
+) -> torch.Tensor:
+    """Leave out the rows of a longer leaf that belong to no step."""
+    num_steps, num_envs = size
+    num_epochs = tensor.shape[0] - num_steps
+    is_longer = num_epochs > 0 and num_steps % num_epochs == 0 and tensor.shape[1] == num_envs
+    if not is_longer or not (drops_first or drops_last):
+        advice = f"Declare {name!r} in drop_first or drop_last" if is_longer else ""
+        got = f"shape {list(tensor.shape)}"
+        expected = f"[{num_steps}, {num_envs}, ...] like the others"
+        raise SchemaError("store the leaf", f"{name!r} {where}", expected, got, advice)
+    epochs = tensor.unflatten(0, (num_epochs, num_steps // num_epochs + 1))
+    return (epochs[:, 1:] if drops_first else epochs[:, :-1]).reshape(num_steps, *tensor.shape[1:])
+
+
+def check_names(names: Any, parameter: str) -> tuple[str, ...]:
+    """Give back a collection of flat names as a tuple."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise UsageError("store trajectories", "", f"{parameter} as names of leaves", repr(names))
+    return tuple(names)
+
+
+def check_at_least(least: int, **values: Any) -> None:
+    """Raise unless every argument is a whole number from `least` on."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UsageError("store or sample trajectories", "", f"{name} >= {least}", repr(value))

@@ -1,0 +1,64 @@
+"""A collector that saves trajectories and checkpoints until it is killed, and a look at what it left."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+
+from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from tests.checkpoint.crash_nursery import Counter
+from tests.trajectory_replay.recorded import drawn, equal, trajectory
+
+WORK = "tests.trajectory_replay.crash:collect_until_killed"
+
+
+def collect_until_killed(folder: Path, seed: int) -> None:
+    torch.set_num_threads(1)
+    begun, saved, kept = (Counter(folder / f".{name}") for name in ("begun", "saved", "kept"))
+    buffer = TrajectoryReplayBuffer(
+        auto_save=True,
+        auto_save_path=folder / "auto",
+        trajectory_format=["h5", "pt"][seed % 2],
+        max_pending_saves=1 + seed % 4,
+        cache_size=2,
+    )
+    number = 0
+    while True:
+        begun.set(number + 1)
+        buffer.add(trajectory(number, 2 + number % 4, 2))
+        number += 1
+        if seed % 3 == 0:
+            buffer.flush()
+            saved.set(number)
+        if number % 4 == 0:
+            buffer.save_checkpoint(folder / "checkpoint")
+            saved.set(number)
+            kept.set(number)
+
+
+def check_what_is_left(folder: Path) -> tuple[int, int]:
+    """Check that both folders load and are no older than what was waited for; give how many each holds."""
+    begun, saved, kept = (Counter.read(folder / f".{name}") for name in ("begun", "saved", "kept"))
+    held = []
+    for name, least in (("auto", saved), ("checkpoint", kept)):
+        try:
+            buffer = TrajectoryReplayBuffer(sample_window_size=0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # every file that is listed is there
+                buffer.load_checkpoint(folder / name)
+        except FileNotFoundError:
+            assert not least, f"{name} held {least}"
+            held.append(0)
+            continue
+        assert least <= len(buffer) <= begun
+        assert buffer.trajectory_ids == list(range(len(buffer)))
+        for number in range(len(buffer)):
+            assert equal(buffer.get(number), trajectory(number, 2 + number % 4, 2))
+        if len(buffer):
+            drawn(buffer, 50)
+        held.append(len(buffer))
+    shutil.rmtree(folder)
+    return held[0], held[1]

@@ -1,0 +1,131 @@
+"""The cache holds what was put in last, exactly, in memory that follows the rows."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rollout_data.trajectory_cache
+from rollout_data.trajectory_cache import TrajectoryCache
+from storage.errors import MissingFieldError, UsageError
+
+
+def flat(number: int, lengths: dict[str, int]) -> dict[str, Any]:
+    """Make a trajectory whose keys have lengths of their own."""
+    made: dict[str, Any] = {"obs": {}}
+    for place, (name, length) in enumerate(lengths.items()):
+        leaf = torch.arange(length * 2).view(length, 2).float() + 1000 * number + 100_000 * place
+        (made["obs"] if name.startswith("o") else made)[name] = leaf
+    return {name: leaf for name, leaf in made.items() if name != "obs" or leaf}
+
+
+def leaves(tree: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, leaf in tree.items():
+        found.update(
+            {f"{name}/{one}": x for one, x in leaves(leaf).items()} if isinstance(leaf, dict) else {name: leaf}
+        )
+    return found
+
+
+class FixedMap(mmap.mmap):
+    """Memory of a system that cannot move pages."""
+
+    def resize(self, newsize: int) -> None:
+        raise SystemError("mmap: resizing not available--no mremap()")
+
+
+LENGTHS = st.dictionaries(st.sampled_from(["a", "b", "oa", "ob"]), st.integers(1, 9), min_size=1)
+
+
+@pytest.mark.parametrize("can_move_pages", [True, False])
+@settings(max_examples=60)
+@given(max_size=st.integers(0, 4), puts=st.lists(st.tuples(st.integers(0, 8), LENGTHS), max_size=20))
+def test_it_equals_an_ordered_dict(can_move_pages: bool, max_size: int, puts: list[tuple[int, dict[str, int]]]) -> None:
+    """Trap R7."""
+    cache, model = TrajectoryCache(max_size), OrderedDict()
+    with pytest.MonkeyPatch.context() as patch:
+        if not can_move_pages:
+            patch.setattr(rollout_data.trajectory_cache.mmap, "mmap", FixedMap)
+        for step, (number, lengths) in enumerate(puts):
+            given_ = flat(step, lengths)
+            cache.put(number, given_)
+            model.pop(number, None)
+            model[number] = {name: x.clone() for name, x in leaves(given_).items()}
+            if max_size and len(model) > max_size:
+                model.popitem(last=False)
+            assert cache.ids == list(model) and len(cache) == len(model)
+            for one in range(9):
+                assert (one in cache) == (one in model)
+            for one, expected in model.items():
+                found = leaves(cache.get(one))
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], expected[name]) for name in expected)
+    cache.clear()
+    assert len(cache) == 0 and cache.nbytes == 0 and not any(one in cache for one in range(9))
+
+
+def test_what_comes_out_is_the_callers() -> None:
+    cache, given_ = TrajectoryCache(2), {"x": torch.ones(3, 4)}
+    cache.put(0, given_)
+    given_["x"].zero_()
+    cache.get(0)["x"].zero_()
+    assert cache.get(0)["x"].sum() == 12
+
+
+def test_memory_does_not_grow_when_trajectories_come_and_go() -> None:
+    cache = TrajectoryCache(3)
+    for number in range(200):
+        cache.put(number, {"x": torch.zeros(10 + number % 7, 50)})
+    assert cache.nbytes < 8 * 17 * 208
+
+
+def test_an_id_that_is_not_here_is_named() -> None:
+    cache = TrajectoryCache(1)
+    cache.put(0, {"x": torch.ones(1)})
+    cache.put(1, {"x": torch.ones(1)})
+    with pytest.raises(MissingFieldError, match=r"^cannot find the trajectory in the cache: expected one of 1 cached"):
+        cache.get(0)
+
+
+@pytest.mark.parametrize("max_size", [-1, 1.5, True])
+def test_the_size_is_checked(max_size: Any) -> None:
+    with pytest.raises(ValueError, match="max_size >= 0, where 0 is any number"):
+        TrajectoryCache(max_size)
+
+
+@pytest.mark.parametrize("given_", [{}, {"x": torch.tensor(1)}, {"x": torch.zeros(0, 3)}])
+def test_what_has_no_rows_is_refused(given_: dict[str, Any]) -> None:
+    cache = TrajectoryCache(1)
+    with pytest.raises(UsageError, match="cannot cache the trajectory"):
+        cache.put(0, given_)
+    assert len(cache) == 0
+
+
+def test_threads_put_and_get_at_once() -> None:
+    """Trap R8."""
+    cache, failures = TrajectoryCache(5), []
+
+    def work(start: int) -> None:
+        for number in range(start, 400, 4):
+            cache.put(number, {"x": torch.full((1 + number % 6, 3), float(number))})
+            for one in cache.ids:
+                try:
+                    if not (cache.get(one)["x"] == one).all():
+                        failures.append(one)
+                except MissingFieldError:
+                    pass
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and len(cache) == 5

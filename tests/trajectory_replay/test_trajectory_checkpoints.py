@@ -1,0 +1,371 @@
+"""A checkpoint holds every live trajectory and what it takes to go on, and is replaced as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rollout_data.trajectory_saving
+from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from storage.errors import BackgroundError, CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError
+from tests.trajectory_replay.recorded import check_sample, drawn, equal, trajectory
+
+FOREIGN = Path(__file__).parents[1] / "data" / "rlinf" / "ckpt_pt"
+FORMATS = ["h5", "pt", "pkl"]
+
+
+def filled(number: int = 5, **options: Any) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(**options)
+    for one in range(number):
+        buffer.add(trajectory(one, 2 + one % 3, 2), weights_version=one)
+    return buffer
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("auto_save", [False, True])
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_a_resumed_buffer_draws_what_the_other_would_have(tmp_path: Path, file_format: str, auto_save: bool) -> None:
+    """Traps R4 and R6: complete before any sample; the random state goes on."""
+    options = {"trajectory_format": file_format, "trusted": True}
+    saving = {"auto_save": True, "auto_save_path": tmp_path / "auto"} if auto_save else {}
+    with filled(**options, **saving) as buffer:
+        buffer.save_checkpoint(tmp_path / "a")
+        drawn(buffer, 7)
+        buffer.save_checkpoint(tmp_path / "a")
+        resumed = TrajectoryReplayBuffer(seed=99, trusted=True)
+        resumed.load_checkpoint(tmp_path / "a")
+        for _ in range(3):
+            assert torch.equal(drawn(buffer, 40), drawn(resumed, 40))
+        assert resumed.trajectory_ids == buffer.trajectory_ids and resumed.total_samples == buffer.total_samples
+        for one in range(5):
+            assert equal(resumed.get(one), trajectory(one, 2 + one % 3, 2))
+            assert resumed.about(one) == buffer.about(one)
+        assert resumed.add(trajectory(9)) == buffer.add(trajectory(9)) == 5
+    assert len(names_in(tmp_path / "a")) == 5 + 2
+
+
+def test_an_index_lists_exactly_the_files(tmp_path: Path) -> None:
+    """Trap R3."""
+    filled(8, sample_window_size=3).save_checkpoint(tmp_path / "a")
+    index = json.loads((tmp_path / "a" / "trajectory_index.json").read_text())
+    assert index["trajectory_id_list"] == [5, 6, 7] and list(index["trajectory_index"]) == ["5", "6", "7"]
+    assert index["trajectory_index"]["6"]["num_samples"] == 4 and index["trajectory_index"]["6"]["shape"] == [2, 2]
+    files = [f"trajectory_{one}_w{one}.h5" for one in (5, 6, 7)]
+    assert names_in(tmp_path / "a") == ["metadata.json", *files, "trajectory_index.json"]
+    summary = json.loads((tmp_path / "a" / "metadata.json").read_text())
+    assert summary == {
+        "trajectory_format": "h5",
+        "size": 3,
+        "total_samples": 18 - 4 + 0,
+        "trajectory_counter": 8,
+        "seed": 1234,
+    } | {"total_samples": sum(2 * (2 + one % 3) for one in (5, 6, 7))}
+    resumed = TrajectoryReplayBuffer(sample_window_size=100)
+    resumed.load_checkpoint(tmp_path / "a")
+    assert set((drawn(resumed, 300) // 10_000).tolist()) == {5, 6, 7}
+
+
+def test_an_auto_saved_folder_is_a_checkpoint_itself(tmp_path: Path) -> None:
+    with filled(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.save_checkpoint(tmp_path)
+    again = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, cache_size=2)
+    again.load_checkpoint(tmp_path)
+    assert again.add(trajectory(5, 2, 2)) == 5
+    assert set((drawn(again, 400) // 10_000).tolist()) == set(range(6))
+    again.close()
+    third = TrajectoryReplayBuffer()
+    third.load_checkpoint(tmp_path)
+    assert third.trajectory_ids == list(range(6))
+
+
+def test_files_of_a_loaded_checkpoint_are_in_the_next_one(tmp_path: Path) -> None:
+    """Trap R4."""
+    filled().save_checkpoint(tmp_path / "a")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "auto") as buffer:
+        buffer.load_checkpoint(tmp_path / "a")
+        buffer.add(trajectory(7))
+        buffer.save_checkpoint(tmp_path / "b")
+    shutil.rmtree(tmp_path / "a")
+    shutil.rmtree(tmp_path / "auto")
+    resumed = TrajectoryReplayBuffer()
+    resumed.load_checkpoint(tmp_path / "b")
+    assert len(resumed) == 6 and equal(resumed.get(2), trajectory(2, 4, 2))
+
+
+def test_an_earlier_run_is_not_overwritten(tmp_path: Path) -> None:
+    filled(2, auto_save=True, auto_save_path=tmp_path).close()
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
+    with pytest.warns(RolloutDataWarning, match="2 trajectories of an earlier run"):
+        assert buffer.add(trajectory(9)) == 2
+    buffer.close()
+    assert {name.split("_")[1] for name in names_in(tmp_path) if name.endswith("h5")} == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_ranks_share_a_checkpoint_and_never_an_id(tmp_path: Path, world_size: int) -> None:
+    """Trap R13."""
+    filled(5).save_checkpoint(tmp_path / "a")
+    shares, new_ids, draws = [], [], []
+    for rank in range(world_size):
+        buffer = TrajectoryReplayBuffer()
+        buffer.load_checkpoint(tmp_path / "a", True, rank, world_size)
+        shares.append(buffer.trajectory_ids)
+        new_ids += [buffer.add(trajectory(9)) for _ in range(4)]
+        draws.append(buffer.rng.get_state())
+    assert [one for share in shares for one in share] == list(range(5))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert len(set(new_ids)) == 4 * world_size and min(new_ids) == 5
+    assert len({tuple(state.tolist()) for state in draws}) == world_size
+
+
+def test_ranks_that_save_under_one_path_are_loaded_as_one(tmp_path: Path) -> None:
+    """Trap R13."""
+    buffers = [
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, rank=rank, world_size=3) for rank in range(3)
+    ]
+    for rank, buffer in enumerate(buffers):
+        for one in range(2):
+            buffer.add(trajectory(10 * rank + one))
+        buffer.close()
+    whole = TrajectoryReplayBuffer()
+    whole.load_checkpoint(tmp_path)
+    assert sorted(whole.trajectory_ids) == list(range(6))
+    assert set((drawn(whole, 600) // 10_000).tolist()) == {0, 1, 10, 11, 20, 21}
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "text"), [(0, 0, "world_size"), (5, -1, "world_size"), (2, 2, "rank"), (-1, 2, "rank")]
+)
+def test_a_bad_rank_is_refused(tmp_path: Path, rank: int, world_size: int, text: str) -> None:
+    filled(2).save_checkpoint(tmp_path / "a")
+    with pytest.raises(ValueError, match=f"expected (a )?{text}"):
+        TrajectoryReplayBuffer().load_checkpoint(tmp_path / "a", True, rank, world_size)
+
+
+def test_only_recent_policies_are_loaded_when_asked(tmp_path: Path) -> None:
+    filled(5).save_checkpoint(tmp_path / "a")
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(tmp_path / "a", min_weights_version=3)
+    assert buffer.trajectory_ids == [3, 4]
+
+
+def test_an_existing_folder_is_loaded() -> None:
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(FOREIGN)
+    assert buffer.trajectory_ids == [0, 1, 2] and buffer.total_samples == 32
+    for one in range(3):
+        expected = torch.load(FOREIGN / f"trajectory_{one}_w{one % 2}.pt", weights_only=True)
+        assert equal(buffer.get(one), expected)
+        assert buffer.about(one)["model_weights_id"] == f"w{one % 2}"
+    sample = buffer.sample(100)
+    assert sample["curr_obs"]["img"].shape == (100, 2, 2) and sample["forward_inputs"]["tok"].dtype == torch.int64
+    assert buffer.add(buffer.get(1)) == 3
+
+
+def test_variants_of_existing_folders_are_loaded(tmp_path: Path) -> None:
+    for rank in range(2):
+        shutil.copytree(FOREIGN, tmp_path / f"rank_{rank}")
+    whole = TrajectoryReplayBuffer()
+    whole.load_checkpoint(tmp_path)
+    assert whole.trajectory_ids == [0, 1, 2, 3, 4, 5] and whole.total_samples == 64
+    folder = tmp_path / "rank_0"
+    (folder / "trajectory_index.json").rename(folder / "trajector_index.json")
+    (folder / "trajectory_1_w1.pt").rename(folder / "trajectory_1_0c5f_17.pt")
+    (folder / "metadata.json").unlink()
+    flags = torch.load(folder / "trajectory_0_w0.pt", weights_only=True)
+    flags["dones"] = torch.cat([torch.ones(1, 2, 1, dtype=torch.bool), flags["dones"]])
+    torch.save(flags, folder / "trajectory_0_w0.pt")
+    one = TrajectoryReplayBuffer()
+    one.load_checkpoint(folder)
+    assert one.total_samples == 32 and torch.equal(one.get(0)["dones"], flags["dones"][1:])
+    (folder / "trajectory_2_w0.pt").unlink()
+    with pytest.warns(RolloutDataWarning, match=r"^1 of 3 trajectories .* have no file and are left out: 2"):
+        one.load_checkpoint(folder)
+    assert one.trajectory_ids == [0, 1]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
+def test_pickles_are_read_only_by_those_who_trust_them(tmp_path: Path) -> None:
+    """Trap R12."""
+    filled(2, trajectory_format="pkl", trusted=True).save_checkpoint(tmp_path / "a")
+    (tmp_path / "a" / "trajectory_0_w0.pkl").write_bytes(pickle.dumps(Evil()))
+    buffer = TrajectoryReplayBuffer()
+    with pytest.raises(UnsafeFileError, match="trusted=True"):
+        buffer.load_checkpoint(tmp_path / "a")
+    filled(2, trajectory_format="pt").save_checkpoint(tmp_path / "b")
+    torch.save({"rewards": torch.zeros(2, 2, 1), "x": Evil()}, tmp_path / "b" / "trajectory_0_w0.pt")
+    with pytest.raises(UnsafeFileError):
+        buffer.load_checkpoint(tmp_path / "b")
+    assert not Path("evil").exists()
+
+
+@pytest.mark.parametrize("file_format", ["h5", "pt"])
+def test_damage_is_reported_and_changes_nothing(tmp_path: Path, file_format: str) -> None:
+    filled(3, trajectory_format=file_format).save_checkpoint(tmp_path / "a")
+    path = tmp_path / "a" / f"trajectory_1_w1.{file_format}"
+    content = path.read_bytes()
+    buffer = filled(1, seed=5)
+    for stop in (0, 10, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:stop])
+        with pytest.raises(DataFileError, match=r"^cannot .*trajectory_1_w1"):
+            buffer.load_checkpoint(tmp_path / "a")
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(CorruptFileError, match=r"^cannot .*trajectory_1_w1"):
+        buffer.load_checkpoint(tmp_path / "a")
+    assert buffer.trajectory_ids == [0]
+    drawn(buffer, 20)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index.pop("trajectory_id_list"),
+        lambda index: index["trajectory_index"].pop("1"),
+        lambda index: index["trajectory_index"]["1"].update(shape=[1 << 60, 2]),
+        lambda index: index["trajectory_index"]["1"].update(shape=[1 << 60, 2], num_samples=1 << 61),
+        lambda index: index["trajectory_index"]["1"].update(num_samples="x"),
+        lambda index: index["counters"].update(rng="AAAA"),
+        lambda index: index["trajectory_id_list"].append("../../x"),
+    ],
+)
+def test_a_hostile_index_is_one_clear_error(tmp_path: Path, change: Any) -> None:
+    filled(3).save_checkpoint(tmp_path / "a")
+    path = tmp_path / "a" / "trajectory_index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(CorruptFileError, match=r"^cannot (load trajectories from|read the trajectory) '.*a/traj"):
+        TrajectoryReplayBuffer().load_checkpoint(tmp_path / "a")
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    for folder in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"^cannot load trajectories from '.*': expected trajectory_index"):
+            TrajectoryReplayBuffer().load_checkpoint(folder)
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(DataFileError, match=r"thesis\.tex"):
+        filled(1).save_checkpoint(tmp_path)
+    assert names_in(tmp_path) == ["thesis.tex"]
+
+
+def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap R4; reads of what is being saved are served from memory."""
+    gate = threading.Event()
+    write = rollout_data.trajectory_saving.write_trajectory
+    monkeypatch.setattr(rollout_data.trajectory_saving, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "auto", enable_cache=False) as buffer:
+        for one in range(4):
+            buffer.add(trajectory(one))
+        assert set((drawn(buffer, 300) // 10_000).tolist()) == {0, 1, 2, 3}
+        assert not list((tmp_path / "auto").glob("*.h5"))
+        thread = threading.Thread(target=buffer.save_checkpoint, args=(tmp_path / "a",))
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+        gate.set()
+        thread.join(20)
+    assert sum(name.endswith(".h5") for name in names_in(tmp_path / "a")) == 4
+
+
+def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    write = rollout_data.trajectory_saving.write_trajectory
+    monkeypatch.setattr(rollout_data.trajectory_saving, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, max_pending_saves=2) as buffer:
+        thread = threading.Thread(target=lambda: [buffer.add(trajectory(one)) for one in range(6)])
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive() and len(buffer) <= 5
+        drawn(buffer, 10)
+        gate.set()
+        thread.join(20)
+        assert len(buffer) == 6
+
+
+def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap R10."""
+    write = rollout_data.trajectory_saving.write_trajectory
+    is_full = [True]
+
+    def fails(*arguments: Any) -> None:
+        if is_full[0]:
+            raise OSError(28, "No space left on device")
+        write(*arguments)
+
+    monkeypatch.setattr(rollout_data.trajectory_saving, "write_trajectory", fails)
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False)
+    buffer.add(trajectory(0))
+    with pytest.raises(BackgroundError, match=r"^cannot save a trajectory to .*No space left on device") as caught:
+        buffer.flush()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert (drawn(buffer, 20) < 10_000).all()
+    with pytest.raises(BackgroundError):
+        buffer.save_checkpoint(tmp_path / "a")
+    is_full[0] = False
+    buffer.add(trajectory(1))
+    buffer.close()
+    resumed = TrajectoryReplayBuffer()
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.trajectory_ids == [0, 1] and equal(resumed.get(0), trajectory(0))
+
+
+def test_a_sample_needs_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap R9."""
+    filled(4, trajectory_format="pt", auto_save=True, auto_save_path=tmp_path, cache_size=1).close()
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, cache_size=1)
+    buffer.load_checkpoint(tmp_path)
+    drawn(buffer, 100)
+    opened: list[str] = []
+    read = rollout_data.trajectory_gather.read_trajectory
+    monkeypatch.setattr(
+        rollout_data.trajectory_gather,
+        "read_trajectory",
+        lambda path, trusted: (opened.append(path.name), read(path, trusted))[1],
+    )
+    drawn(buffer, 500)
+    assert len(opened) == len(set(opened)) == 3
+    buffer.close()
+
+
+def test_mapped_files_are_read_without_address_tricks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(4, auto_save=True, auto_save_path=tmp_path, enable_cache=False).close()
+    draws = []
+    for is_supported in (True, False):
+        monkeypatch.setattr(rollout_data.arena, "is_supported", is_supported)
+        buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False)
+        buffer.load_checkpoint(tmp_path)
+        buffer.rng.manual_seed(0)  # closing the other one has noted how far it came
+        draws.append(check_sample(buffer.sample(200), 200))
+        buffer.close()
+    assert torch.equal(*draws)
+
+
+def test_more_files_than_can_be_mapped_are_mapped_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_data.trajectory_files, "_MAX_MAPPINGS", 4)
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path, enable_cache=False, sample_window_size=3
+    ) as buffer:
+        for one in range(12):
+            buffer.add(trajectory(one, 2, 2))
+            buffer.flush()
+            drawn(buffer, 40)
