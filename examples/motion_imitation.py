@@ -190,7 +190,7 @@ def draw(result: dict, path: Path) -> None:
     for i in order[::-1]:
         right.plot(range(1, 1 + len(result["errors"])), result["errors"][:, i], label=result["names"][i], linewidth=1)
     right.set(title="tracking error", xlabel="round", ylabel="distance / extent of the motion", yscale="log")
-    right.legend(fontsize=7)
+    right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
