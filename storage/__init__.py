@@ -29,6 +29,7 @@ from .managed.buffer_manager import BufferManager
 from .managed.buffer_monitor import BufferMonitor
 from .managed.episode_replay_buffer import EpisodeReplayBuffer
 from .managed.naive_replay_buffer import NaiveReplayBuffer
+from .managed.prioritized_windows import PrioritizedWindows, sequence_priorities
 from .managed.rate_limiter import RateLimitedError, RateLimiter
 from .monitors import InTickMonitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
 from .padding import split_and_pad_trajectories, unpad_trajectories
@@ -76,6 +77,7 @@ __all__ = [
     "PerformanceMonitor",
     "PipelinedDataCollector",
     "PrefixSum",
+    "PrioritizedWindows",
     "QueueRolloutStorage",
     "RateLimitedError",
     "RateLimiter",
@@ -111,6 +113,7 @@ __all__ = [
     "n_step_returns",
     "plot_snapshots",
     "rollout_advantage",
+    "sequence_priorities",
     "split_and_pad_trajectories",
     "unpad_trajectories",
 ]
