@@ -21,6 +21,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from storage.durable import sync_path
 from storage.errors import CorruptFileError, UsageError
 from storage.fields import Schema
 from storage.work_split import WorkSplit, num_processors
@@ -113,7 +114,7 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, in_ha
         temporary.unlink(missing_ok=True)
         raise
     if durable:
-        sync_folder(folder)
+        sync_path(folder)
     return path
 
 
@@ -173,15 +174,6 @@ class _Beside:
             self._thread.join()
         if self._failure is not None and (error is None or isinstance(error, Exception)):
             raise self._failure  # a full disk stops both; the thread's own words for it are the clearer ones
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_block(path: Path, verify: bool = False) -> BlockHeader:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from storage.durable import sync_path
 from storage.errors import DataFileError, RolloutDataError, SchemaError
 from storage.fields import Schema
 
-from .block_file import TEMPORARY_PREFIX, sync_folder
+from .block_file import TEMPORARY_PREFIX
 from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_SCHEMA_BYTES, METADATA_NAME, read_header
 
 _OBSERVATION = "observation/"
@@ -150,7 +151,7 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
     finally:
         temporary.unlink(missing_ok=True)
     if durable:
-        sync_folder(folder)
+        sync_path(folder)
     return metadata
 
 

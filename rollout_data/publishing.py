@@ -8,7 +8,6 @@ published, because what follows would have a gap.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -19,10 +18,11 @@ from pathlib import Path
 import h5py
 
 from storage.background import BackgroundWorker
+from storage.durable import sync_path
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, SchemaError, UsageError
 from storage.fields import Schema
 
-from .block_file import sync_folder, write_block
+from .block_file import write_block
 from .block_folder import save_index_cache
 from .block_header import layouts_of, read_header
 from .chunk_table import Coding, codings_text
@@ -184,12 +184,8 @@ class BlockPublisher:
 
 
 def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    sync_folder(path.parent)
+    sync_path(path)
+    sync_path(path.parent)
 
 
 def check_storable(schema: Schema) -> None:
