@@ -9,8 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,31 +82,24 @@ class MappedFile:
             self.map.madvise(_MADV_WILLNEED, begin, stop - begin)
 
 
-@dataclass(frozen=True, eq=False)
-class _Pieces:
-    """Parts of chunks and where they go; sorted by chunk, `bounds` cut them into those of one chunk each."""
+class _Job(NamedTuple):
+    """One chunk that a call needs: where it is, how many rows it has, and which pieces of it go where."""
 
-    chunk: list[int]
+    chunk: int
+    file: int
+    start: int
+    stop: int
+    num_rows: int
+    first_piece: int
+    last_piece: int
+
+
+class _Pieces(NamedTuple):
+    """Parts of chunks, sorted by chunk: first row within the chunk, number of rows, place in the output."""
+
     low: list[int]
-    count: list[int]
+    size: list[int]
     target: list[int]
-    bounds: list[int]
-
-    @classmethod
-    def of(cls, first_row: Int64s, first: Int64s, runs: Runs) -> _Pieces:
-        """Cut runs of rows, starting at `first`, at the bounds of chunks, vectorized."""
-        stop = first + runs.num_rows
-        begin = np.searchsorted(first_row, first, side="right") - 1
-        num = np.searchsorted(first_row, stop, side="left") - begin
-        run = np.repeat(np.arange(len(first)), num)
-        chunk = begin[run] + np.arange(len(run)) - np.repeat(np.cumsum(num) - num, num)
-        order = np.argsort(chunk, kind="stable")
-        run, chunk = run[order], chunk[order]
-        low, high = np.maximum(first_row[chunk], first[run]), np.minimum(first_row[chunk + 1], stop[run])
-        target = runs.target[run] + low - first[run]
-        bounds = np.append(np.flatnonzero(np.diff(chunk, prepend=-1)), len(chunk))
-        columns = (chunk, low - first_row[chunk], high - low, target, bounds)
-        return cls(*(column.tolist() for column in columns))
 
 
 class ChunkFiles:
@@ -128,19 +120,20 @@ class ChunkFiles:
         self.cache, self._splits = cache, splits
         self._files: list[MappedFile] = []
         self._tables: list[ChunkTable] = []
-        #: Number of the first chunk, and of the first row, of each file; the last entries are the totals.
-        self._first_chunk, self._first_row = [0], [0]
-        self._chunk_rows = np.zeros(1, np.int64)
+        #: Of every chunk: its first row (and the number of rows at the end), its file, its bytes there.
+        self._rows = np.zeros(1, np.int64)
+        self._file, self._start, self._stop = (np.zeros(0, np.int64) for _ in range(3))
 
     def add(self, file: MappedFile) -> int:
         """Take the chunks of one more block; give the number of its first row."""
         table = file.header.chunks[self.place[0]][self.place[1]]
-        start = self._first_row[-1]
+        start = int(self._rows[-1])
+        self._rows = np.concatenate([self._rows[:-1], table.rows + start])
+        self._file = np.append(self._file, np.full(len(table.rows) - 1, len(self._files)))
+        self._start = np.concatenate([self._start, table.places[:-1]])
+        self._stop = np.concatenate([self._stop, table.places[1:]])
         self._files.append(file)
         self._tables.append(table)
-        self._chunk_rows = np.concatenate([self._chunk_rows[:-1], table.rows + start])
-        self._first_chunk.append(len(self._chunk_rows) - 1)
-        self._first_row.append(int(self._chunk_rows[-1]))
         return start
 
     def copy(self, first: Int64s, runs: Runs, out: torch.Tensor) -> None:
@@ -156,58 +149,70 @@ class ChunkFiles:
         """
         if not len(first):
             return
-        pieces = _Pieces.of(self._chunk_rows, first, runs)
+        jobs, pieces = self._plan(first, runs)
         target = out.view(torch.uint8).numpy()
 
         def decode(start: int, stop: int) -> None:
-            for number in range(start, stop):
-                self._put(pieces, pieces.bounds[number], pieces.bounds[number + 1], target)
+            for job in jobs[start:stop]:
+                self._put(job, pieces, target)
 
-        num_chunks = len(pieces.bounds) - 1
-        num_bytes = num_chunks * self._mean_rows() * self.row_bytes
-        self._splits.run(decode, num_chunks, num_bytes, (self.place, (num_bytes // max(1, num_chunks)).bit_length()))
+        chunk_bytes = sum(job.num_rows for job in jobs) // len(jobs) * self.row_bytes
+        self._splits.run(decode, len(jobs), chunk_bytes * len(jobs), (self.place, chunk_bytes.bit_length()))
 
     def will_need(self, first: Int64s, num_rows: Int64s) -> None:
         """Have the chunks of rows fetched from the disk in the background."""
-        begin = np.searchsorted(self._chunk_rows, first, side="right") - 1
-        end = np.searchsorted(self._chunk_rows, first + num_rows, side="left")
-        for low, high in zip(begin.tolist(), end.tolist(), strict=True):
-            file = self._file_of(low)
-            places, base = self._tables[file].places, self._first_chunk[file]
-            self._files[file].will_need(int(places[low - base]), int(places[high - base]))
+        begin = np.searchsorted(self._rows, first, side="right") - 1
+        last = np.searchsorted(self._rows, first + num_rows, side="left") - 1
+        for file, start, stop in zip(self._file[begin], self._start[begin], self._stop[last], strict=True):
+            self._files[int(file)].will_need(int(start), int(stop))
 
-    def _mean_rows(self) -> int:
-        return max(1, self._first_row[-1] // max(1, self._first_chunk[-1]))
+    def _plan(self, first: Int64s, runs: Runs) -> tuple[list[_Job], _Pieces]:
+        """Cut runs of rows at the bounds of chunks, vectorized."""
+        stop = first + runs.num_rows
+        begin = np.searchsorted(self._rows, first, side="right") - 1
+        num = np.searchsorted(self._rows, stop, side="left") - begin
+        run = np.repeat(np.arange(len(first)), num)
+        chunk = begin[run] + np.arange(len(run)) - np.repeat(np.cumsum(num) - num, num)
+        order = np.argsort(chunk, kind="stable")
+        run, chunk = run[order], chunk[order]
+        low, high = np.maximum(self._rows[chunk], first[run]), np.minimum(self._rows[chunk + 1], stop[run])
+        target = runs.target[run] + low - first[run]
+        pieces = _Pieces((low - self._rows[chunk]).tolist(), (high - low).tolist(), target.tolist())
+        heads = np.flatnonzero(np.diff(chunk, prepend=-1))
+        one = chunk[heads]
+        size = self._rows[one + 1] - self._rows[one]
+        columns = (
+            one,
+            self._file[one],
+            self._start[one],
+            self._stop[one],
+            size,
+            heads,
+            np.append(heads, len(chunk))[1:],
+        )
+        return [_Job(*job) for job in zip(*(column.tolist() for column in columns), strict=True)], pieces
 
-    def _file_of(self, chunk: int) -> int:
-        return int(np.searchsorted(self._first_chunk, chunk, side="right")) - 1
-
-    def _put(self, pieces: _Pieces, start: int, stop: int, target: np.ndarray) -> None:
-        """Decode one chunk and copy its pieces `start:stop`."""
-        chunk = pieces.chunk[start]
-        file = self._file_of(chunk)
-        number = chunk - self._first_chunk[file]
-        num_rows = int(self._tables[file].rows[number + 1] - self._tables[file].rows[number])
-        key = (self.place, chunk)
-        rows = self.cache.get(key)
-        if rows is None and stop - start == 1 and pieces.count[start] == num_rows:
-            place = pieces.target[start]
-            self._decode(file, number, target[place : place + num_rows])
+    def _put(self, job: _Job, pieces: _Pieces, target: np.ndarray) -> None:
+        """Decode one chunk and copy its pieces."""
+        first = job.first_piece
+        rows = self.cache.get((self.place, job.chunk))
+        if rows is None and job.last_piece - first == 1 and pieces.size[first] == job.num_rows:
+            place = pieces.target[first]
+            self._decode(job, target[place : place + job.num_rows])
             return
         if rows is None:
-            rows = np.empty((num_rows, self.row_bytes), np.uint8)
-            self._decode(file, number, rows)
-            self.cache.put(key, rows)
-        for piece in range(start, stop):
-            low, count, place = pieces.low[piece], pieces.count[piece], pieces.target[piece]
+            rows = np.empty((job.num_rows, self.row_bytes), np.uint8)
+            self._decode(job, rows)
+            self.cache.put((self.place, job.chunk), rows)
+        for piece in range(first, job.last_piece):
+            low, count, place = pieces.low[piece], pieces.size[piece], pieces.target[piece]
             target[place : place + count] = rows[low : low + count]
 
-    def _decode(self, file: int, number: int, rows: np.ndarray) -> None:
-        table, source = self._tables[file], self._files[file]
-        start, stop = int(table.places[number]), int(table.places[number + 1])
+    def _decode(self, job: _Job, rows: np.ndarray) -> None:
+        source = self._files[job.file]
         try:
-            table.decode(source.bytes[start:stop], rows)
+            self._tables[job.file].decode(source.bytes[job.start : job.stop], rows)
         except CorruptFileError as cause:
-            path, (name, column) = source.header.path, self.place
-            where = f"chunk {number} of {name}/{column}"
-            raise corrupt(path, f"{cause.expected} in {where}", cause.got) from cause
+            number = job.chunk - int(np.searchsorted(self._file, job.file))
+            where = f"chunk {number} of {'/'.join(self.place)}"
+            raise corrupt(source.header.path, f"{cause.expected} in {where}", cause.got) from cause

@@ -231,7 +231,7 @@ def test_each_chunk_is_decoded_once_for_neighbouring_batches(folders, monkeypatc
     calls = []
     decode = chunk_files.ChunkFiles._decode
     monkeypatch.setattr(
-        chunk_files.ChunkFiles, "_decode", lambda s, *args: (calls.append((s.place, args[:2])), decode(s, *args))
+        chunk_files.ChunkFiles, "_decode", lambda s, *args: (calls.append((s.place, args[0].chunk)), decode(s, *args))
     )
     dataset = RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False)
     for _ in range(8):
