@@ -27,6 +27,8 @@ WORKLOADS = {
     "windows": "draw windows of trajectories from a ring that is being written",
     "buffer_files": "save a large buffer and load it again",
     "prioritized": "draw batches by priority and update them",
+    "checkpoint": "save a training run while it goes on, and load it",
+    "trajectory_replay": "sample steps of trajectories in memory and on disk",
 }
 
 
