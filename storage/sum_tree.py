@@ -16,11 +16,14 @@ from typing import ClassVar
 
 import torch
 
+from .buffer_pool import BufferPool
 from .errors import UsageError
 
 #: Numbers that are reduced into one.
 WIDTH = 32
 _SHIFT = WIDTH.bit_length() - 1
+#: Leaves are a whole number of these, for who looks at them in larger pieces.
+BLOCK = 128
 #: Levels are added until no more than so many blocks are left.
 MAX_TOP = 1 << 15
 #: Blocks that are looked at together, which bounds the memory for that.
@@ -52,7 +55,7 @@ class WideTree:
         while sizes[-1] > MAX_TOP:
             sizes.append(-(-sizes[-1] // WIDTH))
         #: The leaves first, the top last; each but the top is a whole number of blocks.
-        self._levels = [self._filled(-(-size // WIDTH) * WIDTH) for size in sizes]
+        self._levels = [self._filled(-(-size // BLOCK) * BLOCK) for size in sizes]
         self._blocks = [level.view(-1, WIDTH) for level in self._levels[:-1]]
         self._max_refreshed = self._levels[0].shape[0] // _MANY
         self._memory = torch.empty((2, 0, WIDTH), dtype=torch.float64, device=self.device)
@@ -61,6 +64,10 @@ class WideTree:
     def leaves_view(self) -> torch.Tensor:
         """Show all numbers, `[capacity]` float64, sharing memory; not to be written to."""
         return self._levels[0][: self.capacity]
+
+    def blocks_view(self) -> torch.Tensor:
+        """Show the numbers in blocks, `[num, BLOCK]`, sharing memory; what is behind the last place is neutral."""
+        return self._levels[0].view(-1, BLOCK)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
         """Give the numbers at `[n]` places."""
@@ -115,6 +122,8 @@ class WideTree:
         return True, ""
 
     def _filled(self, size: int) -> torch.Tensor:
+        if self.device.type == "cpu":  # on huge pages: places are asked for at random
+            return BufferPool(1).empty((size,), torch.float64).fill_(self.NEUTRAL)
         return torch.full((size,), self.NEUTRAL, dtype=torch.float64, device=self.device)
 
     def _refresh(self, index: torch.Tensor) -> None:
@@ -131,7 +140,7 @@ class WideTree:
 
     def _refresh_all(self) -> None:
         for blocks, above in zip(self._blocks, self._levels[1:], strict=True):
-            above[: len(blocks)] = self._along(blocks, 1)
+            above[: blocks.shape[0]] = self._along(blocks, 1)
 
     def _scratch_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Give memory for twice `[num_rows, WIDTH]`; fresh memory of this size would cost more than all the rest."""
@@ -195,11 +204,18 @@ class SumTree(WideTree):
             # What is left of the mass inside the block; rounding must not put it outside.
             below = torch.nextafter(sums[:, -1], self._sums[0])
             masses = torch.minimum((masses - before).clamp_(min=0), below)
-            place = torch.searchsorted(sums, masses.unsqueeze(1), right=True)
-            node = torch.add(place.squeeze(1), node, alpha=WIDTH)
+            place = self._search_rows(sums, masses)
+            node = torch.add(place, node, alpha=WIDTH)
             if blocks is not self._blocks[0]:
-                before = (sums.gather(1, place) - rows.gather(1, place)).squeeze(1)
+                at = place.unsqueeze(1)
+                before = (sums.gather(1, at) - rows.gather(1, at)).squeeze(1)
         return node
+
+    def _search_rows(self, sums: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
+        """Find in each row the first sum above its mass; there is one."""
+        if self.device.type == "cpu":  # looking at all of a row takes less than guessing at half of what is left
+            return torch.from_numpy((sums.numpy() > masses.numpy()[:, None]).argmax(1))
+        return torch.searchsorted(sums, masses.unsqueeze(1), right=True).squeeze(1)
 
     def _search_top(self, masses: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":  # numpy makes use of ascending masses, which halves the time

@@ -165,7 +165,6 @@ class AdvancedReplayBuffer(ManagedBuffer):
         self._finish(drawn, iteration, start_s)
         return found
 
-    @torch.no_grad()
     def sample_tensors(
         self, batch_size: int, cur_learner_iter: int = 0
     ) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -219,7 +218,6 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """
         return super().update(info)
 
-    @torch.no_grad()
     def update_priorities(self, ids: Any, priorities: Any) -> int:
         """Set the priorities of items to `priorities + eps`.
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..sum_tree import MinTree, SumTree
+from ..sum_tree import SumTree
+from .least_weight import LeastWeight
 
 #: Sums of all weights stay below this, far from where float64 ends.
 _MAX_SUM = 1e300
@@ -77,7 +78,7 @@ class PrioritizedRows:
         self.max_priority = 1.0
         self.num_draws = 0
         self._weights = SumTree(capacity, self.device)
-        self._least = MinTree(capacity, self.device)
+        self._least = LeastWeight(self._weights)
         self._max_weight = _MAX_SUM / capacity
 
     @property
@@ -135,10 +136,14 @@ class PrioritizedRows:
     def set(self, index: torch.Tensor, priorities: torch.Tensor) -> None:
         """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts."""
         weights = priorities.pow(self.rule.alpha)
+        if not index.shape[0]:
+            return
         if self.device.type == "cpu":
             self.priorities.numpy()[index.numpy()] = priorities.numpy()  # in order
+        old = self._weights.read(index)
         self._weights.write(index, weights)
-        self._least.write(index, torch.where(weights > 0, weights, inf))
+        # Read back: of a row that is named twice only the last weight is there.
+        self._least.note(index, old, self._weights.read(index))
         if self.device.type != "cpu":
             self.priorities.index_copy_(0, index, self._last(index, priorities))
 
@@ -146,8 +151,7 @@ class PrioritizedRows:
         """Let `[n]` rows be drawn with one priority."""
         weight = self.rule.weight(priority)
         self.priorities.index_fill_(0, index, priority)
-        self._weights.fill(index, weight)
-        self._least.fill(index, weight if weight > 0 else inf)
+        self._fill(index, weight)
 
     def update(self, index: torch.Tensor, priorities: torch.Tensor, largest: float) -> None:
         """Set rows to what a learner found, plus eps."""
@@ -160,13 +164,12 @@ class PrioritizedRows:
 
     def remove(self, index: torch.Tensor) -> None:
         """Let `[n]` rows not be drawn any more."""
-        self._weights.fill(index, 0.0)
-        self._least.fill(index, inf)
+        self._fill(index, 0.0)
 
     def clear(self) -> None:
         """Remove every row; the largest priority and the draws are forgotten too."""
         self._weights.clear()
-        self._least.clear()
+        self._least.note_all()
         self.max_priority, self.num_draws = 1.0, 0
 
     def draw(self, num_draws: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -182,7 +185,7 @@ class PrioritizedRows:
         weights = self._weights.read(index)
         beta = self.beta
         self.num_draws += 1
-        return index, weights.div_(self._least.reduce()).pow_(-beta)
+        return index, weights.div_(self._least.value()).pow_(-beta)
 
     def draw_among(
         self, candidates: torch.Tensor, num_draws: int, generator: torch.Generator
@@ -202,18 +205,22 @@ class PrioritizedRows:
     def restore(self, weights: torch.Tensor, priorities: torch.Tensor) -> None:
         """Take over all weights and priorities, `[capacity]` each."""
         self._weights.rebuild(weights)
-        self._least.rebuild(torch.where(weights > 0, weights, inf))
+        self._least.note_all()
         self.priorities.copy_(priorities)
 
     def check_valid(self) -> tuple[bool, str]:
-        """Tell whether both trees agree with each other, and where not."""
-        for tree in (self._weights, self._least):
-            is_valid, reason = tree.check_valid()
-            if not is_valid:
-                return False, reason
-        weights, least = self._weights.leaves_view(), self._least.leaves_view()
-        agrees = torch.equal(torch.where(weights > 0, weights, inf), least)
-        return agrees, "" if agrees else "the least weights are not those that are summed"
+        """Tell whether sums and least weight are those of the weights, and where not."""
+        weights = self._weights.leaves_view()
+        least = float(torch.where(weights > 0, weights, inf).amin())
+        if self._least.value() != least:
+            return False, f"the least weight is {least}, not {self._least.value()}"
+        return self._weights.check_valid()
+
+    def _fill(self, index: torch.Tensor, weight: float) -> None:
+        old = self._weights.read(index)
+        self._weights.fill(index, weight)
+        if index.shape[0]:
+            self._least.note(index, old, old.new_full((1,), weight))
 
     def _last(self, index: torch.Tensor, priorities: torch.Tensor) -> torch.Tensor:
         """Give every copy of a row the priority of its last copy: the one whose weight was kept."""

@@ -1,0 +1,61 @@
+"""`LeastWeight`: the least weight above 0, exactly, without looking at all of them.
+
+One rule: the least changes only if it is undercut, or if a row that had it is written. In the first
+case it is the new one; in the second the blocks that were written since are looked at again. A tree
+of least numbers would cost as much at every write as the sums do.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+
+from ..sum_tree import BLOCK, SumTree
+
+_SHIFT = BLOCK.bit_length() - 1
+
+
+class LeastWeight:
+    """Watch the weights of a tree.
+
+    Args:
+        tree: Whoever writes to it tells `note`.
+    """
+
+    def __init__(self, tree: SumTree) -> None:
+        self._blocks = tree.blocks_view()
+        self._least = torch.full((self._blocks.shape[0],), inf, dtype=torch.float64, device=tree.device)
+        self._is_written = torch.zeros(self._blocks.shape[0], dtype=torch.bool, device=tree.device)
+        #: None if a row that had it was written.
+        self._value: float | None = inf
+
+    def note(self, index: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Note that `[n]` weights were `old` and are `new`, which may be one number for all."""
+        self._is_written.index_fill_(0, index >> _SHIFT, True)
+        if self._value is None or not index.shape[0]:
+            return
+        if _least_positive(old) <= self._value:
+            self._value = None
+        else:
+            self._value = min(self._value, _least_positive(new))
+
+    def note_all(self) -> None:
+        """Note that all weights were written."""
+        self._is_written.fill_(True)
+        self._value = None
+
+    def value(self) -> float:
+        """Give the least weight above 0; inf if all are 0."""
+        if self._value is None:
+            written = self._is_written.nonzero().squeeze(1)
+            rows = self._blocks.index_select(0, written)
+            self._least.index_copy_(0, written, torch.where(rows > 0, rows, inf).amin(1))
+            self._is_written.fill_(False)
+            self._value = float(self._least.amin())
+        return self._value
+
+
+def _least_positive(weights: torch.Tensor) -> float:
+    least = float(weights.amin())
+    return least if least > 0 else float(torch.where(weights > 0, weights, inf).amin())

@@ -1,0 +1,131 @@
+"""Four threads on one manager: two push, two sample and update; everything is counted and every row checked."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from storage import BufferManager
+
+NAMES = ["agent_1", "demo"]
+SIZE, WIDTH, BATCH = 2000, 64, 32
+
+
+def make() -> BufferManager:
+    """Make a manager of two prioritized buffers with every limit that there is."""
+    options = {"replay_buffer_size": SIZE, "max_use": 20, "max_staleness": 400, "min_sample_ratio": 0.1}
+    cfg = {name: {**options, "generator": place} for place, name in enumerate(NAMES)}
+    return BufferManager({"buffer_name": NAMES, "sample_ratio": {"agent_1": 0.75, "demo": 0.25}, **cfg}, generator=0)
+
+
+def row(number: int) -> dict[str, Any]:
+    """Make an item whose leaves all follow from its number, with a checksum over the largest."""
+    values = (torch.arange(WIDTH) * 31 + number) % 65521
+    return {
+        "x": {"values": values.float()},
+        "number": torch.tensor(number),
+        "checksum": torch.tensor(zlib.crc32(values.float().numpy().tobytes())),
+        "note": [number],
+        "collect_iter": number // 100,
+    }
+
+
+def check_row(values: torch.Tensor, number: int, checksum: int) -> None:
+    assert zlib.crc32(values.contiguous().numpy().tobytes()) == checksum, "a torn row"
+    assert int(values[0]) == number % 65521, "leaves of different rows"
+
+
+class Stress:
+    """Run the four threads for a time, and count."""
+
+    def __init__(self, manager: BufferManager) -> None:
+        self.manager = manager
+        self.num_pushed = dict.fromkeys(NAMES, 0)
+        self.num_sampled = 0
+        self.num_updated = self.num_given = 0
+        self.iteration = 0
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._is_over = threading.Event()
+
+    def run(self, duration_s: float) -> None:
+        """Run; raise what any thread raised."""
+        jobs = [lambda: self.push("agent_1"), lambda: self.push("demo"), self.sample_items, self.sample_tensors]
+        threads = [threading.Thread(target=self._repeat, args=(job,)) for job in jobs]
+        for thread in threads:
+            thread.start()
+        self._is_over.wait(duration_s)
+        self._is_over.set()
+        for thread in threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _repeat(self, job: Callable[[], None]) -> None:
+        try:
+            while not self._is_over.is_set():
+                job()
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            self._errors.append(error)
+            self._is_over.set()
+
+    def push(self, name: str) -> None:
+        first = self.num_pushed[name]
+        items = [row(first + number) for number in range(1 + first % 7)]
+        self.manager.push_data(items, name)
+        self.num_pushed[name] += len(items)
+        if name == "agent_1":
+            self.iteration = first // 100
+        time.sleep(0)
+
+    def sample_items(self) -> None:
+        found = self.manager.sample(BATCH, self.iteration)
+        if found is None:
+            return
+        assert len(found) == BATCH
+        for one in found:
+            number = int(one["number"])
+            check_row(one["x"]["values"], number, int(one["checksum"]))
+            assert one["note"] == [number] and one["replay_unique_id"].endswith(f"_{number}")
+            assert 0 < one["IS"] <= 1 and one["use"] >= 1
+        names = [one["replay_unique_id"] for one in found]
+        applied = self.manager.update({"replay_unique_id": names, "priority": [len(x) % 5 + 0.5 for x in names]})
+        self._count(BATCH, applied, BATCH)
+
+    def sample_tensors(self) -> None:
+        found = self.manager.sample_tensors({"agent_1": BATCH, "demo": BATCH // 2}, self.iteration)
+        if found is None:
+            return
+        for batch, weights, ids in found.values():
+            assert ((weights > 0) & (weights <= 1)).all()
+            numbers = batch["number"]
+            assert torch.equal(numbers, ids) and batch["note"] == [[number] for number in numbers.tolist()]
+            for values, number, checksum in zip(
+                batch["x"]["values"], numbers.tolist(), batch["checksum"].tolist(), strict=True
+            ):
+                check_row(values, number, checksum)
+        ids = {name: part[2] for name, part in found.items()}
+        applied = self.manager.update_priorities(ids, {name: its % 3 + 0.1 for name, its in ids.items()})
+        self._count(BATCH * 3 // 2, applied, BATCH * 3 // 2)
+
+    def _count(self, num_sampled: int, num_updated: int, num_given: int) -> None:
+        with self._lock:
+            self.num_sampled += num_sampled
+            self.num_updated += num_updated
+            self.num_given += num_given
+
+    def check_counters(self) -> None:
+        """What the buffers counted is what the threads did."""
+        for name in NAMES:
+            buffer = self.manager[name]
+            assert buffer.push_count == self.num_pushed[name]
+            assert buffer.check_valid() == (True, "")
+            assert buffer.count() <= SIZE
+        dead = sum(self.manager[name].num_dead_updates for name in NAMES)
+        assert dead == self.num_given - self.num_updated
+        assert self.num_sampled > 0
