@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from storage.codecs import codec_of
 from storage.fields import Schema
 
 from .observation_parts import ObservationParts
@@ -89,9 +90,10 @@ class RepeatedStep:
 def form_of(values: Mapping[str, Any], schema: Schema, parts: ObservationParts, num_envs: int) -> RepeatedStep | None:
     """Give the form of a step that `read_rollout` has taken; None if it is not of the common kind.
 
-    The common kind: tensors on the CPU or arrays, alone or in dicts, stored raw, with flags that are bool.
+    The common kind: tensors on the CPU or arrays, alone or in dicts, kept as they are until a block is
+    written, with flags that are bool.
     """
-    if any(field.codec != "raw" for field in schema.values()):
+    if any(codec_of(field).stored_dtype is not None for field in schema.values()):
         return None
     leaves, flags = [], []
     sizes: dict[tuple[str, ...], int] = {(): len(values) - ("policy_version" in values)}

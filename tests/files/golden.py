@@ -58,9 +58,43 @@ def components(t: int) -> dict[str, Any]:
     }
 
 
+#: Component -> (shape, dtype, divisor, codec); values are exact in each.
+CODED: dict[str, tuple[tuple[int, ...], str, int, str]] = {
+    "rgb": ((4, 4, 3), "uint8", 1, "lz4"),
+    "depth": ((4, 5), "float32", 2, "uint16(0,63.9990234375)+shuffle+lz4"),
+    "lidar": ((9,), "float64", 1, "split+lz4hc"),
+    "segments": ((3, 3), "int32", 1, "delta+bitshuffle+lz4"),
+    "image": ((3, 5), "float32", 100, "normalized_image+lz4"),
+    "heat": ((5,), "uint16", 1, "auto"),
+    "mask": ((7,), "bool", 1, "xor+lz4"),
+    "half": ((3,), "bfloat16", 1, "shuffle+lz4"),
+    "state": ((2,), "float32", 1, "raw"),
+}
+
+
+def coded(t: int) -> dict[str, Any]:
+    """Two envs with a component of every kind of codec, and final observations."""
+    observation, final = (
+        {
+            name: (made / divisor if divisor > 1 else made)
+            for name, (shape, dtype, divisor, _) in CODED.items()
+            for made in [value(name, step, 2, shape, dtype)]
+        }
+        for step in (t, t + 50)
+    )
+    return {
+        "observation": observation,
+        "action": value("action", t, 2, (1,), "float32"),
+        "terminated": np.array([t == 10, False]),
+        "truncated": np.array([False, t == 4]),
+        "final_observation": final,
+    }
+
+
 #: Name -> (steps, number of steps, envs, options of the writer).
 RECORDINGS = {
     "dtypes": (all_dtypes, 9, 2, {"block_bytes": 1500}),
+    "coded": (coded, 20, 2, {"obs_disassemble_mapping": {name: one[3] for name, one in CODED.items()}}),
     "components": (components, 8, 3, {"success_only": True, "obs_disassemble_mapping": {"depth": "normalized_image"}}),
 }
 
