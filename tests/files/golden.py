@@ -94,7 +94,12 @@ def coded(t: int) -> dict[str, Any]:
 #: Name -> (steps, number of steps, envs, options of the writer).
 RECORDINGS = {
     "dtypes": (all_dtypes, 9, 2, {"block_bytes": 1500}),
-    "coded": (coded, 20, 2, {"obs_disassemble_mapping": {name: one[3] for name, one in CODED.items()}}),
+    "coded": (
+        coded,
+        20,
+        2,
+        {"obs_disassemble_mapping": {name: one[3] for name, one in CODED.items() if one[3] != "raw"}},
+    ),
     "components": (components, 8, 3, {"success_only": True, "obs_disassemble_mapping": {"depth": "normalized_image"}}),
 }
 
