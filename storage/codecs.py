@@ -26,9 +26,10 @@ MIN_SAVED = 0.1
 #: A chunk has at most so many frames, and fewer where it would have more bytes than this (what a cache near
 #: the processor holds, and what a reader of one frame decodes for nothing).
 MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES = 8, 512 * 1024
-#: What `auto` tries, by item size; all lossless, and readable without an extra.
-_CANDIDATES = {1: ("lz4", "lz4hc"), 2: ("shuffle+lz4hc", "delta+shuffle+lz4hc")}
-_WIDE_CANDIDATES = ("shuffle+lz4hc", "split+lz4hc", "delta+bitshuffle+lz4hc")
+#: What `auto` tries, by item size: lossless, readable without an extra, and written at 300 MB/s and more. High
+#: compression writes 50 MB/s, which may make a learner wait, so that it has to be asked for.
+_CANDIDATES = {1: ("lz4", "delta+lz4"), 2: ("shuffle+lz4", "delta+shuffle+lz4")}
+_WIDE_CANDIDATES = ("shuffle+lz4", "split+lz4", "delta+split+lz4")
 
 
 @dataclass(frozen=True)
