@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from storage.codecs import find_codec
+from storage.codecs import check_writable
 from storage.errors import SchemaError, UsageError, nearest
 from storage.tree import check_same_names
 
@@ -92,7 +92,7 @@ def observation_parts(
                 )
     for name, codec in (codecs or {}).items():
         try:
-            find_codec(str(codec))
+            check_writable(str(codec))
         except UsageError as error:
             where = f"with the codec of {name!r}"
             raise UsageError("make a RolloutWriter", where, error.expected, repr(codec), error.advice) from error

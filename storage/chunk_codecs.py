@@ -74,6 +74,10 @@ class ChunkCodec:
     def _is_blosc2(self) -> bool:
         return self.packer.startswith("blosc2")
 
+    def check_installed(self) -> None:
+        """Raise `UsageError` if the packer is of an extra that is not installed."""
+        extra_packers.check_installed(self.packer)
+
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise `FieldTypeError` if values of this dtype cannot be coded."""
         if self.quantizer is not None and dtype.kind != "f":
@@ -174,7 +178,6 @@ def chunk_codec(name: str) -> ChunkCodec:
             )
         kinds = kinds[kinds.index(kind) + 1 :]
         found[kind] = _linear(name, match) if match else stage
-    extra_packers.check_installed(name, str(found.get("packer")))
     codec = ChunkCodec(name or "raw", **found)
     if codec._is_blosc2 and codec.shuffle == "split":
         raise UsageError("use the codec", repr(name), "'shuffle', 'bitshuffle' or none before blosc2", "'split'")

@@ -102,6 +102,13 @@ def codec_of(field: Field) -> Codec:
         raise UsageError("find the codec of field", repr(field.name), error.expected, error.got) from None
 
 
+def check_writable(name: str) -> None:
+    """Raise `UsageError` if there is no such codec, or if it needs an extra that is not installed."""
+    codec = find_codec(name)
+    if codec.chunks not in (None, AUTO):
+        chunk_codec(str(codec.chunks)).check_installed()
+
+
 def stored_field(field: Field) -> Field:
     """Describe a row of the field as it is stored, or as its chunks decode to: the codec's dtype, no codec."""
     return Field(field.name, field.shape, codec_of(field).stored_dtype or field.dtype)

@@ -1,7 +1,8 @@
 """Packers of optional packages (the extra `codecs`): zstd by `zstandard`, and `blosc2`.
 
-One rule: imported where they are used; without the package a chain that needs it is refused by name. What a
-coded run of bytes declares is compared with what the caller expects before anything is decoded.
+One rule: imported where they are used, so that files say what they hold also where the package is missing; then
+a chunk that needs it is refused by name. What a coded run of bytes declares is compared with what the caller
+expects before anything is decoded.
 """
 
 from __future__ import annotations
@@ -27,16 +28,21 @@ _BLOSC2 = {"blosc2": ("LZ4HC", 9), "blosc2zstd": ("ZSTD", 5)}
 _FILTERS = {"": "NOFILTER", "shuffle": "SHUFFLE", "bitshuffle": "BITSHUFFLE"}
 
 
-def check_installed(name: str, packer: str) -> None:
-    """Raise `UsageError` if the codec `name` needs a package that is not there."""
+def check_installed(packer: str) -> None:
+    """Raise `UsageError` if a packer needs a package that is not there; nothing for one that needs none."""
     module = MODULES.get(packer)
     if module is not None and importlib.util.find_spec(module) is None:
-        advice = "Install the extra 'codecs', or use 'lz4hc'"
-        raise UsageError("use the codec", repr(name), f"the package {module}", "none", advice)
+        advice = "Install the extra 'codecs', or use 'lz4hc' to write"
+        raise UsageError("use the codec", repr(packer), f"the package {module}", "none", advice)
+
+
+def _module(packer: str) -> Any:
+    check_installed(packer)
+    return importlib.import_module(MODULES[packer])
 
 
 def pack_zstd(data: Bytes, level: int | None) -> bytes:
-    zstandard = importlib.import_module("zstandard")
+    zstandard = _module("zstd")
     return bytes(zstandard.ZstdCompressor(level=_ZSTD_LEVEL if level is None else level).compress(data))
 
 
@@ -52,7 +58,7 @@ _local = _Local()
 
 def unpack_zstd(data: Bytes, target: Bytes) -> None:
     """Decode a zstd frame that declares exactly `target`, into it."""
-    zstandard = importlib.import_module("zstandard")
+    zstandard = _module("zstd")
     try:
         declared = zstandard.get_frame_parameters(data).content_size
         if declared != len(target):
@@ -68,7 +74,7 @@ def unpack_zstd(data: Bytes, target: Bytes) -> None:
 
 def pack_blosc2(items: npt.NDArray[Any], shuffle: str, packer: str, level: int | None) -> bytes:
     """Pack contiguous items with LZ4HC or zstd behind blosc2's own shuffle."""
-    blosc2 = importlib.import_module("blosc2")
+    blosc2 = _module("blosc2")
     settings = {"filters": [blosc2.Filter[_FILTERS[shuffle]]], "filters_meta": [0], "typesize": items.itemsize}
     codec, usual = _BLOSC2[packer]
     settings |= {"codec": blosc2.Codec[codec], "clevel": usual if level is None else min(9, level)}
@@ -77,7 +83,7 @@ def pack_blosc2(items: npt.NDArray[Any], shuffle: str, packer: str, level: int |
 
 def unpack_blosc2(data: Bytes, target: Bytes) -> None:
     """Decode a blosc2 chunk that declares exactly `target`, into it."""
-    blosc2 = importlib.import_module("blosc2")
+    blosc2 = _module("blosc2")
     try:
         declared, coded, _ = blosc2.get_cbuffer_sizes(data)
         if (declared, coded) != (len(target), len(data)):

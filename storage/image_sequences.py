@@ -48,6 +48,7 @@ def compress_image_seq(
     if codec is None:
         codec = ("split+" if array.dtype.itemsize > 1 else "") + ("lz4hc" if level else "lz4")
     chain = chunk_codec(codec)
+    chain.check_installed()
     chain.check_dtype(array.dtype if dtype != "bfloat16" else np.dtype(np.uint16))
     row_bytes = prod(array.shape[1:]) * array.itemsize
     step = chunk_frames(row_bytes) if frames_per_chunk is None else operator.index(frames_per_chunk)

@@ -14,7 +14,7 @@ from rollout_data import RolloutDataset
 from rollout_data.block_file import open_block
 from rollout_data.block_header import ABOUT, CODECS, DATA, header_crc, read_header
 from rollout_data.cli import main
-from storage.errors import CorruptFileError, RolloutDataError, RolloutDataWarning
+from storage.errors import CorruptFileError, RolloutDataError, RolloutDataWarning, UsageError
 from tests.files import coded
 from tests.files.readback import trajectories_of
 from tests.files.test_block_file_damage import check_flips, used_bytes
@@ -199,3 +199,28 @@ def test_hostile_tables_of_chunks_are_one_error_without_memory(folders, tmp_path
 
 def test_the_helper_makes_good_blocks(folders, tmp_path):
     open_block(remade(sorted(folders[0].glob("*.h5"))[0], tmp_path, lambda file: None), verify=True)
+
+
+def test_blocks_of_a_missing_extra_are_told_but_never_set_aside(folder, monkeypatch, capsys):
+    def rename(file):
+        codings = json.loads(file.attrs[CODECS])
+        schema = json.loads(file.attrs["schema"])
+        for field in schema:
+            if field["name"] == "observation/rgb":
+                field["codec"] = codings[field["name"]]["codec"] = "zstd"
+        file.attrs["schema"], file.attrs[CODECS] = json.dumps(schema), json.dumps(codings)
+
+    monkeypatch.setattr("storage.extra_packers.importlib.util.find_spec", lambda name: None)
+    for path in sorted(folder.glob("*.h5")):
+        (folder / "new").mkdir(exist_ok=True)
+        remade(path, folder / "new", rename).replace(path)
+    shutil.rmtree(folder / "new")
+    for name in ("metadata.json", ".index.npz"):
+        (folder / name).unlink()
+    assert main(["verify", "--repair", str(folder)]) == 0, "checksums need no package"
+    assert not (folder / "damaged").exists()
+    text = "cannot use the codec 'zstd': expected the package zstandard, got none. Install the extra 'codecs'"
+    with pytest.raises(UsageError, match=text):
+        RolloutDataset(folder, 2, device="cpu").get_batch(3)
+    with pytest.raises(UsageError, match="with the codec of 'rgb': expected the package zstandard"):
+        coded.record(folder / "other", codecs={"rgb": "zstd"})
