@@ -55,6 +55,7 @@ HOUSE = {
         "background",
         "monitors",
         "object_copy",
+        "lz4_stream",
         "lz4_frames",
         "snapshot",
         "transition",
