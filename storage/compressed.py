@@ -1,8 +1,14 @@
 """`CompressedTensorDict`: a nested record some of whose tensors are held as LZ4 bytes.
 
 One rule: what was put in comes out, bit by bit, as fresh tensors; the record given is never changed.
-Weights and noisy float32 hardly shrink (0-8 % measured on weights and optimizer states, on proprioception and on
-noisy depth images): there the raw bytes are kept. Masks, segmentation, rendered images and counters do.
+What fast LZ4 saves, measured (`python -m benchmarks checkpoint`), as size before over size after:
+
+    weights and AdamW moments, float32   1.00    RGB images, uint8, rendered          2.37
+    Humanoid-v5 observations, float32    1.33    depth images, float32, without noise 3.86
+    Ant-v5 observations, float32 (zeros) 3.32    the same with sensor noise           1.00
+    segmentation, uint8                 10.09
+
+So it is worth it for masks, images and what is often zero; where it saves nothing the raw bytes are kept.
 """
 
 from __future__ import annotations
