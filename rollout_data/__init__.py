@@ -8,13 +8,18 @@ from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .base import RolloutFileBase
 from .expert import load_expert_trajectories
+from .normalization import FieldStatistics
 from .recording import RecordingSummary, record_demonstrations
 from .rollout_dataset import RolloutDataset
 from .trajectory_replay_buffer import TrajectoryCache, TrajectoryReplayBuffer
 from .transition import Transition
+from .window_dataset import WindowDataset
+from .window_loader import WindowLoader
+from .window_mixture import WindowMixture
 from .writer import RolloutWriter
 
 __all__ = [
+    "FieldStatistics",
     "RecordingSummary",
     "RolloutDataError",
     "RolloutDataWarning",
@@ -24,6 +29,9 @@ __all__ = [
     "TrajectoryCache",
     "TrajectoryReplayBuffer",
     "Transition",
+    "WindowDataset",
+    "WindowLoader",
+    "WindowMixture",
     "load_expert_trajectories",
     "record_demonstrations",
 ]

@@ -1,0 +1,233 @@
+"""WindowDataset: windows of recorded trajectories by number, for sequence models and action chunks.
+
+One rule: integers decide which frames a batch needs, one gather per kind of row moves them; `__getitem__` is a
+batch of one. What a window is made of is `window_fields.py`'s, which windows there are `window_index.py`'s.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from storage.buffer_pool import BufferPool
+from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
+from storage.tree import map_leaves
+
+from .base import whole
+from .block_header import DATA
+from .frames import FrameStore
+from .index import Int64s
+from .normalization import FieldStatistics, compute_statistics
+from .sharding import is_in_worker
+from .sources import BlockSource, DataDirs, Source, open_source, writers_upto
+from .window_batch import SharedMemory, collate_windows
+from .window_fields import WindowPlan, plan_windows
+from .window_index import PADDINGS, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
+from .window_reader import MASK, NEXT_MASK, Allocate, WindowReader
+
+
+class WindowDataset(Dataset[dict[str, Any]]):
+    """Windows of trajectories, by number; a map-style dataset that reads whole batches at once.
+
+    A window belongs to a frame `t` of a trajectory, its anchor, and has for each field the frames `t + delta`.
+    Read it through a `DataLoader` with `collate_fn=dataset.collate`, or through `WindowLoader`. The dataset shows
+    what was in the folders when it was opened; pickled copies (spawned workers) open the same files anew.
+
+    Args:
+        data_dir: A folder or a list of folders: block files, or the older `trajectory_*/traj_*_*.pickle` layout.
+        length: L: fields without an entry in `delta` have the frames `t .. t + L - 1`.
+        stride: Frames between the anchors of a trajectory.
+        delta: Field, or what its name begins with -> frames relative to the anchor, in this order: for example
+            `{"observation": [-1, 0], "action": range(16)}`, a frame stack and an action chunk.
+        padding: "none": only windows whose frames all exist. "repeat" (or "edge"), "zero": every `stride`-th
+            frame of a trajectory is an anchor, and frames outside read as the nearest one, or as zeros.
+        fields: Names, or what they begin with; None is all. Besides the recorded ones there are `done`, True on
+            the last frame of a trajectory, and `timeout`, True there if it was truncated or cut.
+        split: "train" or "validation"; None is all trajectories.
+        validation_fraction: Of M trajectories round(M * fraction) are for validation.
+        seed: Decides which ones: a function of (seed, writer, number of the trajectory) alone.
+        next_observations: Add `next_observation` (and `next_privileged_observation`): one frame later, after the
+            last frame the recorded final observation.
+        contiguous: Give every field contiguous memory of its own, rather than a view of rows.
+        verify_on_open: Check every checksum when a block is first seen.
+
+    A batch is a nested dict of `[B, L, *shape]` tensors on the CPU, and the caller's: raw fields are views of rows
+    gathered for it. `mask` says which frames exist: bool `[B, L]`, or with `delta` a mask for each field, nested like
+    the fields. `next_mask`, nested likewise, is False where no true next observation was recorded.
+
+    Attributes:
+        problems: What could not be read, was repaired or left out, as exceptions.
+
+    Raises:
+        UsageError: An argument is wrong, or nothing was recorded.
+    """
+
+    def __init__(
+        self,
+        data_dir: DataDirs,
+        length: int = 1,
+        stride: int = 1,
+        *,
+        delta: Mapping[str, Iterable[int]] | None = None,
+        padding: Padding = "none",
+        fields: Sequence[str] | None = None,
+        split: Split | None = None,
+        validation_fraction: float = 0.1,
+        seed: int = 0,
+        next_observations: bool = False,
+        contiguous: bool = False,
+        verify_on_open: bool = False,
+    ) -> None:
+        if padding not in PADDINGS:
+            raise UsageError("read windows", "", f"padding {nearest(str(padding), PADDINGS)}", repr(padding))
+        self.data_dir, self.padding = data_dir, padding
+        self.length, self.stride = whole("length", length, 1), whole("stride", stride, 1)
+        self._delta = None if delta is None else {name: list(values) for name, values in delta.items()}
+        self._fields = fields if fields is None or isinstance(fields, str) else list(fields)
+        self._split = SplitOptions(split, float(validation_fraction), whole("seed", seed, 0))
+        self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
+        self._verify_on_open = verify_on_open
+        self._opened_as: tuple[dict[str, int] | None, int] | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """Open the folders: for the first time, or what was opened then, where a copy arrives."""
+        self._source: Source = open_source(self.data_dir, self._verify_on_open)
+        self._source.refresh()
+        before = self._opened_as
+        self._store: FrameStore = self._source.snapshot(before[0] if before is not None else None)
+        self.trajectories = choose_trajectories(self._store.index, self._split)
+        if not len(self._store.layouts[DATA].schema):
+            found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
+            raise UsageError("read windows", f"of {self.data_dir!r}", "recorded trajectories", found)
+        is_known = isinstance(self._source, BlockSource)
+        state = writers_upto(self._store.index) if is_known else None, _fingerprint(self._store, self.trajectories)
+        if before is not None and state[1] != before[1]:
+            expected = "the trajectories that it was opened with"
+            raise DataFileError(
+                "open the windows again", f"of {self.data_dir!r}", expected, "others", "Open the dataset anew"
+            )
+        self._opened_as = state
+        self.plan: WindowPlan = plan_windows(
+            self._store.layouts[DATA], self.length, self._delta, self._fields, self._next_observations
+        )
+        self._check_names()
+        first, last, pads = self.plan.first_delta, self.plan.last_delta, self.padding != "none"
+        lengths = self._store.index.lengths[self.trajectories]
+        self._windows = WindowIndex(self.trajectories, lengths, first, last, self.stride, pads)
+        mask_is_one = self._delta is None
+        self._reader = WindowReader(
+            self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
+        )
+        self._pool, self._shared = BufferPool(), SharedMemory()
+
+    def _check_names(self) -> None:
+        for field in self.plan.fields:
+            if field.name.split("/")[0] in (MASK, NEXT_MASK):
+                raise UsageError("read windows", f"with the field {field.name!r}", "another name", "that of the masks")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled dataset opens its files anew where it arrives."""
+        state = self.__dict__.copy()
+        for name in ("_source", "_store", "_windows", "_reader", "_pool", "_shared", "plan", "trajectories"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    # What there is
+
+    def __len__(self) -> int:
+        """Count the windows."""
+        return len(self._windows)
+
+    @property
+    def problems(self) -> list[RolloutDataError]:
+        return self._source.problems
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Contents of metadata.json of the (first) folder."""
+        return self._source.metadata
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of this split, those without a whole window included."""
+        return len(self.trajectories)
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of these trajectories."""
+        return int(self._windows.lengths.sum())
+
+    @property
+    def form(self) -> tuple[str, ...]:
+        """The fields of a batch in words: equal for datasets whose batches can be put together."""
+        schema = self._store.layouts[DATA].schema
+        words = [f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"]
+        for field in self.plan.fields:
+            what = f"{schema[field.source].dtype}{list(schema[field.source].shape)}" if field.column else "bool[]"
+            words.append(f"{field.name} {what} at {field.deltas.tolist()}")
+        return tuple(words)
+
+    def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
+        """Tell where windows are: (writer, number of the trajectory) of each, and its anchor, int64 `[B]`."""
+        place, anchor = self._windows.find(checked_windows(windows, len(self)))
+        return self._store.index.keys(self.trajectories[place]), anchor
+
+    # Windows
+
+    def __getitem__(self, window: int) -> dict[str, Any]:
+        """Give one window: a nested dict of `[L, *shape]` tensors.
+
+        Raises:
+            IndexError: There is no such window; negative numbers count from the end.
+        """
+        if isinstance(window, (bool, np.bool_)):
+            raise UsageError("read a window", "", "a whole number", repr(window))
+        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.__getitems__([window]))
+        return found
+
+    def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        """Give a batch: a nested dict of `[B, L, *shape]` tensors, in the order of `windows`; the caller's.
+
+        Raises:
+            IndexError: There is no such window.
+            CorruptFileError: A chunk of a coded component is damaged; the text names it.
+        """
+        if is_in_worker():
+            return self._shared.make(lambda allocate: self.read(windows, allocate))
+        return self.read(windows, self._pool.empty)
+
+    def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
+        """Read a batch into memory that `allocate(shape, dtype)` gives; otherwise like `__getitems__`."""
+        place, anchor = self._windows.find(checked_windows(windows, len(self)))
+        return self._reader.read(place, anchor, allocate)
+
+    #: For `DataLoader(dataset, collate_fn=dataset.collate)`: a batch is one already; lists of windows are stacked.
+    collate = staticmethod(collate_windows)
+
+    def statistics(
+        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+    ) -> dict[str, FieldStatistics]:
+        """Summarize each recorded field over the frames of this split, for normalization; each frame counts once.
+
+        Computed in one pass, in bounded memory, and kept in a file beside the data, which is made anew when the
+        data have changed. Where the folder cannot be written it is computed again the next time.
+        """
+        names = [field.source for field in self.plan.fields if field.column and not field.is_next]
+        return compute_statistics(
+            self._store, self._source.paths[0], self.trajectories, names, quantiles, use_cache, progress
+        )
+
+
+def _fingerprint(store: FrameStore, trajectories: Int64s) -> int:
+    index = store.index
+    columns = (index.first_frame[trajectories], index.number[trajectories], index.lengths[trajectories])
+    return zlib.crc32(np.stack([*columns, index.writer[trajectories]]).tobytes())

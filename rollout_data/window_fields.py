@@ -1,0 +1,186 @@
+"""Which fields a window has, which frames of each, and what has to be read for them.
+
+One rule: decided once, when a dataset is opened; a batch is then a few table look-ups. Fields that
+stand side by side in one row are read together.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.errors import MissingFieldError, UsageError, nearest
+
+from .index import Int64s
+from .layout import RowLayout
+from .window_index import WindowShape
+
+#: Fields that are not stored: they follow from where a trajectory ends, and how.
+DONE, TIMEOUT = "done", "timeout"
+FLAGS = (DONE, TIMEOUT)
+#: Groups of fields whose true last row may be recorded.
+OBSERVATIONS = ("observation", "privileged_observation")
+NEXT = "next_"
+_MAX_DELTA = 1 << 31
+
+
+@dataclass(frozen=True, eq=False)
+class WindowField:
+    """One field of a window.
+
+    Attributes:
+        name: Name in the batch, levels joined by "/".
+        source: The field that is read.
+        deltas: int64 `[L]`, frames relative to the anchor.
+        column: The column that holds it; "" for flags.
+        rows: Which of the rows that are read of the column: a slice, or int64 `[L]`.
+    """
+
+    name: str
+    source: str
+    deltas: Int64s
+    column: str = ""
+    rows: slice | torch.Tensor | None = None
+
+    @property
+    def is_next(self) -> bool:
+        return self.name != self.source
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPlan:
+    """What a batch of windows is made of.
+
+    Attributes:
+        fields: In the order of the schema, then flags, then next observations.
+        shapes: Frames to read; columns that need the same ones share one.
+        columns: Column -> position in `shapes`.
+        is_uniform: All fields have the same deltas.
+    """
+
+    fields: tuple[WindowField, ...]
+    shapes: tuple[WindowShape, ...]
+    columns: Mapping[str, int]
+
+    @property
+    def first_delta(self) -> int:
+        """The least delta of fields that are not next observations."""
+        return min(int(field.deltas.min()) for field in self.fields if not field.is_next)
+
+    @property
+    def last_delta(self) -> int:
+        return max(int(field.deltas.max()) for field in self.fields if not field.is_next)
+
+
+def plan_windows(
+    layout: RowLayout,
+    length: int,
+    delta: Mapping[str, Iterable[int]] | None,
+    fields: Sequence[str] | None,
+    next_observations: bool,
+) -> WindowPlan:
+    """Plan windows.
+
+    Args:
+        layout: The fields that are stored.
+        length: Fields without an entry in `delta` have the frames `0 .. length - 1` from the anchor on.
+        delta: Field, or what its name begins with ("observation") -> frames relative to the anchor.
+        fields: Names, or what they begin with; None is all.
+        next_observations: Add `next_observation` and `next_privileged_observation` of the observations chosen.
+
+    Raises:
+        MissingFieldError: A name is not a field.
+        UsageError: A list of deltas is empty or has something else than whole numbers.
+    """
+    known = [*layout.schema, *(flag for flag in FLAGS if flag not in layout.schema)]
+    given = {name: _checked_deltas(name, values) for name, values in (delta or {}).items()}
+    for name in given:
+        _below(name, known, "shift the field")
+    chosen = set(known) if fields is None else {one for name in _listed(fields) for one in _below(name, known)}
+    if not chosen:
+        raise UsageError("read windows", "", f"some of the fields {', '.join(known)}", "none")
+    names = [name for name in known if name in chosen]
+    deltas = {name: _deltas_of(name, given, length) for name in names}
+    wanted = [(name, name, deltas[name]) for name in names]
+    if next_observations:
+        nexts = [name for name in names if name.split("/")[0] in OBSERVATIONS and name in layout.schema]
+        if not nexts:
+            raise UsageError("read next observations", "", "an observation among the fields", ", ".join(names))
+        wanted += [(NEXT + name, name, deltas[name] + 1) for name in nexts]
+    return _plan(layout, wanted)
+
+
+def _plan(layout: RowLayout, wanted: list[tuple[str, str, Int64s]]) -> WindowPlan:
+    needed: dict[str, list[int]] = {}
+    for _, source, deltas in wanted:
+        if source in layout.schema:
+            needed.setdefault(layout.column_of[source].name, []).extend(deltas.tolist())
+    shapes: list[WindowShape] = []
+    columns: dict[str, int] = {}
+    places: dict[tuple[Any, ...], int] = {}
+    for name, deltas_of_column in needed.items():
+        shape = WindowShape.of(deltas_of_column, fills_gaps=not layout.columns[name].is_coded)
+        key = tuple(shape.deltas.tolist())
+        if key not in places:
+            places[key] = len(shapes)
+            shapes.append(shape)
+        columns[name] = places[key]
+    fields = []
+    for name, source, deltas in wanted:
+        if source not in layout.schema:
+            fields.append(WindowField(name, source, deltas))
+            continue
+        column = layout.column_of[source].name
+        fields.append(WindowField(name, source, deltas, column, _rows(deltas, shapes[columns[column]].deltas)))
+    return WindowPlan(tuple(fields), tuple(shapes), columns)
+
+
+def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
+    """Where `deltas` stand among those that are `read`: a slice where that is possible."""
+    places = np.searchsorted(read, deltas)
+    steps = np.diff(places)
+    if not len(steps):
+        return slice(int(places[0]), int(places[0]) + 1)
+    if (steps == steps[0]).all() and steps[0] > 0:
+        return slice(int(places[0]), int(places[-1]) + 1, int(steps[0]))
+    return torch.from_numpy(places.astype(np.int64))
+
+
+def _listed(fields: Sequence[str]) -> list[str]:
+    if isinstance(fields, str) or not all(isinstance(name, str) for name in fields):
+        raise UsageError("choose fields", "", "a list of names", repr(fields))
+    return list(fields)
+
+
+def _below(name: str, known: Sequence[str], action: str = "read the field") -> list[str]:
+    """Fields called `name` or `name/...`."""
+    found = [one for one in known if one == name or one.startswith(f"{name}/")]
+    if not found:
+        groups = {one.split("/")[0] for one in known}
+        raise MissingFieldError(action, repr(name), nearest(name, {*known, *groups}), "no such field")
+    return found
+
+
+def _deltas_of(name: str, given: Mapping[str, Int64s], length: int) -> Int64s:
+    """The deltas of the longest entry that the name begins with."""
+    parts = name.split("/")
+    for size in range(len(parts), 0, -1):
+        found = given.get("/".join(parts[:size]))
+        if found is not None:
+            return found
+    return np.arange(length)
+
+
+def _checked_deltas(name: str, values: Iterable[int]) -> Int64s:
+    try:
+        listed = [operator.index(value) for value in values]
+    except TypeError:
+        raise UsageError("shift the field", repr(name), "a list of whole numbers", repr(values)) from None
+    if not listed or max(map(abs, listed)) >= _MAX_DELTA:
+        raise UsageError("shift the field", repr(name), f"at least one number, below {_MAX_DELTA}", repr(values))
+    return np.array(listed, np.int64)

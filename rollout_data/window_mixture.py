@@ -1,0 +1,146 @@
+"""WindowMixture: windows of several datasets as one, drawn by weight.
+
+One rule: a mixture is numbers and weights; its members read. Numbers count through the members in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from storage.buffer_pool import BufferPool
+from storage.errors import UsageError
+from storage.tree import flatten, map_leaves, unflatten
+
+from .base import whole
+from .index import Int64s
+from .sharding import is_in_worker
+from .window_batch import SharedMemory, collate_windows
+from .window_dataset import WindowDataset
+from .window_index import checked_windows
+from .window_reader import Allocate
+
+
+class WindowMixture(Dataset[dict[str, Any]]):
+    """Windows of several `WindowDataset`s, which must have the same fields, deltas and masks.
+
+    Args:
+        datasets: The members; their windows are numbered one after the other.
+        weights: How probable each member is, of any sum; None makes all windows equally probable.
+
+    `draw`, `sampler()` and `WindowLoader` go by the weights; numbers and `len` do not.
+
+    Raises:
+        UsageError: Members or weights do not fit together; a member that has a weight has no window.
+    """
+
+    def __init__(self, datasets: Sequence[WindowDataset], weights: Sequence[float] | None = None) -> None:
+        self.datasets = list(datasets)
+        if not self.datasets:
+            raise UsageError("mix datasets", "", "at least one", "none")
+        sizes = np.array([len(dataset) for dataset in self.datasets], np.int64)
+        given = sizes.astype(np.float64) if weights is None else np.asarray(weights, np.float64)
+        if given.shape != sizes.shape or not (np.isfinite(given).all() and (given >= 0).all() and given.sum() > 0):
+            raise UsageError("mix datasets", "", f"{len(sizes)} weights >= 0, some of them above", repr(weights))
+        if ((given > 0) & (sizes == 0)).any():
+            empty = int(np.flatnonzero((given > 0) & (sizes == 0))[0])
+            raise UsageError("mix datasets", f"with number {empty}", "windows, or no weight", "no window")
+        self.weights = given / given.sum()
+        self._first = np.append(0, np.cumsum(sizes))
+        self._check_alike()
+        self._pool, self._shared = BufferPool(), SharedMemory()
+
+    def _check_alike(self) -> None:
+        first = self.datasets[0].form
+        for number, dataset in enumerate(self.datasets):
+            if dataset.form != first:
+                parts = [f"{a} instead of {b}" for a, b in zip(dataset.form, first, strict=False) if a != b]
+                got = parts[0] if parts else "others"
+                raise UsageError("mix datasets", f"with number {number}", "the fields and deltas of number 0", got)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shared": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._shared = SharedMemory()
+
+    def __len__(self) -> int:
+        """Count the windows of all members."""
+        return int(self._first[-1])
+
+    def __getitem__(self, window: int) -> dict[str, Any]:
+        """Give one window; see `WindowDataset`."""
+        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.__getitems__([window]))
+        return found
+
+    def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        """Give a batch in the order of `windows`; see `WindowDataset`."""
+        if is_in_worker():
+            return self._shared.make(lambda allocate: self.read(windows, allocate))
+        return self.read(windows, self._pool.empty)
+
+    def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
+        """Read windows into memory that `allocate(shape, dtype)` gives."""
+        numbers = checked_windows(windows, len(self))
+        member = np.searchsorted(self._first, numbers, side="right") - 1
+        used = np.unique(member).tolist()
+        if len(used) <= 1:
+            only = used[0] if used else 0
+            return self.datasets[only].read(numbers - self._first[only], allocate)
+        out: dict[str, torch.Tensor] = {}
+        for one in used:
+            places = np.flatnonzero(member == one)
+            part = self.datasets[one].read(numbers[places] - self._first[one], self._pool.empty)
+            for name, values in flatten(part).items():
+                if name not in out:
+                    out[name] = allocate((len(numbers), *values.shape[1:]), values.dtype)
+                _as_array(out[name])[places] = _as_array(values)
+        return unflatten(out)
+
+    #: See `WindowDataset.collate`.
+    collate = staticmethod(collate_windows)
+
+    def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
+        """Tell the member of each window, and its number there: int64 `[B]` both."""
+        numbers = checked_windows(windows, len(self))
+        member = np.searchsorted(self._first, numbers, side="right") - 1
+        return member, numbers - self._first[member]
+
+    def draw(self, num_samples: int, generator: np.random.Generator) -> Int64s:
+        """Draw windows with replacement: a member by weight, then one of its windows, all equally probable."""
+        member = generator.choice(len(self.datasets), num_samples, p=self.weights)
+        sizes = np.diff(self._first)[member]
+        return self._first[member] + np.minimum((generator.random(num_samples) * sizes).astype(np.int64), sizes - 1)
+
+    def sampler(self, num_samples: int | None = None, seed: int = 0) -> MixtureSampler:
+        """Give a sampler for a `DataLoader`: `num_samples` draws an epoch (None: as many as there are windows)."""
+        return MixtureSampler(self, len(self) if num_samples is None else whole("num_samples", num_samples, 0), seed)
+
+
+class MixtureSampler(Sampler[int]):
+    """Draws of a mixture, a function of (seed, epoch); each iteration is the next epoch."""
+
+    def __init__(self, mixture: WindowMixture, num_samples: int, seed: int) -> None:
+        self.mixture, self.num_samples, self.seed = mixture, num_samples, whole("seed", seed, 0)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of another epoch."""
+        self.epoch = int(epoch)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = self.mixture.draw(self.num_samples, np.random.default_rng([self.seed, self.epoch]))
+        self.epoch += 1
+        return iter(order.tolist())
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
