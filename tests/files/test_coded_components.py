@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 
@@ -349,3 +350,35 @@ def test_naive_reading_of_one_field_agrees(folders):
         whole = field_values(header, DATA, "observation/depth", 0, rows)
         for start, stop in [(0, 1), (5, 17), (rows - 3, rows)]:
             assert np.array_equal(field_values(header, DATA, "observation/depth", start, stop), whole[start:stop])
+
+
+def test_frames_are_looked_up_by_time_in_chunks(folders):
+    times = torch.tensor([0.32, 1.17])
+    options = {"device": "cpu", "flatten_observations": False, "frame_rate_hz": 10}
+    ours, theirs = (RolloutDataset(path, 2, **options) for path in folders)
+    for dataset in (ours, theirs):
+        dataset.get_batch(2)
+    (batch, is_inside), (raw, same) = (dataset.get_batch_by_time(times) for dataset in (ours, theirs))
+    assert torch.equal(is_inside, same)
+    assert torch.equal(batch.observation["rgb"], raw.observation["rgb"])
+    assert torch.equal(batch.observation["depth"], raw.observation["depth"])
+
+
+def test_a_dataset_of_chunks_can_be_sent_to_another_process(folders):
+    dataset = RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False)
+    first = dataset.get_batch(4).observation["rgb"]
+    again = pickle.loads(pickle.dumps(dataset))  # starts from the beginning
+    assert torch.equal(again.get_batch(4).observation["rgb"], first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["none", "device"])
+def test_chunks_reach_a_gpu(folders, cache):
+    on_gpu, on_cpu = (
+        RolloutDataset(folders[0], 2, device=device, cache=cache if device == "cuda" else "none")
+        for device in ("cuda", "cpu")
+    )
+    for _ in range(4):
+        batch, expected = on_gpu.get_batch(6), on_cpu.get_batch(6)
+        assert batch.observation.is_cuda and torch.equal(batch.observation.cpu(), expected.observation)
+        assert torch.equal(batch.next_observation.cpu(), expected.next_observation)
