@@ -9,6 +9,7 @@ The structures are measured apart: drawing and writing back weights, no rows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
@@ -187,13 +188,13 @@ def draw_by_rejection(weights: torch.Tensor, num_draws: int, generator: torch.Ge
 
 
 class PerItem:
-    """The plain way: a list of items, and a binary tree of sums in a list, item by item."""
+    """The plain way: a list of items, copied one by one, and a binary tree of sums in an array, one path at a time."""
 
     def __init__(self, capacity: int) -> None:
         self.size = 1 << (capacity - 1).bit_length()
         item = {name: leaf[0] for name, leaf in rows(1).items()}
         self.items = [item] * capacity
-        self.sums = PairHeap(np.random.rand(capacity) ** ALPHA).sums.tolist()
+        self.sums = PairHeap(np.random.rand(capacity) ** ALPHA).sums
 
     def learning(self, batch_size: int, priorities: list[Any]) -> Call:
         new = cycle([x.tolist() for x in priorities])
@@ -210,7 +211,7 @@ class PerItem:
                     mass -= self.sums[node]
                     node += 1
             places.append(node)
-            item = dict(self.items[node - self.size])
+            item = copy.deepcopy(self.items[node - self.size])
             item["IS"] = (self.sums[node] / self.sums[1] * len(self.items)) ** -BETA
             drawn.append(item)
         batch = {name: torch.stack([item[name] for item in drawn]) for name in self.items[0]}
@@ -246,6 +247,10 @@ def _tianshou(capacity: int, batch_size: int, priorities: list[Any]) -> Call:
     data = {key: one[name] for key, name in names.items()}
     buffer.add(tianshou.Batch(**data, rew=0.0, terminated=False, truncated=False, info={}))
     buffer._size = capacity
+    for key, name in names.items():  # memory that was never written would be read from one page of zeros
+        buffer._meta[key][:] = np.tile(rows(1000)[name].numpy(), (-(-capacity // 1000), 1))[:capacity]
+    for key in ("rew", "terminated", "truncated", "done"):
+        buffer._meta[key][:] = 0
     buffer.update_weight(np.arange(capacity), np.random.rand(capacity))
     new = cycle(priorities)
 

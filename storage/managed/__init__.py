@@ -1,1 +1,3 @@
-"""Buffers of items under one manager: prioritized, uniform and by episode; see MANAGED.md beside the package."""
+"""Buffers of items: prioritized, uniform, by episode, several under one manager. `storage/MANAGED.md` shows them."""
+
+__all__: list[str] = []

@@ -8,9 +8,11 @@ of least numbers would cost as much at every write as the sums do.
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import torch
 
+from ..host_arrays import own
 from ..sum_tree import BLOCK, SumTree
 
 _SHIFT = BLOCK.bit_length() - 1
@@ -27,12 +29,13 @@ class LeastWeight:
         self._blocks = tree.blocks_view()
         self._least = torch.full((self._blocks.shape[0],), inf, dtype=torch.float64, device=tree.device)
         self._is_written = torch.zeros(self._blocks.shape[0], dtype=torch.bool, device=tree.device)
+        self._own_written = own(self._is_written)
         #: None if a row that had it was written.
         self._value: float | None = inf
 
-    def note(self, index: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Note that `[n]` weights were `old` and are `new`, which may be one number for all."""
-        self._is_written.index_fill_(0, index >> _SHIFT, True)
+    def note(self, index: Any, old: Any, new: Any) -> None:
+        """Note that `[n]` weights were `old` and are `new`, which may be one number for all; as `own` gives them."""
+        self._own_written[index >> _SHIFT] = True
         if self._value is None or not index.shape[0]:
             return
         if _least_positive(old) <= self._value:
@@ -56,6 +59,9 @@ class LeastWeight:
         return self._value
 
 
-def _least_positive(weights: torch.Tensor) -> float:
-    least = float(weights.amin())
-    return least if least > 0 else float(torch.where(weights > 0, weights, inf).amin())
+def _least_positive(weights: Any) -> float:
+    least = float(weights.min())
+    if least > 0:
+        return least
+    positive = weights[weights > 0]
+    return float(positive.min()) if positive.shape[0] else inf

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
+from ..host_arrays import own
 from ..sum_tree import SumTree
 from .least_weight import LeastWeight
 
@@ -75,6 +76,7 @@ class PrioritizedRows:
         self.rule = rule
         self.device = torch.device(device)
         self.priorities = torch.zeros(capacity, dtype=torch.float64, device=self.device)
+        self._own_priorities = own(self.priorities)
         self.max_priority = 1.0
         self.num_draws = 0
         self._weights = SumTree(capacity, self.device)
@@ -125,7 +127,8 @@ class PrioritizedRows:
             raise UsageError(action, "", f"{num_rows} of them", f"shape {list(found.shape)}")
         if not num_rows:
             return found.new_zeros(0), 0.0
-        least, largest = (float(x) for x in torch.aminmax(found))
+        values = own(found)
+        least, largest = float(values.min()), float(values.max())
         if not 0 <= least <= largest < inf:  # a NaN spoils both
             wrong = found[~((found >= 0) & (found < inf))].flatten()[0]
             raise UsageError(action, "", "finite numbers >= 0", str(float(wrong)))
@@ -135,16 +138,14 @@ class PrioritizedRows:
 
     def set(self, index: torch.Tensor, priorities: torch.Tensor) -> None:
         """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts."""
-        weights = priorities.pow(self.rule.alpha)
         if not index.shape[0]:
             return
+        places, values = own(index), own(priorities)
+        # Read back by the tree: of a row that is named twice only the last weight is there.
+        self._least.note(places, *self._weights.exchange(places, values**self.rule.alpha))
         if self.device.type == "cpu":
-            self.priorities.numpy()[index.numpy()] = priorities.numpy()  # in order
-        old = self._weights.read(index)
-        self._weights.write(index, weights)
-        # Read back: of a row that is named twice only the last weight is there.
-        self._least.note(index, old, self._weights.read(index))
-        if self.device.type != "cpu":
+            self._own_priorities[places] = values  # in order
+        else:
             self.priorities.index_copy_(0, index, self._last(index, priorities))
 
     def fill(self, index: torch.Tensor, priority: float) -> None:
@@ -220,7 +221,7 @@ class PrioritizedRows:
         old = self._weights.read(index)
         self._weights.fill(index, weight)
         if index.shape[0]:
-            self._least.note(index, old, old.new_full((1,), weight))
+            self._least.note(own(index), own(old), own(old.new_full((1,), weight)))
 
     def _last(self, index: torch.Tensor, priorities: torch.Tensor) -> torch.Tensor:
         """Give every copy of a row the priority of its last copy: the one whose weight was kept."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import SchemaError, UsageError
+from ..host_arrays import own, tensor_of
 from ..tree import unflatten
 from .item_leaves import from_json, put_leaf, to_json
 from .item_store import Items, ItemStore
@@ -189,9 +190,12 @@ class PrioritizedStore:
 
     def update(self, ids: torch.Tensor, priorities: torch.Tensor, largest: float) -> int:
         """Set checked priorities of items, those that are still there; gives their number."""
-        slots = ids % self.items.capacity
-        is_live = self.limits.row_ids.index_select(0, slots) == ids
-        if not bool(is_live.all()):
+        rows = own(ids)
+        own_slots = rows % self.items.capacity
+        own_live = self.limits.own_row_ids[own_slots] == rows
+        slots = tensor_of(own_slots)
+        if not bool(own_live.all()):
+            is_live = tensor_of(own_live)
             self.num_dead_updates += int((~is_live).sum())
             slots, priorities = slots[is_live], priorities[is_live]
             largest = float(priorities.max()) if slots.shape[0] else 0.0

@@ -12,6 +12,7 @@ from math import inf, isinf
 import torch
 
 from ..errors import UsageError
+from ..host_arrays import own
 from ..sum_tree import MinTree
 
 #: `collected` of a row that does not say when; it is never stale.
@@ -42,6 +43,7 @@ class RowLimits:
         device = torch.device(device)
         #: Id of the row that is in a slot; `NONE` if there is none that counts.
         self.row_ids = torch.full((capacity,), NONE, dtype=torch.int64, device=device)
+        self.own_row_ids = own(self.row_ids)
         self.uses = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.collected = torch.full((capacity,), UNKNOWN, dtype=torch.int64, device=device)
         self.num_valid = 0

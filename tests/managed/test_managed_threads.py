@@ -1,4 +1,4 @@
-"""Pushing, sampling and updating at once: no exception, no torn item, exact counts; in the normal tests for a moment."""
+"""Pushing, sampling and updating at once: no exception, no torn item, exact counts. The soak test takes longer."""
 
 from __future__ import annotations
 

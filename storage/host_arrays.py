@@ -1,0 +1,28 @@
+"""Tensors on the CPU as arrays of numpy: the same memory, and small operations in a third of the time.
+
+One rule: code between `own` and `tensor_of` uses only what arrays and tensors have in common, so
+that it is the same on the CPU and on CUDA, where both functions do nothing.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def library(device: torch.device) -> ModuleType:
+    """Give the library whose functions take what `own` gives: numpy on the CPU, else torch."""
+    return np if device.type == "cpu" else torch
+
+
+def own(tensor: torch.Tensor) -> Any:
+    """Show a tensor as an array if it is on the CPU; memory is shared."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def tensor_of(values: Any) -> torch.Tensor:
+    """Show what `own` gave, or what was computed from it, as a tensor; memory is shared."""
+    return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
