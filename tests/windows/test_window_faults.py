@@ -1,0 +1,86 @@
+"""Wrong arguments, vanished and damaged files: one clear error each."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+
+from rollout_data import RolloutDataWarning, WindowDataset
+from rollout_data.block_file import open_block
+from storage.errors import CorruptFileError, DataFileError, MissingFieldError, RolloutDataError, UsageError
+from tests.files import coded, recorded
+
+
+@pytest.fixture
+def folder(tmp_path):
+    recorded.record(tmp_path, [5, 7, 9], flush_every=6, writer_name="w")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"length": 0}, UsageError, "length"),
+        ({"stride": 1.5}, UsageError, "stride"),
+        ({"padding": "zeros"}, UsageError, "padding 'zero'"),
+        ({"delta": {"acton": [0]}}, MissingFieldError, "'action'"),
+        ({"delta": {"action": []}}, UsageError, "at least one number"),
+        ({"delta": {"action": [0.5]}}, UsageError, "whole numbers"),
+        ({"fields": "action"}, UsageError, "a list of names"),
+        ({"fields": ["actions"]}, MissingFieldError, "expected 'action'"),
+        ({"fields": []}, UsageError, "some of the fields"),
+        ({"split": "test"}, UsageError, "split"),
+        ({"split": "train", "validation_fraction": 1.5}, UsageError, "in \\[0, 1\\]"),
+        ({"fields": ["action"], "next_observations": True}, UsageError, "an observation among the fields"),
+    ],
+)
+def test_wrong_arguments_are_named(folder, options, error, text):
+    with pytest.raises(error, match=text):
+        WindowDataset(folder, **options)
+
+
+def test_a_folder_without_recordings_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="recorded trajectories"):
+        WindowDataset(tmp_path)
+    with pytest.raises(UsageError, match="a folder"):
+        WindowDataset(tmp_path / "nowhere")
+
+
+def test_a_block_that_vanishes_stays_readable_but_a_copy_cannot_open_it(folder):
+    dataset = WindowDataset(folder, 2)
+    expected = dataset.__getitems__(range(len(dataset)))["observation"].clone()
+    moved = pickle.dumps(dataset)
+    for path in sorted(folder.glob("rollout_*.h5"))[-1:]:
+        path.unlink()
+    assert (dataset.__getitems__(range(len(dataset)))["observation"] == expected).all()
+    with pytest.raises(DataFileError, match=r"cannot open the windows again .*Open the dataset anew"):
+        pickle.loads(moved)
+    assert 0 < len(WindowDataset(folder, 2)) < len(dataset)
+
+
+def test_a_damaged_block_is_reported_and_its_trajectories_are_left_out(folder):
+    paths = sorted(folder.glob("rollout_*.h5"))
+    whole = WindowDataset(folder, 2)
+    paths[0].write_bytes(paths[0].read_bytes()[:-4096])
+    with pytest.warns(RolloutDataWarning):
+        dataset = WindowDataset(folder, 2)
+    assert len(dataset.problems) == 1 and isinstance(dataset.problems[0], RolloutDataError)
+    assert 0 < dataset.num_trajectories < whole.num_trajectories
+
+
+def test_a_damaged_chunk_is_an_error_that_names_it(tmp_path):
+    coded.record(tmp_path, codecs={"rgb": "lz4"})
+    path = sorted(tmp_path.glob("rollout_*.h5"))[0]
+    table = open_block(path).chunks["data"]["observation/rgb"]
+    content = bytearray(path.read_bytes())
+    start, stop = int(table.places[0]), int(table.places[1])
+    content[start:stop] = bytes(np.random.default_rng(0).integers(0, 256, stop - start, np.uint8))
+    path.write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dataset = WindowDataset(tmp_path, 2, fields=["observation/rgb"])
+    with pytest.raises(CorruptFileError, match="observation/rgb"):
+        dataset.__getitems__(range(len(dataset)))
