@@ -1,7 +1,7 @@
 """`TrajectoryReplayBuffer`: whole trajectories on disk, their steps sampled as if in memory.
 
 One rule: a step is drawn with equal probability from all steps of the newest trajectories, wherever it
-lies; a trajectory is live exactly as long as it is counted. How rows lie is decided in `trajectory_*.py`.
+lies; a trajectory is live exactly as long as it is counted. How rows lie is decided in `trajectories/`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 from storage.errors import ClosedError, MissingFieldError, RolloutDataWarning, UsageError
 
-from .trajectory_cache import TrajectoryCache
-from .trajectory_checkpoint import check_rank, save_to, shard
-from .trajectory_files import TrajectoryBlock, check_format, find_files, unpack
-from .trajectory_gather import Gatherer
-from .trajectory_index import Counters, Entry, check_json, folded, read_folder, write_index
-from .trajectory_live import LiveTrajectories, check_fields
-from .trajectory_rows import check_at_least, check_names, layout_of, put_together, take_apart
-from .trajectory_saving import TrajectorySaver
+from .trajectories.cache import TrajectoryCache
+from .trajectories.checkpoint import check_rank, save_to, shard
+from .trajectories.files import TrajectoryBlock, check_format, find_files, unpack
+from .trajectories.gather import Gatherer
+from .trajectories.index import Counters, Entry, check_json, folded, read_folder, write_index
+from .trajectories.live import LiveTrajectories, check_fields
+from .trajectories.rows import check_at_least, check_names, layout_of, put_together, take_apart
+from .trajectories.saving import TrajectorySaver
 
 
 class TrajectoryReplayBuffer:

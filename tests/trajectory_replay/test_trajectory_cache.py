@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rollout_data.trajectory_cache
-from rollout_data.trajectory_cache import TrajectoryCache
+import rollout_data.trajectories.cache
+from rollout_data.trajectories.cache import TrajectoryCache
 from storage.errors import MissingFieldError, UsageError
 
 
@@ -53,7 +53,7 @@ def test_it_equals_an_ordered_dict(can_move_pages: bool, max_size: int, puts: li
     cache, model = TrajectoryCache(max_size), OrderedDict()
     with pytest.MonkeyPatch.context() as patch:
         if not can_move_pages:
-            patch.setattr(rollout_data.trajectory_cache.mmap, "mmap", FixedMap)
+            patch.setattr(rollout_data.trajectories.cache.mmap, "mmap", FixedMap)
         for step, (number, lengths) in enumerate(puts):
             given_ = flat(step, lengths)
             cache.put(number, given_)

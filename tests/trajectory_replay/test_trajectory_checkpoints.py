@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import rollout_data.trajectory_saving
+import rollout_data.trajectories.saving
 from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import BackgroundError, CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError
 from tests.trajectory_replay.recorded import check_sample, drawn, equal, trajectory
@@ -271,8 +271,8 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
 def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap R4; reads of what is being saved are served from memory."""
     gate = threading.Event()
-    write = rollout_data.trajectory_saving.write_trajectory
-    monkeypatch.setattr(rollout_data.trajectory_saving, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
+    write = rollout_data.trajectories.saving.write_trajectory
+    monkeypatch.setattr(rollout_data.trajectories.saving, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "auto", enable_cache=False) as buffer:
         for one in range(4):
             buffer.add(trajectory(one))
@@ -289,8 +289,8 @@ def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path, monkeypatch:
 
 def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    write = rollout_data.trajectory_saving.write_trajectory
-    monkeypatch.setattr(rollout_data.trajectory_saving, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
+    write = rollout_data.trajectories.saving.write_trajectory
+    monkeypatch.setattr(rollout_data.trajectories.saving, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, max_pending_saves=2) as buffer:
         thread = threading.Thread(target=lambda: [buffer.add(trajectory(one)) for one in range(6)])
         thread.start()
@@ -304,7 +304,7 @@ def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path, monkeypatch
 
 def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap R10."""
-    write = rollout_data.trajectory_saving.write_trajectory
+    write = rollout_data.trajectories.saving.write_trajectory
     is_full = [True]
 
     def fails(*arguments: Any) -> None:
@@ -312,7 +312,7 @@ def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path, monkeypatc
             raise OSError(28, "No space left on device")
         write(*arguments)
 
-    monkeypatch.setattr(rollout_data.trajectory_saving, "write_trajectory", fails)
+    monkeypatch.setattr(rollout_data.trajectories.saving, "write_trajectory", fails)
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False)
     buffer.add(trajectory(0))
     with pytest.raises(BackgroundError, match=r"^cannot save a trajectory to .*No space left on device") as caught:
@@ -336,9 +336,9 @@ def test_a_sample_needs_each_file_once(tmp_path: Path, monkeypatch: pytest.Monke
     buffer.load_checkpoint(tmp_path)
     drawn(buffer, 100)
     opened: list[str] = []
-    read = rollout_data.trajectory_gather.read_trajectory
+    read = rollout_data.trajectories.gather.read_trajectory
     monkeypatch.setattr(
-        rollout_data.trajectory_gather,
+        rollout_data.trajectories.gather,
         "read_trajectory",
         lambda path, trusted: (opened.append(path.name), read(path, trusted))[1],
     )
@@ -361,7 +361,7 @@ def test_mapped_files_are_read_without_address_tricks_too(tmp_path: Path, monkey
 
 
 def test_more_files_than_can_be_mapped_are_mapped_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_data.trajectory_files, "_MAX_MAPPINGS", 4)
+    monkeypatch.setattr(rollout_data.trajectories.files, "_MAX_MAPPINGS", 4)
     with TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=tmp_path, enable_cache=False, sample_window_size=3
     ) as buffer:

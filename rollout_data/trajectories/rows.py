@@ -21,7 +21,7 @@ from storage.fields import Field, Schema, dtype_name
 from storage.row_layout import Group, lay_out
 from storage.tree import flatten, unflatten
 
-from .layout import PACKED, RowLayout
+from ..layout import PACKED, RowLayout
 
 #: The leaves that say how many steps a trajectory has, first come first.
 LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")

@@ -14,9 +14,9 @@ from typing import Any
 from storage.durable import replace_folder
 from storage.errors import UsageError
 
-from .trajectory_files import file_name, find_files, write_trajectory
-from .trajectory_index import INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME, Counters, Entry, write_index
-from .trajectory_rows import Rows
+from .files import file_name, find_files, write_trajectory
+from .index import INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME, Counters, Entry, write_index
+from .rows import Rows
 
 
 def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Callable[[Entry], Rows]) -> None:

@@ -24,11 +24,11 @@ from storage.checkpoint_files import load_checkpoint
 from storage.durable import replace_file
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError, nearest
 
-from . import arena
-from .block_file import BlockContent, damaged_fragments, write_block
-from .block_header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, read_header
-from .row_source import ArrayRows
-from .trajectory_rows import Rows, Trajectory, TrajectoryLayout, layout_for, put_together, take_apart
+from .. import arena
+from ..block_file import BlockContent, damaged_fragments, write_block
+from ..block_header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, read_header
+from ..row_source import ArrayRows
+from .rows import Rows, Trajectory, TrajectoryLayout, layout_for, put_together, take_apart
 
 FORMATS = ("h5", "pt", "pkl")
 #: Flags that existing trajectory folders hold with rows for the moment before the first step.

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from storage.errors import BufferEmptyError, SchemaError
 from storage.fields import Field
 
-from .trajectory_cache import TrajectoryCache
-from .trajectory_index import Entry
-from .trajectory_window import Window
+from .cache import TrajectoryCache
+from .index import Entry
+from .window import Window
 
 #: Windows of so many different conditions are kept.
 _MAX_WINDOWS = 8

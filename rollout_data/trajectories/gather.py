@@ -1,7 +1,7 @@
 """Move drawn steps into a batch: from the cache, from mapped files, from files that are read whole.
 
 One rule: two gathers at most, one from the cache and one from mapped files, and no file is opened
-twice for one sample. What to draw is decided in `trajectory_window.py`.
+twice for one sample. What to draw is decided in `window.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from storage.buffer_pool import BufferPool
 from storage.errors import MissingFieldError, nearest
 from storage.tree import unflatten
 
-from .trajectory_cache import TrajectoryCache
-from .trajectory_files import MappedRows, read_trajectory
-from .trajectory_index import Entry
-from .trajectory_rows import Rows, TrajectoryLayout
-from .trajectory_window import CACHED, ELSEWHERE, MAPPED, Int64s, Window, cached_part
+from .cache import TrajectoryCache
+from .files import MappedRows, read_trajectory
+from .index import Entry
+from .rows import Rows, TrajectoryLayout
+from .window import CACHED, ELSEWHERE, MAPPED, Int64s, Window, cached_part
 
 
 class Gatherer:

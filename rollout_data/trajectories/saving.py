@@ -14,8 +14,8 @@ from pathlib import Path
 from storage.background import BackgroundWorker
 from storage.errors import BackgroundError, RolloutDataError
 
-from .trajectory_files import TrajectoryBlock, file_name, write_trajectory
-from .trajectory_index import Entry
+from .files import TrajectoryBlock, file_name, write_trajectory
+from .index import Entry
 
 #: Writing the index takes at most about this share of the thread's time, however long the index is.
 _INDEX_SHARE = 0.1

@@ -22,8 +22,8 @@ import torch
 from storage.durable import existing_folder, replace_file
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
 
-from .trajectory_files import FORMATS, TrajectoryBlock, find_files, read_trajectory
-from .trajectory_rows import Rows, TrajectoryLayout, layout_of
+from .files import FORMATS, TrajectoryBlock, find_files, read_trajectory
+from .rows import Rows, TrajectoryLayout, layout_of
 
 INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
 #: What an earlier system called the index.

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .trajectory_cache import Cached, TrajectoryCache
-from .trajectory_index import Entry
+from .cache import Cached, TrajectoryCache
+from .index import Entry
 
 Int64s = npt.NDArray[np.int64]
 #: Where a trajectory's rows are: in the cache, in a mapped file, or elsewhere (to be read whole).

@@ -20,7 +20,7 @@ from storage.buffer_pool import BufferPool
 from storage.errors import MissingFieldError, UsageError
 from storage.tree import flatten, unflatten
 
-from .trajectory_rows import Rows, TrajectoryLayout, layout_of
+from .rows import Rows, TrajectoryLayout, layout_of
 
 #: A cache without a limit begins with room for so many trajectories like its first.
 _FIRST_ROOM = 8
