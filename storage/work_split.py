@@ -18,6 +18,8 @@ from .errors import UsageError
 
 #: A call that one thread does in less than this is not split: waking another takes 50 to 100 us.
 MIN_SPLIT_S = 0.0004
+#: Nor one of pieces that each take less than this: then threads wait for the interpreter's lock.
+MIN_PIECE_S = 0.00005
 #: After so many calls the way that was slower is tried again: machines change their mind.
 CALLS_BETWEEN_TRIALS = 16
 #: The fastest of so many calls counts, so that one that was interrupted decides nothing.
@@ -75,7 +77,7 @@ class WorkSplit:
         """
         limit = self.num_threads if self.num_threads is not None else torch.get_num_threads()
         limit = min(limit, num_processors(), num_pieces)
-        splits = limit > 1 and self._is_worth_it(kind, num_bytes)
+        splits = limit > 1 and self._is_worth_it(kind, num_bytes, num_pieces)
         started_s = time.perf_counter()
         if splits:
             _in_parts(function, num_pieces, limit)
@@ -84,9 +86,9 @@ class WorkSplit:
         self._keep(kind, splits, (time.perf_counter() - started_s) / max(1, num_bytes))
         return limit if splits else 1
 
-    def _is_worth_it(self, kind: Hashable, num_bytes: int) -> bool:
+    def _is_worth_it(self, kind: Hashable, num_bytes: int, num_pieces: int) -> bool:
         alone, together = (self._times.get((kind, splits), ()) for splits in (False, True))
-        if not alone or min(alone) * num_bytes < MIN_SPLIT_S:
+        if not alone or min(alone) * num_bytes < max(MIN_SPLIT_S, MIN_PIECE_S * num_pieces):
             return False
         calls = self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         if len(together) < _NUM_KEPT or len(alone) < _NUM_KEPT:

@@ -22,7 +22,7 @@ def four_processors(monkeypatch):
 @given(st.integers(0, 30), st.integers(1, 5), st.booleans())
 def test_every_piece_is_done_once(num_pieces, num_threads, is_worth_it):
     split = WorkSplit(num_threads)
-    split._is_worth_it = lambda kind, num_bytes: is_worth_it  # type: ignore[method-assign]
+    split._is_worth_it = lambda *_: is_worth_it  # type: ignore[method-assign]
     done = []
     used = split.run(lambda start, stop: done.extend(range(start, stop)), num_pieces, 100)
     assert sorted(done) == list(range(num_pieces))
@@ -51,6 +51,12 @@ def test_short_work_is_never_split(monkeypatch):
     assert set(chosen(WorkSplit(2), monkeypatch, 0.0001, 0.00001, 40)) == {1}
 
 
+def test_work_in_tiny_pieces_is_never_split(monkeypatch):
+    split = WorkSplit(2)
+    monkeypatch.setattr(work_split, "MIN_PIECE_S", 0.002)
+    assert set(chosen(split, monkeypatch, 0.010, 0.001, 40)) == {1}, "8 pieces of 1.25 ms"
+
+
 def test_the_faster_way_is_found_and_the_other_tried_again_at_times(monkeypatch):
     found = chosen(WorkSplit(2), monkeypatch, 0.010, 0.006, 100)
     assert found[0] == 1 and found[20:].count(2) >= 74
@@ -67,7 +73,7 @@ def test_a_change_of_the_machine_is_noticed(monkeypatch):
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_a_failure_is_raised_when_all_parts_have_ended(failing):
     split = WorkSplit(4)
-    split._is_worth_it = lambda kind, num_bytes: True  # type: ignore[method-assign]
+    split._is_worth_it = lambda *_: True  # type: ignore[method-assign]
     ended = []
 
     def work(start, stop):
@@ -87,7 +93,7 @@ def test_work_goes_on_where_no_thread_takes_any(monkeypatch):
 
     monkeypatch.setattr(work_split._pool, "submit", refuse)
     split, done = WorkSplit(3), []
-    split._is_worth_it = lambda kind, num_bytes: True  # type: ignore[method-assign]
+    split._is_worth_it = lambda *_: True  # type: ignore[method-assign]
     split.run(lambda start, stop: done.extend(range(start, stop)), 9, 100)
     assert sorted(done) == list(range(9))
 
