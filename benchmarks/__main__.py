@@ -25,6 +25,7 @@ WORKLOADS = {
     "replay": "add transitions to a large ring and draw them back",
     "codecs": "decode image sequences, whole and in random windows",
     "windows": "draw windows of trajectories from a ring that is being written",
+    "windows_disk": "read random windows of recorded trajectories in batches",
     "buffer_files": "save a large buffer and load it again",
     "prioritized": "draw batches by priority and update them",
     "checkpoint": "save a training run while it goes on, and load it",
