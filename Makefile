@@ -22,7 +22,7 @@ help:
 # The stamp is written last, so an interrupted installation is taken up again.
 $(READY): $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,plot,test]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,plot,test]"
 	@touch $@
 
 # Peers have wishes of their own about other packages, so they live apart and one by one.
