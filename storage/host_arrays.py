@@ -26,3 +26,11 @@ def own(tensor: torch.Tensor) -> Any:
 def tensor_of(values: Any) -> torch.Tensor:
     """Show what `own` gave, or what was computed from it, as a tensor; memory is shared."""
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+
+
+def take_rows(source: Any, index: Any, out: Any) -> None:
+    """Copy rows of what `own` gives to `out`; indices are in range."""
+    if isinstance(source, torch.Tensor):
+        torch.index_select(source, 0, index, out=out)
+    else:
+        source.take(index, axis=0, out=out, mode="clip")  # "raise" would copy twice

@@ -22,11 +22,12 @@ from collections.abc import Callable
 from math import inf, nextafter
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from .buffer_pool import BufferPool
 from .errors import UsageError
-from .host_arrays import library, own, tensor_of
+from .host_arrays import library, own, take_rows, tensor_of
 
 #: Numbers that are reduced into one.
 WIDTH = 16
@@ -66,10 +67,11 @@ class WideTree:
         #: The leaves first, the top last; each but the top is a whole number of blocks.
         self._levels = [self._filled(-(-size // BLOCK) * BLOCK) for size in sizes]
         self._blocks = [level.view(-1, WIDTH) for level in self._levels[:-1]]
-        self._leaves = own(self._levels[0])
+        self._own_blocks = [own(blocks) for blocks in self._blocks]
+        self._own_levels = [own(level) for level in self._levels]
+        self._leaves = self._own_levels[0]
         self._max_refreshed = self._levels[0].shape[0] // _MANY
-        self._memory = torch.empty((2, 0, WIDTH), dtype=torch.float64, device=self.device)
-        self._scratch = self._memory[0], self._memory[1]
+        self._scratch = self._memory = Scratch(0, self.device)
 
     def leaves_view(self) -> torch.Tensor:
         """Show all numbers, `[capacity]` float64, sharing memory; not to be written to."""
@@ -87,15 +89,15 @@ class WideTree:
         """Set `[n]` places to `[n]` float64 values; where a place is named twice the last value counts."""
         self.exchange(own(index), own(values))
 
-    def exchange(self, index: Any, values: Any) -> tuple[Any, Any]:
-        """Do what `write` does, with what `own` gives; give the numbers before and after."""
+    def exchange(self, index: Any, values: Any) -> Any:
+        """Do what `write` does, with what `own` gives; give the numbers before."""
         leaves = self._leaves
         before = leaves[index]
         if isinstance(leaves, torch.Tensor):
             values = _last_values(leaves, index, values)
         leaves[index] = values  # numpy writes in order
         self._refresh(index)
-        return before, leaves[index]
+        return before
 
     def fill(self, index: torch.Tensor, value: float) -> None:
         """Set `[n]` places to one value."""
@@ -147,23 +149,24 @@ class WideTree:
         if num_places > self._max_refreshed:
             self._refresh_all()
             return
-        for blocks, above in zip(self._blocks, self._levels[1:], strict=True):
+        for blocks, above in zip(self._own_blocks, self._own_levels[1:], strict=True):
             index = index >> _SHIFT
-            places = tensor_of(index)
-            for part in (places,) if num_places <= _MAX_ROWS else torch.split(places, _MAX_ROWS):
-                rows = torch.index_select(blocks, 0, part, out=self._scratch_rows(part.shape[0])[0])
-                above.index_copy_(0, part, self._along(rows, 1))
+            for start in range(0, num_places, _MAX_ROWS):
+                part = index[start : start + _MAX_ROWS]
+                memory = self._scratch_for(part.shape[0])
+                take_rows(blocks, part, memory.own_rows)
+                above[part] = own(self._along(memory.rows, 1))
 
     def _refresh_all(self) -> None:
         for blocks, above in zip(self._blocks, self._levels[1:], strict=True):
             above[: blocks.shape[0]] = self._along(blocks, 1)
 
-    def _scratch_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give memory for twice `[num_rows, WIDTH]`; fresh memory of this size would cost more than all the rest."""
-        if self._scratch[0].shape[0] != num_rows:
-            if self._memory.shape[1] < num_rows:
-                self._memory = torch.empty((2, num_rows, WIDTH), dtype=torch.float64, device=self.device)
-            self._scratch = self._memory[0, :num_rows], self._memory[1, :num_rows]
+    def _scratch_for(self, num_rows: int) -> Scratch:
+        """Give memory for so many blocks; fresh memory of this size would cost more than all the rest."""
+        if self._scratch.num_rows != num_rows:
+            if self._memory.num_rows < num_rows:
+                self._memory = Scratch(num_rows, self.device)
+            self._scratch = self._memory.first(num_rows)
         return self._scratch
 
 
@@ -181,7 +184,9 @@ class SumTree(WideTree):
         super().__init__(capacity, device)
         #: 0, then the running sums of the top.
         self._sums = torch.zeros(self._levels[-1].shape[0] + 1, dtype=torch.float64, device=self.device)
-        self._own_sums, self._zero = own(self._sums), own(self._sums.new_zeros(()))
+        self._top_sums = self._sums[1:]
+        self._own_sums, self._own_top_sums = own(self._sums), own(self._top_sums)
+        self._zero = own(self._sums.new_zeros(()))
         self._steps = own(self._sums[:0])
 
     def find(self, masses: torch.Tensor) -> torch.Tensor | None:
@@ -195,6 +200,11 @@ class SumTree(WideTree):
         None if there is no mass. Each place is drawn `num_draws * weight / total` times on average,
         and less than two times more or less than that in one draw (stratified, Schaul et al. 2016, B.2.1).
         """
+        drawn = self.draw_weights(num_draws, generator)
+        return None if drawn is None else tensor_of(drawn[0])
+
+    def draw_weights(self, num_draws: int, generator: torch.Generator) -> tuple[Any, Any] | None:
+        """Draw as `draw` does; give places and their weights, new, as `own` gives them."""
         total = self._add_up()
         if total <= 0:
             return None
@@ -203,12 +213,40 @@ class SumTree(WideTree):
         points = own(torch.rand(num_draws, dtype=torch.float64, generator=generator, device=self.device))
         points += self._steps
         points *= total / num_draws
-        return tensor_of(self._descend(points.clip(max=nextafter(total, 0))))
+        points = points.clip(max=nextafter(total, 0))
+        if self.device.type == "cpu" and num_draws <= _MAX_ROWS:
+            places = self._descend_quickly(points)
+            weights = self._leaves[places]
+            if weights.min() > 0:
+                return places, weights
+        places = self._descend(points)
+        return places, self._leaves[places]
 
     def _add_up(self) -> float:
         """Take the running sums of the top anew; give the last."""
-        torch.cumsum(self._levels[-1], 0, out=self._sums[1:])
+        torch.cumsum(self._levels[-1], 0, out=self._top_sums)
         return float(self._own_sums[-1])
+
+    def _descend_quickly(self, masses: Any) -> Any:
+        """Do what `_descend` does, on the CPU; where rounding puts a mass behind its block the last place is found.
+
+        That place may have no weight: whoever calls must look. A mass never gets below 0, as only sums
+        that are at most the mass are taken from it.
+        """
+        node = self._own_top_sums.searchsorted(masses, side="right")
+        before = self._own_sums[node]
+        memory = self._scratch_for(masses.shape[0])
+        for blocks in reversed(self._own_blocks):
+            take_rows(blocks, node, memory.own_rows)
+            torch.cumsum(memory.rows, 1, out=memory.sums)
+            masses = masses - before
+            np.greater(memory.own_sums_but_last, masses[:, None], out=memory.is_above_but_last)
+            place = memory.is_above.argmax(1)
+            node = (node << _SHIFT) + place
+            if blocks is not self._own_blocks[0]:
+                place += memory.starts
+                before = memory.flat_sums[place]
+        return node
 
     def _descend(self, masses: Any) -> Any:
         """Find places from the running sums of the top down; masses are below the last one."""
@@ -217,12 +255,12 @@ class SumTree(WideTree):
             return own(torch.cat(parts))
         xp = library(self.device)
         # Ascending masses make numpy's search twice as quick.
-        node = xp.searchsorted(self._own_sums[1:], masses, side="right")
+        node = xp.searchsorted(self._own_top_sums, masses, side="right")
         before = self._own_sums[node]
-        memory = self._scratch_rows(masses.shape[0])
+        memory = self._scratch_for(masses.shape[0])
         for blocks in reversed(self._blocks):
-            rows = torch.index_select(blocks, 0, tensor_of(node), out=memory[0])
-            sums = own(torch.cumsum(rows, 1, out=memory[1]))
+            rows = torch.index_select(blocks, 0, tensor_of(node), out=memory.rows)
+            sums = own(torch.cumsum(rows, 1, out=memory.sums))
             # What is left of the mass inside the block; rounding must not put it outside.
             below = xp.nextafter(sums[:, -1], self._zero)
             masses = xp.minimum(xp.maximum(masses - before, self._zero), below)
@@ -232,6 +270,30 @@ class SumTree(WideTree):
                 at = tensor_of(place).unsqueeze(1)
                 before = own((tensor_of(sums).gather(1, at) - rows.gather(1, at)).squeeze(1))
         return node
+
+
+class Scratch:
+    """Memory for looking at `num_rows` blocks, and for their running sums, each row with a 0 before it."""
+
+    def __init__(self, num_rows: int, device: torch.device, of: Scratch | None = None) -> None:
+        self.num_rows = num_rows
+        if of is None:
+            self.rows = torch.empty((num_rows, WIDTH), dtype=torch.float64, device=device)
+            self._all_sums = torch.zeros((num_rows, WIDTH + 1), dtype=torch.float64, device=device)
+            self.is_above = np.ones((num_rows, WIDTH), np.bool_)
+            #: Where each row's 0 is in `flat_sums`.
+            self.starts = np.arange(num_rows) * (WIDTH + 1)
+        else:
+            self.rows, self._all_sums = of.rows[:num_rows], of._all_sums[:num_rows]
+            self.is_above, self.starts = of.is_above[:num_rows], of.starts[:num_rows]
+        self.sums = self._all_sums[:, 1:]
+        self.own_rows, self.flat_sums = own(self.rows), own(self._all_sums.view(-1))
+        #: The last place of a row is always true in `is_above`: it is found where no other is.
+        self.own_sums_but_last, self.is_above_but_last = own(self.sums)[:, :-1], self.is_above[:, :-1]
+
+    def first(self, num_rows: int) -> Scratch:
+        """Share the first rows of this memory."""
+        return Scratch(num_rows, self.rows.device, self)
 
 
 def _first_above(sums: Any, masses: Any) -> Any:

@@ -180,6 +180,10 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """
         check_count("sample", "batch_size", batch_size, 1)
         check_iteration(cur_learner_iter)
+        if self.rate_limiter is None:  # nothing to take back
+            with self._lock:
+                self._check_open("sample from")
+                return self._take_tensors(batch_size, cur_learner_iter)
         if self._admit_sample(batch_size):
             with self._undone_if_refused(batch_size), self._lock:
                 self._check_open("sample from")
@@ -193,10 +197,10 @@ class AdvancedReplayBuffer(ManagedBuffer):
         if drawn is None:
             expected, got = f"items for a batch of {batch_size}", f"{self.count()} of {self.push_count} that were added"
             raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first")
-        ids = self._data.limits.row_ids.index_select(0, drawn.slots)
+        ids = self._data.ids(drawn.slots)
         batch = self._data.batch(drawn.slots, self.output_device)
         self._finish(drawn, iteration, start_s)
-        weights = drawn.importance.to(torch.float32)
+        weights = drawn.importance.float()
         if self.output_device is not None:
             ids, weights = ids.to(self.output_device), weights.to(self.output_device)
         return batch, weights, ids
@@ -232,6 +236,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
             return self._data.update(*self._read_priorities(ids, priorities))
 
     def _read_priorities(self, ids: Any, priorities: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
+        if type(ids) is torch.Tensor and ids.dtype is torch.int64 and ids.dim() == 1 and ids.device == self.device:
+            return ids, *self._data.rows.checked(priorities, ids.shape[0])
         rows = torch.as_tensor(ids, device=self.device)
         if rows.dim() != 1 or (rows.shape[0] and (rows.is_floating_point() or rows.dtype is torch.bool)):
             raise UsageError("update priorities", "", "ids [n] of integers", f"{rows.dtype} {list(rows.shape)}")

@@ -29,19 +29,22 @@ class LeastWeight:
         self._blocks = tree.blocks_view()
         self._least = torch.full((self._blocks.shape[0],), inf, dtype=torch.float64, device=tree.device)
         self._is_written = torch.zeros(self._blocks.shape[0], dtype=torch.bool, device=tree.device)
-        self._own_written = own(self._is_written)
+        self._own_written, self._weights = own(self._is_written), own(tree.leaves_view())
         #: None if a row that had it was written.
         self._value: float | None = inf
 
     def note(self, index: Any, old: Any, new: Any) -> None:
-        """Note that `[n]` weights were `old` and are `new`, which may be one number for all; as `own` gives them."""
+        """Note that `[n]` weights were `old` and that `new` were written; as `own` gives them.
+
+        `new` may be one number for all; of a row that is named twice one of its weights is there now.
+        """
         self._own_written[index >> _SHIFT] = True
         if self._value is None or not index.shape[0]:
             return
         if _least_positive(old) <= self._value:
             self._value = None
-        else:
-            self._value = min(self._value, _least_positive(new))
+        elif _least_positive(new) < self._value:
+            self._value = min(self._value, _least_positive(self._weights[index]))
 
     def note_all(self) -> None:
         """Note that all weights were written."""

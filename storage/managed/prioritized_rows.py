@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import UsageError
-from ..host_arrays import own
+from ..host_arrays import own, tensor_of
 from ..sum_tree import SumTree
 from .least_weight import LeastWeight
 
@@ -112,6 +113,12 @@ class PrioritizedRows:
             UsageError: A priority is negative or not finite, too large to be summed, or there are not as many.
         """
         action = "take priorities"
+        if self._is_plain(priorities) and priorities.shape == (num_rows,) and num_rows:
+            # What nearly all callers give, in few calls; what is wrong with it is said below.
+            values = priorities.numpy().astype(np.float64)
+            largest = float(np.maximum.reduce(values))
+            if np.minimum.reduce(values) >= 0 and self._fits(largest):
+                return torch.from_numpy(values), largest
         try:
             # Python's numbers are float64, which torch would make float32.
             dtype = None if isinstance(priorities, torch.Tensor) else torch.float64
@@ -132,7 +139,7 @@ class PrioritizedRows:
         if not 0 <= least <= largest < inf:  # a NaN spoils both
             wrong = found[~((found >= 0) & (found < inf))].flatten()[0]
             raise UsageError(action, "", "finite numbers >= 0", str(float(wrong)))
-        if self.rule.weight(largest + self.rule.eps) > self._max_weight:
+        if not self._fits(largest):
             raise UsageError(action, "", "numbers whose weights can be summed", str(largest))
         return found if found.dim() else found.expand(num_rows), largest
 
@@ -140,13 +147,7 @@ class PrioritizedRows:
         """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts."""
         if not index.shape[0]:
             return
-        places, values = own(index), own(priorities)
-        # Read back by the tree: of a row that is named twice only the last weight is there.
-        self._least.note(places, *self._weights.exchange(places, values**self.rule.alpha))
-        if self.device.type == "cpu":
-            self._own_priorities[places] = values  # in order
-        else:
-            self.priorities.index_copy_(0, index, self._last(index, priorities))
+        self._set(own(index), own(priorities))
 
     def fill(self, index: torch.Tensor, priority: float) -> None:
         """Let `[n]` rows be drawn with one priority."""
@@ -154,9 +155,9 @@ class PrioritizedRows:
         self.priorities.index_fill_(0, index, priority)
         self._fill(index, weight)
 
-    def update(self, index: torch.Tensor, priorities: torch.Tensor, largest: float) -> None:
-        """Set rows to what a learner found, plus eps."""
-        self.set(index, priorities + self.rule.eps)
+    def update(self, index: Any, priorities: Any, largest: float) -> None:
+        """Set `[n]` rows, at least one, to what a learner found, plus eps; as `own` gives them."""
+        self._set(index, priorities + self.rule.eps)
         self.note(largest)
 
     def note(self, largest: float) -> None:
@@ -180,13 +181,14 @@ class PrioritizedRows:
             Rows `[num_draws]` int64, ascending, and their importance weights `[num_draws]` float64,
             (P / P_min) ** -beta in (0, 1]; None if no row may be drawn.
         """
-        index = self._weights.draw(num_draws, generator)
-        if index is None:
+        drawn = self._weights.draw_weights(num_draws, generator)
+        if drawn is None:
             return None
-        weights = self._weights.read(index)
-        beta = self.beta
+        places, weights = drawn
+        # Not the other way round: that overflows where weights are hardly above 0.
+        importance = (self._least.value() / weights) ** self.beta
         self.num_draws += 1
-        return index, weights.div_(self._least.value()).pow_(-beta)
+        return tensor_of(places), tensor_of(importance)
 
     def draw_among(
         self, candidates: torch.Tensor, num_draws: int, generator: torch.Generator
@@ -216,6 +218,25 @@ class PrioritizedRows:
         if self._least.value() != least:
             return False, f"the least weight is {least}, not {self._least.value()}"
         return self._weights.check_valid()
+
+    def _is_plain(self, priorities: Any) -> bool:
+        """Tell whether priorities are a tensor that numpy sees as it is."""
+        if type(priorities) is not torch.Tensor or self._own_priorities is self.priorities:
+            return False
+        is_float = priorities.dtype is torch.float32 or priorities.dtype is torch.float64
+        return is_float and priorities.is_cpu and not priorities.requires_grad and priorities.layout is torch.strided
+
+    def _fits(self, largest: float) -> bool:
+        """Tell whether weights up to that of a priority are finite and can be summed."""
+        return largest < inf and self.rule.weight(largest + self.rule.eps) <= self._max_weight
+
+    def _set(self, places: Any, values: Any) -> None:
+        weights = values**self.rule.alpha
+        self._least.note(places, self._weights.exchange(places, weights), weights)
+        if self._own_priorities is self.priorities:
+            self.priorities.index_copy_(0, places, self._last(places, values))
+        else:
+            self._own_priorities[places] = values  # in order
 
     def _fill(self, index: torch.Tensor, weight: float) -> None:
         old = self._weights.read(index)

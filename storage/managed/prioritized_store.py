@@ -166,6 +166,10 @@ class PrioritizedStore:
         """Count the uses of `[n]` drawn slots before `use`, each copy's own included."""
         return self.limits.uses.index_select(0, slots).add_(copy_numbers(slots))
 
+    def ids(self, slots: torch.Tensor) -> torch.Tensor:
+        """Give the ids of the items in `[n]` slots, `NONE` where there is none."""
+        return tensor_of(self.limits.own_row_ids[own(slots)])
+
     def use(self, slots: torch.Tensor) -> None:
         """Count that slots were given away, and remove what is used up; `gather` them before."""
         self.limits.use(slots)
@@ -178,8 +182,10 @@ class PrioritizedStore:
         columns = self.items.columns(slots)
         if device is not None:
             columns = {name: leaf.to(device, non_blocking=True) for name, leaf in columns.items()}
-        batch = unflatten(columns)
-        objects = self.items.objects(slots) or []
+        batch = unflatten(columns) if "/" in "".join(columns) else columns
+        objects = self.items.objects(slots)
+        if objects is None:
+            return batch
         for name in dict.fromkeys(name for one in objects for name in one):
             values = [one.get(name) for one in objects]
             is_number = all(isinstance(value, (bool, int, float)) for value in values)
@@ -190,17 +196,15 @@ class PrioritizedStore:
 
     def update(self, ids: torch.Tensor, priorities: torch.Tensor, largest: float) -> int:
         """Set checked priorities of items, those that are still there; gives their number."""
-        rows = own(ids)
-        own_slots = rows % self.items.capacity
-        own_live = self.limits.own_row_ids[own_slots] == rows
-        slots = tensor_of(own_slots)
-        if not bool(own_live.all()):
-            is_live = tensor_of(own_live)
-            self.num_dead_updates += int((~is_live).sum())
-            slots, priorities = slots[is_live], priorities[is_live]
-            largest = float(priorities.max()) if slots.shape[0] else 0.0
+        rows, values = own(ids), own(priorities)
+        slots = rows % self.items.capacity
+        is_live = self.limits.own_row_ids[slots] == rows
+        if not is_live.all():
+            slots, values = slots[is_live], values[is_live]
+            self.num_dead_updates += rows.shape[0] - slots.shape[0]
+            largest = float(values.max()) if slots.shape[0] else 0.0
         if slots.shape[0]:
-            self.rows.update(slots, priorities, largest)
+            self.rows.update(slots, values, largest)
         return int(slots.shape[0])
 
     # Saving.

@@ -19,6 +19,8 @@ from ..sum_tree import MinTree
 UNKNOWN = (1 << 62) - 1
 #: `row_ids` of a slot without a row that counts; no id is like this.
 NONE = -(1 << 62)
+#: Uses that are counted together.
+_MAX_USED = 1 << 14
 
 
 class RowLimits:
@@ -44,11 +46,22 @@ class RowLimits:
         #: Id of the row that is in a slot; `NONE` if there is none that counts.
         self.row_ids = torch.full((capacity,), NONE, dtype=torch.int64, device=device)
         self.own_row_ids = own(self.row_ids)
-        self.uses = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._uses = torch.zeros(capacity, dtype=torch.int64, device=device)
+        #: Uses that are still to be counted, and how many: nobody may ever ask for them.
+        self._used: list[torch.Tensor] = []
+        self._num_used = 0
         self.collected = torch.full((capacity,), UNKNOWN, dtype=torch.int64, device=device)
         self.num_valid = 0
-        self._ones = self.uses[:0]
         self._oldest = None if isinf(self.max_staleness) else MinTree(capacity, device)
+
+    @property
+    def uses(self) -> torch.Tensor:
+        """How often the row in each slot was used, `[capacity]` int64, sharing memory."""
+        if self._used:
+            used = torch.cat(self._used)
+            self._uses.index_add_(0, used, torch.ones_like(used))
+            self._used, self._num_used = [], 0
+        return self._uses
 
     def add(self, index: torch.Tensor, ids: torch.Tensor, collected: torch.Tensor | None) -> None:
         """Let `[n]` different slots count, unused; `collected` is `[n]` int64, None if nobody knows."""
@@ -90,10 +103,11 @@ class RowLimits:
         return self._oldest.at_most(bound)
 
     def use(self, index: torch.Tensor) -> None:
-        """Count one use per copy of `[n]` rows."""
-        if self._ones.shape != index.shape:
-            self._ones = torch.ones_like(index)
-        self.uses.index_add_(0, index, self._ones)
+        """Count one use per copy of `[n]` rows; `index` is kept for a while."""
+        self._used.append(index)
+        self._num_used += index.shape[0]
+        if self._num_used > _MAX_USED:
+            _ = self.uses
 
     def used_up(self, index: torch.Tensor) -> torch.Tensor | None:
         """List those of `[n]` slots whose rows were used as often as they may; None if there is no limit."""
