@@ -28,6 +28,11 @@ def tensor_of(values: Any) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
 
+def float32_tensor(values: Any) -> torch.Tensor:
+    """Copy what `own` gives to a tensor of float32."""
+    return values.float() if isinstance(values, torch.Tensor) else torch.from_numpy(values.astype(np.float32))
+
+
 def take_rows(source: Any, index: Any, out: Any) -> None:
     """Copy rows of what `own` gives to `out`; indices are in range."""
     if isinstance(source, torch.Tensor):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import BufferEmptyError, SchemaError, UsageError
+from ..host_arrays import float32_tensor, own
 from ..snapshot import State
 from .item_ids import UNIQUE_ID, check_count, check_iteration, check_range, finite_or_none, without_given
 from .managed_buffers import ManagedBuffer
@@ -200,7 +201,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         ids = self._data.ids(drawn.slots)
         batch = self._data.batch(drawn.slots, self.output_device)
         self._finish(drawn, iteration, start_s)
-        weights = drawn.importance.float()
+        weights = float32_tensor(drawn.importance)
         if self.output_device is not None:
             ids, weights = ids.to(self.output_device), weights.to(self.output_device)
         return batch, weights, ids
@@ -287,7 +288,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         self._data.drop_stale(iteration)
         if size == 0:
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            return Draw(nothing, nothing.double())
+            return Draw(nothing, own(nothing.double()))
         among = None if sample_range is None else self._data.slots_in(sample_range)
         if not self._is_enough(size, self.count() if among is None else len(among)):
             return None

@@ -155,9 +155,14 @@ class PrioritizedRows:
         self.priorities.index_fill_(0, index, priority)
         self._fill(index, weight)
 
-    def update(self, index: Any, priorities: Any, largest: float) -> None:
-        """Set `[n]` rows, at least one, to what a learner found, plus eps; as `own` gives them."""
-        self._set(index, priorities + self.rule.eps)
+    def update(self, index: torch.Tensor, priorities: torch.Tensor, largest: float) -> None:
+        """Set rows to what a learner found, plus eps."""
+        if index.shape[0]:
+            self.update_own(own(index), own(priorities), largest)
+
+    def update_own(self, places: Any, priorities: Any, largest: float) -> None:
+        """Do what `update` does for at least one row, with what `own` gives."""
+        self._set(places, priorities + self.rule.eps)
         self.note(largest)
 
     def note(self, largest: float) -> None:
@@ -181,6 +186,11 @@ class PrioritizedRows:
             Rows `[num_draws]` int64, ascending, and their importance weights `[num_draws]` float64,
             (P / P_min) ** -beta in (0, 1]; None if no row may be drawn.
         """
+        drawn = self.draw_own(num_draws, generator)
+        return None if drawn is None else (tensor_of(drawn[0]), tensor_of(drawn[1]))
+
+    def draw_own(self, num_draws: int, generator: torch.Generator) -> tuple[Any, Any] | None:
+        """Do what `draw` does; gives what `own` gives."""
         drawn = self._weights.draw_weights(num_draws, generator)
         if drawn is None:
             return None
@@ -188,7 +198,7 @@ class PrioritizedRows:
         # Not the other way round: that overflows where weights are hardly above 0.
         importance = (self._least.value() / weights) ** self.beta
         self.num_draws += 1
-        return tensor_of(places), tensor_of(importance)
+        return places, importance
 
     def draw_among(
         self, candidates: torch.Tensor, num_draws: int, generator: torch.Generator

@@ -43,10 +43,10 @@ class Push:
 
 @dataclass(frozen=True)
 class Draw:
-    """`[n]` slots that were drawn, ascending, and their importance weights, float64."""
+    """`[n]` slots that were drawn, ascending, and their importance weights, float64 as `own` gives them."""
 
     slots: torch.Tensor
-    importance: torch.Tensor
+    importance: Any
 
 
 class PrioritizedStore:
@@ -159,8 +159,11 @@ class PrioritizedStore:
 
     def draw(self, size: int, among: torch.Tensor | None, generator: torch.Generator) -> Draw | None:
         """Draw slots; None if nothing has a weight."""
-        drawn = self.rows.draw(size, generator) if among is None else self.rows.draw_among(among, size, generator)
-        return None if drawn is None else Draw(*drawn)
+        if among is not None:
+            drawn = self.rows.draw_among(among, size, generator)
+            return None if drawn is None else Draw(drawn[0], own(drawn[1]))
+        found = self.rows.draw_own(size, generator)
+        return None if found is None else Draw(tensor_of(found[0]), found[1])
 
     def uses_with(self, slots: torch.Tensor) -> torch.Tensor:
         """Count the uses of `[n]` drawn slots before `use`, each copy's own included."""
@@ -204,7 +207,7 @@ class PrioritizedStore:
             self.num_dead_updates += rows.shape[0] - slots.shape[0]
             largest = float(values.max()) if slots.shape[0] else 0.0
         if slots.shape[0]:
-            self.rows.update(slots, values, largest)
+            self.rows.update_own(slots, values, largest)
         return int(slots.shape[0])
 
     # Saving.
