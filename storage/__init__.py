@@ -44,6 +44,7 @@ from .rollout_storage import RolloutStorage
 from .sarsa_rollout_storage import SarsaRolloutStorage
 from .segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
 from .snapshot import load_store
+from .sum_tree import MaxTree, MinTree, SumTree
 from .trajectory_buffer import TrajectoryDictBufferMultiDim
 from .transition import ActionLabelMiniBatch, HiddenStates, MiniBatch, SarsaMiniBatch, Transition
 from .transitions import TransitionRequest
@@ -68,7 +69,9 @@ __all__ = [
     "HiddenStates",
     "InTickMonitor",
     "MaxSegmentTree",
+    "MaxTree",
     "MinSegmentTree",
+    "MinTree",
     "MiniBatch",
     "MissingFieldError",
     "NaiveReplayBuffer",
@@ -92,6 +95,7 @@ __all__ = [
     "SchemaError",
     "SegmentTree",
     "SumSegmentTree",
+    "SumTree",
     "TrajectoryDictBuffer",
     "TrajectoryDictBufferMultiDim",
     "Transition",

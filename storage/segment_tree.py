@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from .errors import RolloutDataError, UsageError, nearest
@@ -89,7 +90,7 @@ class SegmentTree:
             IndexError: The range is outside, or ends before it starts.
         """
         stop = self.capacity if end is None else end
-        if not all(isinstance(x, int) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
+        if not all(isinstance(x, (int, np.integer)) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
             expected = f"0 <= start <= end <= {self.capacity}"
             raise TreeIndexError("reduce a segment tree", "", expected, f"[{start}, {stop})")
         return self._tree.reduce(int(start), int(stop))

@@ -7,6 +7,7 @@ all of their locks, before any of them is changed. What a buffer does is its own
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -90,6 +91,7 @@ class BufferManager(Snapshotted):
             As `push`: An item does not fit one of the buffers.
         """
         self._check_open("push data")
+        start_s = time.perf_counter()
         shares = self._shares(data, buffer_name)
         with ExitStack() as admitted:
             for name, items in shares.items():
@@ -101,7 +103,8 @@ class BufferManager(Snapshotted):
         for name, one in read.items():
             buffer = self._buffers[name]
             if buffer.monitor is not None:
-                buffer.monitor.note_push(len(shares[name]), **buffer._push_values(one))
+                passed_s = time.perf_counter() - start_s
+                buffer.monitor.note_push(len(shares[name]), time=passed_s, **buffer._push_values(one))
 
     def push(self, data: Any, buffer_name: str | Sequence[str] | None = None) -> None:
         """Do what `push_data` does."""
@@ -124,7 +127,7 @@ class BufferManager(Snapshotted):
         sample_ratio: Mapping[str, float] | None = None,
     ) -> bool:
         """Tell whether `sample` would give something, however the ratio falls; stale items are removed."""
-        check_iteration(cur_learner_iter)
+        cur_learner_iter = check_iteration(cur_learner_iter)
         sizes = self._shares_of_samples.most(batch_size, sample_ratio)
         with self._locked(sizes):
             found = [self._buffers[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
@@ -153,7 +156,7 @@ class BufferManager(Snapshotted):
             KeyError: No buffer is called so.
             ValueError: The shares are negative, or do not sum to 1.
         """
-        check_iteration(cur_learner_iter)
+        cur_learner_iter = check_iteration(cur_learner_iter)
         self._check_open("sample")
         with self._choice_lock:
             before = self.rng.get_state()
@@ -179,7 +182,7 @@ class BufferManager(Snapshotted):
             Name -> (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each buffer that gives
             a row; `update_priorities` takes the ids. None if a buffer refuses.
         """
-        check_iteration(cur_learner_iter)
+        cur_learner_iter = check_iteration(cur_learner_iter)
         with self._choice_lock:
             before = self.rng.get_state()
             _, sizes = self._shares_of_samples.share_out(batch_size, sample_ratio, self.rng)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ..errors import MissingFieldError, SchemaError, UsageError
 
 UNIQUE_ID, SLOT = "replay_unique_id", "replay_buffer_idx"
@@ -42,10 +44,10 @@ def split_unique_id(unique_id: Any) -> tuple[str, int]:
 
 
 def check_count(action: str, name: str, value: Any, least: int) -> int:
-    """Refuse what is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """Refuse what is not a whole number of at least `least`; give it as Python's, also one of numpy."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise UsageError(action, "", f"{name} >= {least}", repr(value))
-    return value
+    return int(value)
 
 
 def finite_or_none(value: float | None) -> float | None:
@@ -54,10 +56,10 @@ def finite_or_none(value: float | None) -> float | None:
 
 
 def check_iteration(value: Any) -> int:
-    """Refuse what is not a number of learner iterations."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """Refuse what is not a number of learner iterations; give it as Python's, also one of numpy."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise UsageError("sample", "", "cur_learner_iter as an int", repr(value))
-    return value
+    return int(value)
 
 
 def check_range(sample_range: Any) -> slice | None:

@@ -134,9 +134,8 @@ class ManagedBuffer(Snapshotted):
         Returns:
             A list of copies; None if there are fewer than `size`, or none, or the rate limiter refuses.
         """
-        check_count("sample", "size", size, 0)
+        size, cur_learner_iter = check_count("sample", "size", size, 0), check_iteration(cur_learner_iter)
         check_range(sample_range)
-        check_iteration(cur_learner_iter)
         if not self._admit_sample(size):
             return None
         with self._undone_if_refused(size), self._lock:

@@ -15,6 +15,7 @@ from math import inf, isfinite
 from typing import Any
 
 from ..errors import RolloutDataError, UsageError
+from .item_ids import check_count
 
 _STATE = ("num_inserted", "num_sampled")
 
@@ -143,7 +144,7 @@ class RateLimiter:
         return self.num_inserted >= self.min_inserts and self.balance - num_items >= -self.tolerance
 
     def _pass(self, num_items: int, kind: int, may: Any) -> bool:
-        _checked(num_items)
+        num_items = _checked(num_items)
         limit = None if self.timeout_s is None else time.monotonic() + self.timeout_s
         with self._changed:
             self._check_tolerance(kind, num_items)
@@ -171,6 +172,4 @@ class RateLimiter:
 
 
 def _checked(num_items: Any) -> int:
-    if not isinstance(num_items, int) or isinstance(num_items, bool) or num_items < 0:
-        raise UsageError("count items", "", "a number >= 0", repr(num_items))
-    return num_items
+    return check_count("count items", "a number", num_items, 0)

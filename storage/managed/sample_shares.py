@@ -51,7 +51,7 @@ class SampleShares:
             raise UsageError(_ACTION, "", "a ratio by name", type(ratio).__name__)
         for name, share in ratio.items():
             self._check_name(name)
-            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            is_number = isinstance(share, (int, float, np.integer, np.floating)) and not isinstance(share, bool)
             if not is_number or not 0 <= share <= 1 + SLACK:
                 raise UsageError(_ACTION, f"with {name!r}", "shares in [0, 1]", repr(share))
         total = math.fsum(ratio.values())

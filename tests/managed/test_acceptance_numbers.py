@@ -1,0 +1,93 @@
+"""Numbers of numpy are numbers: sizes, iterations, ranges and ratios that were computed elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import storage
+from storage import (
+    AdvancedReplayBuffer,
+    BufferManager,
+    BufferMonitor,
+    EpisodeReplayBuffer,
+    NaiveReplayBuffer,
+    RateLimiter,
+    SumSegmentTree,
+)
+
+
+def _item(number: int) -> dict[str, object]:
+    return {"obs": torch.full((3,), float(number)), "collect_iter": number}
+
+
+@pytest.mark.parametrize("make", [NaiveReplayBuffer, AdvancedReplayBuffer])
+def test_sizes_and_iterations_of_numpy_are_taken(make: Callable[..., NaiveReplayBuffer]) -> None:
+    buffer = make(np.int64(5))
+    buffer.extend(_item(number) for number in range(8))
+    assert buffer.replay_buffer_size == 5 and type(buffer.replay_buffer_size) is int
+    found = buffer.sample(np.int64(3), np.int32(9))
+    assert found is not None and len(found) == 3
+    assert all(item.get("staleness", 9 - item["collect_iter"]) == 9 - item["collect_iter"] for item in found)
+    assert buffer.sample_check(np.int64(5), np.int64(9)) and not buffer.sample_check(np.int64(6), np.int64(9))
+    assert buffer.sample(np.int64(6)) is None and buffer.sample(np.int64(0)) == []
+
+
+@pytest.mark.parametrize("size", [True, 1.0, np.float64(1), np.bool_(True), "1", None, -1, np.int64(-1)])
+def test_what_is_no_count_is_refused(size: object) -> None:
+    buffer = NaiveReplayBuffer(5)
+    buffer.push(_item(0))
+    with pytest.raises(ValueError, match="size >= 0"):
+        buffer.sample(size)  # type: ignore[arg-type]
+
+
+def test_episodes_take_counts_of_numpy() -> None:
+    buffer = EpisodeReplayBuffer(np.int64(2))
+    buffer.push([_item(number) for number in range(6)])
+    assert buffer.sample_windows(np.int64(4), np.int64(3))["obs"].shape == (4, 3, 3)
+
+
+def test_a_manager_takes_sizes_iterations_and_ratios_of_numpy() -> None:
+    options = {"replay_buffer_size": np.int64(10), "rate_limiter": {"samples_per_insert": 100, "tolerance": 10_000}}
+    shares = np.array([0.5, 0.5], np.float32)
+    cfg = {"buffer_name": ["a", "b"], "sample_ratio": dict(zip("ab", shares, strict=True)), "a": options, "b": options}
+    manager = BufferManager(cfg)
+    manager.push_data([_item(number) for number in range(10)], ["a", "b"])
+    assert len(manager.sample(np.int64(6), np.int64(9))) == 6
+    found = manager.sample({"a": np.int64(2), "b": np.int64(3)}, np.int64(9))
+    assert [len(found[name]) for name in "ab"] == [2, 3]
+    state = manager["a"].rate_limiter.state_dict()
+    assert all(type(count) is int for count in state.values())  # so that they can be written as JSON
+
+
+def test_a_limiter_counts_numbers_of_numpy_as_python_s() -> None:
+    limiter = RateLimiter(2.0, 100.0)
+    assert limiter.insert(np.int64(3)) and limiter.sample(np.int64(2))
+    other = RateLimiter(2.0, 100.0)
+    other.load_state_dict(limiter.state_dict())
+    assert other.num_inserted == 3 and type(limiter.num_inserted) is int
+
+
+def test_a_tree_reduces_ranges_of_numpy() -> None:
+    tree = SumSegmentTree(4)
+    tree[[0, 1, 2, 3]] = [1.0, 2.0, 3.0, 4.0]
+    assert tree.reduce(np.int64(1), np.int64(3)) == 5
+    with pytest.raises(IndexError):
+        tree.reduce(0, 1.5)  # type: ignore[arg-type]
+
+
+def test_a_push_through_a_manager_tells_the_monitor_its_time() -> None:
+    manager = BufferManager({"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "monitor": BufferMonitor()}})
+    manager.push_data(_item(0))
+    found = manager["a"].monitor.snapshot()
+    assert found["in/time_mean"] > 0 and found["in/ticks"] == found["in/size_max"] == 1
+
+
+def test_the_trees_under_the_front_are_exported() -> None:
+    tree = storage.SumTree(3)
+    tree.write(torch.tensor([0, 2]), torch.tensor([1.0, 2.0], dtype=torch.float64))
+    assert tree.reduce() == 3.0
+    assert storage.MinTree(3).reduce() == float("inf") and storage.MaxTree(3).reduce() == -float("inf")
