@@ -312,7 +312,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """Check an update; give what `_apply_update` takes."""
         if not isinstance(info, Mapping):
             raise UsageError("update", repr(self.name), "a mapping", type(info).__name__)
-        rows = torch.tensor(self._rows_of(info.get(UNIQUE_ID) or []), dtype=torch.int64, device=self.device)
+        rows = torch.tensor(self._rows_of(info.get(UNIQUE_ID)), dtype=torch.int64, device=self.device)
         priorities = info.get("priority")
         used = info.get("used_id")
         used = [] if used is None else list(used) if isinstance(used, (list, tuple, set)) else [used]

@@ -153,7 +153,8 @@ class ManagedBuffer(Snapshotted):
 
     def _read_update(self, info: Mapping[str, Any]) -> Any:
         """Check an update; give what `_apply_update` takes."""
-        self._rows_of(info.get(UNIQUE_ID) or [])
+        if isinstance(info, Mapping):
+            self._rows_of(info.get(UNIQUE_ID))
         return None
 
     def _apply_update(self, read: Any) -> int:
@@ -279,8 +280,10 @@ class ManagedBuffer(Snapshotted):
         return {UNIQUE_ID: [f"{prefix}{row}" for row in self._store.ids(slots).tolist()], SLOT: slots.tolist()}
 
     def _rows_of(self, unique_ids: Any) -> list[int]:
-        """Give the row ids that are in unique ids; raise if one is of another buffer."""
-        rows = []
+        """Give the row ids that are in unique ids (None is none); raise if one is of another buffer."""
+        rows: list[int] = []
+        if unique_ids is None:
+            return rows
         for unique_id in [unique_ids] if isinstance(unique_ids, str) else list(unique_ids):
             name, row = split_unique_id(unique_id)
             if name != self.name:

@@ -91,3 +91,16 @@ def test_the_trees_under_the_front_are_exported() -> None:
     tree.write(torch.tensor([0, 2]), torch.tensor([1.0, 2.0], dtype=torch.float64))
     assert tree.reduce() == 3.0
     assert storage.MinTree(3).reduce() == float("inf") and storage.MaxTree(3).reduce() == -float("inf")
+
+
+@pytest.mark.parametrize("make", [NaiveReplayBuffer, AdvancedReplayBuffer])
+def test_an_update_takes_ids_as_an_array(make: Callable[..., NaiveReplayBuffer]) -> None:
+    buffer = make(4)
+    buffer.extend(_item(number) for number in range(3))
+    ids = np.array(["buffer_0", "buffer_2"])
+    applied = 2 if make is AdvancedReplayBuffer else 0
+    assert buffer.update({"replay_unique_id": ids, "priority": np.array([1.0, 2.0])}) == applied
+    assert buffer.update({"replay_unique_id": ids[:0], "priority": []}) == 0
+    assert buffer.update({"replay_unique_id": None}) == 0
+    with pytest.raises(KeyError):
+        buffer.update({"replay_unique_id": np.array(["other_0", "buffer_1"]), "priority": [1.0, 2.0]})
