@@ -301,33 +301,39 @@ def _images(tag: str, quick: bool) -> Case:
     }
     gzip = data.made_once(f"windows-{tag}-images-gzip", lambda path: _record_image_groups(path / "data.hdf5", frames()))
     made.clear()
-    datasets = {name: WindowDataset(folder, IMAGE_LENGTH, fields=["observation"]) for name, folder in folders.items()}
-    frame_bytes = _row_bytes(datasets["raw"])
+    frame_bytes = _row_bytes(_image_windows(folders["raw"]))
     num_warm = 4 if quick else 60
-
-    def loader(name: str) -> Any:
-        return WindowLoader(datasets[name], IMAGE_BATCH, drop_last=True)
-
+    ways: list[tuple[str, Path, bool]] = [
+        ("raw", folders["raw"], True),
+        ("lz4", folders["lz4"], False),
+        ("lz4, kept in memory", folders["lz4"], True),
+    ]
     contenders = [
         _gather_limit(num_trajectories * num_frames, frame_bytes, IMAGE_LENGTH, IMAGE_BATCH),
         _memcpy(IMAGE_BATCH * IMAGE_LENGTH * frame_bytes),
-        *(
-            _forever(f"WindowLoader, {name}", folder, lambda name=name: loader(name), num_warm, OURS, IMAGE_REACH[name])
-            for name, folder in folders.items()
-        ),
-        *(
-            _forever(
-                f"DataLoader, {name}", folder,
-                lambda name=name: _torch_loader(datasets[name], 0, IMAGE_BATCH), num_warm, OURS, IMAGE_REACH[name],
-            )
-            for name, folder in folders.items()
-        ),
-        _forever(
-            "HDF5 groups, gzip", gzip, lambda: _plain_loader(ImageGroups(gzip / "data.hdf5"), 0, IMAGE_BATCH), 1, PEER
-        ),
-    ]  # fmt: skip
+    ]
+    for name, folder, keeps in ways:
+
+        def ours(folder: Path = folder, keeps: bool = keeps) -> Any:
+            return WindowLoader(_image_windows(folder, keeps), IMAGE_BATCH, drop_last=True)
+
+        contenders.append(_forever(f"WindowLoader, {name}", folder, ours, num_warm, OURS, IMAGE_REACH[name[:3]]))
+
+    def gzip_groups() -> Any:
+        return _plain_loader(ImageGroups(gzip / "data.hdf5"), 0, IMAGE_BATCH)
+
+    contenders.append(_forever("HDF5 groups, gzip", gzip, gzip_groups, 1, PEER))
     name = f"images, L={IMAGE_LENGTH} B={IMAGE_BATCH}"
     return Case(name, tuple(contenders), num_bytes=IMAGE_BATCH * IMAGE_LENGTH * frame_bytes)
+
+
+def _image_windows(folder: Path, keeps: bool = True) -> WindowDataset:
+    """Open windows of images; unless it `keeps` decoded chunks, each batch is decoded anew, as in a large dataset."""
+    dataset = WindowDataset(folder, IMAGE_LENGTH, fields=["observation"])
+    if not keeps:
+        for chunks in dataset._store.files.chunks.values():  # type: ignore[attr-defined]
+            chunks.cache.max_bytes = 0
+    return dataset
 
 
 def _record_images(folder: Path, frames: dict[str, np.ndarray], codecs: dict[str, str]) -> None:

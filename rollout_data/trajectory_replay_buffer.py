@@ -70,13 +70,14 @@ class TrajectoryReplayBuffer:
         world_size: int = 1,
     ) -> None:
         check_at_least(0, sample_window_size=sample_window_size, cache_size=cache_size)
-        check_at_least(1, max_pending_saves=max_pending_saves, max_trajectories=max_trajectories or 1)
+        limits = {} if max_trajectories is None else {"max_trajectories": max_trajectories}
+        check_at_least(1, max_pending_saves=max_pending_saves, **limits)
         check_rank(rank, world_size)
         check_format(trajectory_format, trusted)
-        if auto_save and not os.fspath(auto_save_path):
+        if auto_save and not os.fspath(auto_save_path or ""):
             raise UsageError("save trajectories", "", "an auto_save_path", "none")
         self.seed, self.sample_window_size, self.max_trajectories = int(seed), sample_window_size, max_trajectories
-        self.auto_save, self.auto_save_path = bool(auto_save), Path(os.fspath(auto_save_path))
+        self.auto_save, self.auto_save_path = bool(auto_save), Path(os.fspath(auto_save_path or ""))
         self.trajectory_format, self.trusted = trajectory_format, trusted
         self.drop_first, self.drop_last = check_names(drop_first, "drop_first"), check_names(drop_last, "drop_last")
         self.rng = torch.Generator().manual_seed(self.seed)
@@ -199,9 +200,8 @@ class TrajectoryReplayBuffer:
             cache = self._cache
             window = self._live.window(cache, min_weights_version)
             if cache is not None and window.is_one_block:
-                return self._gatherer.sample_one_block(
-                    window, cache, window.draw_rows(num_chunks, self.rng), keys, contiguous
-                )
+                rows = window.draw_rows(num_chunks, self.rng)
+                return self._gatherer.sample_one_block(window, cache, rows, keys, contiguous)
             which, row = window.draw(num_chunks, self.rng)
             if cache is not None and not window.is_cached and self._gatherer.fill(window, cache, which):
                 # The same steps, where they lie now.
@@ -300,6 +300,7 @@ class TrajectoryReplayBuffer:
             DataFileError: Something is missing or damaged; nothing was changed.
         """
         check_rank(local_rank, world_size)
+        self._check_usable("load a checkpoint")
         entries, counters = read_folder(Path(directory), self.trusted, verify)
         if min_weights_version is not None:
             entries = [entry for entry in entries if entry.is_recent(min_weights_version)]
@@ -319,10 +320,9 @@ class TrajectoryReplayBuffer:
             self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step
 
     def _find(self, trajectory_id: int) -> Entry:
-        entry = self._live.entries.get(trajectory_id)
-        if entry is None:
-            live = f"one of {len(self._live.entries)} live ids"
-            raise MissingFieldError("get the trajectory", "", live, repr(trajectory_id))
+        self._check_usable("get the trajectory")
+        if (entry := self._live.entries.get(trajectory_id)) is None:
+            raise MissingFieldError("get the trajectory", "", f"one of {len(self)} live ids", repr(trajectory_id))
         return entry
 
     def _rows_of(self, entry: Entry) -> dict[str, torch.Tensor]:

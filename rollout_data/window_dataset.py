@@ -123,7 +123,8 @@ class WindowDataset(Dataset[dict[str, Any]]):
         self._reader = WindowReader(
             self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
         )
-        self._pool, self._shared = BufferPool(), SharedMemory()
+        # Enough for the batches of a prefetching loader with several kinds of rows.
+        self._pool, self._shared = BufferPool(24), SharedMemory()
 
     def _check_names(self) -> None:
         for field in self.plan.fields:

@@ -249,9 +249,10 @@ def _members(file: IO[bytes], path: Path) -> dict[str, zipfile.ZipInfo]:
     left = size = file.seek(0, io.SEEK_END)
     for member in members:
         left -= member.file_size
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size or left < 0:
+        is_stored = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
+        if not is_stored or left < 0 or not 0 <= member.header_offset < size:
             expected = f"stored members in a file of {size} bytes"
-            got = f"{member.filename!r} of {member.file_size} bytes"
+            got = f"{member.filename!r} of {member.file_size} bytes at {member.header_offset}"
             raise CorruptFileError("load the checkpoint", repr(str(path)), expected, got, _ADVICE)
     return {member.filename: member for member in members}
 

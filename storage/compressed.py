@@ -85,6 +85,8 @@ class CompressedTensorDict(Mapping[str, Any]):
         self._device = None if device is None else torch.device(device)
         self._lock = threading.Lock()
         self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
+        if not isinstance(data, Mapping):
+            raise UsageError("compress tensors", "", "a nested mapping", type(data).__name__)
         leaves = flatten(data)
         chosen = _chosen(leaves, compress_keys, missing_ok)
         #: Flat name -> `_Packed`, or the leaf itself.
@@ -187,6 +189,8 @@ def _flat_name(key: str | tuple[str, ...]) -> str:
 
 def _chosen(leaves: Mapping[str, Any], keys: Iterable[str | tuple[str, ...]], missing_ok: bool) -> set[str]:
     chosen: set[str] = set()
+    if not isinstance(keys, Iterable):
+        raise UsageError("compress tensors", "", "compress_keys as names of leaves", repr(keys))
     for key in [keys] if isinstance(keys, str) else keys:
         name = _flat_name(key)
         below = [one for one in leaves if one.startswith(name + "/") and isinstance(leaves[one], torch.Tensor)]

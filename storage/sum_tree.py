@@ -6,14 +6,15 @@ numbers that were there before.
 
 Blocks are 16 wide, and levels are added until the top has at most 2**12 of them; its running sum is
 taken anew at each draw. Chosen by measurement (two busy cores, 10^6 rows, batches of 256 / 4096, one
-thread, microseconds), a whole sample and update of `AdvancedReplayBuffer` by the shape of its tree:
+thread, microseconds), a whole sample and update of `AdvancedReplayBuffer` by the shape of its tree, when
+a draw was slower than it is now:
 
     blocks of 16, two levels   384 / 1420    blocks of 32, one level    440 / 1619
     blocks of 16, one level    391 / 1543    blocks of 32, two levels   416 / 1618
 
-and a draw and a write alone (`python -m benchmarks prioritized --only structure`): this with blocks of
-32 141 / 705, a heap of pairs in numpy 227 / 1060, rejection 54 / 286 where weights are even and
-350 / 19800 where they are skewed. Rejection also draws independently, not one from each of n strata.
+and, now, a draw and a write alone (`python -m benchmarks prioritized --only structure`): this 86 / 539, a
+heap of pairs in numpy 217 / 1020, rejection 51 / 270 where weights are even and 382 / 10200 where they are
+skewed. Rejection also draws independently, not one from each of n strata.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ def test_every_import_points_down_the_house() -> None:
     ],
 )
 def test_a_planted_crossing_is_found(tmp_path: Path, file: str, line: str) -> None:
-    made = "storage/__init__.py storage/codecs.py rollout_data/__init__.py rollout_data/cli/main.py".split()
+    made = ["storage/__init__.py", "storage/codecs.py", "rollout_data/__init__.py", "rollout_data/cli/main.py"]
     for name in (*made, file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

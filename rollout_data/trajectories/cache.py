@@ -168,10 +168,13 @@ class TrajectoryCache:
         An id that is here already is replaced and becomes the newest.
         """
         by_length: dict[int, dict[str, torch.Tensor]] = {}
+        if not isinstance(trajectory, Mapping):
+            got = type(trajectory).__name__
+            raise UsageError("cache the trajectory", str(trajectory_id), "a nested mapping of tensors", got)
         for name, leaf in flatten(trajectory).items():
-            tensor = torch.as_tensor(leaf)
-            if not tensor.ndim or not len(tensor):
-                got = f"shape {list(tensor.shape)}"
+            tensor = torch.as_tensor(leaf) if isinstance(leaf, (torch.Tensor, np.ndarray)) else None
+            if tensor is None or not tensor.ndim or not len(tensor):
+                got = type(leaf).__name__ if tensor is None else f"shape {list(tensor.shape)}"
                 raise UsageError("cache the trajectory", f"{trajectory_id}, key {name!r}", "rows [n, ...]", got)
             by_length.setdefault(len(tensor), {})[name] = tensor
         if not by_length:

@@ -144,7 +144,11 @@ def take_apart(
     """
     tensors: dict[str, torch.Tensor] = {}
     info: dict[str, Any] = {}
-    for name, leaf in flatten(_as_mapping(trajectory)).items():
+    tree = _as_mapping(trajectory)
+    if not isinstance(tree, Mapping):
+        expected = "a nested mapping or a dataclass"
+        raise SchemaError("store the leaves", where, expected, type(trajectory).__name__)
+    for name, leaf in flatten(tree).items():
         if isinstance(leaf, np.generic) or (isinstance(leaf, (np.ndarray, torch.Tensor)) and leaf.ndim == 0):
             leaf = leaf.item()
         if isinstance(leaf, (np.ndarray, torch.Tensor)):
@@ -177,7 +181,7 @@ def _as_mapping(tree: Any) -> Any:
 def _size_of(tensors: Mapping[str, torch.Tensor], longer: Collection[str], where: str) -> tuple[int, int]:
     """Say how many steps and envs there are, by the first leaf that tells."""
     if not tensors:
-        raise SchemaError("store", f"a trajectory {where}".rstrip(), "at least one tensor", "none")
+        raise SchemaError("store the leaves", where, "at least one tensor", "none")
     for name, tensor in tensors.items():
         if tensor.ndim < 2 or not tensor.shape[0] or not tensor.shape[1]:
             raise SchemaError("store the leaf", f"{name!r} {where}", "[T, B, ...]", f"shape {list(tensor.shape)}")

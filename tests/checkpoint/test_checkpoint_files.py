@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -210,6 +211,19 @@ def test_a_hostile_archive_is_one_clear_error(tmp_path: Path, size: int) -> None
     path = written(tmp_path, "a.pt", zip64_of(size))
     with pytest.raises(CorruptFileError, match=r"^cannot load the checkpoint '.*a.pt'"):
         load_checkpoint(path)
+
+
+def test_a_member_that_lies_outside_the_archive_is_one_clear_error(tmp_path: Path, saved: dict[str, bytes]) -> None:
+    content = saved["a.pt"]
+    end = content.rfind(b"PK\x05\x06")
+    size, place = struct.unpack_from("<II", content, end + 12)
+    for moved in (1, 64, 1 << 20):
+        # A directory that claims to begin later than it does makes every member begin before the file.
+        directory = content[: end + 12] + struct.pack("<II", size, place + moved) + content[end + 20 :]
+        path = written(tmp_path, "x", directory)
+        for load in (*LOADERS, load_checkpoint_meta):
+            with pytest.raises(DataFileError, match="cannot load the checkpoint"):
+                load(path)
 
 
 def test_a_compressed_member_is_refused(tmp_path: Path) -> None:

@@ -168,3 +168,12 @@ def test_tensors_come_back_to_the_gpu() -> None:
     for _ in range(2):
         assert packed["x"].device.type == "cuda"
     assert packed.to("cpu")["x"].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("data", "keys", "text"),
+    [(5, (), "expected a nested mapping, got int"), ({"a": torch.ones(2)}, 5, "expected compress_keys as names")],
+)
+def test_what_is_no_record_is_refused(data: Any, keys: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        CompressedTensorDict(data, keys)

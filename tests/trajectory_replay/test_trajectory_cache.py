@@ -129,3 +129,14 @@ def test_threads_put_and_get_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not failures and len(cache) == 5
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [(5, "a nested mapping of tensors, got int"), ({"a": torch.ones(2), "task": "walk"}, r"'task': .*, got str")],
+)
+def test_what_is_no_trajectory_is_refused(what: Any, text: str) -> None:
+    cache = TrajectoryCache(2)
+    with pytest.raises(UsageError, match=text):
+        cache.put(0, what)
+    assert 0 not in cache
