@@ -75,6 +75,8 @@ class PrioritizedStore:
                 raise SchemaError("add an item", "", "a mapping", type(item).__name__)
             own = dict(item)
             priorities.append(own.pop("priority", None))
+            if "collect_iter" in own:  # a number, however it is given; never a column
+                own["collect_iter"] = _plain(own["collect_iter"])
             iterations.append(_earliest(own.get("collect_iter")))
             if self.used is not None and "data_id" in own:
                 own["data_id"] = _plain(own["data_id"])

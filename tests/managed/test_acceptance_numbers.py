@@ -103,3 +103,12 @@ def test_an_update_takes_ids_as_an_array(make: Callable[..., NaiveReplayBuffer],
     assert buffer.update({"replay_unique_id": None}) == 0
     with pytest.raises(KeyError):
         buffer.update({"replay_unique_id": np.array(["other_0", "buffer_1"]), "priority": [1.0, 2.0]})
+
+
+def test_when_an_item_was_collected_may_be_any_kind_of_number() -> None:
+    buffer = AdvancedReplayBuffer(10, max_staleness=5, min_sample_ratio=0.01, generator=0)
+    for collected in (torch.tensor(3), np.int64(4), 5, None):
+        item = {"obs": torch.zeros(2)}
+        buffer.push(item if collected is None else {**item, "collect_iter": collected})
+    assert sorted({one["staleness"] for one in buffer.sample(40, cur_learner_iter=7)}) == [-1, 2, 3, 4]
+    assert {one["staleness"] for one in buffer.sample(40, cur_learner_iter=9)} == {-1, 4}
