@@ -204,6 +204,7 @@ class PrioritizedStore:
         rows, values = own(ids), own(priorities)
         slots = rows % self.items.capacity
         is_live = self.limits.own_row_ids[slots] == rows
+        is_live &= rows >= 0  # a slot without a row has an id too
         if not is_live.all():
             slots, values = slots[is_live], values[is_live]
             self.num_dead_updates += rows.shape[0] - slots.shape[0]

@@ -176,6 +176,16 @@ def assert_equal_states(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(tensor, other["tensors"][name]), name
 
 
+def test_an_id_below_zero_is_dead_even_where_it_is_the_mark_of_an_empty_slot() -> None:
+    buffer = AdvancedReplayBuffer(5, generator=0)  # so that the mark falls into an empty one
+    buffer.push([{"x": torch.zeros(1)}])
+    before = buffer.state_dict()
+    assert buffer.update_priorities([-(1 << 62), -1, -4], [5.0, 6.0, 7.0]) == 0
+    assert buffer.num_dead_updates == 3 and buffer.max_priority == 1.0
+    for name, tensor in before["tensors"].items():
+        assert torch.equal(tensor, buffer.state_dict()["tensors"][name]), name
+
+
 def test_ids_are_read_from_the_right_and_must_be_this_buffers() -> None:
     buffer = AdvancedReplayBuffer(4, generator=0, name="a_b_c")
     buffer.push([{"x": torch.zeros(1)}] * 2)
