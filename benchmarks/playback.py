@@ -7,6 +7,7 @@ places in them, so that in every batch some change trajectory. Frames have 235 +
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -33,19 +34,13 @@ def cases(quick: bool) -> Iterator[Case]:
     length, num_trajectories = (32, 64) if quick else (512, 1024)
     sizes = (8, 64) if quick else (64, 1024, 4096)
     tag = "quick" if quick else "long"
-    made: list[data.Rollout] = []
-
-    def rollout() -> data.Rollout:
-        if not made:
-            made.append(data.generated(length, num_trajectories))
-        return made[0]
-
+    rollout = functools.cache(lambda: data.generated(length, num_trajectories))
     contiguous = data.made_once(f"playback-{tag}-contiguous", lambda path: data.record(path, rollout()))
     fragments = data.made_once(
         f"playback-{tag}-fragments", lambda path: data.record(path, rollout(), min(data.FRAGMENT, length // 2))
     )
     folders = data.made_once(f"playback-{tag}-folders", lambda path: data.record_folders(path, rollout()))
-    made.clear()
+    rollout.cache_clear()
     row_bytes = data.row_bytes(data.generated(1, 1))
     for num_envs in sizes:
         for num_steps in (1, 24):

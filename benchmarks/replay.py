@@ -25,6 +25,14 @@ FLOATS = OBS + ACTIONS + 1
 REACH_EXTEND = {1: 5.0, 64: 2.0, 1024: 1.25}
 REACH_SAMPLE = 1.25
 MAX_EXTEND_ONE_S = 10e-6
+#: What cpprb and tianshou call the fields -> what we call them.
+PEER_FIELDS = {
+    "obs": "observation",
+    "act": "action",
+    "rew": "reward",
+    "terminated": "terminated",
+    "truncated": "truncated",
+}
 #: One trajectory in so many rows ends.
 LENGTH = 1000
 #: Indices that are drawn before the clock runs: more rows than any cache, or its page tables, remember.
@@ -161,23 +169,16 @@ def _cpprb(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
     cpprb = peers.load("cpprb")
     columns = {"obs": {"shape": OBS}, "act": {"shape": ACTIONS}, "rew": {}, "terminated": {}, "truncated": {}}
     buffer = cpprb.ReplayBuffer(capacity, columns, next_of="obs")
-    names = {
-        "obs": "observation",
-        "act": "action",
-        "rew": "reward",
-        "terminated": "terminated",
-        "truncated": "truncated",
-    }
 
     def extend(_: Any) -> None:
         buffer.add(**arrays, next_obs=arrays["obs"])
 
-    arrays = {name: data[key].numpy() for name, key in names.items()}
+    arrays = {name: data[key].numpy() for name, key in PEER_FIELDS.items()}
     for _ in range(capacity // len(arrays["obs"]) if len(arrays["obs"]) > 1 else 0):
         extend(None)
     if len(arrays["obs"]) == 1:
         filler = rows(10_000)
-        arrays_of_one, arrays = arrays, {name: filler[key].numpy() for name, key in names.items()}
+        arrays_of_one, arrays = arrays, {name: filler[key].numpy() for name, key in PEER_FIELDS.items()}
         for _ in range(capacity // 10_000):
             extend(None)
         arrays = arrays_of_one
@@ -188,14 +189,7 @@ def _tianshou(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
     tianshou = peers.load("tianshou", "data")
     buffer = tianshou.ReplayBuffer(capacity, ignore_obs_next=True)
     arrays = {name: leaf.numpy() for name, leaf in data.items()}
-    names = {
-        "obs": "observation",
-        "act": "action",
-        "rew": "reward",
-        "terminated": "terminated",
-        "truncated": "truncated",
-    }
-    one = {name: arrays[key][0] if name in ("obs", "act") else arrays[key][0, 0] for name, key in names.items()}
+    one = {name: arrays[key][0] if name in ("obs", "act") else arrays[key][0, 0] for name, key in PEER_FIELDS.items()}
     batch = tianshou.Batch(**one, obs_next=one["obs"], info={})
 
     def extend(data: dict[str, torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -43,16 +44,10 @@ def cases(quick: bool) -> Iterator[Case]:
     """Yield low-dimensional windows with 0, 1 and 2 workers, then image windows raw and coded."""
     length, num_trajectories = (32, 16) if quick else (512, 512)
     tag = "quick" if quick else "long"
-    made: list[data.Rollout] = []
-
-    def rollout() -> data.Rollout:
-        if not made:
-            made.append(data.generated(length, num_trajectories))
-        return made[0]
-
+    rollout = cache(lambda: data.generated(length, num_trajectories))
     ours = data.made_once(f"windows-{tag}", lambda path: data.record(path, rollout()))
     theirs = data.made_once(f"windows-{tag}-hdf5", lambda path: _record_groups(path / "data.hdf5", rollout()))
-    made.clear()
+    rollout.cache_clear()
     for num_workers in (0, 1, 2):
         yield _low_dimensional(ours, theirs / "data.hdf5", num_workers, quick)
     yield _images(tag, quick)
