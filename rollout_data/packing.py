@@ -127,7 +127,9 @@ class _Packed:
     def clear(self) -> None:
         self.fragments: list[np.void] = []
         self.sums: list[np.ndarray] = []
-        self.rows = {t: {c: [] for c in layout.columns} for t, layout in self.header.layouts.items()}  # type: ignore[var-annotated]
+        self.rows: dict[str, dict[str, list[RowSource]]] = {
+            table: {column: [] for column in layout.columns} for table, layout in self.header.layouts.items()
+        }
         self.max_errors: dict[str, float] = {}
         self.num_rows = self.num_finals = 0
 

@@ -82,7 +82,7 @@ class Lz4Writer:
             if failure is None:
                 self._write_done()
                 self._file.write(self._stream.end())
-        except BaseException:
+        except Exception:
             if failure is None:  # otherwise that one is the cause
                 raise
         finally:

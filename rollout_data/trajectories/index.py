@@ -200,26 +200,19 @@ def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted
     if len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] != num_samples:
         expected, got = f"{num_samples} samples as its index says", f"shape {shape}"
         raise CorruptFileError("read the trajectory", repr(str(path)), expected, got)
-    size = (shape[0], shape[1])
-    version = item.get("weights_version")
-    entry = Entry(
-        trajectory_id,
-        None,  # type: ignore[arg-type]
-        size,
-        dict(item.get("info", {})),
-        str(item.get("uuid") or uuid.uuid4().hex),
-        None if version is None else int(version),
-        path,
-    )
+    size, block = (shape[0], shape[1]), None
     if path.suffix == ".h5":
-        entry.block = TrajectoryBlock(path, trajectory_id, size, verify)
-        entry.layout = entry.block.layout
-        return entry
-    trajectory = read_trajectory(path, trusted)
-    if trajectory.shape != size:
-        raise CorruptFileError("read the trajectory", repr(str(path)), f"shape {shape}", str(list(trajectory.shape)))
-    entry.layout, entry.info = layout_of(trajectory.tensors, f"of {str(path)!r}"), trajectory.info
-    return entry
+        block = TrajectoryBlock(path, trajectory_id, size, verify)
+        layout, info = block.layout, dict(item.get("info", {}))
+    else:
+        trajectory = read_trajectory(path, trusted)
+        if trajectory.shape != size:
+            got = str(list(trajectory.shape))
+            raise CorruptFileError("read the trajectory", repr(str(path)), f"shape {shape}", got)
+        layout, info = layout_of(trajectory.tensors, f"of {str(path)!r}"), trajectory.info
+    version, name = item.get("weights_version"), str(item.get("uuid") or uuid.uuid4().hex)
+    version = None if version is None else int(version)
+    return Entry(trajectory_id, layout, size, info, name, version, path, block=block)
 
 
 def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
