@@ -22,13 +22,13 @@ help:
 # The stamp is written last, so an interrupted installation is taken up again.
 $(READY): $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,plot,test]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,fast,plot,test]"
 	@touch $@
 
 # Peers have wishes of their own about other packages, so they live apart and one by one.
 $(BENCH_READY): $(INPUTS) benchmarks/peers.py
 	$(PYTHON) -m venv $(BENCH_VENV)
-	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,plot]"
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,fast,plot]"
 	$(BENCH_VENV)/bin/python benchmarks/peers.py install
 	@touch $@
 

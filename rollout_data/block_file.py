@@ -11,7 +11,6 @@ import json
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from storage.checksums import crc32
 from storage.durable import sync_path
 from storage.errors import CorruptFileError, UsageError
 from storage.fields import Schema
@@ -194,7 +194,7 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileErr
                 if start == stop:
                     continue
                 expected = int(header.checksums[table][number, position])
-                got = zlib.crc32(header.read_stored(table, column, start, stop).data)
+                got = crc32(header.read_stored(table, column, start, stop).data)
                 if got != expected:
                     first = int(fragment["start"])
                     frames = f"{first}:{first + int(fragment['length'])}" if table == DATA else "after the last"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from storage.checksums import crc32
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 from storage.fields import Schema
 
@@ -164,7 +164,7 @@ def header_crc(
     text = "\n".join(map(str, about)).encode()
     crc = 0
     for part in (fragments.tobytes(), reward_sums.tobytes(), text, *(table.tobytes() for table in offsets)):
-        crc = zlib.crc32(part, crc)
+        crc = crc32(part, crc)
     return crc
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from storage.checksums import crc32
 from storage.durable import replace_file
 from storage.errors import RolloutDataError, UsageError
 from storage.fields import DTYPES, Field
@@ -101,8 +102,8 @@ def compute_statistics(
     about = {"version": _CACHE_VERSION, "fields": [store.layouts[DATA].schema[name].to_json() for name in names]}
     about |= {"levels": list(levels), "data": _fingerprint(store, trajectories)}
     # One file for each question, so that a training and a validation split do not take turns.
-    question = json.dumps([about["fields"], about["levels"], zlib.crc32(trajectories.tobytes())])
-    path = folder / f".statistics_{zlib.crc32(question.encode()):08x}.npz"
+    question = json.dumps([about["fields"], about["levels"], crc32(trajectories.tobytes())])
+    path = folder / f".statistics_{crc32(question.encode()):08x}.npz"
     found = _load(path, about, names, levels) if use_cache else None
     if found is None:
         found = _compute(store, trajectories, names, levels, progress)
@@ -227,7 +228,7 @@ def _fingerprint(store: FrameStore, trajectories: Int64s) -> str:
             files.append([os.path.abspath(block.path), None])
     index = store.index
     chosen = np.stack([trajectories, index.number[trajectories], index.lengths[trajectories]])
-    return f"{zlib.crc32(json.dumps(files).encode()):08x}{zlib.crc32(chosen.tobytes()):08x}"
+    return f"{crc32(json.dumps(files).encode()):08x}{crc32(chosen.tobytes()):08x}"
 
 
 def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatistics]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from storage.buffer_pool import BufferPool
+from storage.checksums import crc32
 
 from .block_header import row_ranges
 from .coded_rows import CodedRows
@@ -103,7 +103,7 @@ class RowWriting:
             part = piece.source.read(low, high, memory[: high - low]).reshape(-1).data
             while number < len(piece.first) and piece.first[number] < high:
                 begin, end = max(piece.first[number], low) - low, min(piece.last[number], high) - low
-                checksum = zlib.crc32(part[begin * row_bytes : end * row_bytes], checksum)
+                checksum = crc32(part[begin * row_bytes : end * row_bytes], checksum)
                 if piece.last[number] > high:
                     break
                 piece.checksums[piece.places[number]] = checksum

@@ -6,7 +6,6 @@ batch of one. What a window is made of is `window_fields.py`'s, which windows th
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from storage.buffer_pool import BufferPool
+from storage.checksums import crc32
 from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
 from storage.tree import map_leaves
 
@@ -231,4 +231,4 @@ class WindowDataset(Dataset[dict[str, Any]]):
 def _fingerprint(store: FrameStore, trajectories: Int64s) -> int:
     index = store.index
     columns = (index.first_frame[trajectories], index.number[trajectories], index.lengths[trajectories])
-    return zlib.crc32(np.stack([*columns, index.writer[trajectories]]).tobytes())
+    return crc32(np.stack([*columns, index.writer[trajectories]]).tobytes())

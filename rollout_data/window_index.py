@@ -7,13 +7,13 @@ trajectory, its anchor `t`, and reads the frames `t + delta` of that trajectory 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from storage.checksums import crc32
 from storage.errors import UsageError, nearest
 
 from .index import Int64s, TrajectoryIndex
@@ -55,7 +55,7 @@ def choose_trajectories(index: TrajectoryIndex, options: SplitOptions) -> Int64s
     present = np.flatnonzero(index.is_present())
     if options.split is None:
         return present
-    names = np.array([zlib.crc32(name.encode()) for name in index.writers], np.uint64)
+    names = np.array([crc32(name.encode()) for name in index.writers], np.uint64)
     key = names[index.writer[present]] << np.uint64(32) ^ index.number[present].astype(np.uint64)
     key = _mixed(key ^ _mixed(np.full(1, options.seed % 2**64, np.uint64)))
     order = np.lexsort((present, key))

@@ -15,7 +15,6 @@ import pickle
 import struct
 import time
 import zipfile
-import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from .background import BackgroundWorker
+from .checksums import crc32
 from .durable import replace_file
 from .errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError, UsageError
 from .lz4_frames import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
@@ -274,7 +274,7 @@ def _check_member(file: IO[bytes], member: zipfile.ZipInfo, path: Path, buffer: 
         num_bytes = file.readinto(buffer[:left])  # type: ignore[attr-defined]
         if not num_bytes:
             raise CorruptFileError("load the checkpoint", where, f"{left} more bytes", "the end of the file", _ADVICE)
-        crc = zlib.crc32(buffer[:num_bytes], crc)
+        crc = crc32(buffer[:num_bytes], crc)
         left -= num_bytes
     if crc != member.CRC:
         raise CorruptFileError("load the checkpoint", where, f"checksum {member.CRC:08x}", f"{crc:08x}", _ADVICE)

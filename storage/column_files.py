@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .checksums import crc32
 from .durable import existing_folder
 from .errors import CorruptFileError, DataFileError, SchemaError, UnsafeFileError
 from .fields import Field, Schema, dtype_name
@@ -84,7 +84,7 @@ def write_columns(
             for start in range(0, num_rows, step):
                 part = _bytes(_as_array(read(name, start, min(start + step, num_rows))))
                 appender.put(part, place + start * row_bytes)
-                crc = zlib.crc32(part, crc)
+                crc = crc32(part, crc)
             datasets[name].attrs[_CRC_TAG] = np.uint32(crc)
 
 
@@ -203,7 +203,7 @@ class ColumnFile:
         expected, crc = dataset.attrs.get(_CRC_TAG), 0
         for start, part in self._raw_chunks(dataset) if _is_plain(dataset) else self._decoded_chunks(dataset):
             if expected is not None:
-                crc = zlib.crc32(_bytes(part), crc)
+                crc = crc32(_bytes(part), crc)
             tensor = torch.from_numpy(np.ascontiguousarray(part.astype(part.dtype.newbyteorder("="), copy=False)))
             yield start, tensor.view(torch.bfloat16) if is_bfloat16 else tensor
         if expected is not None and crc != int(expected):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import operator
 import struct
-import zlib
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .checksums import crc32
 from .chunk_codecs import ChunkCodec, chunk_codec
 from .errors import CorruptFileError, RolloutDataError, SchemaError, UsageError
 from .fields import DTYPES, dtype_name
@@ -48,9 +48,9 @@ def make_blob(frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: in
     }
     text = json.dumps(about).encode()
     ends = np.cumsum([len(chunk) for chunk, _ in coded], dtype="<u8")
-    sums = np.array([zlib.crc32(chunk) for chunk, _ in coded], "<u4")
+    sums = np.array([crc32(chunk) for chunk, _ in coded], "<u4")
     head = b"".join([_MAGIC, _LENGTH.pack(len(text)), text, ends.tobytes(), sums.tobytes()])
-    return b"".join([head, _LENGTH.pack(zlib.crc32(head)), *(chunk for chunk, _ in coded)])
+    return b"".join([head, _LENGTH.pack(crc32(head)), *(chunk for chunk, _ in coded)])
 
 
 class ExpectedFrames:
@@ -127,7 +127,7 @@ class ImageBlob:
         if first > size:
             raise _corrupt(f"a table of {num_chunks} chunks within {size} bytes", f"{size - table} bytes")
         head = first - _LENGTH.size
-        crc, wanted = zlib.crc32(self.data[:head].data), _LENGTH.unpack(self.data[head:first].data)[0]
+        crc, wanted = crc32(self.data[:head].data), _LENGTH.unpack(self.data[head:first].data)[0]
         if crc != wanted:
             raise _corrupt(f"header checksum {wanted:08x}", f"{crc:08x}")
         ends = self.data[table : table + 8 * num_chunks].view("<u8")
@@ -168,7 +168,7 @@ class ImageBlob:
 
     def check(self, number: int) -> None:
         """Check the checksum of a chunk."""
-        crc = zlib.crc32(self.chunk(number).data)
+        crc = crc32(self.chunk(number).data)
         if crc != int(self._sums[number]):
             raise _corrupt(f"checksum {int(self._sums[number]):08x} of chunk {number}", f"{crc:08x}")
 

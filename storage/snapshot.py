@@ -10,7 +10,6 @@ import json
 import os
 import threading
 import warnings
-import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import h5py
 import numpy as np
 import torch
 
+from .checksums import crc32
 from .durable import existing_folder, replace_folder
 from .errors import (
     CorruptFileError,
@@ -260,7 +260,7 @@ def _write_columns(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[dict
 
 
 def _extend_crc(before: Future[int] | None, part: np.ndarray[Any, Any]) -> int:
-    return zlib.crc32(part.reshape(-1).view(np.uint8).data if part.size else b"", before.result() if before else 0)
+    return crc32(part.reshape(-1).view(np.uint8).data if part.size else b"", before.result() if before else 0)
 
 
 def _to_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:
@@ -292,7 +292,7 @@ def _read_column(raw: Any, column: Mapping[str, Any], offset: int, path: Path) -
         part = data[start : start + _CHUNK_BYTES]
         if raw.readinto(part) != len(part):
             raise CorruptFileError("read", repr(str(path)), f"{len(data)} bytes of {column['name']!r}", "fewer")
-        crc = zlib.crc32(part, crc)
+        crc = crc32(part, crc)
     if crc != column["crc32"]:
         where = f"{str(path)!r}, column {column['name']!r}"
         raise CorruptFileError("read", where, f"checksum {column['crc32']:08x}", f"{crc:08x}")

@@ -37,6 +37,7 @@ HOUSE = {
         "transitions",
         "samplers",
         "stream_order",
+        "checksums",
         "column_files",
         "buffer_files",
         "host_arrays",
@@ -382,7 +383,8 @@ def test_the_repository_names_no_machine() -> None:
 def test_the_project_declares_its_extras_and_ships_its_types() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    assert set(config["options.extras_require"]) == {"demo", "test", "bench", "formats", "ray", "plot", "codecs"}
+    extras = {"demo", "test", "bench", "formats", "ray", "plot", "codecs", "fast"}
+    assert set(config["options.extras_require"]) == extras
     names = {re.split(r"[\[<>=]", line)[0] for line in config["options"]["install_requires"].split()}
     assert names == CORE_DEPENDENCIES
     assert config["options"]["python_requires"] == ">=3.10"
