@@ -1,11 +1,13 @@
 """Work split over threads where that was measured to be faster, and only there.
 
 One rule: whether one thread or several do a piece of work is decided by how long such work took here, per
-byte; short calls stay in the calling thread, because handing work over costs as much as doing it.
+byte; short calls stay in the calling thread, because handing work over costs as much as doing it. Threads take
+some pieces at a time until none is left: one that starts late, or is held up by a neighbour, does fewer.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -19,9 +21,11 @@ from .errors import UsageError
 #: A call that one thread does in less than this is not split: waking another takes 50 to 100 us.
 MIN_SPLIT_S = 0.0004
 #: Nor one of pieces that each take less than this: then threads wait for the interpreter's lock.
-MIN_PIECE_S = 0.00005
+MIN_PIECE_S = 0.00002
+#: What a thread takes at a time lasts about this long: short beside a call, long beside taking it.
+TAKEN_S = 0.0002
 #: After so many calls the way that was slower is tried again: machines change their mind.
-CALLS_BETWEEN_TRIALS = 16
+CALLS_BETWEEN_TRIALS = 32
 #: The fastest of so many calls counts, so that one that was interrupted decides nothing.
 _NUM_KEPT = 4
 
@@ -32,10 +36,10 @@ class _Pool:
     def __init__(self) -> None:
         self._pid, self._pool = 0, ThreadPoolExecutor(1)
 
-    def submit(self, function: Callable[[int, int], None], start: int, stop: int) -> Future[None]:
+    def submit(self, work: Callable[[], None]) -> Future[None]:
         if self._pid != os.getpid():
             self._pid, self._pool = os.getpid(), ThreadPoolExecutor(max(1, num_processors() - 1), "codec")
-        return self._pool.submit(function, start, stop)
+        return self._pool.submit(work)
 
 
 _pool = _Pool()
@@ -67,20 +71,23 @@ class WorkSplit:
         """Call `function(start, stop)` for parts that cover `range(num_pieces)`; give the number of threads.
 
         Args:
-            function: Does the pieces `start:stop`; must release the interpreter lock to gain anything.
+            function: Does the pieces `start:stop`, perhaps beside others that do other pieces; must release the
+                interpreter lock to gain anything.
             num_pieces: How many pieces of about equal size there are.
             num_bytes: How much they are together.
             kind: Times are kept apart by this.
 
         Raises:
-            Whatever `function` raises, after all parts have ended.
+            Whatever `function` raises, when no part is under way any more; the others are left undone.
         """
         limit = self.num_threads if self.num_threads is not None else torch.get_num_threads()
         limit = min(limit, num_processors(), num_pieces)
         splits = limit > 1 and self._is_worth_it(kind, num_bytes, num_pieces)
         started_s = time.perf_counter()
         if splits:
-            _in_parts(function, num_pieces, limit)
+            piece_s = min(self._times.get((kind, False), (math.inf,))) * num_bytes / num_pieces
+            step = max(1, min(num_pieces // limit, int(TAKEN_S / max(piece_s, 1e-9))))
+            _in_parts(function, num_pieces, step, limit)
         else:
             function(0, num_pieces)
         self._keep(kind, splits, (time.perf_counter() - started_s) / max(1, num_bytes))
@@ -99,22 +106,35 @@ class WorkSplit:
         self._times.setdefault((kind, splits), deque(maxlen=_NUM_KEPT)).append(seconds_per_byte)
 
 
-def _in_parts(function: Callable[[int, int], None], num_pieces: int, num_parts: int) -> None:
-    bounds = [num_pieces * part // num_parts for part in range(num_parts + 1)]
+def _in_parts(function: Callable[[int, int], None], num_pieces: int, step: int, num_threads: int) -> None:
+    """Do pieces in several threads, each of which takes `step` at a time."""
+    waiting = deque(range(0, num_pieces, step))
+
+    def work() -> None:
+        try:
+            while True:
+                try:
+                    start = waiting.popleft()
+                except IndexError:
+                    return
+                function(start, min(start + step, num_pieces))
+        except BaseException:
+            waiting.clear()  # what the others would do is not wanted any more
+            raise
+
     others: list[Future[None]] = []
     failure: BaseException | None = None
     try:
-        for part in range(1, num_parts):
-            others.append(_pool.submit(function, bounds[part], bounds[part + 1]))
+        for _ in range(1, num_threads):
+            others.append(_pool.submit(work))
     except RuntimeError:  # while the interpreter exits no thread takes work any more
         pass
     try:
-        function(bounds[0], bounds[1])
-        if bounds[len(others) + 1] < num_pieces:
-            function(bounds[len(others) + 1], num_pieces)
+        work()
     except BaseException as error:  # noqa: BLE001 - raised below, when nobody writes to the output any more
         failure = error
     for other in others:
-        failure = other.exception() or failure
+        if not other.cancel():  # one that has not begun has nothing left to do
+            failure = other.exception() or failure
     if failure is not None:
         raise failure

@@ -33,15 +33,14 @@ def chosen(split, monkeypatch, alone_s, together_s, num_calls):
     """Run calls that take so long, and give the number of threads of each."""
     clock = {"now": 0.0}
     monkeypatch.setattr(work_split.time, "perf_counter", lambda: clock["now"])
-    main = threading.get_ident()
     found = []
     for _ in range(num_calls):
         parts = []
 
         def work(start, stop, parts=parts):
             parts.append((start, stop))
-            if threading.get_ident() == main:
-                clock["now"] += alone_s if (start, stop) == (0, 8) else together_s
+            if start == 0:
+                clock["now"] += alone_s if stop == 8 else together_s
 
         found.append(split.run(work, 8, 1000))
     return found
@@ -70,21 +69,43 @@ def test_a_change_of_the_machine_is_noticed(monkeypatch):
     assert chosen(split, monkeypatch, 0.010, 0.005, 120)[-20:].count(2) >= 18
 
 
-@pytest.mark.parametrize("failing", [0, 1, 3])
-def test_a_failure_is_raised_when_all_parts_have_ended(failing):
-    split = WorkSplit(4)
+def in_parts(num_threads=4):
+    split = WorkSplit(num_threads)
     split._is_worth_it = lambda *_: True  # type: ignore[method-assign]
-    ended = []
+    return split
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_a_failure_is_raised_when_no_part_is_under_way_any_more(failing):
+    begun, ended = [], []
 
     def work(start, stop):
+        begun.append(start)
         if start == failing:
             raise KeyError(failing)
         threading.Event().wait(0.02)
         ended.append(start)
 
     with pytest.raises(KeyError, match=str(failing)):
-        split.run(work, 4, 100)
-    assert sorted([*ended, failing]) == [0, 1, 2, 3]
+        in_parts().run(work, 4, 100)
+    assert sorted(begun) == sorted([*ended, failing])
+
+
+def test_a_thread_that_is_held_up_does_less():
+    held, done = threading.Event(), []
+
+    def work(start, stop):
+        name = threading.current_thread().name
+        if not done and not held.is_set():  # whoever comes first waits until the other has done the rest
+            done.append(name)
+            assert held.wait(10)
+        else:
+            done.append(name)
+            if len(done) == 20:
+                held.set()
+
+    assert in_parts(2).run(work, 20, 100) == 2
+    assert sorted(done.count(name) for name in set(done)) == [1, 19]
 
 
 def test_work_goes_on_where_no_thread_takes_any(monkeypatch):
