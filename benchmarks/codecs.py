@@ -189,13 +189,11 @@ def _ours(frames: np.ndarray, chain: str, draws: list[Any], length: int) -> Cont
             writer.add_rollout(observation=observation, action=torch.zeros(num_steps, num, 1))
     except ValueError as missing:
         return Contender(chain, partial(_skip, str(missing)), OURS)
-    source = open_source(folder.name)
+    source = open_source(folder.name, chunk_cache_bytes=0)  # or every chunk of so small a set would be kept
     source.refresh()
     store = source.snapshot()
     chunks = read_header(store.index.blocks[0].path).chunks[DATA].get(image)
     num_bytes = frames.nbytes if chunks is None else int(chunks.places[-1] - chunks.places[0])
-    for files in store.files.chunks.values():
-        files.cache.max_bytes = 0  # or every chunk of so small a set would be in it
     trajectory_of = store.index.find([(store.index.writers[0], one) for one in range(num)])
     width = store.layouts[DATA].columns[image].row_bytes // 4
     count = np.full(len(draws[0][0]), length)

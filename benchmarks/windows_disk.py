@@ -334,11 +334,8 @@ def _images(tag: str, quick: bool) -> Case:
 
 def _image_windows(folder: Path, keeps: bool = True) -> WindowDataset:
     """Open windows of images; unless it `keeps` decoded chunks, each batch is decoded anew, as in a large dataset."""
-    dataset = WindowDataset(folder, IMAGE_LENGTH, fields=["observation"])
-    if not keeps:
-        for chunks in dataset._store.files.chunks.values():  # type: ignore[attr-defined]
-            chunks.cache.max_bytes = 0
-    return dataset
+    options = {} if keeps else {"chunk_cache_bytes": 0}
+    return WindowDataset(folder, IMAGE_LENGTH, fields=["observation"], **options)
 
 
 def _record_images(folder: Path, frames: dict[str, np.ndarray], codecs: dict[str, str]) -> None:

@@ -37,8 +37,8 @@ from .block_header import (
     layouts_of,
     read_header,
 )
-from .chunk_table import CHUNKS, OFFSETS, Coding, codings_text
-from .coded_rows import CodedRows, code_tables
+from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, Coding, codings_text
+from .coded_rows import CodedRows, CodingOptions, code_tables
 from .row_source import RowSource
 from .row_writing import RowWriting, row_ranges, write_at
 from .sparse_file import SparseFile
@@ -68,6 +68,7 @@ class BlockContent:
         max_errors: Field -> largest error that a codec made of the values that are in `rows`.
         codecs: Field that is coded "auto" -> its codec. The first block that is written with such a
             mapping decides; the writer keeps it.
+        frames_per_chunk: Frames of a chunk at most, where columns are coded; None is what suits the codec.
     """
 
     schema: Schema
@@ -78,6 +79,7 @@ class BlockContent:
     rows: Mapping[str, Mapping[str, RowSource]]
     max_errors: Mapping[str, float] = field(default_factory=dict)
     codecs: MutableMapping[str, str] = field(default_factory=dict)
+    frames_per_chunk: int | None = None
 
 
 def block_name(writer: str, sequence: int) -> str:
@@ -121,7 +123,8 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, in_ha
 def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool) -> None:
     """Write all of a block under a temporary name; in haste, a thread begins with the rows during the tables."""
     splits = WorkSplit(num_processors() if in_haste else 1)
-    coded = code_tables(content.schema, content.fragments, content.rows, content.codecs, content.max_errors, splits)
+    options = CodingOptions(content.codecs, content.max_errors, content.frames_per_chunk)
+    coded = code_tables(content.schema, content.fragments, content.rows, options, splits)
     content, codings = replace(content, rows=coded[0]), coded[1]
     header = SparseFile()
     with h5py.File(header, "w", **_FILE_SETTINGS) as file, open(path, "xb", buffering=0) as out:
@@ -193,9 +196,7 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileErr
             for number, (fragment, start, stop) in enumerate(zip(header.fragments, *bounds, strict=True)):
                 if start == stop:
                     continue
-                expected = int(header.checksums[table][number, position])
-                got = crc32(header.read_stored(table, column, start, stop).data)
-                if got != expected:
+                if (wrong := _wrong_sum(header, table, column, (start, stop), number, position)) is not None:
                     first = int(fragment["start"])
                     frames = f"{first}:{first + int(fragment['length'])}" if table == DATA else "after the last"
                     yield (
@@ -203,11 +204,25 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileErr
                         CorruptFileError(
                             f"read frames {frames} of trajectory {int(fragment['trajectory'])}",
                             f"in {str(header.path)!r}, column {table}/{column}",
-                            f"checksum {expected:08x}",
-                            f"{got:08x}",
+                            *wrong,
                             f"Run 'rollout-data verify --repair {header.path.parent}' to keep the intact trajectories",
                         ),
                     )
+
+
+def _wrong_sum(
+    header: BlockHeader, table: str, column: str, rows: tuple[int, int], number: int, position: int
+) -> tuple[str, str] | None:
+    """Check what a fragment has in one column, and each of its chunks: (expected, got) if it is wrong."""
+    data, expected = header.read_stored(table, column, *rows), int(header.checksums[table][number, position])
+    if (got := crc32(data.data)) != expected:
+        return f"checksum {expected:08x}", f"{got:08x}"
+    if column in header.chunks[table]:
+        try:
+            header.chunks[table][column].check_chunks(*rows, data)
+        except CorruptFileError as error:
+            return error.expected, error.got
+    return None
 
 
 def _reserve_rows(file: h5py.File, content: BlockContent) -> dict[str, int]:
@@ -249,6 +264,7 @@ def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str,
             if isinstance(source, CodedRows):
                 offsets.append(source.offsets)
                 file.create_dataset(f"{table}/{name}/{OFFSETS}", data=offsets[-1])
+                file.create_dataset(f"{table}/{name}/{CHUNK_CHECKSUMS}", data=source.checksums)
                 schema_field, coding = content.schema[name], codings[name]
                 file[f"{table}/{name}"].attrs.update(
                     codec=coding.codec,

@@ -21,7 +21,7 @@ from storage.checksums import crc32
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 from storage.fields import Schema
 
-from .chunk_table import CHUNKS, OFFSETS, ChunkTable, Coding, read_codings, table_of
+from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, read_codings, table_of
 from .layout import RowLayout
 
 FORMAT_NAME = "rollout-data"
@@ -272,7 +272,12 @@ def _read_coded(
                 if offsets.dtype != np.dtype("<i8") or offsets.ndim != 2 or offsets.shape[1] != 2 or not len(offsets):
                     raise corrupt(path, f"offsets of {table}/{name}", f"{offsets.dtype} of shape {offsets.shape}")
                 place, num_bytes = _locate(path, file, f"{table}/{name}/{CHUNKS}", np.dtype("u1"), file_bytes)
-                chunks = table_of(codings[name], layout, column, offsets, place)
+                sums = None  # older blocks have none
+                if CHUNK_CHECKSUMS in file[f"{table}/{name}"]:
+                    sums = _read_table(path, file, f"{table}/{name}/{CHUNK_CHECKSUMS}", file_bytes)
+                    if sums.dtype != np.dtype("<u4") or sums.shape != (len(offsets) - 1,):
+                        raise corrupt(path, f"checksums of {table}/{name}", f"{sums.dtype} of shape {sums.shape}")
+                chunks = table_of(codings[name], layout, column, offsets, place, sums)
                 found[table][name] = _Coded(offsets, chunks, num_bytes)
     return codings, found
 

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from storage.chunk_codecs import PACKED
 from storage.errors import CorruptFileError
 from storage.work_split import WorkSplit
 
 from .block_header import BlockHeader, corrupt, read_header
-from .chunk_table import ChunkTable
+from .chunk_table import ChunkTable, check_sum
 from .index import Block, Int64s, Runs
 
 #: How much of decoded chunks is kept by default, over all components of a dataset.
-CACHE_BYTES = 512 << 20
+CHUNK_CACHE_BYTES = 512 << 20
 _MADV_WILLNEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
 
 
@@ -34,7 +35,7 @@ class ChunkCache:
         num_bytes: How much is kept.
     """
 
-    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, max_bytes: int = CHUNK_CACHE_BYTES) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
         self._kept: OrderedDict[Any, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
@@ -74,6 +75,7 @@ class MappedFile:
         if not len(self.map) == self.header.file_bytes == block.file_bytes:
             raise corrupt(block.path, f"{block.file_bytes} bytes", f"{len(self.map)}")
         self.bytes = np.frombuffer(self.map, np.uint8)
+        self.address: int = self.bytes.__array_interface__["data"][0]
 
     def will_need(self, start: int, stop: int) -> None:
         """Ask the kernel for a part of the file."""
@@ -83,12 +85,13 @@ class MappedFile:
 
 
 class _Job(NamedTuple):
-    """One chunk that a call needs: where it is, how many rows it has, and which pieces of it go where."""
+    """One chunk that a call needs: where it is, its checksum, how many rows it has, which pieces of it go where."""
 
     chunk: int
     file: int
     start: int
     stop: int
+    checksum: int
     num_rows: int
     first_piece: int
     last_piece: int
@@ -100,6 +103,22 @@ class _Pieces(NamedTuple):
     low: list[int]
     size: list[int]
     target: list[int]
+
+
+class _Scratch(threading.local):
+    """Memory of each thread for a chunk that is not kept."""
+
+    def __init__(self) -> None:
+        self._held = np.empty(0, np.uint8)
+
+    def take(self, num_rows: int, row_bytes: int) -> np.ndarray:
+        """Give `[num_rows, row_bytes]`, which the next call takes over."""
+        if len(self._held) < num_rows * row_bytes:
+            self._held = np.empty(num_rows * row_bytes, np.uint8)
+        return self._held[: num_rows * row_bytes].reshape(num_rows, row_bytes)
+
+
+_scratch = _Scratch()
 
 
 class ChunkFiles:
@@ -120,9 +139,11 @@ class ChunkFiles:
         self.cache, self._splits = cache, splits
         self._files: list[MappedFile] = []
         self._tables: list[ChunkTable] = []
-        #: Of every chunk: its first row (and the number of rows at the end), its file, its bytes there.
+        #: Of every chunk: its first row (and the number of rows at the end), its file, its bytes there, their checksum.
         self._rows = np.zeros(1, np.int64)
-        self._file, self._start, self._stop = (np.zeros(0, np.int64) for _ in range(3))
+        self._file, self._start, self._stop, self._sum = (np.zeros(0, np.int64) for _ in range(4))
+        #: Of every file: whether its packed chunks are decoded from address to address.
+        self._is_direct: list[bool] = []
 
     def add(self, file: MappedFile) -> int:
         """Take the chunks of one more block; give the number of its first row."""
@@ -132,8 +153,10 @@ class ChunkFiles:
         self._file = np.append(self._file, np.full(len(table.rows) - 1, len(self._files)))
         self._start = np.concatenate([self._start, table.places[:-1]])
         self._stop = np.concatenate([self._stop, table.places[1:]])
+        self._sum = np.concatenate([self._sum, table.sums])
         self._files.append(file)
         self._tables.append(table)
+        self._is_direct.append(table.is_direct)
         return start
 
     def copy(self, first: Int64s, runs: Runs, out: torch.Tensor) -> None:
@@ -150,11 +173,11 @@ class ChunkFiles:
         if not len(first):
             return
         jobs, pieces = self._plan(first, runs)
-        target = out.view(torch.uint8).numpy()
+        target, address = out.view(torch.uint8).numpy(), out.data_ptr()
 
         def decode(start: int, stop: int) -> None:
             for job in jobs[start:stop]:
-                self._put(job, pieces, target)
+                self._put(job, pieces, target, address)
 
         chunk_bytes = sum(job.num_rows for job in jobs) // len(jobs) * self.row_bytes
         self._splits.run(decode, len(jobs), chunk_bytes * len(jobs), (self.place, chunk_bytes.bit_length()))
@@ -186,32 +209,44 @@ class ChunkFiles:
             self._file[one],
             self._start[one],
             self._stop[one],
+            self._sum[one],
             size,
             heads,
             np.append(heads, len(chunk))[1:],
         )
-        return [_Job(*job) for job in zip(*(column.tolist() for column in columns), strict=True)], pieces
+        return list(map(_Job._make, zip(*(column.tolist() for column in columns), strict=True))), pieces
 
-    def _put(self, job: _Job, pieces: _Pieces, target: np.ndarray) -> None:
-        """Decode one chunk and copy its pieces."""
-        first = job.first_piece
-        rows = self.cache.get((self.place, job.chunk))
+    def _put(self, job: _Job, pieces: _Pieces, target: np.ndarray, address: int) -> None:
+        """Decode one chunk and copy its pieces to `target`, which lies at `address`."""
+        first, key = job.first_piece, (self.place, job.chunk)
+        rows = self.cache.get(key) if self.cache.max_bytes else None
         if rows is None and job.last_piece - first == 1 and pieces.size[first] == job.num_rows:
             place = pieces.target[first]
-            self._decode(job, target[place : place + job.num_rows])
+            self._decode(job, target[place : place + job.num_rows], address + place * self.row_bytes)
             return
         if rows is None:
-            rows = np.empty((job.num_rows, self.row_bytes), np.uint8)
-            self._decode(job, rows)
-            self.cache.put((self.place, job.chunk), rows)
+            is_kept = job.num_rows * self.row_bytes <= self.cache.max_bytes
+            rows = np.empty((job.num_rows, self.row_bytes), np.uint8) if is_kept else None
+            if rows is None:
+                rows = _scratch.take(job.num_rows, self.row_bytes)
+            self._decode(job, rows, rows.__array_interface__["data"][0])
+            if is_kept:
+                self.cache.put(key, rows)
         for piece in range(first, job.last_piece):
             low, count, place = pieces.low[piece], pieces.size[piece], pieces.target[piece]
             target[place : place + count] = rows[low : low + count]
 
-    def _decode(self, job: _Job, rows: np.ndarray) -> None:
-        source = self._files[job.file]
+    def _decode(self, job: _Job, rows: np.ndarray, address: int) -> None:
+        """Check a chunk and decode it to `rows`, contiguous, which lie at `address`."""
+        source, num_bytes = self._files[job.file], job.stop - job.start
+        chunk = source.bytes[job.start : job.stop]
         try:
-            self._tables[job.file].decode(source.bytes[job.start : job.stop], rows)
+            check_sum(chunk, job.checksum)
+            table = self._tables[job.file]
+            if num_bytes > 1 and self._is_direct[job.file] and chunk[0] == PACKED:
+                table.codec.decode_at(source.address + job.start, num_bytes, address, rows.nbytes)
+            else:
+                table.decode(chunk, rows)
         except CorruptFileError as cause:
             number = job.chunk - int(np.searchsorted(self._file, job.file))
             where = f"chunk {number} of {'/'.join(self.place)}"

@@ -12,14 +12,16 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from storage.checksums import crc32
 from storage.chunk_codecs import ChunkCodec, chunk_codec
 from storage.codecs import AUTO, codec_of
+from storage.errors import CorruptFileError
 from storage.fields import Field, Schema
 
 from .layout import Column, RowLayout
 
-#: Names of the two datasets of a coded component.
-CHUNKS, OFFSETS = "chunks", "offsets"
+#: Names of the datasets of a coded component; older blocks do not have the last one.
+CHUNKS, OFFSETS, CHUNK_CHECKSUMS = "chunks", "offsets", "checksums"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class ChunkTable:
         rows: int64 `[C + 1]`, first row of each chunk; the last entry is the number of rows.
         places: int64 `[C + 1]`, where each chunk begins in the file. A chunk without bytes stands for rows
             that no fragment names.
+        sums: int64 `[C]`, CRC-32 of each chunk; -1 where it is not known.
     """
 
     codec: ChunkCodec
@@ -86,6 +89,12 @@ class ChunkTable:
     row_bytes: int
     rows: np.ndarray
     places: np.ndarray
+    sums: np.ndarray
+
+    @property
+    def is_direct(self) -> bool:
+        """True if chunks decode to rows without a step in between (see `ChunkCodec.decode_at`)."""
+        return self.row_bytes == self.field.row_bytes and self.codec.is_direct(self.field.numpy_dtype)
 
     def check(self, first: np.ndarray, stop: np.ndarray, frames_per_chunk: int, num_bytes: int) -> str:
         """Say what is wrong with the table; "" if nothing is.
@@ -120,6 +129,17 @@ class ChunkTable:
         """Where the chunks of rows `first:stop` begin and end in the file; rows of whole fragments only."""
         return self.places[np.searchsorted(self.rows, first)], self.places[np.searchsorted(self.rows, stop)]
 
+    def check_chunks(self, start: int, stop: int, data: np.ndarray) -> None:
+        """Compare the chunks of rows `start:stop` of whole fragments, `data` in all, with their checksums.
+
+        Raises:
+            CorruptFileError: Without the place.
+        """
+        first, last = np.searchsorted(self.rows, [start, stop]).tolist()
+        places = (self.places[first : last + 1] - self.places[first]).tolist()
+        for number, low, high in zip(range(first, last), places[:-1], places[1:], strict=True):
+            check_sum(data[low:high], int(self.sums[number]), f" of chunk {number}")
+
     def decode(self, chunk: np.ndarray, out: np.ndarray) -> None:
         """Decode a chunk's bytes to rows: `[rows, row_bytes]` uint8, contiguous.
 
@@ -149,14 +169,30 @@ class ChunkTable:
             place, end = int(self.places[number]), int(self.places[number + 1])
             if place == end:
                 continue
-            decoded = np.empty((high - low, self.row_bytes), np.uint8)
-            self.decode(read_bytes(place, end), decoded)
+            decoded, chunk = np.empty((high - low, self.row_bytes), np.uint8), read_bytes(place, end)
+            check_sum(chunk, int(self.sums[number]), f" of chunk {number}")
+            self.decode(chunk, decoded)
             begin, finish = max(low, start), min(high, stop)
             rows[begin - start : finish - start] = decoded[begin - low : finish - low]
         return rows
 
 
-def table_of(coding: Coding, layout: RowLayout, column: Column, offsets: np.ndarray, place: int) -> ChunkTable:
-    """Make a table of a dataset `offsets`, int64 `[C + 1, 2]` of (first row, first byte); `place` is the chunks'."""
+def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:
+    """Compare a chunk's bytes with their CRC-32 (-1: unknown); `CorruptFileError`, without the place, if it differs."""
+    if expected >= 0 and (got := crc32(chunk)) != expected:
+        raise CorruptFileError("decode a chunk", "", f"checksum {expected:08x}{where}", f"{got:08x}")
+
+
+def table_of(
+    coding: Coding, layout: RowLayout, column: Column, offsets: np.ndarray, place: int, sums: np.ndarray | None
+) -> ChunkTable:
+    """Make a table of what stands in a file.
+
+    Args:
+        offsets: int64 `[C + 1, 2]` of (first row, first byte).
+        place: Where the chunks begin in the file.
+        sums: `[C]`, CRC-32 of each chunk, or None.
+    """
     rows, first = (np.ascontiguousarray(offsets[:, part].astype(np.int64)) for part in (0, 1))
-    return ChunkTable(chain_of(coding), layout.stored[column.name], column.row_bytes, rows, first + place)
+    known = np.full(len(rows) - 1, -1) if sums is None else sums.astype(np.int64)
+    return ChunkTable(chain_of(coding), layout.stored[column.name], column.row_bytes, rows, first + place, known)

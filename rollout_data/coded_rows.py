@@ -7,10 +7,12 @@ decoded, unless two blocks of one field were coded differently. Where they are w
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
+from storage.checksums import crc32
 from storage.codecs import AUTO, choose_codec, chunk_frames, codec_of
 from storage.fields import Schema
 from storage.work_split import WorkSplit
@@ -42,6 +44,11 @@ class CodedRows:
         """The dataset `offsets`: int64 `[C + 1, 2]`."""
         return np.stack([self.table.rows, self.table.places], axis=1).astype("<i8")
 
+    @property
+    def checksums(self) -> np.ndarray:
+        """The dataset `checksums`: uint32 `[C]`."""
+        return self.table.sums.astype("<u4")
+
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         return self.data[start:stop, None]
 
@@ -50,12 +57,30 @@ class CodedRows:
         return self.table.read(0, int(self.table.rows[-1]), lambda start, stop: self.data[start:stop])
 
 
+@dataclass(frozen=True)
+class CodingOptions:
+    """How the columns of a block are to be coded.
+
+    Attributes:
+        chosen: Field that is coded "auto" -> its codec; what is not there is chosen and put there.
+        max_errors: Field -> largest error that was made before.
+        frames_per_chunk: At most so many; None is what suits the codec.
+    """
+
+    chosen: MutableMapping[str, str]
+    max_errors: Mapping[str, float]
+    frames_per_chunk: int | None = None
+
+    def per_chunk(self, table: str, codec: str, row_bytes: int) -> int:
+        """How many frames a chunk of this table has; final rows are asked for one by one."""
+        return 1 if table != DATA else self.frames_per_chunk or chunk_frames(row_bytes, codec)
+
+
 def code_tables(
     schema: Schema,
     fragments: np.ndarray,
     tables: Mapping[str, Mapping[str, RowSource]],
-    chosen: MutableMapping[str, str],
-    max_errors: Mapping[str, float],
+    options: CodingOptions,
     splits: WorkSplit,
 ) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
     """Code the columns of a block that are kept in chunks, as far as they are not coded yet.
@@ -64,8 +89,7 @@ def code_tables(
         schema: All fields.
         fragments: `[F]`, which rows belong together.
         tables: Table -> column -> its rows.
-        chosen: Field that is coded "auto" -> its codec; what is not there is chosen and put there.
-        max_errors: Field -> largest error that was made before.
+        options: How.
         splits: Runs the work.
 
     Returns:
@@ -77,15 +101,16 @@ def code_tables(
         codec = codec_of(field)
         if codec.chunks is None:
             if not codec.is_lossless:
-                codings[name] = Coding(codec.name, max_errors.get(name, 0.0))
+                codings[name] = Coding(codec.name, options.max_errors.get(name, 0.0))
             continue
         own = [table for table in coded if name in coded[table]]
         for table in own:
-            column = layouts_of(schema)[table].columns[name]
-            source, ranges = coded[table][name], row_ranges(table, fragments)
+            layout, source = layouts_of(schema)[table], coded[table][name]
             if not isinstance(source, CodedRows):
-                frames = _Frames(source, layouts_of(schema)[table], column, ranges, 1 if table != DATA else None)
-                coding = Coding(_chosen(codec.name, name, frames, chosen), max_errors.get(name, 0.0), frames.per_chunk)
+                per_chunk = options.per_chunk(table, codec.name, layout.stored[name].row_bytes)
+                frames = _Frames(source, layout, layout.columns[name], row_ranges(table, fragments), per_chunk)
+                chosen = _chosen(codec.name, name, frames, options.chosen)
+                coding = Coding(chosen, options.max_errors.get(name, 0.0), per_chunk)
                 coded[table][name] = frames.coded(coding, splits)
         codings[name] = _common([source.coding for table in own if isinstance(source := coded[table][name], CodedRows)])
     return coded, codings
@@ -117,12 +142,11 @@ class _Frames:
         layout: RowLayout,
         column: Column,
         ranges: tuple[np.ndarray, np.ndarray],
-        per_chunk: int | None,
+        per_chunk: int,
     ) -> None:
         self._source = source
         self._field, self._row_bytes = layout.stored[column.name], column.row_bytes
-        self.per_chunk = per_chunk or chunk_frames(self._field.row_bytes)
-        self.rows, self.is_used = _bounds(source.num_rows, ranges, self.per_chunk)
+        self.rows, self.is_used = _bounds(source.num_rows, ranges, per_chunk)
 
     def read(self, number: int) -> np.ndarray:
         """Read the frames of a chunk: `[n, *shape]`."""
@@ -148,7 +172,8 @@ class _Frames:
 
         splits.run(code, len(used), self.rows[-1] * self._row_bytes, ("code", coding.codec))
         places = np.cumsum([0, *map(len, chunks)])
-        table = ChunkTable(chain, self._field, self._row_bytes, np.array(self.rows, np.int64), places)
+        sums = np.array([*map(crc32, chunks)], np.int64)
+        table = ChunkTable(chain, self._field, self._row_bytes, np.array(self.rows, np.int64), places, sums)
         error = max(coding.max_error, float(errors.max(initial=0.0)))
         return CodedRows(replace(coding, max_error=error), table, np.frombuffer(b"".join(chunks), np.uint8))
 
@@ -177,9 +202,12 @@ def rows_as_stored(header: BlockHeader, table: str, column: str, start: int, sto
     found = header.chunks[table][column]
     low, high = np.searchsorted(found.rows, [start, stop]) if stop > start else (0, 0)
     places = found.places[low : high + 1]
-    data = header.read_bytes(int(places[0]), int(places[-1]))
-    part = replace(found, rows=found.rows[low : high + 1] - found.rows[low], places=places - places[0])
-    return CodedRows(header.codings[column], part, data)
+    data, bounds = header.read_bytes(int(places[0]), int(places[-1])), (places - places[0]).tolist()
+    sums = found.sums[low:high]
+    if (sums < 0).any():  # of an older block
+        sums = np.array([crc32(data[a:b]) for a, b in pairwise(bounds)], np.int64)
+    rows = found.rows[low : high + 1] - found.rows[low]
+    return CodedRows(header.codings[column], replace(found, rows=rows, places=np.array(bounds), sums=sums), data)
 
 
 def joined(parts: Sequence[RowSource], column: Column) -> RowSource:
@@ -188,7 +216,8 @@ def joined(parts: Sequence[RowSource], column: Column) -> RowSource:
     if coded and len({part.coding.codec for part in coded}) == 1:
         rows = np.cumsum([0, *(count for part in coded for count in np.diff(part.table.rows).tolist())])
         places = np.cumsum([0, *(size for part in coded for size in np.diff(part.table.places).tolist())])
-        table = replace(coded[0].table, rows=rows, places=places)
+        sums = np.concatenate([part.table.sums for part in coded])
+        table = replace(coded[0].table, rows=rows, places=places, sums=sums)
         return CodedRows(_common([part.coding for part in coded]), table, np.concatenate([p.data for p in coded]))
     empty = np.zeros((0, column.row_bytes), np.uint8)
     arrays = [part.decoded() if isinstance(part, CodedRows) else part.read(0, part.num_rows, empty) for part in parts]

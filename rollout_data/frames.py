@@ -24,7 +24,7 @@ from storage.work_split import WorkSplit
 from . import arena
 from .arena import PAGE_BYTES, Arena
 from .block_header import DATA, FINAL
-from .chunk_files import ChunkCache, ChunkFiles, MappedFile
+from .chunk_files import CHUNK_CACHE_BYTES, ChunkCache, ChunkFiles, MappedFile
 from .index import Block, Int64s, Runs, TrajectoryIndex
 from .layout import RowLayout
 
@@ -157,13 +157,18 @@ class FrameStore:
 
 
 class FileMap:
-    """The mapped rows and chunks of many blocks, one arena for each kind of row; grows as blocks come."""
+    """The mapped rows and chunks of many blocks, one arena for each kind of row; grows as blocks come.
 
-    def __init__(self, layouts: Mapping[str, RowLayout], blocks: Sequence[Block]) -> None:
+    `chunk_cache_bytes` of decoded chunks are kept at most.
+    """
+
+    def __init__(
+        self, layouts: Mapping[str, RowLayout], blocks: Sequence[Block], chunk_cache_bytes: int = CHUNK_CACHE_BYTES
+    ) -> None:
         self.layouts = layouts
         self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
         coded = [(table, column) for table, column in self.places if layouts[table].columns[column].is_coded]
-        cache, splits = ChunkCache(), WorkSplit()
+        cache, splits = ChunkCache(chunk_cache_bytes), WorkSplit()
         self.chunks = {place: ChunkFiles(place, self._row_bytes(place), cache, splits) for place in coded}
         plain = [place for place in self.places if place not in self.chunks]
         self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain}

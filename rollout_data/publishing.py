@@ -52,6 +52,9 @@ class BlockPublisher:
         durable: Flush to the disk.
         is_tentative: Mark fragments as valid only once their trajectory has ended.
 
+    Attributes:
+        frames_per_chunk: Frames of a chunk of a coded component at most; None is what suits the codec.
+
     Raises:
         UsageError: The writer's earlier blocks cannot be read, so that its numbering cannot go on.
     """
@@ -72,6 +75,7 @@ class BlockPublisher:
         self._sequence, self._carry, self.last_ns = _resume(folder, writer, num_envs)
         #: What "auto" chose for each field on the first block.
         self._codecs: dict[str, str] = {}
+        self.frames_per_chunk: int | None = None
         self._worker = BackgroundWorker(f"writer {writer!r}", max_pending=max_pending)
         self._worker.submit(lambda: None)  # starts the thread: while the interpreter exits none can be started
         self._free_blocks = threading.Semaphore(max(1, max_pending - 1))
@@ -160,7 +164,7 @@ class BlockPublisher:
                 return
             staging.is_published = True
             content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
-            content.codecs = self._codecs
+            content.codecs, content.frames_per_chunk = self._codecs, self.frames_per_chunk
             if len(content.fragments):
                 self._journal.announce(self._sequence, num_accepted)
                 write_block(self._folder, content, self._durable, in_haste=self._is_awaited)

@@ -16,6 +16,7 @@ from storage.errors import DatasetExhausted, RolloutDataError, UsageError, neare
 
 from .base import RolloutFileBase, whole
 from .batches import BatchOptions, BatchReader
+from .chunk_files import CHUNK_CACHE_BYTES
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps
 from .dealer import Dealer
 from .frames import FrameStore
@@ -67,6 +68,7 @@ class RolloutDataset(RolloutFileBase):
         contiguous: Give every field contiguous memory of its own, rather than a view of rows.
         frame_rate_hz: For `get_batch_by_time`; None takes it from the metadata.
         interpolation: "nearest" or "linear", for `get_batch_by_time`.
+        chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
 
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
@@ -98,6 +100,7 @@ class RolloutDataset(RolloutFileBase):
         contiguous: bool = False,
         frame_rate_hz: float | None = None,
         interpolation: Literal["nearest", "linear"] = "nearest",
+        chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
         for name, value, allowed in (("cache", cache, _CACHES), ("interpolation", interpolation, _INTERPOLATIONS)):
@@ -108,6 +111,7 @@ class RolloutDataset(RolloutFileBase):
         self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
         self.cache, self.drop_last, self.interpolation = cache, drop_last, interpolation
         self.verify_on_open = verify_on_open
+        self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self.num_dropped_frames = 0
         self._passes = PassOptions(
             whole("dataset_loops", dataset_loops, -(1 << 62)),
@@ -156,7 +160,7 @@ class RolloutDataset(RolloutFileBase):
     def source(self) -> Source:
         """The opened folders."""
         if self._source is None:
-            self._source = open_source(self.data_dir, self.verify_on_open)
+            self._source = open_source(self.data_dir, self.verify_on_open, self._chunk_cache_bytes)
         return self._source
 
     @property

@@ -19,6 +19,7 @@ from storage.fields import Schema
 
 from .block_folder import BlockFolder
 from .block_header import layouts_of, read_header
+from .chunk_files import CHUNK_CACHE_BYTES
 from .formats.trajectory_folder import FolderScan, is_trajectory_folder, read_chunk_rows, scan_trajectory_folder
 from .frames import FileFrames, FileMap, FrameStore, MappedFrames, Place, can_map
 from .index import Block, Int64s, TrajectoryIndex
@@ -51,12 +52,14 @@ class Source:
         num_vanished_blocks: Blocks that were removed while they were in use or being opened.
     """
 
-    def __init__(self, data_dir: DataDirs, verify_on_open: bool = False) -> None:
+    def __init__(
+        self, data_dir: DataDirs, verify_on_open: bool = False, chunk_cache_bytes: int = CHUNK_CACHE_BYTES
+    ) -> None:
         self.paths = as_paths(data_dir)
         self.problems: list[RolloutDataError] = []
         self.num_vanished_blocks = 0
         self._reported: set[str] = set()
-        self._verify_on_open = verify_on_open
+        self._verify_on_open, self._chunk_cache_bytes = verify_on_open, chunk_cache_bytes
         self._schema: Schema | None = None
         self._open_folders()
 
@@ -147,7 +150,7 @@ class BlockSource(Source):
             return self._last
         if self._files is None or self._files.layouts is not layouts or not self._files.has_room(blocks):
             # Blocks that are gone cannot be mapped again: what is played of them ends here.
-            self._files, self._pinned = FileMap(layouts, blocks), []
+            self._files, self._pinned = FileMap(layouts, blocks, self._chunk_cache_bytes), []
         mapped = self._mapped(blocks, self._files)
         is_as_cached = upto is None and mapped == blocks and not self._pinned and len(self._folders) == 1
         built = self._folders[0].built if is_as_cached else None
@@ -228,8 +231,8 @@ def _numbers_within(folder: np.ndarray, trajectory: Int64s) -> Int64s:
     return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(pairs[0], folder_number)
 
 
-def open_source(data_dir: DataDirs, verify_on_open: bool = False) -> Source:
-    """Open folders of block files, or of the older trajectory layout."""
+def open_source(data_dir: DataDirs, verify_on_open: bool = False, chunk_cache_bytes: int = CHUNK_CACHE_BYTES) -> Source:
+    """Open folders of block files, or of the older trajectory layout; `chunk_cache_bytes`: see `WindowDataset`."""
     paths = as_paths(data_dir)
     kinds = {path: is_trajectory_folder(path) for path in paths}
     if len(set(kinds.values())) > 1:
@@ -240,7 +243,7 @@ def open_source(data_dir: DataDirs, verify_on_open: bool = False) -> Source:
             "folders of one kind",
             f"trajectory folders in {', '.join(old)} beside block files",
         )
-    return FolderSource(paths) if kinds[paths[0]] else BlockSource(paths, verify_on_open)
+    return FolderSource(paths) if kinds[paths[0]] else BlockSource(paths, verify_on_open, chunk_cache_bytes)
 
 
 def _read_block(block: Block, place: Place, layouts: Mapping[str, Any]) -> np.ndarray:

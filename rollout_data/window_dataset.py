@@ -19,6 +19,7 @@ from storage.tree import map_leaves
 
 from .base import whole
 from .block_header import DATA
+from .chunk_files import CHUNK_CACHE_BYTES
 from .frames import FrameStore
 from .index import Int64s
 from .normalization import FieldStatistics, compute_statistics
@@ -54,6 +55,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
             last frame the recorded final observation.
         contiguous: Give every field contiguous memory of its own, rather than a view of rows.
         verify_on_open: Check every checksum when a block is first seen.
+        chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
 
     A batch is a nested dict of `[B, L, *shape]` tensors on the CPU, and the caller's: raw fields are views of rows
     gathered for it. `mask` says which frames exist: bool `[B, L]`, or with `delta` a mask for each field, nested like
@@ -81,6 +83,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
         next_observations: bool = False,
         contiguous: bool = False,
         verify_on_open: bool = False,
+        chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
     ) -> None:
         if padding not in PADDINGS:
             raise UsageError("read windows", "", f"padding {nearest(str(padding), PADDINGS)}", repr(padding))
@@ -91,12 +94,13 @@ class WindowDataset(Dataset[dict[str, Any]]):
         self._split = SplitOptions(split, float(validation_fraction), whole("seed", seed, 0))
         self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
         self._verify_on_open = verify_on_open
+        self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self._opened_as: tuple[dict[str, int] | None, int] | None = None
         self._open()
 
     def _open(self) -> None:
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
-        self._source: Source = open_source(self.data_dir, self._verify_on_open)
+        self._source: Source = open_source(self.data_dir, self._verify_on_open, self._chunk_cache_bytes)
         self._source.refresh()
         before = self._opened_as
         self._store: FrameStore = self._source.snapshot(before[0] if before is not None else None)

@@ -21,13 +21,7 @@ import numpy as np
 import torch
 
 from storage.buffer_pool import BufferPool
-from storage.errors import (
-    ClosedError,
-    DataFileError,
-    RolloutDataError,
-    RolloutDataWarning,
-    UsageError,
-)
+from storage.errors import ClosedError, DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 from storage.fields import Schema
 
 from .block_header import DATA, DROPPED, OPEN, layouts_of
@@ -64,6 +58,8 @@ class RolloutWriter:
         nonfinite_rewards: "accept" counts NaN and Inf rewards, "refuse" raises before writing.
         success_only: Keep only trajectories that end by a timeout; one that ends by a `done` that
             is not a timeout, or does not end, is dropped.
+        frames_per_chunk: How many frames of a coded component are decoded together at most: fewer
+            make short random windows faster and files larger. None is what suits the codec: 8, or fewer.
 
     Attributes:
         name: The writer's name, part of its file names.
@@ -95,10 +91,12 @@ class RolloutWriter:
         writer_name: str | None = None,
         nonfinite_rewards: Literal["accept", "refuse"] = "accept",
         success_only: bool = False,
+        frames_per_chunk: int | None = None,
     ) -> None:
         self._closed = True
         name = secrets.token_hex(4) if writer_name is None else writer_name
         counts = {"block_bytes": block_bytes, "max_pending_blocks": max_pending_blocks}
+        counts |= {} if frames_per_chunk is None else {"frames_per_chunk": frames_per_chunk}
         check_arguments(data_dir, num_envs, counts, block_age_s, name, nonfinite_rewards, metadata)
         self.data_dir = Path(data_dir)
         self.num_envs = int(num_envs)
@@ -113,6 +111,7 @@ class RolloutWriter:
         self._max_pending = int(max_pending_blocks)
         self._max_steps = 0
         self.recovered = self._enter_folder()
+        self._publisher.frames_per_chunk = None if frames_per_chunk is None else int(frames_per_chunk)
         self._schema: Schema | None = None
         self._step_form: RepeatedStep | None = None
         self._staging: Staging | None = None

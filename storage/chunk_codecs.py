@@ -40,7 +40,8 @@ STAGES: dict[str, tuple[str, ...]] = {
     "shuffle": ("shuffle", "split", "bitshuffle"),
     "packer": ("lz4", "lz4hc", "zstd", "blosc2", "blosc2zstd"),
 }
-_PLAIN, _PACKED = 0, 1
+#: First byte of a chunk.
+PLAIN, PACKED = 0, 1
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class ChunkCodec:
         if self.quantizer is not None and dtype.kind != "f":
             raise FieldTypeError("code values", f"as {self.name!r}", "float16, float32 or float64", str(dtype))
 
+    def is_direct(self, dtype: np.dtype[Any]) -> bool:
+        """True if a packed chunk of frames of this dtype is an LZ4 block of their bytes: see `decode_at`."""
+        is_shuffled = self.shuffle and (dtype.itemsize > 1 or self.shuffle == "bitshuffle")
+        return self.packer in ("lz4", "lz4hc") and not (self.quantizer or self.delta or is_shuffled)
+
     def encode(self, frames: Array, level: int | None = None) -> tuple[bytes, float]:
         """Code `[F, *shape]` frames as one chunk; give it and the largest error, 0 if nothing is lost.
 
@@ -96,8 +102,8 @@ class ChunkCodec:
         items = values.view(_unsigned(values.dtype))
         data = self._packed(items, level)
         if len(data) < items.nbytes:
-            return bytes([_PACKED]) + about + data, error
-        return bytes([_PLAIN]) + about + items.tobytes(), error
+            return bytes([PACKED]) + about + data, error
+        return bytes([PLAIN]) + about + items.tobytes(), error
 
     def _packed(self, items: Array, level: int | None) -> bytes:
         if self.delta and len(items) > 1:
@@ -121,7 +127,7 @@ class ChunkCodec:
             CorruptFileError: The chunk does not hold exactly these frames; `out` has undefined content.
         """
         start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
-        if len(chunk) < start or chunk[0] > _PACKED:
+        if len(chunk) < start or chunk[0] > PACKED:
             raise CorruptFileError("decode a chunk", "", "a chunk with its header", f"{chunk[:start].tobytes()!r}")
         about, data, shape = chunk[1:start].tobytes(), chunk[start:], (len(out), prod(out.shape[1:]))
         if self.quantizer is None:
@@ -131,9 +137,17 @@ class ChunkCodec:
         self._unpack(data, chunk[0], counts.reshape(shape))
         decode_counts(about, counts, out.reshape(-1))
 
+    def decode_at(self, source: int, num_bytes: int, target: int, num_decoded: int) -> None:
+        """Decode a packed chunk (first byte 1) that `is_direct` from an address to `num_decoded` bytes at another.
+
+        Raises:
+            CorruptFileError: As `decode`.
+        """
+        lz4_blocks.decompress_at(source + 1, num_bytes - 1, target, num_decoded)
+
     def _unpack(self, data: Bytes, method: int, items: Array) -> None:
         target = items.reshape(-1).view(np.uint8)
-        if method == _PLAIN:
+        if method == PLAIN:
             _copy(data, target)
             return
         if self._is_blosc2:
@@ -199,6 +213,7 @@ def _linear(name: str, match: re.Match[str]) -> LinearCounts:
     return LinearCounts(low, high)
 
 
+@lru_cache(maxsize=32)
 def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"u{dtype.itemsize}")
 

@@ -51,7 +51,7 @@ def compress_image_seq(
     chain.check_installed()
     chain.check_dtype(array.dtype if dtype != "bfloat16" else np.dtype(np.uint16))
     row_bytes = prod(array.shape[1:]) * array.itemsize
-    step = chunk_frames(row_bytes) if frames_per_chunk is None else operator.index(frames_per_chunk)
+    step = chunk_frames(row_bytes, codec) if frames_per_chunk is None else operator.index(frames_per_chunk)
     if step < 1:
         raise UsageError("compress images", "", "frames_per_chunk >= 1", repr(frames_per_chunk))
     return make_blob(array, dtype, chain, step, level or None)

@@ -84,6 +84,9 @@ def _join(planes: list[Bytes], out: Items, scratch: Bytes) -> None:
     if len(planes) == 1:
         np.copyto(out, planes[0])
         return
+    if len(planes) == 2:
+        _combine(planes[1], planes[0], out)
+        return
     upper, lower, rest = _halves(out, scratch)
     middle = len(planes) // 2
     _join(planes[middle:], upper, rest)

@@ -210,4 +210,7 @@ def test_auto_keeps_raw_what_saves_less_than_a_tenth():
 
 
 def test_chunks_have_one_to_eight_frames():
-    assert [chunk_frames(size) for size in (0, 1, 64 << 10, 128 * 128 * 3, 300_000, 1 << 30)] == [8, 8, 8, 8, 1, 1]
+    sizes = (0, 1, 64 << 10, 128 * 128 * 3, 300_000, 1 << 30)
+    assert [chunk_frames(size, "lz4hc") for size in sizes] == [8, 8, 8, 8, 1, 1]
+    assert [chunk_frames(size, "split+lz4") for size in sizes] == [8, 8, 3, 4, 1, 1]
+    assert chunk_frames(128 * 128 * 3, AUTO) == 4 and chunk_frames(128 * 128 * 3, "shuffle+blosc2zstd") == 8

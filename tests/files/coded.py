@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rollout_data import RolloutWriter
+from tests.files.readback import blocks_of
 
 #: Component -> (shape, dtype, codec); all but the last two are lossless.
 COMPONENTS: dict[str, tuple[tuple[int, ...], str, str]] = {
@@ -63,3 +65,34 @@ def record(folder: Path, num_steps: int = 45, num_envs: int = 3, codecs: dict[st
             if t == 26:
                 writer.flush()
     return folder
+
+
+def leaves(batch):
+    """Name -> tensor of everything in a batch."""
+    found = {}
+    for name, value in batch._asdict().items():
+        parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: part for key, part in parts.items() if isinstance(part, torch.Tensor)}
+    return found
+
+
+def max_errors(folder) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for header in blocks_of(folder):
+        for name, coding in header.codings.items():
+            found[name] = max(found.get(name, 0.0), coding.max_error)
+    return found
+
+
+def check_equal(ours, theirs, errors):
+    """Compare a batch with the raw one: equal bits, or within the error that the file states."""
+    ours, theirs = leaves(ours), leaves(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        component = name.rpartition("/")[2]
+        assert tensor.dtype == theirs[name].dtype and tensor.shape == theirs[name].shape, name
+        if component in LOSSY:
+            difference = (tensor.double() - theirs[name].double()).abs().max()
+            assert 0 < float(difference) <= errors[f"observation/{component}"], name
+        else:
+            assert torch.equal(tensor, theirs[name]), name

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rollout_data import RolloutDataset, RolloutWriter, chunk_files, frames, record_demonstrations
+from rollout_data import RolloutDataset, RolloutWriter, chunk_files, record_demonstrations
 from rollout_data.block_file import open_block
 from rollout_data.block_header import DATA
-from rollout_data.chunk_files import ChunkCache
 from rollout_data.cli import main
 from storage.errors import FieldTypeError, SchemaError
 from tests.files import coded
@@ -36,47 +35,16 @@ def folder(folders, tmp_path):
     return shutil.copytree(folders[0], tmp_path / "data")
 
 
-def leaves(batch):
-    """Name -> tensor of everything in a batch."""
-    found = {}
-    for name, value in batch._asdict().items():
-        parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-        found |= {key: part for key, part in parts.items() if isinstance(part, torch.Tensor)}
-    return found
-
-
-def max_errors(folder) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for header in blocks_of(folder):
-        for name, coding in header.codings.items():
-            found[name] = max(found.get(name, 0.0), coding.max_error)
-    return found
-
-
-def check_equal(ours, theirs, errors):
-    """Compare a batch with the raw one: equal bits, or within the error that the file states."""
-    ours, theirs = leaves(ours), leaves(theirs)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        component = name.rpartition("/")[2]
-        assert tensor.dtype == theirs[name].dtype and tensor.shape == theirs[name].shape, name
-        if component in coded.LOSSY:
-            difference = (tensor.double() - theirs[name].double()).abs().max()
-            assert 0 < float(difference) <= errors[f"observation/{component}"], name
-        else:
-            assert torch.equal(tensor, theirs[name]), name
-
-
 @pytest.mark.parametrize("cache", ["none", "ram", "device"])
 @pytest.mark.parametrize("num_steps", [None, 1, 3, 7, 20])
 def test_batches_of_components_are_those_of_the_raw_recording(folders, cache, num_steps):
-    errors = max_errors(folders[0])
+    errors = coded.max_errors(folders[0])
     options = {"device": "cpu", "flatten_observations": False, "dataset_loops": 2, "seed": 3}
     options |= {"random_shuffle_traj_order": True, "starting_frame_range": (0, 5)}
     ours = RolloutDataset(folders[0], 2, cache=cache, **options)
     theirs = RolloutDataset(folders[1], 2, **options)
     for _ in range(4 if num_steps else 12):
-        check_equal(ours.get_batch(num_steps), theirs.get_batch(num_steps), errors)
+        coded.check_equal(ours.get_batch(num_steps), theirs.get_batch(num_steps), errors)
 
 
 @pytest.mark.parametrize("cache", ["none", "ram"])
@@ -103,14 +71,14 @@ def test_every_trajectory_comes_back_with_its_final_observation(folders):
 
 def test_a_loader_worker_and_a_prefetching_thread_read_chunks(folders):
     plain = RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5)
-    expected = [leaves(next(iter(plain))), *(leaves(next(plain)) for _ in range(3))]
+    expected = [coded.leaves(next(iter(plain))), *(coded.leaves(next(plain)) for _ in range(3))]
     again = RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5)
     loader = iter(DataLoader(again, batch_size=None, num_workers=1))
     ahead = iter(
         RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5).prefetch()
     )
     for batch in expected:
-        for other in (leaves(next(loader)), leaves(next(ahead))):
+        for other in (coded.leaves(next(loader)), coded.leaves(next(ahead))):
             assert all(torch.equal(other[name], tensor) for name, tensor in batch.items())
 
 
@@ -208,24 +176,7 @@ def test_pack_copies_chunks_and_joins_blocks_that_auto_coded_differently(tmp_pat
         assert all(np.array_equal(one.column(name), other.column(name), equal_nan=True) for name in one.fields)
         for name, final in (one.finals or {}).items():
             assert np.array_equal(final, other.finals[name], equal_nan=True)
-    assert max_errors(packed) == max_errors(data), "nothing was quantized twice"
-
-
-def test_decoded_chunks_are_kept_within_a_number_of_bytes(folders, monkeypatch):
-    cache = ChunkCache(1000)
-    for key in range(10):
-        cache.put(key, np.full(300, key, np.uint8))
-        assert cache.num_bytes <= 1000
-        assert cache.get(key - 1 if key else 0) is not None
-    cache.put("too large", np.zeros(1001, np.uint8))
-    assert [cache.get(key) is not None for key in (*range(10), "too large")] == [False] * 7 + [True] * 3 + [False]
-    cache.put(9, np.zeros(100, np.uint8))
-    assert cache.num_bytes == 700
-    monkeypatch.setattr(frames, "ChunkCache", lambda: ChunkCache(10_000))
-    ours, theirs = (RolloutDataset(path, 3, device="cpu", flatten_observations=False) for path in folders)
-    errors = max_errors(folders[0])
-    for _ in range(20):
-        check_equal(ours.get_batch(2), theirs.get_batch(2), errors)
+    assert coded.max_errors(packed) == coded.max_errors(data), "nothing was quantized twice"
 
 
 def test_each_chunk_is_decoded_once_for_neighbouring_batches(folders, monkeypatch):
@@ -242,10 +193,10 @@ def test_each_chunk_is_decoded_once_for_neighbouring_batches(folders, monkeypatc
 
 def test_blocks_that_cannot_be_mapped_are_read_all_the_same(folders, monkeypatch):
     monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
-    errors = max_errors(folders[0])
+    errors = coded.max_errors(folders[0])
     ours, theirs = (RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in folders)
     for _ in range(3):
-        check_equal(ours.get_batch(9), theirs.get_batch(9), errors)
+        coded.check_equal(ours.get_batch(9), theirs.get_batch(9), errors)
 
 
 def test_blocks_that_are_removed_stay_readable_and_the_index_cache_knows_chunks(folder, folders):
@@ -255,10 +206,10 @@ def test_blocks_that_are_removed_stay_readable_and_the_index_cache_knows_chunks(
         ours, theirs = (
             RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in (folder, folders[1])
         )
-        check_equal(ours.get_batch(9), theirs.get_batch(9), errors := max_errors(folder))
+        coded.check_equal(ours.get_batch(9), theirs.get_batch(9), errors := coded.max_errors(folder))
     for path in folder.glob("*.h5"):
         path.unlink()
-    check_equal(ours.get_batch(9), theirs.get_batch(9), errors)
+    coded.check_equal(ours.get_batch(9), theirs.get_batch(9), errors)
 
 
 def test_info_tells_codecs_sizes_and_errors(folders, capsys):

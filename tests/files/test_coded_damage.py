@@ -9,8 +9,9 @@ import tracemalloc
 import h5py
 import numpy as np
 import pytest
+import torch
 
-from rollout_data import RolloutDataset
+from rollout_data import RolloutDataset, WindowDataset
 from rollout_data.block_file import open_block
 from rollout_data.block_header import ABOUT, CODECS, DATA, header_crc, read_header
 from rollout_data.cli import main
@@ -31,6 +32,19 @@ def folders(tmp_path_factory):
 def folder(folders, tmp_path):
     """A copy of the coded recording, to be changed."""
     return shutil.copytree(folders[0], tmp_path / "data")
+
+
+def read_envs(folder):
+    """Read everything, as environments."""
+    dataset = RolloutDataset(folder, 2, device="cpu", flatten_observations=False)
+    for _ in dataset:
+        pass
+
+
+def read_windows(folder):
+    """Read everything, as windows."""
+    dataset = WindowDataset(folder, 3)
+    dataset.__getitems__(range(len(dataset)))
 
 
 def damage(path, name="rgb", table="data"):
@@ -63,6 +77,53 @@ def test_a_damaged_chunk_is_found_by_verify_and_given_up_by_repair(folder, capsy
         assert (one.finals is None) == (same.finals is None)
 
 
+@pytest.mark.parametrize("dataset", [read_envs, read_windows], ids=["RolloutDataset", "WindowDataset"])
+@pytest.mark.parametrize("name", coded.CODECS)
+def test_a_flipped_bit_of_a_chunk_is_an_error_of_whoever_decodes_it(folder, name, dataset):
+    path = sorted(folder.glob("*.h5"))[0]
+    number = damage(path, name)
+    text = (
+        rf"cannot read the block '{path}': expected checksum [0-9a-f]{{8}} in chunk {number} of data/observation/{name}"
+    )
+    with pytest.raises(CorruptFileError, match=text):
+        dataset(folder)
+    header = read_header(path)
+    row = int(header.chunks[DATA][f"observation/{name}"].rows[number])
+    with pytest.raises(CorruptFileError, match=rf"of chunk {number} in data/observation/{name}, got [0-9a-f]{{8}}"):
+        header.read_rows(DATA, f"observation/{name}", row, row + 1)
+
+
+def test_a_flipped_bit_of_a_checksum_is_found_by_verify_and_by_whoever_decodes_the_chunk(folder):
+    path = sorted(folder.glob("*.h5"))[0]
+    with h5py.File(path, "r+") as file:
+        sums = file["data/observation/rgb/checksums"]
+        sums[1] ^= 4
+    with pytest.raises(CorruptFileError, match=r"column data/observation/rgb: expected checksum .* of chunk 1, got "):
+        open_block(path, verify=True)
+    with pytest.raises(CorruptFileError, match="in chunk 1 of data/observation/rgb"):
+        read_envs(folder)
+
+
+def test_older_blocks_without_checksums_of_chunks_are_read_checked_and_packed(folder, folders, tmp_path):
+    def without_sums(file):
+        for table in ("data", "final"):
+            for name in coded.CODECS:
+                del file[f"{table}/observation/{name}/checksums"]
+
+    (tmp_path / "old").mkdir()
+    for path in sorted(folder.glob("*.h5")):
+        remade(path, tmp_path / "old", without_sums).replace(path)
+    assert main(["verify", str(folder)]) == 0
+    assert main(["pack", str(folder), str(tmp_path / "packed")]) == 0
+    packed = read_header(next((tmp_path / "packed").glob("*.h5")))
+    assert all((table.sums >= 0).all() for tables in packed.chunks.values() for table in tables.values())
+    batches = [
+        RolloutDataset(path, 2, device="cpu", flatten_observations=False).get_batch(20).observation
+        for path in (folder, folders[0])
+    ]
+    assert all(torch.equal(batches[0][name], batches[1][name]) for name in ("rgb", "segments"))
+
+
 def test_a_chunk_that_cannot_be_decoded_is_one_error_and_moves_no_cursor(folder):
     path = sorted(folder.glob("*.h5"))[0]
     header = read_header(path)
@@ -86,7 +147,7 @@ def test_flipped_bits_are_reported_or_without_effect(folders, tmp_path):
     chosen = sorted(rng.choice(used_bytes(path), 150, replace=False).tolist())
     header = read_header(path)
     with h5py.File(path) as file:  # every kind of table of a coded component
-        for name in ("offsets", "chunks"):
+        for name in ("offsets", "checksums", "chunks"):
             start = file[f"data/observation/rgb/{name}"].id.get_offset()
             chosen += range(start, start + 12)
     assert header.chunks
@@ -142,6 +203,11 @@ def one_huge_chunk(file):
     file["data/observation/rgb/offsets"] = np.array([[0, 0], [1 << 60, size]])
 
 
+def other_checksums(file):
+    del file["data/observation/rgb/checksums"]
+    file["data/observation/rgb/checksums"] = np.zeros(1, np.uint32)
+
+
 def other_shape(file):
     del file["data/observation/rgb/offsets"]
     file["data/observation/rgb/offsets"] = np.zeros((3, 3), np.int64)
@@ -168,6 +234,7 @@ EDITS = [
     offset(2, 1, 0),
     one_huge_chunk,
     other_shape,
+    other_checksums,
     huge_offsets,
     coding(codec="lz5"),
     coding(codec="lz4hc"),

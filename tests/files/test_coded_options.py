@@ -1,0 +1,77 @@
+"""Options of coded components: how many frames are coded together, how many decoded bytes are kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
+from rollout_data.block_header import DATA
+from rollout_data.chunk_files import ChunkCache
+from storage.errors import UsageError
+from storage.tree import flatten
+from tests.files import coded
+from tests.files.readback import blocks_of
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same steps, coded and raw."""
+    base = tmp_path_factory.mktemp("coded")
+    return coded.record(base / "coded"), coded.record(base / "raw", codecs={})
+
+
+def test_decoded_chunks_are_kept_within_a_number_of_bytes(folders):
+    cache = ChunkCache(1000)
+    for key in range(10):
+        cache.put(key, np.full(300, key, np.uint8))
+        assert cache.num_bytes <= 1000
+        assert cache.get(key - 1 if key else 0) is not None
+    cache.put("too large", np.zeros(1001, np.uint8))
+    assert [cache.get(key) is not None for key in (*range(10), "too large")] == [False] * 7 + [True] * 3 + [False]
+    cache.put(9, np.zeros(100, np.uint8))
+    assert cache.num_bytes == 700
+    errors = coded.max_errors(folders[0])
+    for most in (0, 10_000):
+        ours, theirs = (
+            RolloutDataset(path, 3, device="cpu", flatten_observations=False, chunk_cache_bytes=most)
+            for path in folders
+        )
+        kept = []
+        for _ in range(20):
+            coded.check_equal(ours.get_batch(2), theirs.get_batch(2), errors)
+            kept += [chunks.cache.num_bytes for chunks in ours._store().files.chunks.values()]
+        assert max(kept) <= most and (max(kept) > 0) == (most > 0)
+    with pytest.raises(UsageError, match="chunk_cache_bytes"):
+        WindowDataset(folders[0], 2, chunk_cache_bytes=-1)
+
+
+def test_windows_are_the_same_whatever_is_kept(folders):
+    whole = WindowDataset(folders[1], 3)
+    errors = coded.max_errors(folders[0])
+    for most in (0, 3000, 1 << 30):
+        ours = WindowDataset(folders[0], 3, chunk_cache_bytes=most)
+        for _ in range(2):
+            batch, expected = ours.__getitems__(range(len(ours))), whole.__getitems__(range(len(whole)))
+            for name, values in flatten(batch["observation"]).items():
+                wanted = flatten(expected["observation"])[name]
+                error = errors.get(f"observation/{name}", 0.0)
+                assert torch.allclose(values.double(), wanted.double(), rtol=0, atol=error + 1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("frames_per_chunk", [1, 3, 50])
+def test_so_many_frames_are_coded_together_as_were_asked_for(tmp_path, folders, frames_per_chunk):
+    path = coded.record(tmp_path / "data", frames_per_chunk=frames_per_chunk)
+    most = 0
+    for header in blocks_of(path):
+        for name, table in header.chunks[DATA].items():
+            assert np.diff(table.rows).max() <= frames_per_chunk == header.codings[name].frames_per_chunk
+            most = max(most, int(np.diff(table.rows).max()))
+    assert most == min(frames_per_chunk, max(int(header.fragments["length"].max()) for header in blocks_of(path)))
+    ours, theirs = (RolloutDataset(one, 3, device="cpu", flatten_observations=False) for one in (path, folders[1]))
+    for _ in range(4):
+        coded.check_equal(ours.get_batch(7), theirs.get_batch(7), coded.max_errors(path))
+    for wrong in (0, 2.5, "8"):
+        with pytest.raises(UsageError, match="cannot make a RolloutWriter with frames_per_chunk: expected an integer"):
+            RolloutWriter(tmp_path / "other", 1, frames_per_chunk=wrong)
