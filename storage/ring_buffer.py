@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
 from .buffer_files import all_or_nothing, load_buffer_folder, save_buffer_folder
+from .end_flags import Places, array_ends, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
 from .final_rows import FinalRows
@@ -80,8 +80,7 @@ class RingBuffer:
         self._ring: RingStore | None = None
         self._boundaries: Boundaries | None = None
         self._finals: FinalRows | None = None
-        #: Places of the end flags among the fields, and how many values each has.
-        self._end_places: list[tuple[int, int]] = []
+        self._end_places: Places = []
         self._lock = threading.RLock()
         self._order = StreamOrder(self.device)
 
@@ -139,7 +138,7 @@ class RingBuffer:
             ring = self._ring
             if arrays is not None and ring is not None and ring.takes_arrays and len(arrays[0]) <= ring.num_slots:
                 if self._boundaries is not None:
-                    self._boundaries.note_arrays(self._ends_of(arrays))
+                    self._note(arrays, self._boundaries, ring)
                 ring.write_arrays(arrays)
                 return
             rows = self._reader.read(data)
@@ -262,7 +261,7 @@ class RingBuffer:
         num_lanes = None if self._has_lane_axis else self.num_envs
         return RecordReader(num_lanes, self._has_lane_axis, self.auto_unsqueeze, self.narrow)
 
-    def _find_ends(self, schema: Schema) -> list[tuple[int, int]]:
+    def _find_ends(self, schema: Schema) -> Places:
         """Find the fields that end trajectories; none if rows have nothing to do with each other."""
         names = list(schema)
         found = [name for key in listed(self.end_key) for name in names_below(schema, key, "find the end flag")]
@@ -290,7 +289,7 @@ class RingBuffer:
         ring = self._ring
         assert ring is not None
         self._order.wait(is_write=True)
-        ends = self._ends(rows.tensors) if self._boundaries is not None else None
+        ends = tensor_ends(rows.tensors, self._end_places, ring.num_lanes) if self._boundaries is not None else None
         if final is not None and len(final[0]):
             step, lane, schema, leaves = final
             if self._finals is None:
@@ -301,33 +300,17 @@ class RingBuffer:
         ring.write(rows.tensors)
         self._order.record(is_write=True)
 
-    def _ends_of(self, arrays: list[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-        """Say which rows end a trajectory: `[n]` bool with one lane, else `[n, lanes]`; from `read_exact`."""
-        num_lead = 1 if self._reader.num_lanes in (None, 1) else 2
-        found: Any = None
-        for place, width in self._end_places:
-            flags = arrays[place]
-            lead = flags.shape[:num_lead]
-            flags = flags.reshape(lead) if width == 1 else (flags != 0).reshape(*lead, width).any(-1)
-            if flags.dtype != bool:
-                flags = flags != 0
-            found = flags if found is None else found | flags
-        return found  # type: ignore[no-any-return]
-
-    def _ends(self, tensors: list[torch.Tensor], places: list[tuple[int, int]] | None = None) -> torch.Tensor:
-        """Say which rows end a trajectory: `[n, lanes]` bool, from checked leaves."""
-        found: torch.Tensor | None = None
-        for place, width in self._end_places if places is None else places:
-            leaf = tensors[place]
-            lanes = self._reader.num_lanes or leaf.shape[1]
-            flags = leaf.reshape(-1, lanes) if width == 1 else (leaf != 0).reshape(-1, lanes, width).any(-1)
-            flags = flags if flags.dtype is torch.bool else flags != 0
-            found = flags if found is None else found | flags
-        assert found is not None
-        return found
+    def _note(self, arrays: list[npt.NDArray[Any]], boundaries: Boundaries, ring: RingStore) -> None:
+        """Note which rows end a trajectory, of those that `read_exact` gave and that are about to be written."""
+        is_one = ring.num_lanes == 1 and len(arrays[0]) == 1
+        is_end = row_ends(arrays, self._end_places) if is_one else None
+        if is_end is None:
+            boundaries.note_arrays(array_ends(arrays, self._end_places, 1 if ring.num_lanes == 1 else 2))
+        else:
+            boundaries.note_row(is_end)
 
     def _read_final(
-        self, final: Any, rows: Rows, places: list[tuple[int, int]]
+        self, final: Any, rows: Rows, places: Places
     ) -> tuple[torch.Tensor, torch.Tensor, Schema, dict[str, torch.Tensor]]:
         """Check final observations; give step, lane and leaves of the rows that end a trajectory."""
         if not places:
@@ -339,7 +322,7 @@ class RingBuffer:
         if read is None or read.num_rows != rows.num_rows:
             got = "none" if read is None else str(read.num_rows)
             raise SchemaError("add final rows", "", f"{rows.num_rows} rows, as many as data has", got)
-        step, lane = self._ends(rows.tensors, places).nonzero(as_tuple=True)
+        step, lane = tensor_ends(rows.tensors, places, rows.tensors[0].shape[1]).nonzero(as_tuple=True)
         ended = {
             name: leaf[step.to(leaf.device), lane.to(leaf.device)]
             for name, leaf in zip(read.schema, read.tensors, strict=True)

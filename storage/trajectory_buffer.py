@@ -13,6 +13,7 @@ import torch
 
 from .buffer_files import can_load
 from .dict_buffer import DictBuffer
+from .end_flags import Places
 from .errors import SchemaError, UsageError
 from .fields import Schema
 from .records import Key, is_count, names_below, normal
@@ -142,7 +143,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
     def _shown(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.n_dim == 2 else rows.squeeze(1)
 
-    def _find_ends(self, schema: Schema) -> list[tuple[int, int]]:
+    def _find_ends(self, schema: Schema) -> Places:
         if self.end_key is not None:
             return super()._find_ends(schema)
         names = list(schema)

@@ -33,6 +33,7 @@ HOUSE = {
         "row_layout",
         "ring",
         "windows",
+        "end_flags",
         "final_rows",
         "transitions",
         "samplers",

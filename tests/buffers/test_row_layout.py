@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
+from storage.end_flags import array_ends, row_ends, tensor_ends
 from storage.fields import Schema
 from storage.records import make_field
 from storage.ring import RingStore
@@ -107,10 +108,25 @@ def test_ages_noted_as_arrays_equal_those_noted_as_tensors(
     for size in sizes:
         size = min(size, slots)
         ends = torch.rand(size, lanes, generator=generator) < 0.3
-        by_arrays.note_arrays(ends.numpy()[:, 0] if lanes == 1 else ends.numpy())
+        if size == lanes == 1 and seed % 2:
+            by_arrays.note_row(bool(ends))
+        else:
+            by_arrays.note_arrays(ends.numpy()[:, 0] if lanes == 1 else ends.numpy())
         by_tensors.note(ends)
         for ring in rings:
             ring.total += size
         assert torch.equal(by_arrays.ages, by_tensors.ages) and torch.equal(by_arrays.next_ages, by_tensors.next_ages)
         if keeps_segments:
             assert torch.equal(by_arrays.segments.listed(), by_tensors.segments.listed())
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
+def test_ends_of_one_row_are_those_of_many(width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    flags = [(torch.rand(50, width, generator=generator) < 0.2).to(dtype) for _ in range(2)]
+    arrays, places = [torch.zeros(50, 3).numpy(), *(leaf.numpy() for leaf in flags)], [(1, width), (2, width)]
+    expected = tensor_ends([torch.zeros(50, 1, 3), *(leaf.unsqueeze(1) for leaf in flags)], places, 1)[:, 0].tolist()
+    assert array_ends(arrays, places, 1).tolist() == expected
+    one_by_one = [row_ends([array[row : row + 1] for array in arrays], places) for row in range(50)]
+    assert one_by_one == (expected if width == 1 else [None] * 50)
