@@ -25,6 +25,7 @@ from .buffer_pool import BufferPool
 from .checkpoint_files import (
     SUFFIX,
     MissingCheckpointError,
+    as_path,
     load_checkpoint,
     load_checkpoint_meta,
     load_checkpoint_parallel,
@@ -144,8 +145,9 @@ class AsyncCheckpointSaver:
             CheckpointError: An earlier save failed; nothing was saved now.
             QueueFullError: With `on_full="raise"`.
             ClosedError: After `shutdown`.
+            UsageError: `path` is none, or `meta` is not what JSON can hold.
         """
-        target = Path(os.fspath(path))
+        target = as_path(path, "save the checkpoint")
         check_level(level)
         text = None if meta is None else _to_json(meta, target)
         if compress:

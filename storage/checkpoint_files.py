@@ -39,6 +39,13 @@ _CHUNK_BYTES = 4 << 20
 _ADVICE = "The file is damaged or was cut off"
 
 
+def as_path(path: Any, action: str) -> Path:
+    """Give a path as a `Path`; `UsageError` if it is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(action, "", "a path", repr(path))
+    return Path(path)
+
+
 class MissingCheckpointError(DataFileError, FileNotFoundError):
     """There is no checkpoint at the path."""
 
@@ -179,7 +186,7 @@ def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, n
 
 def _find(path: str | os.PathLike[str]) -> Path:
     """Say which file a checkpoint is in: the newer of the plain and the compressed one."""
-    plain = Path(os.fspath(path))
+    plain = as_path(path, "load the checkpoint")
     candidates = [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
     found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]
     if not found:

@@ -315,3 +315,14 @@ def test_a_writer_that_fails_says_what_its_file_said() -> None:
     with pytest.raises(OSError, match="No space left"), Lz4Writer(Full()) as writer:
         for _ in range(10):
             writer.write(bytes(BLOCK_BYTES))
+
+
+@pytest.mark.parametrize("path", [5, None, b"file", ["file"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    for load in (load_checkpoint, load_checkpoint_parallel, load_checkpoint_meta):
+        with pytest.raises(UsageError, match=r"^cannot load the checkpoint: expected a path, got "):
+            load(path)
+    with AsyncCheckpointSaver() as saver:
+        with pytest.raises(UsageError, match=r"^cannot save the checkpoint: expected a path, got "):
+            saver.save_async({}, path)
+        assert saver.num_pending == 0
