@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from storage.errors import ClosedError, MissingFieldError, RolloutDataWarning, UsageError
+from storage.checkpoint_files import as_path
+from storage.errors import ClosedError, MissingFieldError, UsageError
+from storage.monitors import PerformanceMonitor
 
+from .trajectories.arguments import check_at_least, check_names, check_rank, check_seed
 from .trajectories.cache import TrajectoryCache
-from .trajectories.checkpoint import check_rank, save_to, shard
-from .trajectories.files import TrajectoryBlock, check_format, find_files, unpack
+from .trajectories.checkpoint import save_to, shard
+from .trajectories.files import TrajectoryBlock, check_format, unpack
 from .trajectories.gather import Gatherer
 from .trajectories.index import Counters, Entry, check_json, folded, read_folder, write_index
 from .trajectories.live import LiveTrajectories, check_fields
-from .trajectories.rows import check_at_least, check_names, layout_of, put_together, take_apart
+from .trajectories.rows import Trajectory, TrajectoryLayout, layout_of, put_together, take_apart
+from .trajectories.sampling import Request, draw_sample
 from .trajectories.saving import TrajectorySaver
 
 
@@ -47,6 +51,8 @@ class TrajectoryReplayBuffer:
         trusted: Read pickles, which may run any code. Needed for "pkl".
         max_pending_saves: How many trajectories may wait to be written; adding waits beyond that.
         rank, world_size: Which of several that save under one path: in `rank_<rank>`, with ids of its own.
+        monitor: Told how long adding, sampling, saving and loading take: `trajectories/add`, `/sample`, `/write` (one
+            file, in the background), `/save_checkpoint`, `/load_checkpoint`, waiting included.
 
     Samples are on the CPU. Methods may be called from any thread.
     """
@@ -68,26 +74,27 @@ class TrajectoryReplayBuffer:
         max_pending_saves: int = 8,
         rank: int = 0,
         world_size: int = 1,
+        monitor: PerformanceMonitor | None = None,
     ) -> None:
         check_at_least(0, sample_window_size=sample_window_size, cache_size=cache_size)
-        limits = {} if max_trajectories is None else {"max_trajectories": max_trajectories}
-        check_at_least(1, max_pending_saves=max_pending_saves, **limits)
+        most = 1 if max_trajectories is None else max_trajectories
+        check_at_least(1, max_pending_saves=max_pending_saves, max_trajectories=most)
         check_rank(rank, world_size)
         check_format(trajectory_format, trusted)
-        if auto_save and not os.fspath(auto_save_path or ""):
+        if auto_save and not auto_save_path:
             raise UsageError("save trajectories", "", "an auto_save_path", "none")
-        self.seed, self.sample_window_size, self.max_trajectories = int(seed), sample_window_size, max_trajectories
-        self.auto_save, self.auto_save_path = bool(auto_save), Path(os.fspath(auto_save_path or ""))
+        self.seed, self.max_trajectories = check_seed(seed), max_trajectories
+        self.sample_window_size = sample_window_size
+        self.auto_save, self.auto_save_path = bool(auto_save), as_path(auto_save_path or "", "save trajectories")
         self.trajectory_format, self.trusted = trajectory_format, trusted
         self.drop_first, self.drop_last = check_names(drop_first, "drop_first"), check_names(drop_last, "drop_last")
         self.rng = torch.Generator().manual_seed(self.seed)
         self._cache_size = cache_size if enable_cache else None
-        self._max_pending = max_pending_saves
+        self._max_pending, self._monitor = max_pending_saves, monitor
         self._lock = threading.RLock()
         self._gatherer = Gatherer(self.trusted)
         self._saver: TrajectorySaver | None = None
         self._is_closed = False
-        self._num_earlier = 0
         self._next_id, self._id_step = rank, world_size
         self._forget_all()
         if self.auto_save:
@@ -153,23 +160,10 @@ class TrajectoryReplayBuffer:
             fields = dict(self._live.fields)
             for layout in layouts:
                 check_fields(fields, layout.schema.values())
-        self._warn_of_earlier()
-        ids = []
-        for one, layout in zip(taken, layouts, strict=True):
-            rows = layout.pack(one.tensors, self._gatherer.pool)
-            version = weights_version if weights_version is not None else one.info.get("weights_version")
-            with self._lock:
-                entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
-                self._next_id += self._id_step
-                self._append(entry)
-                if self._cache is not None:
-                    self._cache.put_rows(entry.trajectory_id, [(layout, rows)])
-                if self._saver is not None:
-                    entry.rows = rows
-                ids.append(entry.trajectory_id)
-            if self._saver is not None:
-                self._saver.submit(entry)  # may wait, hence without the lock
-        return ids
+        if self._saver is not None:
+            self._saver.warn_of_earlier()
+        with self._timed("add"):
+            return [self._take(one, layout, weights_version) for one, layout in zip(taken, layouts, strict=True)]
 
     def sample(
         self,
@@ -193,23 +187,15 @@ class TrajectoryReplayBuffer:
         Raises:
             BufferEmptyError: There is nothing to draw from.
             MissingFieldError: A drawn trajectory does not have a key (a `KeyError`).
+            DataFileError: A trajectory's file is gone or damaged.
+
+        After an error the random state is what it was.
         """
         check_at_least(1, num_chunks=num_chunks)
-        with self._lock:
+        request = Request(num_chunks, keys, min_weights_version, contiguous)
+        with self._timed("sample"), self._lock:
             self._check_usable("sample")
-            cache = self._cache
-            window = self._live.window(cache, min_weights_version)
-            if cache is not None and window.is_one_block:
-                rows = window.draw_rows(num_chunks, self.rng)
-                return self._gatherer.sample_one_block(window, cache, rows, keys, contiguous)
-            which, row = window.draw(num_chunks, self.rng)
-            if cache is not None and not window.is_cached and self._gatherer.fill(window, cache, which):
-                # The same steps, where they lie now.
-                self._live.changed()
-                moved = self._live.window(cache, min_weights_version)
-                row += moved.shift[which] - window.shift[which]
-                window = moved
-            return self._gatherer.sample(window, cache, which, row, keys, contiguous)
+            return draw_sample(request, self._live, self._cache, self._gatherer, self.rng)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
         """Give a whole trajectory: nested, `[T, B, ...]`, with its other leaves. A `KeyError` if it is not live."""
@@ -229,7 +215,6 @@ class TrajectoryReplayBuffer:
                 self._forget_all()
             elif self._cache is not None:
                 self._cache.clear()
-                self._live.changed()
 
     def clear(self) -> None:
         """Give up every trajectory; auto-saved files stay, ids go on counting."""
@@ -264,12 +249,14 @@ class TrajectoryReplayBuffer:
             DataFileError: There is a file, or a folder with other files.
             BackgroundError: A trajectory could not be saved.
         """
-        self.flush()
-        with self._lock:
-            self._check_usable("save a checkpoint")
-            if self._saver is not None and Path(directory).resolve() == self._saver.folder.resolve():
-                return  # it is one: the index has just been written
-            save_to(Path(directory), list(self._live.entries.values()), self._counters(), self._rows_of)
+        folder = as_path(directory, "save a checkpoint")
+        with self._timed("save_checkpoint"):
+            self.flush()
+            with self._lock:
+                self._check_usable("save a checkpoint")
+                if self._saver is not None and folder.resolve() == self._saver.folder.resolve():
+                    return  # it is one: the index has just been written
+                save_to(folder, list(self._live.entries.values()), self._counters(), self._rows_of)
 
     def load_checkpoint(
         self,
@@ -300,24 +287,41 @@ class TrajectoryReplayBuffer:
             DataFileError: Something is missing or damaged; nothing was changed.
         """
         check_rank(local_rank, world_size)
-        self._check_usable("load a checkpoint")
-        entries, counters = read_folder(Path(directory), self.trusted, verify)
-        if min_weights_version is not None:
-            entries = [entry for entry in entries if entry.is_recent(min_weights_version)]
+        folder = as_path(directory, "load a checkpoint")
         rank, step = (local_rank, world_size) if is_distributed else (0, 1)
-        entries = shard(entries, rank, step)
-        live, cache = self._empty_state()
-        for entry in live.kept(entries):
-            live.append(entry)
-            if self._saver is None and cache is not None:
-                cache.put_rows(entry.trajectory_id, [(entry.layout, self._gatherer.load(entry))])
+        self._check_usable("load a checkpoint")
+        with self._timed("load_checkpoint"):
+            entries, counters = read_folder(folder, self.trusted, verify)
+            live, cache = self._empty_state()
+            for entry in live.kept(shard([one for one in entries if one.is_recent(min_weights_version)], rank, step)):
+                live.append(entry)
+                if self._saver is None and cache is not None:
+                    cache.put_rows(entry.trajectory_id, [(entry.layout, self._gatherer.load(entry))])
+            with self._lock:
+                self._check_usable("load a checkpoint")
+                self._forget_all()
+                self._live, self._cache = live, cache
+                if self._saver is not None:
+                    self._saver.num_earlier = 0
+                if counters.rng is not None:
+                    self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
+                self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step
+
+    def _take(self, one: Trajectory, layout: TrajectoryLayout, weights_version: int | None) -> int:
+        """Copy a checked trajectory in; give its id."""
+        rows = layout.pack(one.tensors, self._gatherer.pool)
+        version = weights_version if weights_version is not None else one.info.get("weights_version")
         with self._lock:
-            self._check_usable("load a checkpoint")
-            self._forget_all()
-            self._live, self._cache, self._num_earlier = live, cache, 0
-            if counters.rng is not None:
-                self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
-            self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step
+            entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
+            self._next_id += self._id_step
+            self._append(entry)
+            if self._cache is not None:
+                self._cache.put_rows(entry.trajectory_id, [(layout, rows)])
+            if self._saver is not None:
+                entry.rows = rows
+        if self._saver is not None:
+            self._saver.submit(entry)  # may wait, hence without the lock
+        return entry.trajectory_id
 
     def _find(self, trajectory_id: int) -> Entry:
         self._check_usable("get the trajectory")
@@ -345,7 +349,10 @@ class TrajectoryReplayBuffer:
         capacity = min((limit for limit in limits if limit), default=None)
         cache_size = self._cache_size if self.auto_save else 0
         cache = None if cache_size is None else TrajectoryCache(cache_size)
-        return LiveTrajectories(self.sample_window_size, capacity), cache
+        live = LiveTrajectories(self.sample_window_size, capacity)
+        if cache is not None:
+            cache.on_moved = live.moved
+        return live, cache
 
     def _forget_all(self) -> None:
         self._live, self._cache = self._empty_state()
@@ -354,13 +361,10 @@ class TrajectoryReplayBuffer:
     def _start_saving(self, rank: int, world_size: int) -> None:
         folder = self.auto_save_path / f"rank_{rank}" if world_size > 1 else self.auto_save_path
         self._saver = TrajectorySaver(
-            folder, self.trajectory_format, self._max_pending, self._take_file, self._save_index
+            folder, self.trajectory_format, self._max_pending, self._take_file, self._save_index, self._timed
         )
-        earlier = [number for number, _ in find_files(folder)]
-        self._num_earlier = len(earlier)
-        if earlier:
-            # Never over the files of an earlier run.
-            self._next_id += -(-(max(earlier) + 1) // world_size) * world_size
+        # Never over the files of an earlier run.
+        self._next_id += -(-self._saver.first_free_id // world_size) * world_size
 
     def _take_file(self, entry: Entry, path: Path, block: TrajectoryBlock | None) -> bool:
         """Note that an entry has its file; called in the thread of the saver."""
@@ -369,7 +373,7 @@ class TrajectoryReplayBuffer:
                 entry.rows = None
                 return self._is_closed or not self.max_trajectories
             entry.path, entry.block, entry.rows = path, block, None
-            self._live.changed()
+            self._live.moved(entry.trajectory_id)
             return True
 
     def _save_index(self) -> None:
@@ -383,15 +387,11 @@ class TrajectoryReplayBuffer:
         """Tell whether an entry has its file in the folder of this buffer."""
         return self._saver is not None and entry.path is not None and entry.path.parent == self._saver.folder
 
-    def _warn_of_earlier(self) -> None:
-        number, self._num_earlier = self._num_earlier, 0
-        if number and self._saver is not None:
-            text = f"{number} trajectories of an earlier run are in {str(self._saver.folder)!r}"
-            advice = "the index will not name them. Load that folder first to go on with them"
-            warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
-
     def _counters(self) -> Counters:
         return Counters(self.seed, self._next_id, self.trajectory_format, self.rng.get_state())
+
+    def _timed(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
 
     def _check_usable(self, action: str) -> None:
         if self._is_closed:

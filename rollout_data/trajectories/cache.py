@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +131,9 @@ class TrajectoryCache:
     What is put in may have any keys; those of a trajectory that went are never seen in another. Memory
     is that of the rows, not of as many rows as the longest has. Methods may be called from any thread.
 
+    Attributes:
+        on_moved: Called with the id of whatever comes or goes, under the lock; None for nobody.
+
     Raises:
         UsageError: `max_size` < 0 (a `ValueError`).
     """
@@ -139,6 +142,7 @@ class TrajectoryCache:
         if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 0:
             raise UsageError("cache trajectories", "", "max_size >= 0, where 0 is any number", repr(max_size))
         self.max_size = max_size
+        self.on_moved: Callable[[int], None] | None = None
         self.lock = threading.RLock()
         self._blocks: dict[TrajectoryLayout, RowBlock] = {}
         self._entries: OrderedDict[int, list[Cached]] = OrderedDict()
@@ -202,6 +206,7 @@ class TrajectoryCache:
                 block = self._blocks[layout]
                 entry.append(Cached(block, block.put(rows), num_rows))
             self._entries[trajectory_id] = entry
+            self._tell(trajectory_id)
             return gone
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
@@ -224,14 +229,24 @@ class TrajectoryCache:
     def drop(self, trajectory_id: int) -> None:
         """Remove a trajectory, if it is here."""
         with self.lock:
-            for part in self._entries.pop(trajectory_id, ()):
+            parts = self._entries.pop(trajectory_id, ())
+            for part in parts:
                 part.block.free(part.first)
+            if parts:
+                self._tell(trajectory_id)
 
     def clear(self) -> None:
         """Remove everything and give the memory back."""
         with self.lock:
+            gone = list(self._entries)
             self._entries.clear()
             self._blocks.clear()
+            for one in gone:
+                self._tell(one)
+
+    def _tell(self, trajectory_id: int) -> None:
+        if self.on_moved is not None:
+            self.on_moved(trajectory_id)
 
 
 def _allocate(num_bytes: int) -> mmap.mmap:

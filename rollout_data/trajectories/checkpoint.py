@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from storage.durable import replace_folder
-from storage.errors import UsageError
 
-from .files import file_name, find_files, write_trajectory
+from .files import file_name, find_files, naming, write_trajectory
 from .index import INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME, Counters, Entry, write_index
 from .rows import Rows
 
@@ -38,7 +37,8 @@ def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Cal
             if entry.path is None:
                 write_trajectory(target, entry.trajectory_id, entry.layout, rows_of(entry), entry.shape, entry.info)
             else:
-                _link(entry.path, target)
+                with naming(entry.trajectory_id, entry.path):
+                    _link(entry.path, target)
         write_index(made, entries, counters)
 
 
@@ -46,14 +46,6 @@ def shard(entries: list[Any], rank: int, world_size: int) -> list[Any]:
     """Give one rank's contiguous share; shares differ by one at most."""
     start, stop = (len(entries) * number // world_size for number in (rank, rank + 1))
     return entries[start:stop]
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise unless `world_size` >= 1 and `rank` is one of it."""
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise UsageError("split trajectories", "", "world_size >= 1", repr(world_size))
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
-        raise UsageError("split trajectories", "", f"a rank in [0, {world_size})", repr(rank))
 
 
 def _link(source: Path, target: Path) -> None:

@@ -11,7 +11,8 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,23 @@ _MAX_MAPPINGS = 20_000
 #: So many rows are looked at to tell whether what is wanted lies in memory.
 _NUM_PROBES = 16
 Int64s = npt.NDArray[np.int64]
+
+
+class MissingTrajectoryError(DataFileError, FileNotFoundError):
+    """The file of a live trajectory is gone."""
+
+    __str__ = DataFileError.__str__
+
+
+@contextmanager
+def naming(trajectory_id: int, path: Path) -> Iterator[None]:
+    """Say which trajectory cannot be had when its file is gone: the system knows the file alone."""
+    try:
+        yield
+    except FileNotFoundError as cause:
+        where, expected = f"{trajectory_id} in {str(path)!r}", "the file that it was saved to or loaded from"
+        advice = "Put it back, or load a checkpoint that has it; files stay where they are while a buffer uses them"
+        raise MissingTrajectoryError("read the trajectory", where, expected, "no file", advice) from cause
 
 
 def check_format(file_format: str, trusted: bool) -> None:
@@ -132,8 +150,9 @@ class TrajectoryBlock:
     """
 
     def __init__(self, path: Path, trajectory_id: int, shape: tuple[int, int], verify: bool = False) -> None:
-        header = read_header(path)
-        self.path = path
+        with naming(trajectory_id, path):
+            header = read_header(path)
+        self.trajectory_id, self.path = trajectory_id, path
         self.layout = layout_for(header.schema.values())
         num_steps, num_envs = shape
         fragments = header.fragments
@@ -157,7 +176,7 @@ class TrajectoryBlock:
     def rows(self) -> Rows:
         """Read all rows, opening the file once."""
         found: Rows = {}
-        with open(self.path, "rb", buffering=0) as file:
+        with naming(self.trajectory_id, self.path), open(self.path, "rb", buffering=0) as file:
             for name, width in self.layout.widths().items():
                 words = found[name] = torch.empty((self.num_rows, width), dtype=torch.int32)
                 data: Any = words.view(-1).view(torch.uint8).numpy()
@@ -216,7 +235,8 @@ class MappedRows:
                 self._arenas[name] = arena.Arena(column.row_bytes, needed)
             if self._arenas[name].free_bytes < needed:
                 return False
-            first[name] = self._arenas[name].map_file(block.path, block.offsets[name], block.num_rows)
+            with naming(block.trajectory_id, block.path):
+                first[name] = self._arenas[name].map_file(block.path, block.offsets[name], block.num_rows)
         self._first[block.path] = first
         return True
 
@@ -228,7 +248,8 @@ class MappedRows:
             chosen, block = np.flatnonzero(which == place), blocks[place]
             for name, out in found.items():
                 shape = (block.num_rows, out.shape[1])
-                mapped = np.memmap(block.path, np.int32, "r", block.offsets[name], shape)
+                with naming(block.trajectory_id, block.path):
+                    mapped = np.memmap(block.path, np.int32, "r", block.offsets[name], shape)
                 out.numpy()[chosen] = mapped[row[chosen]]
         return found
 

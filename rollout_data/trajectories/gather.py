@@ -1,7 +1,7 @@
 """Move drawn steps into a batch: from the cache, from mapped files, from files that are read whole.
 
 One rule: two gathers at most, one from the cache and one from mapped files, and no file is opened
-twice for one sample. What to draw is decided in `window.py`.
+twice for one sample. What to draw is decided in `window.py`, what may be asked for in `sampling.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from storage.buffer_pool import BufferPool
-from storage.errors import MissingFieldError, nearest
 from storage.tree import unflatten
 
 from .cache import TrajectoryCache
-from .files import MappedRows, read_trajectory
+from .files import MappedRows, naming, read_trajectory
 from .index import Entry
 from .rows import Rows, TrajectoryLayout
-from .window import CACHED, ELSEWHERE, MAPPED, Int64s, Window, cached_part
+from .table import CACHED, ELSEWHERE, MAPPED
+from .window import Int64s, Window, cached_part
 
 
 class Gatherer:
@@ -36,10 +36,6 @@ class Gatherer:
     ) -> dict[str, Any]:
         """Give rows of the one block of the cache in which all lies (see `Window.draw_rows`) like `sample`."""
         layout = window.layouts[0]
-        if names is not None:
-            for name in names:
-                if name not in layout.names:
-                    raise _missing(name, layout, window.entries[0])
         wanted = window.names if names is None else tuple(names)
         block = cached_part(window.entries[0], cache).block
         rows: Rows = {}
@@ -61,8 +57,6 @@ class Gatherer:
     ) -> dict[str, Any]:
         """Give drawn steps (see `Window.draw`) as a nested dict of new tensors `[n, ...]`."""
         wanted = window.names if names is None else tuple(names)
-        if names is not None:
-            _check_drawn(window, wanted, which)
         if len(window.layouts) == 1:
             layout = window.layouts[0]
             rows = self._rows(window, cache, layout, which, row, layout.columns_of(wanted))
@@ -87,7 +81,8 @@ class Gatherer:
         if entry.block is not None:
             return entry.block.rows()
         assert entry.path is not None
-        return entry.layout.pack(read_trajectory(entry.path, self._trusted).tensors, self.pool)
+        with naming(entry.trajectory_id, entry.path):
+            return entry.layout.pack(read_trajectory(entry.path, self._trusted).tensors, self.pool)
 
     def fill(self, window: Window, cache: TrajectoryCache, which: Int64s) -> bool:
         """Put drawn trajectories into the cache while it has room; tell whether there were any."""
@@ -152,18 +147,6 @@ def _put(rows: Rows, chosen: Int64s, out: Rows) -> None:
     for name, part in rows.items():
         # Through numpy, which takes a quarter of the time of `index_copy_`.
         out[name].numpy()[chosen] = part.numpy()
-
-
-def _check_drawn(window: Window, names: Collection[str], which: Int64s) -> None:
-    for name in names:
-        entry = window.lacking(name, which)
-        if entry is not None:
-            raise _missing(name, entry.layout, entry)
-
-
-def _missing(name: str, layout: TrajectoryLayout, entry: Entry) -> MissingFieldError:
-    where = f"{name!r} of trajectory {entry.trajectory_id}"
-    return MissingFieldError("sample the key", where, nearest(name, layout.names), "none")
 
 
 def _nested(found: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 One rule: the index is one file, replaced in one step, and names exactly what is there. The two files and
 their keys are those of existing trajectory folders (what they hold besides is ours), so that both
-sides read each other; a path never stands in them.
+sides read each other; a path never stands in them. `crc32` is the checksum of what the index says, not of its
+bytes: of the JSON that Python writes for it without this key. An index without one is read all the same.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from storage.checksums import crc32
 from storage.durable import existing_folder, replace_file
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
 
@@ -29,6 +31,7 @@ INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
 #: What an earlier system called the index.
 LEGACY_INDEX_NAME = "trajector_index.json"
 _FORMAT, _VERSION = "rollout-data trajectories", 1
+_CHECKSUM = "crc32"
 
 
 class MissingTrajectoriesError(DataFileError, FileNotFoundError):
@@ -72,8 +75,10 @@ class Entry:
         """The name of the policy that acted: `model_weights_id`, or else the version."""
         return str(self.info.get("model_weights_id", "" if self.weights_version is None else self.weights_version))
 
-    def is_recent(self, min_weights_version: int) -> bool:
+    def is_recent(self, min_weights_version: int | None) -> bool:
         """Tell whether the policy that acted is this version or a later one; False if it is not known."""
+        if min_weights_version is None:
+            return True
         return self.weights_version is not None and self.weights_version >= min_weights_version
 
     def to_json(self) -> dict[str, Any]:
@@ -117,9 +122,11 @@ def write_index(folder: Path, entries: Iterable[Entry], counters: Counters) -> N
         "version": _VERSION,
         "counters": {**summary, "rng": base64.b64encode(counters.rng.numpy().tobytes()).decode()},
     }
-    for name, content in ((INDEX_NAME, index), (METADATA_NAME, summary)):
+    text = json.dumps(index)
+    checked = f'{text[:-1]}, "{_CHECKSUM}": "{_checksum(text)}"}}'
+    for name, content in ((INDEX_NAME, checked), (METADATA_NAME, json.dumps(summary))):
         with replace_file(folder / name) as new:
-            new.write_text(json.dumps(content), encoding="utf-8")
+            new.write_text(content, encoding="utf-8")
 
 
 def check_json(info: Mapping[str, Any], where: str) -> None:
@@ -162,6 +169,7 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
 def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
     name = INDEX_NAME if (folder / INDEX_NAME).is_file() else LEGACY_INDEX_NAME
     index = _read_json(folder / name)
+    _check_checksum(index, folder / name)
     is_ours = index.get("format") == _FORMAT
     summary = index.get("counters") if is_ours else _read_json(folder / METADATA_NAME, optional=True)
     try:
@@ -215,10 +223,24 @@ def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted
     return Entry(trajectory_id, layout, size, info, name, version, path, block=block)
 
 
+def _checksum(text: str) -> str:
+    return f"{crc32(text.encode()):08x}"
+
+
+def _check_checksum(index: dict[str, Any], path: Path) -> None:
+    """Take the checksum out of an index and compare it, if there is one."""
+    if (stated := index.pop(_CHECKSUM, None)) is not None:
+        found = _checksum(json.dumps(index))
+        if found != stated:
+            advice = f"It was damaged or changed; whoever means the change removes {_CHECKSUM!r} from it"
+            where, expected = repr(str(path)), f"a JSON object with checksum {stated}"
+            raise CorruptFileError("load trajectories from", where, expected, found, advice)
+
+
 def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
+    except (OSError, ValueError, RecursionError) as cause:
         if optional and isinstance(cause, FileNotFoundError):
             return {}
         raise CorruptFileError("read", repr(str(path)), "a JSON object", str(cause)) from cause

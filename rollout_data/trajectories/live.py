@@ -1,17 +1,22 @@
 """Which trajectories are live, oldest first, and the windows that may be drawn from.
 
-One rule: what is counted is what is live; a window is made again only after something changed.
+One rule: what is counted is what is live; a window is made again only after something changed, from numbers
+that are kept meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress, islice
+
+import numpy as np
 
 from storage.errors import BufferEmptyError, SchemaError
 from storage.fields import Field
 
 from .cache import TrajectoryCache
 from .index import Entry
+from .table import TrajectoryTable
 from .window import Window
 
 #: Windows of so many different conditions are kept.
@@ -36,6 +41,7 @@ class LiveTrajectories:
         self.entries: dict[int, Entry] = {}
         self.fields: dict[str, Field] = {}
         self.num_samples = 0
+        self._table = TrajectoryTable()
         self._windows: dict[int | None, Window] = {}
 
     def append(self, entry: Entry) -> list[Entry]:
@@ -43,19 +49,23 @@ class LiveTrajectories:
         check_fields(self.fields, entry.layout.schema.values())
         self.entries[entry.trajectory_id] = entry
         self.num_samples += entry.num_samples
+        self._table.append(entry)
         num_over = 0 if self._capacity is None else len(self.entries) - self._capacity
-        gone = [self.entries.pop(one) for one in list(self.entries)[: max(0, num_over)]]
+        ids = list(islice(self.entries, max(0, num_over)))
+        self._table.drop_first(ids)
+        gone = [self.entries.pop(one) for one in ids]
         self.num_samples -= sum(one.num_samples for one in gone)
-        self.changed()
+        self._windows.clear()
         return gone
 
     def kept(self, entries: list[Entry]) -> list[Entry]:
         """Say which of these would be live if they were appended now, with nothing before."""
         return entries if self._capacity is None else entries[-self._capacity :]
 
-    def changed(self) -> None:
-        """Note that rows lie elsewhere than before."""
-        self._windows.clear()
+    def moved(self, trajectory_id: int) -> None:
+        """Note that a trajectory, if it is live, lies elsewhere than before."""
+        if self._table.moved(trajectory_id):
+            self._windows.clear()
 
     def window(self, cache: TrajectoryCache | None, min_weights_version: int | None) -> Window:
         """Give what may be drawn from.
@@ -65,15 +75,17 @@ class LiveTrajectories:
         """
         window = self._windows.get(min_weights_version)
         if window is None:
-            entries = list(self.entries.values())[-self._window_size or None :]
+            rows = self._table.newest(self._window_size, self.entries, cache)
+            entries = list(islice(reversed(self.entries.values()), len(rows)))[::-1]
             if min_weights_version is not None:
-                entries = [entry for entry in entries if entry.is_recent(min_weights_version)]
+                is_recent = [entry.is_recent(min_weights_version) for entry in entries]
+                rows, entries = rows[np.array(is_recent, bool)], list(compress(entries, is_recent))
             if not entries:
                 got = "none" if min_weights_version is None else f"none of version {min_weights_version} or later"
                 raise BufferEmptyError("sample", "", "at least one trajectory", got)
             if len(self._windows) >= _MAX_WINDOWS:
                 self._windows.clear()
-            window = self._windows[min_weights_version] = Window(entries, cache)
+            window = self._windows[min_weights_version] = Window(entries, rows, self._table.layouts)
         return window
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from storage.buffer_pool import BufferPool
-from storage.errors import SchemaError, UsageError
+from storage.errors import SchemaError
 from storage.fields import Field, Schema, dtype_name
 from storage.row_layout import Group, lay_out
 from storage.tree import flatten, unflatten
@@ -205,17 +205,3 @@ def _aligned(
         raise SchemaError("store the leaf", f"{name!r} {where}", expected, got, advice)
     epochs = tensor.unflatten(0, (num_epochs, num_steps // num_epochs + 1))
     return (epochs[:, 1:] if drops_first else epochs[:, :-1]).reshape(num_steps, *tensor.shape[1:])
-
-
-def check_names(names: Any, parameter: str) -> tuple[str, ...]:
-    """Give back a collection of flat names as a tuple."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise UsageError("store trajectories", "", f"{parameter} as names of leaves", repr(names))
-    return tuple(names)
-
-
-def check_at_least(least: int, **values: Any) -> None:
-    """Raise unless every argument is a whole number from `least` on."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UsageError("store or sample trajectories", "", f"{name} >= {least}", repr(value))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from storage.background import BackgroundWorker
-from storage.errors import BackgroundError, RolloutDataError
+from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
-from .files import TrajectoryBlock, file_name, write_trajectory
+from .files import TrajectoryBlock, file_name, find_files, write_trajectory
 from .index import Entry
 
 #: Writing the index takes at most about this share of the thread's time, however long the index is.
@@ -30,6 +32,11 @@ class TrajectorySaver:
         max_pending: How many entries may wait; `submit` waits beyond that.
         on_saved: Called with an entry and its file, in the thread; gives False if nobody wants it any more.
         save_index: Writes the index of what is saved; called in the thread.
+        timed: Gives what measures a block of this name.
+
+    Attributes:
+        first_free_id: Above the ids of the files that an earlier run has left.
+        num_earlier: How many those are that nobody has loaded or been told of.
     """
 
     def __init__(
@@ -39,10 +46,13 @@ class TrajectorySaver:
         max_pending: int,
         on_saved: Callable[[Entry, Path, TrajectoryBlock | None], bool],
         save_index: Callable[[], None],
+        timed: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self.folder, self.file_format = folder, file_format
         folder.mkdir(parents=True, exist_ok=True)
-        self._on_saved, self._save_index = on_saved, save_index
+        earlier = [number for number, _ in find_files(folder)]
+        self.num_earlier, self.first_free_id = len(earlier), max(earlier, default=-1) + 1
+        self._on_saved, self._save_index, self._timed = on_saved, save_index, timed
         self._worker = BackgroundWorker(f"the trajectories of {str(folder)!r}", max_pending)
         self._worker.submit(_nothing)  # starts the thread: while the interpreter exits none can be
         self._lock = threading.Lock()
@@ -54,6 +64,14 @@ class TrajectorySaver:
     def num_pending(self) -> int:
         """Entries that wait to be written."""
         return self._worker.num_pending
+
+    def warn_of_earlier(self) -> None:
+        """Say once, to who called the caller, that the index will not name the files of an earlier run."""
+        number, self.num_earlier = self.num_earlier, 0
+        if number:
+            text = f"{number} trajectories of an earlier run are in {str(self.folder)!r}"
+            advice = "the index will not name them. Load that folder first to go on with them"
+            warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
     def submit(self, entry: Entry) -> None:
         """Queue an entry, whose `rows` are not changed any more; waits while too many are queued."""
@@ -93,7 +111,8 @@ class TrajectorySaver:
         try:
             assert entry.rows is not None
             path = self.folder / file_name(entry.trajectory_id, entry.weights_id, self.file_format)
-            write_trajectory(path, entry.trajectory_id, entry.layout, entry.rows, entry.shape, entry.info)
+            with self._timed("write"):
+                write_trajectory(path, entry.trajectory_id, entry.layout, entry.rows, entry.shape, entry.info)
             is_block = path.suffix == ".h5"
             block = TrajectoryBlock(path, entry.trajectory_id, entry.shape) if is_block else None
             if not self._on_saved(entry, path, block):

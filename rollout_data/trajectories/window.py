@@ -13,10 +13,10 @@ import torch
 
 from .cache import Cached, TrajectoryCache
 from .index import Entry
+from .rows import TrajectoryLayout
+from .table import CACHED, Rows
 
 Int64s = npt.NDArray[np.int64]
-#: Where a trajectory's rows are: in the cache, in a mapped file, or elsewhere (to be read whole).
-CACHED, MAPPED, ELSEWHERE = range(3)
 
 
 class Window:
@@ -24,7 +24,8 @@ class Window:
 
     Args:
         entries: Oldest first.
-        cache: Where rows may be; None for none.
+        rows: Their rows of the `TrajectoryTable`.
+        layouts: What `rows["layout"]` counts.
 
     Attributes:
         num_samples: Steps of all together.
@@ -34,19 +35,19 @@ class Window:
         layout_number: `[W]`, position in `layouts`.
     """
 
-    def __init__(self, entries: Sequence[Entry], cache: TrajectoryCache | None) -> None:
-        self.entries = list(entries)
-        sizes = np.array([entry.num_samples for entry in self.entries], np.int64)
+    def __init__(self, entries: list[Entry], rows: Rows, layouts: Sequence[TrajectoryLayout]) -> None:
+        self.entries = entries
+        sizes = rows["size"]
         self._ends = np.cumsum(sizes)
         self.num_samples = int(self._ends[-1]) if len(sizes) else 0
-        places = [_place(entry, cache) for entry in self.entries]
-        self.source = np.array([source for source, _ in places], np.int8)
-        first = np.array([first for _, first in places], np.int64)
+        self.source = np.ascontiguousarray(rows["source"])
         #: `[W]`; added to a draw it gives the row in the block of the cache, or within the trajectory.
-        self.shift = first - (self._ends - sizes)
-        self.layouts = list(dict.fromkeys(entry.layout for entry in self.entries))
-        numbers = {layout: number for number, layout in enumerate(self.layouts)}
-        self.layout_number = np.array([numbers[entry.layout] for entry in self.entries], np.int64)
+        self.shift = rows["first"] - (self._ends - sizes)
+        used = list(dict.fromkeys(rows["layout"].tolist())) if len(layouts) > 1 else [0]
+        self.layouts = [layouts[one] for one in used]
+        numbers = np.zeros(len(layouts), np.int64)
+        numbers[used] = np.arange(len(used))
+        self.layout_number = numbers[rows["layout"]]
         common = [name for name in self.layouts[0].names if all(name in one.names for one in self.layouts)]
         self.names = tuple(common)
         self.is_cached = bool((self.source == CACHED).all())
@@ -87,9 +88,3 @@ def cached_part(entry: Entry, cache: TrajectoryCache) -> Cached:
     """Say where an entry's rows stand in the cache: in one part, as all fields have one length."""
     [part] = cache.find(entry.trajectory_id)
     return part
-
-
-def _place(entry: Entry, cache: TrajectoryCache | None) -> tuple[int, int]:
-    if cache is not None and entry.trajectory_id in cache:
-        return CACHED, cached_part(entry, cache).first
-    return (MAPPED if entry.block is not None else ELSEWHERE), 0

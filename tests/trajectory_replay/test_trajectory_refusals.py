@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import ClosedError, SchemaError, UsageError
+from storage.monitors import PerformanceMonitor
 from tests.trajectory_replay.recorded import trajectory
 
 
@@ -41,3 +44,74 @@ def test_what_is_no_trajectory_is_refused() -> None:
     for what in (5, [1, 2], None):
         with pytest.raises(SchemaError, match="leaves of a trajectory: expected a nested mapping or a dataclass"):
             filled(0).add(what)
+
+
+@pytest.mark.parametrize("seed", ["a", 1.5, None, True, 1 << 64, -(1 << 63) - 1])
+def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"^cannot draw trajectories: expected seed as a whole number of 64 bits, got "
+    ):
+        TrajectoryReplayBuffer(seed=seed)
+
+
+def test_seeds_may_be_numpy_integers_and_of_64_bits() -> None:
+    assert TrajectoryReplayBuffer(seed=np.int64(5)).seed == 5
+    assert TrajectoryReplayBuffer(seed=(1 << 64) - 1).seed == (1 << 64) - 1
+
+
+@pytest.mark.parametrize("path", [5, None, b"folder", ["folder"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    buffer = filled(1)
+    for call in (buffer.load_checkpoint, buffer.save_checkpoint):
+        with pytest.raises(UsageError, match=r"^cannot (load|save) a checkpoint: expected a path, got "):
+            call(path)
+    if path is not None:
+        with pytest.raises(UsageError, match="expected a path"):
+            TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
+
+
+def test_names_that_are_no_collection_are_refused() -> None:
+    with pytest.raises(UsageError, match="expected drop_last as names of leaves, got 5"):
+        TrajectoryReplayBuffer(drop_last=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_sample_that_raises_has_drawn_nothing(tmp_path: Path, saves: bool) -> None:
+    options = {"auto_save": True, "auto_save_path": tmp_path, "cache_size": 1} if saves else {}
+    with TrajectoryReplayBuffer(**options) as buffer:
+        for one in range(3):
+            buffer.add(trajectory(one, without=["half"] if one == 1 else []))
+        state = buffer.rng.get_state()
+        for key in ("nothing", "half"):  # none has it, one does not
+            with pytest.raises(KeyError, match=f"cannot sample the key '{key}' of trajectory"):
+                buffer.sample(200, keys=["rewards", key])
+            assert torch.equal(buffer.rng.get_state(), state)
+        for one in range(3):
+            buffer.add(trajectory(one, without=["half"]))
+        with pytest.raises(KeyError):
+            buffer.sample(200, keys=["nothing"])
+        assert torch.equal(buffer.rng.get_state(), state)
+
+
+def test_a_monitor_is_told_what_takes_time(tmp_path: Path) -> None:
+    monitor = PerformanceMonitor()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "auto", monitor=monitor) as buffer:
+        for one in range(3):
+            buffer.add(trajectory(one))
+        buffer.add_trajectories([trajectory(3), trajectory(4)])
+        for _ in range(7):
+            buffer.sample(5)
+        buffer.save_checkpoint(tmp_path / "a")
+        buffer.load_checkpoint(tmp_path / "a")
+    counts = {name: row["count"] for name, row in monitor.report().items()}
+    expected = {"add": 4, "sample": 7, "write": 5, "save_checkpoint": 1, "load_checkpoint": 1}
+    assert counts == {f"trajectories/{name}": count for name, count in expected.items()}
+
+
+def test_a_monitor_is_told_of_calls_that_raise_and_none_is_needed() -> None:
+    monitor = PerformanceMonitor()
+    for buffer in (filled(1, monitor=monitor), filled(1)):
+        with pytest.raises(KeyError):
+            buffer.sample(3, keys=["nothing"])
+        assert len(buffer.sample(3)["rewards"]) == 3
+    assert monitor.report()["trajectories/sample"]["count"] == 2

@@ -1,0 +1,124 @@
+"""A damaged index and vanished files: noticed by name, or without effect; never believed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_data.trajectories.index import INDEX_NAME, Entry, read_folder
+from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from storage.errors import CorruptFileError, DataFileError
+from tests.trajectory_replay.recorded import drawn, equal, trajectory
+
+
+def saved(folder: Path, number: int = 2) -> Path:
+    buffer = TrajectoryReplayBuffer(seed=77)
+    for one in range(number):
+        buffer.add(trajectory(one, 2, 2), weights_version=one)
+    buffer.save_checkpoint(folder)
+    return folder
+
+
+def known_of(folder: Path) -> tuple[Any, ...]:
+    """Everything that an index tells."""
+    entries, counters = read_folder(folder, trusted=False, verify=False)
+    assert all(isinstance(entry, Entry) for entry in entries) and counters.rng is not None
+    numbers = counters.seed, counters.next_id, counters.file_format, counters.rng.tolist()
+    return [(entry.trajectory_id, entry.to_json()) for entry in entries], numbers
+
+
+def test_each_flipped_bit_of_an_index_is_noticed_or_without_effect(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a")
+    path, expected = folder / INDEX_NAME, known_of(folder)
+    content = path.read_bytes()
+    state = content.index(b'"rng": "') + 8, content.index(b'"', content.index(b'"rng": "') + 8)
+    places = [place for place in range(len(content)) if place % 8 == 0 or not state[0] <= place < state[1]]
+    num_noticed = 0
+    for place in places:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            assert known_of(folder) == expected, f"byte {place} of {bytes(content[place - 20 : place + 20])!r}"
+        except CorruptFileError as error:
+            assert str(path) in str(error) or "trajectory_" in str(error)
+            num_noticed += 1
+    assert num_noticed > 0.9 * len(places)
+
+
+def test_a_changed_number_is_named_with_what_to_do(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a") / INDEX_NAME
+    text = path.read_text()
+    assert '"weights_version": 1' in text
+    path.write_text(text.replace('"weights_version": 1', '"weights_version": 9'))
+    expected = rf"^cannot load trajectories from '{path}': expected a JSON object with checksum [0-9a-f]{{8}}, got "
+    with pytest.raises(CorruptFileError, match=expected + r"[0-9a-f]{8}\. It was damaged or changed; .*'crc32'"):
+        TrajectoryReplayBuffer().load_checkpoint(path.parent)
+
+
+def test_an_index_without_a_checksum_and_one_that_was_laid_out_anew_are_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a") / INDEX_NAME
+    expected = known_of(path.parent)
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps(index, indent=4))
+    assert known_of(path.parent) == expected
+    del index["crc32"]
+    path.write_text(json.dumps(index))
+    assert known_of(path.parent) == expected
+
+
+def test_an_index_of_a_million_brackets_is_one_error(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a") / INDEX_NAME
+    path.write_text("[" * 1_000_000)
+    with pytest.raises(CorruptFileError, match=rf"^cannot read '{path}': expected a JSON object"):
+        TrajectoryReplayBuffer().load_checkpoint(path.parent)
+
+
+@pytest.mark.parametrize("file_format", ["h5", "pt"])
+@pytest.mark.parametrize("ask", ["sample", "get", "save_checkpoint"])
+def test_a_file_that_vanished_is_named_with_its_trajectory(tmp_path: Path, file_format: str, ask: str) -> None:
+    with TrajectoryReplayBuffer(trajectory_format=file_format) as buffer:
+        for one in range(2):
+            buffer.add(trajectory(one, 2, 2))
+        buffer.save_checkpoint(tmp_path / "a")
+    options = {"auto_save": True, "auto_save_path": tmp_path / "auto", "enable_cache": False}
+    with TrajectoryReplayBuffer(**options) as buffer:  # reads what it has loaded where it lies
+        buffer.load_checkpoint(tmp_path / "a")
+        path, state = tmp_path / "a" / f"trajectory_1_w1.{file_format}", buffer.rng.get_state()
+        path.rename(tmp_path / "kept")
+        calls = {
+            "sample": lambda: buffer.sample(100),
+            "get": lambda: buffer.get(1),
+            "save_checkpoint": lambda: buffer.save_checkpoint(tmp_path / "b"),
+        }
+        text = rf"^cannot read the trajectory 1 in '{path}': expected the file that it was .*, got no file\. Put it "
+        with pytest.raises(DataFileError, match=text) as caught:
+            calls[ask]()
+        assert isinstance(caught.value, FileNotFoundError) and caught.value.__cause__ is not None
+        assert torch.equal(buffer.rng.get_state(), state) and not (tmp_path / "b").exists()
+        (tmp_path / "kept").rename(path)
+        drawn(buffer, 100)
+        assert equal(buffer.get(1), trajectory(1, 2, 2))
+
+
+def test_a_file_that_vanished_between_listing_and_reading_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "a")
+    from rollout_data.trajectories import index
+
+    find = index.find_files
+
+    def find_and_lose(where: Path) -> Any:
+        found = find(where)
+        shutil.rmtree(where)
+        return found
+
+    monkeypatch.setattr(index, "find_files", find_and_lose)
+    with pytest.raises(DataFileError, match=r"cannot read the trajectory 0 in .*trajectory_0_w0\.h5"):
+        TrajectoryReplayBuffer().load_checkpoint(folder)
