@@ -25,8 +25,8 @@ CHUNK_BYTES = 8 << 20
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield saving and loading of 1 GB."""
-    capacity, step = (2_000, 2_000) if quick else (700_000, 10_000)
+    """Yield saving and loading of 2 GB."""
+    capacity, step = (2_000, 2_000) if quick else (1_400_000, 10_000)
     folder = Path(tempfile.mkdtemp(prefix="buffer_files_", dir=os.environ.get("BENCHMARKS_FOLDER", ".")))
     try:
         buffer = DictBuffer(capacity=capacity, end_key=["terminated", "truncated"], generator=0)

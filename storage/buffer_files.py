@@ -134,7 +134,7 @@ def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separ
 
         def read(name: str, first: int, last: int) -> torch.Tensor:
             rows = ring.slots_view(name)[first:last]
-            return (rows if buffer._has_lanes_in_file else rows.squeeze(1)).cpu()
+            return rows if buffer._has_lanes_in_file else rows.squeeze(1)
 
         lead = (ring.num_lanes,) if buffer._has_lanes_in_file else ()
         write_columns(new / COLUMNS_NAME, ring.schema, ring.num_live, lead, read, keys)
@@ -248,6 +248,6 @@ def _write_finals(
     keys = file_keys(list(schema), separator) if separator not in _FINAL_KEYS else {name: name for name in schema}
 
     def read(name: str, first: int, last: int) -> torch.Tensor:
-        return leaves[name][first:last].cpu()
+        return leaves[name][first:last]
 
     write_columns(path, schema, len(row_keys), (), read, keys)

@@ -42,8 +42,10 @@ class MissingFolderError(DataFileError, FileNotFoundError):
     __str__ = DataFileError.__str__
 
 
-#: (field name, first row, last row) -> that part of the column, `[rows, ...]`, on the CPU.
+#: (field name, first row, last row) -> that part of the column, `[rows, ...]`.
 ReadRows = Callable[[str, int, int], torch.Tensor]
+#: (bytes, sum of those before them) -> sum.
+AddUp = Callable[[Any, int], int]
 
 
 def file_keys(names: list[str], separator: str) -> dict[str, str]:
@@ -68,7 +70,7 @@ def write_columns(
         schema: The fields.
         num_rows: Rows of each.
         lead: Axes between the rows and the event.
-        read: Gives parts of a column; called in order.
+        read: Gives parts of a column, from any device; called in order.
         keys: Names in the file.
     """
     with h5py.File(path, "w", libver=("v110", "v110"), track_order=True) as file, _Appender(path) as appender:
@@ -80,11 +82,15 @@ def write_columns(
             row_bytes = max(1, field.row_bytes * int(np.prod(lead, dtype=np.int64)))
             step = max(1, CHUNK_BYTES // row_bytes)
             place = datasets[name].id.get_offset() or 0
+            # Two rooms, for all chunks: fresh memory for each would cost as much as writing it.
+            rooms = [torch.empty((min(step, num_rows), *lead, *field.shape), dtype=field.torch_dtype) for _ in range(2)]
             crc = 0
-            for start in range(0, num_rows, step):
-                part = _bytes(_as_array(read(name, start, min(start + step, num_rows))))
-                appender.put(part, place + start * row_bytes)
-                crc = crc32(part, crc)
+            for number, start in enumerate(range(0, num_rows, step)):
+                part = rooms[number % 2][: num_rows - start].copy_(read(name, start, min(start + step, num_rows)))
+                data = _bytes(_as_array(part))
+                appender.put(data, place + start * row_bytes)
+                crc = crc32(data, crc)
+            appender.wait()
             datasets[name].attrs[_CRC_TAG] = np.uint32(crc)
 
 
@@ -118,9 +124,9 @@ class _Appender:
         return self
 
     def put(self, data: memoryview | bytes, place: int) -> None:
-        """Begin to write a chunk, which must not change any more; wait for the one before it."""
+        """Begin to write a chunk, which must not change until then; wait until the one before it is written."""
         following = self._writer.submit(self._write, data, place)
-        self._wait()
+        self.wait()
         self._written = following
         self._unflushed_bytes += len(data)
         if self._unflushed_bytes >= _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
@@ -133,11 +139,12 @@ class _Appender:
         self._flusher.shutdown()
         os.close(self._handle)
         if kind is None:
-            self._wait()
+            self.wait()
             if self._flushed is not None:
                 self._flushed.result()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until all chunks are written; raise what went wrong."""
         if self._written is not None:
             self._written.result()
 
@@ -201,22 +208,22 @@ class ColumnFile:
         dataset = self._datasets[key]
         is_bfloat16 = self._dtype(key) == "bfloat16"
         expected, crc = dataset.attrs.get(_CRC_TAG), 0
-        for start, part in self._raw_chunks(dataset) if _is_plain(dataset) else self._decoded_chunks(dataset):
-            if expected is not None:
-                crc = crc32(_bytes(part), crc)
+        read = self._raw_chunks if _is_plain(dataset) else self._decoded_chunks
+        for start, part, crc_so_far in read(dataset, crc32 if expected is not None else _no_sum):
+            crc = crc_so_far
             tensor = torch.from_numpy(np.ascontiguousarray(part.astype(part.dtype.newbyteorder("="), copy=False)))
             yield start, tensor.view(torch.bfloat16) if is_bfloat16 else tensor
         if expected is not None and crc != int(expected):
             raise CorruptFileError("load", f"{name!r} of {str(self.path)!r}", f"checksum {expected:08x}", f"{crc:08x}")
 
-    def _raw_chunks(self, dataset: h5py.Dataset) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Read rows from where they stand in the file, a chunk ahead."""
+    def _raw_chunks(self, dataset: h5py.Dataset, add_up: AddUp) -> Iterator[tuple[int, npt.NDArray[Any], int]]:
+        """Read rows from where they stand in the file, a chunk ahead: first row, rows, the sum up to their end."""
         step, place = _rows_per_chunk(dataset), dataset.id.get_offset()
         row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))
         room = [np.empty((min(step, len(dataset)), *dataset.shape[1:]), dataset.dtype) for _ in range(2)]
         with open(self.path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
 
-            def read(start: int) -> npt.NDArray[Any]:
+            def read(start: int, crc: int) -> tuple[npt.NDArray[Any], int]:
                 part = room[start // step % 2][: len(dataset) - start]
                 data, done = _bytes(part), 0
                 while done < len(data):
@@ -225,20 +232,22 @@ class ColumnFile:
                         expected = f"{len(dataset)} rows of {dataset.name!r}"
                         raise CorruptFileError("read", repr(str(self.path)), expected, "fewer")
                     done += count
-                return part
+                return part, add_up(data, crc)
 
-            following = pool.submit(read, 0)
+            following = pool.submit(read, 0, 0)
             for start in range(0, len(dataset), step):
-                part = following.result()
+                part, crc = following.result()
                 if start + step < len(dataset):
-                    following = pool.submit(read, start + step)
-                yield start, part
+                    following = pool.submit(read, start + step, crc)
+                yield start, part, crc
 
-    def _decoded_chunks(self, dataset: h5py.Dataset) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    def _decoded_chunks(self, dataset: h5py.Dataset, add_up: AddUp) -> Iterator[tuple[int, npt.NDArray[Any], int]]:
         """Read rows that are compressed, or nowhere in the file because nobody wrote them."""
-        step = _rows_per_chunk(dataset)
+        step, crc = _rows_per_chunk(dataset), 0
         for start in range(0, len(dataset), step):
-            yield start, dataset[start : start + step]
+            part = dataset[start : start + step]
+            crc = add_up(_bytes(part), crc)
+            yield start, part, crc
 
     def _dataset(self, key: str) -> h5py.Dataset:
         where = f"{key!r} of {str(self.path)!r}"
@@ -291,7 +300,6 @@ def _file_dtype(field: Field) -> np.dtype[Any]:
 
 
 def _as_array(part: torch.Tensor) -> npt.NDArray[Any]:
-    part = part.contiguous()
     return (part.view(torch.int16) if part.dtype is torch.bfloat16 else part).numpy()
 
 
@@ -306,6 +314,11 @@ def _is_plain(dataset: h5py.Dataset) -> bool:
 def _rows_per_chunk(dataset: h5py.Dataset) -> int:
     row_bytes: int = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))
     return max(1, CHUNK_BYTES // max(1, row_bytes))
+
+
+def _no_sum(data: Any, crc: int) -> int:
+    """Add up nothing, for files of earlier systems, which have no checksums."""
+    return crc
 
 
 def _bytes(part: npt.NDArray[Any]) -> memoryview | bytes:

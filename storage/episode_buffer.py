@@ -240,7 +240,7 @@ class TrajectoryDictBuffer:
             write_config(new / CONFIG_NAME, config)
 
             def read(name: str, first: int, last: int) -> torch.Tensor:
-                return self._ring.slots_view(name)[first:last, 0].cpu()
+                return self._ring.slots_view(name)[first:last, 0]
 
             write_columns(new / COLUMNS_NAME, self._ring.schema, self.capacity, (), read, keys)
 

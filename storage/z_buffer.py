@@ -141,7 +141,7 @@ class ZBuffer:
             write_config(new / CONFIG_NAME, {"__target__": target, **self._config(), **state})
 
             def read(name: str, first: int, last: int) -> torch.Tensor:
-                return self._ring.slots_view(name)[first:last, 0].cpu()
+                return self._ring.slots_view(name)[first:last, 0]
 
             write_columns(new / COLUMNS_NAME, self._ring.schema, len(self), (), read, file_keys([_NAME], "-"))
 
