@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from storage.checkpoint import AsyncCheckpointSaver, load_checkpoint, load_checkpoint_meta
-from tests.checkpoint.crash_nursery import Counter
+from tests.nursery import Counter
 
 WORK = "tests.checkpoint.crash:save_until_killed"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.checkpoint.crash import WORK, check_what_is_left
-from tests.checkpoint.crash_nursery import kill_one, nursery
+from tests.nursery import kill_one, nursery
 
 
 def test_killed_savers_leave_the_previous_checkpoint_or_the_new_one(tmp_path: Path) -> None:

@@ -1,87 +1,67 @@
-"""Kill recorders at random instants and look at what they left."""
+"""Recorders that are killed at random instants, and a look at what they left.
+
+A recorder works in `<folder>/data` and counts in `<folder>/added` the frames whose `add` has returned.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from rollout_data.writer import RolloutWriter
-from tests.files import crash_nursery
+from tests import nursery
 from tests.files.readback import blocks_of, end_of, trajectories_of
+from tests.nursery import Counter
 
-_PATIENCE_S = 20.0
-
-
-@contextmanager
-def nursery() -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-m", "tests.files.crash_nursery"]
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.stdin.close()
-        process.wait(10)
+WORK = "tests.files.crash:record_until_killed"
+BLOCK_BYTES = 6000
 
 
-def stop_one(process: subprocess.Popen, folder: Path, seed: int, number: signal.Signals) -> int:
-    """Let a recorder live for a random time and send it a signal; give the frames whose `add` had returned."""
+def step_of(rng: np.random.Generator, num_envs: int, ages: np.ndarray, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """Make one step in which every value tells its env, trajectory and frame; advance the counters."""
+    observation = np.stack([np.arange(num_envs), numbers, ages], axis=-1).astype(np.float64)
+    done = rng.random(num_envs) < 0.1
+    timeout = done & (rng.random(num_envs) < 0.5)
+    final = observation + [0, 0, 1]
+    ages += 1
+    ages[done], numbers[done] = 0, numbers[done] + 1
+    values = {"observation": observation, "action": observation[:, 2] * 2, "reward": observation[:, 2]}
+    return {**values, "done": done, "timeout": timeout, "final_observation": final}
+
+
+def record_until_killed(folder: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    process.stdin.write(f"{folder} {seed}\n")
-    process.stdin.flush()
-    process_id = int(process.stdout.readline())
-    time.sleep(float(rng.random() ** 3 * 0.25))
-    os.kill(process_id, number)
-    end_s = time.monotonic() + _PATIENCE_S
-    while not _has_ended(process_id, 0.5):
-        before = acknowledged(folder)
-        time.sleep(0.1)
-        # Python drops a KeyboardInterrupt that falls into a callback, mostly while it starts: a user sees it
-        # go on and presses again. One that is closing must be left alone.
-        if acknowledged(folder) > before:
-            os.kill(process_id, number)
-        if time.monotonic() > end_s:
-            os.kill(process_id, signal.SIGUSR1)  # it tells where it hangs
-            assert _has_ended(process_id, 0.5), f"recorder {process_id} of seed {seed} does not end"
-    return acknowledged(folder)
-
-
-def acknowledged(folder: Path) -> int:
-    """Give the frames whose `add` had returned."""
-    path = Path(f"{folder}.acknowledged")
-    return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
-
-
-def _has_ended(process_id: int, within_s: float) -> bool:
-    end_s = time.monotonic() + within_s
-    while os.path.exists(f"/proc/{process_id}"):
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.001)
-    return True
+    num_envs = int(rng.integers(1, 5))
+    ages, numbers = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
+    added = Counter(folder / "added")
+    options = {"block_bytes": BLOCK_BYTES, "durable": bool(seed % 2), "max_pending_blocks": 1 + seed % 3}
+    count = 0
+    with RolloutWriter(folder / "data", num_envs, **options) as writer:
+        while True:
+            writer.add(**step_of(rng, num_envs, ages, numbers))
+            count += num_envs
+            added.set(count)
+            if seed % 4 == 0:
+                time.sleep(0.0005)  # mostly between blocks rather than mostly inside a write
 
 
 def kill_one(process: subprocess.Popen, folder: Path, seed: int) -> dict[str, int]:
     """Kill a recorder at a random instant, check everything; give what happened."""
-    return check_what_is_left(folder, stop_one(process, folder, seed, signal.SIGKILL))
+    nursery.kill_one(process, folder, seed)
+    return check_what_is_left(folder / "data", Counter.read(folder / "added"))
 
 
 def interrupt_one(process: subprocess.Popen, folder: Path, seed: int) -> int:
     """Press Ctrl-C at a random instant: all that was added is published; give the number of frames."""
-    added = stop_one(process, folder, seed, signal.SIGINT)
-    published = check_recording(folder) if folder.exists() else 0
+    nursery.interrupt_one(process, folder, seed, progress=folder / "added")
+    added, data = Counter.read(folder / "added"), folder / "data"
+    published = check_recording(data) if data.exists() else 0
     assert added <= published <= added + 4, (added, published)
-    left = [*folder.glob(".rollout_*"), *folder.glob(".tmp_*")]
+    left = [*data.glob(".rollout_*"), *data.glob(".tmp_*")]
     assert not left or not published, left  # one interrupted while it was being made may leave an empty journal
     return published
 
@@ -103,7 +83,7 @@ def check_what_is_left(folder: Path, added: int) -> dict[str, int]:
     headers = blocks_of(folder)
     if headers:
         frame_bytes = headers[0].layouts["data"].frame_bytes
-        assert lost * frame_bytes <= crash_nursery.BLOCK_BYTES, "at most one block is lost"
+        assert lost * frame_bytes <= BLOCK_BYTES, "at most one block is lost"
     return {"published": published, "lost": lost, "blocks": len(headers), "temporaries": len(temporaries)}
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from tests.files.crash import interrupt_one, kill_one, nursery
+from tests.files.crash import WORK, interrupt_one, kill_one
+from tests.nursery import nursery
 
 #: `make soak` kills 200.
 NUM_KILLS = 12
 
 
 def test_a_killed_recorder_leaves_whole_blocks_and_loses_one_at_most(tmp_path):
-    with nursery() as process:
-        outcomes = [kill_one(process, tmp_path / f"data_{seed}", seed) for seed in range(NUM_KILLS)]
+    with nursery(WORK) as process:
+        outcomes = [kill_one(process, tmp_path / f"{seed}", seed) for seed in range(NUM_KILLS)]
     assert any(one["blocks"] for one in outcomes) and any(one["lost"] for one in outcomes)
 
 
 def test_ctrl_c_at_any_instant_publishes_all_that_was_added(tmp_path):
-    with nursery() as process:
-        published = [interrupt_one(process, tmp_path / f"data_{seed}", seed) for seed in range(50, 50 + NUM_KILLS)]
+    with nursery(WORK) as process:
+        published = [interrupt_one(process, tmp_path / f"{seed}", seed) for seed in range(50, 50 + NUM_KILLS)]
     assert any(published)

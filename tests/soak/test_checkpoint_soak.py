@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import crash
-from tests.checkpoint.crash_nursery import kill_one, nursery
+from tests.nursery import kill_one, nursery
 from tests.trajectory_replay import crash as trajectory_crash
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.checkpoint.crash_nursery import kill_one, nursery
+from tests.nursery import kill_one, nursery
 from tests.trajectory_replay.crash import WORK, check_what_is_left
 
 

@@ -1,0 +1,125 @@
+"""Workers that are made to be killed: a process that has imported everything forks them on request.
+
+`python -m tests.nursery module:function` reads lines "folder seed" and answers each with the process id of a worker,
+which runs `function(folder, seed)` until it is killed or interrupted. What it tells those who look at what is left
+goes through `Counter`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+_PATIENCE_S = 20.0
+
+
+class Counter:
+    """A number in a file, that is there after a kill."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_CREAT | os.O_RDWR)
+
+    def set(self, value: int) -> None:
+        os.pwrite(self._file, value.to_bytes(8, "little"), 0)
+
+    @staticmethod
+    def read(path: Path) -> int:
+        return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
+
+
+@contextmanager
+def nursery(work: str) -> Iterator[subprocess.Popen]:
+    """Start the process for workers that run "module:function"."""
+    command = [sys.executable, "-m", "tests.nursery", work]
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.stdin.close()
+        process.wait(10)
+
+
+def start_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: float = 0.25) -> int:
+    """Make a folder, start a worker in it, let it live for a random time; give its process id."""
+    folder.mkdir()
+    process.stdin.write(f"{folder} {seed}\n")
+    process.stdin.flush()
+    process_id = int(process.stdout.readline())
+    time.sleep(float(np.random.default_rng(seed).random() ** 2 * longest_s))
+    return process_id
+
+
+def kill_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: float = 0.25) -> None:
+    """Let a worker live for a random time in a new folder and kill it."""
+    process_id = start_one(process, folder, seed, longest_s)
+    os.kill(process_id, signal.SIGKILL)
+    assert has_ended(process_id, _PATIENCE_S)
+
+
+def interrupt_one(process: subprocess.Popen, folder: Path, seed: int, progress: Path) -> None:
+    """Let a worker live for a random time in a new folder and press Ctrl-C until it does not go on.
+
+    `progress` is the file of a `Counter` that the worker counts up while it goes on.
+    """
+    process_id = start_one(process, folder, seed)
+    os.kill(process_id, signal.SIGINT)
+    end_s = time.monotonic() + _PATIENCE_S
+    while not has_ended(process_id, 0.5):
+        before = Counter.read(progress)
+        time.sleep(0.1)
+        # Python drops a KeyboardInterrupt that falls into a callback, mostly while it starts: a user sees it
+        # go on and presses again. One that is closing must be left alone.
+        if Counter.read(progress) > before:
+            os.kill(process_id, signal.SIGINT)
+        if time.monotonic() > end_s:
+            os.kill(process_id, signal.SIGUSR1)  # it tells where it hangs
+            assert has_ended(process_id, 0.5), f"the worker {process_id} of seed {seed} does not end"
+
+
+def has_ended(process_id: int, within_s: float) -> bool:
+    """Wait at most so long for a process to end; tell whether it has."""
+    end_s = time.monotonic() + within_s
+    while os.path.exists(f"/proc/{process_id}"):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def main() -> None:
+    module, function = sys.argv[1].split(":")
+    work = getattr(importlib.import_module(module), function)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # A shell may have started us with Ctrl-C ignored, and then one that comes early would be lost.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        folder, seed = line.split()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the child is ready for it
+        process_id = os.fork()
+        if process_id == 0:
+            try:
+                faulthandler.register(signal.SIGUSR1, all_threads=True)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                work(Path(folder), int(seed))
+            except KeyboardInterrupt:
+                pass
+            finally:
+                os._exit(1)
+        print(process_id, flush=True)
+
+
+if __name__ == "__main__":
+    main()
