@@ -152,6 +152,11 @@ class WindowShape:
     target: Int64s
     unit: int
 
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest delta."""
+        return int(self.deltas[0]), int(self.deltas[-1])
+
     @classmethod
     def of(cls, deltas: Sequence[int], fills_gaps: bool) -> WindowShape:
         """Cut deltas into runs; with `fills_gaps`, frames between are read too if they are few."""
