@@ -21,19 +21,6 @@ from tests.files.readback import trajectories_of
 from tests.files.test_block_file_damage import check_flips, used_bytes
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The same steps, coded and raw."""
-    base = tmp_path_factory.mktemp("coded")
-    return coded.record(base / "coded"), coded.record(base / "raw", codecs={})
-
-
-@pytest.fixture
-def folder(folders, tmp_path):
-    """A copy of the coded recording, to be changed."""
-    return shutil.copytree(folders[0], tmp_path / "data")
-
-
 def read_envs(folder):
     """Read everything, as environments."""
     dataset = RolloutDataset(folder, 2, device="cpu", flatten_observations=False)

@@ -15,13 +15,6 @@ from tests.files import coded
 from tests.files.readback import blocks_of
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The same steps, coded and raw."""
-    base = tmp_path_factory.mktemp("coded")
-    return coded.record(base / "coded"), coded.record(base / "raw", codecs={})
-
-
 def test_decoded_chunks_are_kept_within_a_number_of_bytes(folders):
     cache = ChunkCache(1000)
     for key in range(10):
