@@ -102,7 +102,7 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
 
 
 def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
-    """Give the filled steps of a `RolloutStorage` as a mapping; anything else as it is."""
+    """Give the filled steps of a `RolloutStorage` in the order of time as a mapping; anything else as it is."""
     if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "critic_observations"):
         if include:
             raise UsageError("include fields", ", ".join(include), "a RolloutStorage", type(transition).__name__)
@@ -112,7 +112,13 @@ def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     for name in include:
         if found[name] is None:
             raise UsageError("include the field", repr(name), "a field of the storage", "none of that name")
-    return {name: value[: transition.step] for name, value in found.items() if value is not None}
+    return {name: _filled(value, transition) for name, value in found.items() if value is not None}
+
+
+def _filled(column: torch.Tensor, storage: Any) -> torch.Tensor:
+    """Give the filled steps in the order of time: a queue that has come round begins at its cursor."""
+    newest = column[: storage.step]
+    return torch.cat([column[storage.step :], newest]) if getattr(storage, "buffer_full", False) else newest
 
 
 def _items(transition: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from rollout_data import RolloutWriter
 from rollout_data.block_header import FINAL_OBSERVATION_ONLY
 from rollout_data.metadata import read_metadata
+from storage import QueueRolloutStorage
 from storage.errors import FieldTypeError, UsageError
 from tests.files.readback import blocks_of, end_of, trajectories_of
 
@@ -97,6 +98,26 @@ def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
     ]
     assert found[0].column("privileged_observation").tolist() == [[0.5] * 5, [1.5] * 5]
     assert found[0].column("values").shape == (2, 2) and found[0].versions == [3, 3]
+
+
+@pytest.mark.parametrize("num_steps", [3, 7, 8, 11, 16])
+def test_a_queue_is_recorded_in_the_order_of_time_wherever_its_cursor_stands(tmp_path, num_steps):
+    storage = QueueRolloutStorage(N, 4, (1,), None, (1,), buffer_dilation_ratio=2.0)
+    for t in range(num_steps):
+        if t % 4 == 0:
+            storage.clear()
+        transition = storage.Transition()
+        transition.observations, transition.actions = torch.full((N, 1), float(t)), torch.zeros(N, 1)
+        transition.rewards, transition.dones = torch.zeros(N), torch.zeros(N)
+        transition.values, transition.actions_log_prob = torch.zeros(N, 1), torch.zeros(N)
+        transition.action_mean = transition.action_sigma = torch.ones(N, 1)
+        storage.add_transitions(transition)
+    cursor = storage.step
+    with make(tmp_path) as writer:
+        writer.add_rollout(storage)
+    newest = list(range(max(num_steps - 8, 0), num_steps))
+    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [newest] * N
+    assert storage.step == cursor
 
 
 def test_values_may_change_after_add(tmp_path):
