@@ -6,6 +6,7 @@ one, is decided here; codecs themselves live in `storage/codecs.py`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -30,8 +31,11 @@ class ObservationParts:
     segments: Mapping[str, tuple[int, ...]] | None
     codecs: Mapping[str, str]
 
-    def split(self, flat: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-        """Replace the tensor at `prefix` by one per segment (views); check components given one by one."""
+    def split(self, flat: dict[str, torch.Tensor], prefix: str, *num_leads: int) -> dict[str, torch.Tensor]:
+        """Replace the tensor at `prefix` by one per segment (views); check components given one by one.
+
+        `num_leads` are the numbers of axes that may stand before a component's shape, the likelier one first.
+        """
         if self.segments is None:
             return flat
         parts = {name: tensor for name, tensor in flat.items() if name.startswith(prefix + "/")}
@@ -41,7 +45,7 @@ class ObservationParts:
         elif parts:
             wanted = {f"{prefix}/{name}": shape for name, shape in self.segments.items()}
             check_same_names(wanted, parts, "take the observation")
-            parts = {name: _shaped(name, parts[name], shape) for name, shape in wanted.items()}
+            parts = {name: _shaped(name, parts[name], shape, num_leads) for name, shape in wanted.items()}
         return {**parts, **others}
 
     def _cut(self, tensor: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
@@ -58,12 +62,11 @@ class ObservationParts:
         return parts
 
 
-def _shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...], num_leads: tuple[int, ...]) -> torch.Tensor:
     """Bring a component of shape `[..., *shape]` or flat `[..., D]` to its declared shape."""
-    if tuple(tensor.shape[tensor.ndim - len(shape) :]) == shape and tensor.ndim > len(shape):
-        return tensor
-    if tensor.ndim >= 2 and tensor.shape[-1] == prod(shape):
-        return tensor.reshape(*tensor.shape[:-1], *shape)
+    for num_lead in num_leads:
+        if tensor.ndim > num_lead and tuple(tensor.shape[num_lead:]) in (shape, (prod(shape),)):
+            return tensor.reshape(*tensor.shape[:num_lead], *shape)
     raise SchemaError(
         "take the component", repr(name), f"shape [..., {shape}] as in obs_segments", str(tuple(tensor.shape))
     )
@@ -80,13 +83,14 @@ def observation_parts(
     if segments:
         try:
             shapes = {
-                name: (shape,) if isinstance(shape, int) else tuple(map(int, shape)) for name, shape in segments.items()
+                name: (shape,) if isinstance(shape, int) else tuple(map(operator.index, shape))
+                for name, shape in segments.items()
             }
         except (TypeError, ValueError):
             expected = "a shape for each component"
             raise UsageError("make a RolloutWriter", "with obs_segments", expected, repr(segments)) from None
         for name, shape in shapes.items():
-            if not name or prod(shape) < 1:
+            if not name or any(size < 1 for size in shape):
                 raise UsageError(
                     "make a RolloutWriter", "with obs_segments", "named, non-empty shapes", f"{name!r}: {shape}"
                 )

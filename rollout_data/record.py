@@ -167,7 +167,7 @@ def read_rollout(
                 f"only {', '.join(flat) or 'nothing'}",
                 "Give it as a keyword or in the record",
             )
-    tensors = parts.split(flat, OBSERVATION)
+    tensors = parts.split(flat, OBSERVATION, 1 if is_step else 2)
     lead = (num_envs,) if is_step else (_num_steps(tensors), num_envs)
     for name, tensor in tensors.items():
         _check_lead(name, tensor, lead)
@@ -189,12 +189,12 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     """View a tensor or array as a detached tensor; copy only what torch cannot view."""
     if isinstance(value, torch.Tensor):
         dtype_name(value.dtype, f"of {name!r}")
-        if value.layout != torch.strided or value.is_meta:
-            kind = "a meta tensor" if value.is_meta else str(value.layout)
+        if value.layout != torch.strided or value.is_meta or value.is_nested:
+            kind = "a meta tensor" if value.is_meta else "a nested tensor" if value.is_nested else str(value.layout)
             raise FieldTypeError(
                 "take the value of", repr(name), "a dense tensor with values", kind, "Convert it first"
             )
-        return value.detach()
+        return value.detach().resolve_neg()
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         advice = "Fill it, or say with env_mask which envs have no frame"
         raise SchemaError("take the value of", repr(name), "an array without masked values", "masked ones", advice)
@@ -203,7 +203,8 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     except ValueError as cause:
         raise SchemaError("take the value of", repr(name), "an array", str(cause)) from cause
     dtype_name(array.dtype, f"of {name!r}")
-    if not array.dtype.isnative or not array.flags.writeable or any(stride < 0 for stride in array.strides):
+    is_odd = any(stride < 0 or stride % array.itemsize for stride in array.strides)
+    if is_odd or not array.dtype.isnative or not array.flags.writeable:
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     return torch.from_numpy(array)
 
@@ -338,7 +339,9 @@ def _final_rows(
     flat: dict[str, torch.Tensor], parts: ObservationParts, schema: Schema, lead: tuple[int, ...], is_end: np.ndarray
 ) -> dict[str, torch.Tensor]:
     """Pick the rows of the ends from `final_observation` and its privileged twin."""
-    flat = parts.split(flat, "final_observation")
+    num_lead = len(lead)
+    is_whole = all(tuple(tensor.shape[:num_lead]) == lead for tensor in flat.values())
+    flat = parts.split(flat, "final_observation", *((num_lead, 1) if is_whole else (1, num_lead)))
     rows = {}
     for name, tensor in flat.items():
         head, _, rest = name.partition("/")

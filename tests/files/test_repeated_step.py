@@ -22,7 +22,18 @@ def dressed(array: np.ndarray, kind: str):
         "list": array.tolist(),
         "grad": torch.from_numpy(array.copy()).requires_grad_() if array.dtype.kind == "f" else array,
         "reversed": array[::-1].copy()[::-1],
+        "packed": packed(array),
+        "negated": torch.complex(torch.zeros(array.shape), torch.from_numpy(-array)).conj().imag
+        if array.dtype.kind == "f"
+        else array,
     }[kind]
+
+
+def packed(array: np.ndarray) -> np.ndarray:
+    """Lay out an array so that its strides are no multiple of its item size."""
+    records = np.zeros(array.shape, [("before", "i1"), ("value", array.dtype)])
+    records["value"] = array
+    return records["value"]
 
 
 @st.composite
@@ -32,7 +43,9 @@ def records(draw):
     nested, with_final = draw(st.booleans()), draw(st.booleans())
     found = []
     for t in range(draw(st.integers(2, 8))):
-        kind = draw(st.sampled_from(["tensor", "tensor", "tensor", "array", "list", "grad", "reversed"]))
+        kind = draw(
+            st.sampled_from(["tensor", "tensor", "tensor", "array", "list", "grad", "reversed", "packed", "negated"])
+        )
         row = np.arange(N * 2, dtype=np.float32).reshape(N, 2) + 10 * t
         if kind == "list" and found:
             kind = "array"  # lists are float64: another dtype than declared
@@ -74,7 +87,7 @@ def recorded(folder, steps, monkeypatch, short: bool):
                 try:
                     writer.add(**one)
                     errors.append(None)
-                except (RolloutDataError, OverflowError, RuntimeError) as error:
+                except RolloutDataError as error:
                     errors.append(f"{type(error).__name__}: {error}")
             counts = writer.num_frames, writer.num_trajectories, writer.num_nonfinite_rewards
     found = trajectories_of(folder)

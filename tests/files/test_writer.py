@@ -14,7 +14,7 @@ from rollout_data import RolloutWriter
 from rollout_data.block_header import FINAL_OBSERVATION_ONLY
 from rollout_data.metadata import read_metadata
 from storage import QueueRolloutStorage
-from storage.errors import FieldTypeError, UsageError
+from storage.errors import FieldTypeError, SchemaError, UsageError
 from tests.files.readback import blocks_of, end_of, trajectories_of
 
 N = 3
@@ -308,3 +308,39 @@ def test_a_name_used_before_continues_its_numbering(tmp_path):
                 make(tmp_path, writer_name="robot-1")
     assert [header.sequence for header in blocks_of(tmp_path)] == [0, 1]
     assert [one.number for one in trajectories_of(tmp_path)] == list(range(2 * N))
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 4])
+@pytest.mark.parametrize("is_step", [True, False])
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_components_have_the_shape_of_obs_segments_whatever_the_number_of_envs(tmp_path, num_envs, is_step, is_flat):
+    segments, lead = {"b": (num_envs, 3), "a": (1,)}, (num_envs,) if is_step else (5, num_envs)
+    values = np.arange(np.prod(lead) * num_envs * 3, dtype=np.float32).reshape(*lead, num_envs, 3)
+    component = values.reshape(*lead, -1) if is_flat else values
+    record = {"observation": {"b": component, "a": np.zeros((*lead, 1), np.float32)}, "action": np.zeros((*lead, 1))}
+    ends = {
+        "done": np.ones(lead, bool),
+        "final_observation": {"b": component.reshape(-1, *component.shape[len(lead) :])},
+    }
+    ends["final_observation"]["a"] = np.zeros((values[..., 0, 0].size, 1), np.float32)
+    with RolloutWriter(tmp_path, num_envs, obs_segments=segments, durable=False) as writer:
+        (writer.add if is_step else writer.add_rollout)(**record, **ends)
+    found = sorted(trajectories_of(tmp_path), key=lambda one: one.column("observation/b").flat[0])
+    rows = values.reshape(-1, num_envs, 3)
+    assert [one.column("observation/b").tolist() for one in found] == [[row.tolist()] for row in rows]
+    assert [one.finals["observation/b"].tolist() for one in found] == rows.tolist()
+
+
+def test_a_component_with_the_size_of_another_axis_is_refused(tmp_path):
+    with (
+        RolloutWriter(tmp_path, 4, obs_segments={"b": (4, 3)}) as writer,
+        pytest.raises(SchemaError, match="'observation/b'"),
+    ):
+        writer.add_rollout(observation={"b": np.zeros((5, 4, 3))}, action=np.zeros((5, 4, 1)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_and_nothing_is_written(tmp_path):
+    with make(tmp_path) as writer, pytest.raises(FieldTypeError, match="a nested tensor"):
+        writer.add(**step(action=torch.nested.nested_tensor([torch.zeros(1)] * N)))
+    assert trajectories_of(tmp_path) == []

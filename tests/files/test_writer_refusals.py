@@ -239,6 +239,8 @@ def test_a_forgotten_writer_is_closed_at_exit(tmp_path):
         {"nonfinite_rewards": "drop"},
         {"obs_segments": 5},
         {"obs_segments": {"a": "x"}},
+        {"obs_segments": {"a": (-3, -1)}},
+        {"obs_segments": {"a": (3.7,)}},
         {"obs_disassemble_mapping": 5},
     ],
     ids=str,
