@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from storage.errors import UsageError
-from storage.tree import map_leaves
 
 
 @dataclass
@@ -94,7 +93,6 @@ class GymVectorAdapter(EnvAdapter):
 
     def _as_executed(self, actions: Any) -> Any:
         """Give actions as the space wants them: arrays of its dtype and shape."""
-        space: Any = getattr(self.env, "action_space", None)
 
         def convert(value: Any, dtype: Any, shape: Any) -> np.ndarray:
             array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
@@ -102,9 +100,14 @@ class GymVectorAdapter(EnvAdapter):
                 array = array.reshape(shape)
             return np.array(array, dtype=dtype)
 
-        if isinstance(actions, Mapping):
-            return {key: convert(value, space[key].dtype, space[key].shape) for key, value in actions.items()}
-        return convert(actions, getattr(space, "dtype", None), getattr(space, "shape", None))
+        def convert_all(value: Any, space: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: convert_all(item, space[key]) for key, item in value.items()}
+            if isinstance(value, tuple) and isinstance(getattr(space, "spaces", None), tuple):
+                return tuple(map(convert_all, value, space.spaces))
+            return convert(value, getattr(space, "dtype", None), getattr(space, "shape", None))
+
+        return convert_all(actions, getattr(self.env, "action_space", None))
 
 
 def _final_rows(infos: Mapping[str, Any], done: np.ndarray, observation: Any) -> Any:
@@ -116,9 +119,11 @@ def _final_rows(infos: Mapping[str, Any], done: np.ndarray, observation: Any) ->
         )
     rows = [found[env] for env in np.flatnonzero(done)] if not isinstance(found, Mapping) else None
 
-    def gather(value: Any, path: tuple[str, ...]) -> Any:
+    def gather(value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, Mapping):
             return {key: gather(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple(gather(item, (*path, number)) for number, item in enumerate(value))
         if rows is None:
             return np.stack(list(_at(found, path)[done])).astype(value.dtype)
         return np.stack([np.asarray(_at(row, path), value.dtype) for row in rows])
@@ -126,7 +131,7 @@ def _final_rows(infos: Mapping[str, Any], done: np.ndarray, observation: Any) ->
     return gather(observation, ())
 
 
-def _at(tree: Any, path: tuple[str, ...]) -> Any:
+def _at(tree: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
@@ -167,6 +172,7 @@ class TensorEnvAdapter(EnvAdapter):
         else:
             expected = "obs, privileged_obs, rewards, dones, infos"
             raise UsageError("step the environments", repr(self.name), expected, f"{len(outcome)} values")
+        infos = {} if infos is None else infos
         record: dict[str, Any] = {"reward": rewards, "done": dones, "timeout": infos.get("time_outs")}
         for name, keys in _FINAL_KEYS.items():
             record[name] = next((infos[key] for key in keys if infos.get(key) is not None), None)
@@ -180,10 +186,23 @@ _FINAL_KEYS = {
 
 
 def copied(tree: Any) -> Any:
-    """Copy the tensors and arrays of a tree; None stays None."""
+    """Copy the tensors and arrays of nested mappings and tuples; None stays None."""
     if tree is None:
         return None
-    return map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf), tree)
+    return _mapped(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf), tree)
+
+
+def named(tree: Any) -> Any:
+    """Turn tuples (of `spaces.Tuple`), which have no names, into mappings with the keys "0", "1", ..."""
+    if isinstance(tree, tuple):
+        tree = {str(number): item for number, item in enumerate(tree)}
+    return {key: named(item) for key, item in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _mapped(function, item) for key, item in tree.items()}
+    return tuple(_mapped(function, item) for item in tree) if isinstance(tree, tuple) else function(tree)
 
 
 def _pair(value: Any) -> tuple[Any, Any]:
@@ -248,4 +267,4 @@ class PolicyAdapter:
             tensor = torch.as_tensor(value)
             return tensor.to(parameter.device, parameter.dtype if tensor.is_floating_point() else tensor.dtype)
 
-        return self.act(map_leaves(to_tensor, observation))
+        return self.act(_mapped(to_tensor, observation))

@@ -20,7 +20,8 @@ from tqdm import tqdm
 from storage.errors import UsageError
 
 from .block_folder import BlockFolder
-from .gym_adapter import EnvAdapter, PolicyAdapter, adapt_env, copied
+from .block_header import TERMINATED, TRUNCATED
+from .gym_adapter import EnvAdapter, PolicyAdapter, adapt_env, copied, named
 from .index import TrajectoryIndex
 from .writer import RolloutWriter
 
@@ -69,7 +70,8 @@ def record_demonstrations(
 ) -> RecordingSummary:
     """Record a policy until a dataset holds at least so many frames and trajectories.
 
-    A folder that holds data already is continued: its frames and trajectories count.
+    A folder that holds data already is continued: its frames and the trajectories that ended count. The parts of a
+    `spaces.Tuple` are recorded under the names "0", "1", ...
 
     Args:
         env: A gymnasium vector env (any autoreset mode), or a batched simulator with `num_envs` and
@@ -84,7 +86,8 @@ def record_demonstrations(
         obs_disassemble_mapping: Component -> codec.
         keep_unfinished: Keep the trajectories in progress at the end as open ones.
         metadata: More context for metadata.json.
-        seed: Of the environments' first reset.
+        seed: Of the environments' first reset. A folder that is continued makes another seed of it and of the
+            number of trajectories that it holds, so that the same call does not record the same episodes again.
         show_progress: Draw a progress bar.
         writer_options: Further options of `RolloutWriter`.
 
@@ -95,12 +98,14 @@ def record_demonstrations(
         raise UsageError("record", "", "min_timesteps or min_trajectories above 0", "neither")
     adapter, actor = adapt_env(env), PolicyAdapter(policy)
     start_s = time.monotonic()
-    frames_before, trajectories_before = _count(Path(data_dir))
-    goals = (min_timesteps - frames_before, min_trajectories - trajectories_before)
+    frames_before, trajectories_before, ended_before = _count(Path(data_dir))
+    goals = (min_timesteps - frames_before, min_trajectories - ended_before)
     if max(goals) <= 0:
         return RecordingSummary(
             Path(data_dir), frames_before, trajectories_before, 0, 0, 0, 0, float("nan"), time.monotonic() - start_s
         )
+    if seed is not None and seed >= 0 and trajectories_before:
+        seed = int(np.random.SeedSequence((seed, trajectories_before)).generate_state(1)[0] >> 1)
     observation, privileged = adapter.start(seed)
     context = {
         "env": adapter.name,
@@ -154,9 +159,10 @@ class _Loop:
         with tqdm(total=goals[shown], desc="recording", unit=unit, disable=not show_progress) as bar:
             while any(have < goal for have, goal in zip(self._progress(), goals, strict=True)):
                 # Copies: a simulator may write its next observation into the same memory.
-                before = {"observation": copied(observation), "privileged_observation": copied(privileged)}
+                before = {"observation": named(copied(observation)), "privileged_observation": copied(privileged)}
                 step = self._adapter.step(self._actor(observation))
-                self._writer.add(**before, action=step.action, **step.record)
+                finals = {"final_observation": named(step.record.pop("final_observation", None))}
+                self._writer.add(**before, action=named(step.action), **finals, **step.record)
                 observation, privileged = step.observation, step.privileged_observation
                 self.returns.add(step.record)
                 self.num_steps += 1
@@ -194,11 +200,11 @@ def _array(value: Any) -> np.ndarray:
     return value.detach().cpu().float().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def _count(data_dir: Path) -> tuple[int, int]:
-    """Count what a folder holds: (frames, complete trajectories); nothing if it is not there."""
+def _count(data_dir: Path) -> tuple[int, int, int]:
+    """Count what a folder holds: frames, trajectories, and those of them that ended; nothing if it is not there."""
     if not data_dir.is_dir():
-        return 0, 0
+        return 0, 0, 0
     folder = BlockFolder(data_dir)
     folder.refresh()
     index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
-    return index.num_frames, len(index)
+    return index.num_frames, len(index), int(((index.flags & (TERMINATED | TRUNCATED)) != 0).sum())

@@ -20,15 +20,16 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv  # noqa: E402
 class Counting(gymnasium.Env):
     """Counts its steps; episode k of env n has n + k % 3 + 2 steps, every other one is truncated."""
 
-    def __init__(self, number=0, as_dict=False, discrete=False):
-        self.number, self.as_dict, self.episode = number, as_dict, -1
-        box = spaces.Box(-1e6, 1e6, (3,), np.float32)
-        self.observation_space = spaces.Dict(state=box, count=spaces.Discrete(1000)) if as_dict else box
+    def __init__(self, number=0, form="array", discrete=False):
+        self.number, self.form, self.episode = number, form, -1
+        box, count = spaces.Box(-1e6, 1e6, (3,), np.float32), spaces.Discrete(1000)
+        forms = {"array": box, "dict": spaces.Dict(state=box, count=count), "tuple": spaces.Tuple((box, count, count))}
+        self.observation_space = forms[form]
         self.action_space = spaces.Discrete(7) if discrete else spaces.Box(-1, 1, (2,), np.float32)
 
     def observe(self):
         state = np.array([self.number, self.episode, self.t], np.float32)
-        return {"state": state, "count": self.t} if self.as_dict else state
+        return {"array": state, "dict": {"state": state, "count": self.t}, "tuple": (state, self.t, self.t)}[self.form]
 
     def reset(self, *, seed=None, options=None):
         self.episode, self.t = self.episode + 1, 0
@@ -49,10 +50,19 @@ def zeros(observation):
     return np.zeros((3, 2), np.float32)
 
 
-def check_counting(folder, is_dict=False):
+#: Form of the observation -> names of the state and of the count.
+NAMES = {
+    "array": ("observation", None),
+    "dict": ("observation/state", "observation/count"),
+    "tuple": ("observation/0", "observation/1"),
+}
+
+
+def check_counting(folder, form="array"):
     found = trajectories_of(folder)
+    name, count = NAMES[form]
     for one in found:
-        state = one.column("observation/state" if is_dict else "observation")
+        state = one.column(name)
         episode = int(state[0, 1])
         assert (state[:, 0] == one.env).all() and (state[:, 1] == episode).all()
         assert state[:, 2].tolist() == list(range(one.length))
@@ -60,27 +70,23 @@ def check_counting(folder, is_dict=False):
         if end_of(one) != "open":
             assert one.length == one.env + episode % 3 + 2
             assert end_of(one) == ("terminated" if episode % 2 == 0 else "truncated")
-            final = one.finals["observation/state" if is_dict else "observation"]
-            assert final.tolist() == [one.env, episode, one.length]
-            if is_dict:
-                assert one.finals["observation/count"] == one.length
+            assert one.finals[name].tolist() == [one.env, episode, one.length]
+            assert count is None or one.finals[count] == one.length
     return found
 
 
-@pytest.mark.parametrize("is_dict", [False, True])
+@pytest.mark.parametrize("form", ["array", "dict", "tuple"])
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_every_autoreset_mode_records_the_same_true_episodes(tmp_path, mode, is_dict):
+def test_every_autoreset_mode_records_the_same_true_episodes(tmp_path, mode, form):
     summary = record_demonstrations(
-        make_envs(mode, as_dict=is_dict), zeros, tmp_path, min_trajectories=12, show_progress=False
+        make_envs(mode, form=form), zeros, tmp_path, min_trajectories=12, show_progress=False
     )
-    found = check_counting(tmp_path, is_dict)
+    found = check_counting(tmp_path, form)
     assert summary.num_trajectories == len(found) >= 12
     assert summary.num_frames == sum(one.length for one in found)
     for env in range(3):
         episodes = [one for one in found if one.env == env]
-        assert [int(one.column("observation/state" if is_dict else "observation")[0, 1]) for one in episodes] == list(
-            range(len(episodes))
-        )
+        assert [int(one.column(NAMES[form][0])[0, 1]) for one in episodes] == list(range(len(episodes)))
 
 
 def test_discrete_actions_are_recorded_as_executed(tmp_path):
@@ -89,6 +95,35 @@ def test_discrete_actions_are_recorded_as_executed(tmp_path):
     for one in trajectories_of(tmp_path):
         assert one.column("action").dtype == np.int64
         assert (one.column("action") == one.env + 1).all()
+
+
+def test_actions_of_a_tuple_space_are_executed_as_a_tuple_and_recorded_by_number(tmp_path):
+    class TwoHands(Counting):
+        def __init__(self):
+            super().__init__()
+            self.action_space = spaces.Tuple((spaces.Discrete(5), spaces.Box(-1, 1, (2,), np.float32)))
+
+        def step(self, action):
+            assert isinstance(action, tuple) and int(action[0]) == 3 and action[1].dtype == np.float32
+            return super().step(action)
+
+    envs = SyncVectorEnv([TwoHands] * 2)
+    actions = ([3, 3], np.array([[0.25, -0.5]] * 2))
+    record_demonstrations(envs, lambda observation: actions, tmp_path, min_timesteps=8, show_progress=False)
+    for one in trajectories_of(tmp_path):
+        assert one.column("action/0").tolist() == [3] * one.length
+        assert one.column("action/1").tolist() == [[0.25, -0.5]] * one.length
+
+
+def test_a_torch_module_gets_a_tuple_of_tensors(tmp_path):
+    class Policy(torch.nn.Module):
+        def forward(self, observation):
+            state, count, _ = observation
+            assert state.shape == (3, 3) and count.shape == (3,)
+            return torch.zeros(3, 2)
+
+    envs = make_envs("SameStep", form="tuple")
+    assert record_demonstrations(envs, Policy(), tmp_path, min_timesteps=9, show_progress=False).num_new_frames >= 9
 
 
 def test_a_torch_module_gets_tensors_of_its_dtype(tmp_path):
@@ -172,6 +207,51 @@ def test_recording_continues_what_is_there(tmp_path):
     assert len(trajectories_of(tmp_path)) == again.num_trajectories
     enough = record_demonstrations(make_envs("NextStep"), zeros, tmp_path, min_trajectories=20, show_progress=False)
     assert enough.num_steps == 0 and enough.num_frames == again.num_frames
+
+
+def test_a_simulator_without_infos_is_recorded(tmp_path):
+    class Silent(TensorEnvs):
+        def step(self, actions):
+            return *super().step(actions)[:4], None
+
+    record_demonstrations(
+        Silent(), lambda observation: torch.zeros(4, 2), tmp_path, min_trajectories=4, show_progress=False
+    )
+    assert {end_of(one) for one in trajectories_of(tmp_path)} <= {"terminated", "open"}
+
+
+def test_trajectories_in_progress_are_no_part_of_the_goal_of_the_next_recording(tmp_path):
+    def record(goal):
+        return record_demonstrations(make_envs("NextStep"), zeros, tmp_path, min_trajectories=goal, show_progress=False)
+
+    first = record(6)
+    num_open = sum(end_of(one) == "open" for one in trajectories_of(tmp_path))
+    assert num_open and record(first.num_trajectories).num_new_trajectories >= num_open
+    assert sum(end_of(one) != "open" for one in trajectories_of(tmp_path)) >= first.num_trajectories
+
+
+def test_the_same_seed_records_other_episodes_where_a_folder_is_continued(tmp_path):
+    class Drawing(Counting):
+        def reset(self, *, seed=None, options=None):
+            gymnasium.Env.reset(self, seed=seed)
+            self.drawn = self.np_random.random(3).astype(np.float32)
+            return super().reset()
+
+        def observe(self):
+            return self.drawn
+
+    def starts(folder):
+        envs = SyncVectorEnv([Drawing] * 3)
+        record_demonstrations(envs, zeros, folder, min_trajectories=starts.goal, seed=5, show_progress=False)
+        starts.goal += 9
+        return [tuple(one.column("observation")[0]) for one in trajectories_of(folder)]
+
+    starts.goal = 9
+    once = starts(tmp_path / "a")
+    twice = starts(tmp_path / "a")
+    assert len(set(twice)) == len(twice) > len(once)
+    starts.goal = 9
+    assert starts(tmp_path / "b") == once
 
 
 def test_min_timesteps_without_unfinished_trajectories(tmp_path):
