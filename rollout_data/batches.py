@@ -17,7 +17,7 @@ import torch
 from storage.buffer_pool import BufferPool
 from storage.tree import map_leaves, unflatten
 
-from .block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY, final_schema
+from .block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from .cursor import Bools, Int64s, Plan
 from .frames import FrameStore
 from .index import Runs
@@ -190,8 +190,8 @@ def view_rows(
     return Transition(
         observation=_observation(layout, OBSERVATION, rows, flatten),
         privileged_observation=_observation(layout, PRIVILEGED, rows, flatten),
-        action=_field(layout, ACTION, rows) if ACTION in layout.schema else None,
-        reward=_field(layout, REWARD, rows) if REWARD in layout.schema else None,
+        action=_observation(layout, ACTION, rows, flatten=False),
+        reward=_observation(layout, REWARD, rows, flatten=False),
         done=nothing,
         timeout=nothing,
         next_observation=_observation(layout, OBSERVATION, following, flatten),
@@ -215,7 +215,8 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _extra_names(layout: RowLayout) -> tuple[str, ...]:
     """The fields that have no place of their own in a `Transition`."""
-    taken = set(final_schema(layout.schema)) | {ACTION, REWARD}
+    groups = (OBSERVATION, PRIVILEGED, ACTION, REWARD)
+    taken = {name for group in groups for name in layout.schema.below(group)}
     return tuple(name for name in layout.schema if name not in taken)
 
 

@@ -19,6 +19,7 @@ from storage.fields import Field, Schema, dtype_name
 from storage.tree import check_same_names, flatten
 
 from .observation_parts import ObservationParts
+from .transition import Transition
 
 OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
 REQUIRED = (OBSERVATION, "action")
@@ -138,6 +139,10 @@ def _items(transition: Any) -> dict[str, Any]:
 def read_rollout(
     values: Mapping[str, Any], num_envs: int, is_step: bool, parts: ObservationParts, schema: Schema | None
 ) -> tuple[Rollout, Schema]:
+    if isinstance(transition, Transition):
+        values = transition._asdict()
+        del values["stream_id"]
+        return {**(values.pop("extras") or {}), **values}
     """Check a record and bring it into form.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: A tensor, or a (nested) dict of tensors by observation component.
+#: A tensor, or a (nested) dict of tensors by component.
 Observation = torch.Tensor | dict[str, Any]
 
 
@@ -21,8 +21,8 @@ class Transition(NamedTuple):
     Attributes:
         observation: Components joined along the last axis in `obs_segments` order, or a dict.
         privileged_observation: What only critics and teachers see, in the same form.
-        action: As recorded.
-        reward: As recorded: `[..., R]`, or without the last axis if it was recorded so.
+        action: As recorded: a tensor, or a dict of those that were recorded under names.
+        reward: As recorded: `[..., R]`, or without the last axis if it was recorded so; or a dict.
         done: bool. The last frame of a trajectory; also the first frame delivered of one, by
             which recurrent learners reset (unless `mark_first_frame=False`).
         timeout: bool. The trajectory ended here by a limit, or its recording was cut here.
@@ -37,8 +37,8 @@ class Transition(NamedTuple):
 
     observation: Observation
     privileged_observation: Observation | None
-    action: torch.Tensor | None
-    reward: torch.Tensor | None
+    action: Observation | None
+    reward: Observation | None
     done: torch.Tensor
     timeout: torch.Tensor
     next_observation: Observation

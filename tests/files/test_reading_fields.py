@@ -12,6 +12,7 @@ import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
 from storage.fields import DTYPES
+from tests.files.readback import trajectories_of
 from tests.files.recorded import drain
 
 SAMPLES = Path(__file__).parents[1] / "data" / "trajectory_folders"
@@ -62,6 +63,37 @@ def test_components_are_joined_in_order_or_given_as_a_dict(tmp_path):
     assert list(by_name.observation) == list(parts)
     assert all(torch.equal(by_name.observation[name], part) for name, part in parts.items())
     assert torch.equal(flat.next_observation[:-1], joined[1:])
+
+
+def test_actions_under_names_come_back_as_a_dict(tmp_path):
+    action = {"arm": numbered((6, 2, 3), torch.float32), "hand": {"grip": numbered((6, 2), torch.int64)}}
+    done = torch.zeros(6, 2, dtype=torch.bool)
+    with RolloutWriter(tmp_path, 2, durable=False) as writer:
+        writer.add_rollout(observation=numbered((6, 2, 4), torch.float32), action=action, done=done)
+    batch = opened(tmp_path, 2).get_batch(6)
+    assert torch.equal(batch.action["arm"], action["arm"])
+    assert torch.equal(batch.action["hand"]["grip"], action["hand"]["grip"])
+    assert batch.extras is None
+
+
+def test_a_batch_is_recorded_again_as_it_was(tmp_path):
+    torch.manual_seed(0)
+    fields = {"observation": torch.rand(12, 2, 3), "action": torch.rand(12, 2, 1), "log_prob": torch.rand(12, 2)}
+    done = torch.arange(12)[:, None].expand(12, 2) % 4 == 3
+    with RolloutWriter(tmp_path / "a", 2, durable=False) as writer:
+        writer.add_rollout(**fields, reward=torch.rand(12, 2), done=done)
+    dataset = RolloutDataset(tmp_path / "a", 2, device="cpu", num_transitions_per_env=5, mark_first_frame=False)
+    with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
+        for batch in dataset:
+            writer.add_rollout(batch)
+    contents = [
+        sorted(
+            tuple(one.column(name).tobytes() for name in sorted(one.fields))
+            for one in trajectories_of(tmp_path / folder)
+        )
+        for folder in "ab"
+    ]
+    assert len(contents[0]) == 6 and contents[0] == contents[1]
 
 
 def test_coded_components_come_back_within_half_a_step(tmp_path):
