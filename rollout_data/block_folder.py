@@ -60,7 +60,7 @@ class BlockFolder:
 
     def __init__(self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = "") -> None:
         self.label = label
-        self.data_dir = Path(data_dir)
+        self.data_dir = Path(data_dir).absolute()  # whatever directory the process goes to
         self.verify_on_open = verify_on_open
         self.schema: Schema | None = None
         self.blocks: dict[str, Block] = {}

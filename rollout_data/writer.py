@@ -98,7 +98,7 @@ class RolloutWriter:
         counts = {"block_bytes": block_bytes, "max_pending_blocks": max_pending_blocks}
         counts |= {} if frames_per_chunk is None else {"frames_per_chunk": frames_per_chunk}
         check_arguments(data_dir, num_envs, counts, block_age_s, name, nonfinite_rewards, metadata)
-        self.data_dir = Path(data_dir)
+        self.data_dir = Path(data_dir).absolute()  # whatever directory the process goes to
         self.num_envs = int(num_envs)
         self.name = name
         self.success_only = success_only

@@ -331,6 +331,19 @@ def test_components_have_the_shape_of_obs_segments_whatever_the_number_of_envs(t
     assert [one.finals["observation/b"].tolist() for one in found] == rows.tolist()
 
 
+def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    for name in ("here", "there/walk"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with make("walk") as writer:
+        writer.add(**step(1))
+        dataset_path = writer.data_dir
+        monkeypatch.chdir(tmp_path / "there")
+        writer.add(**step(2, done=np.ones(N, bool)))
+    assert dataset_path == tmp_path / "here" / "walk"
+    assert frames_in(dataset_path) == 2 * N and list((tmp_path / "there" / "walk").iterdir()) == []
+
+
 def test_a_component_with_the_size_of_another_axis_is_refused(tmp_path):
     with (
         RolloutWriter(tmp_path, 4, obs_segments={"b": (4, 3)}) as writer,
