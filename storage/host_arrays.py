@@ -12,6 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from .buffer_pool import BufferPool
+
+
+def column_of(size: int, value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a number per place, `[size]`, all alike; on the CPU on huge pages, as places are asked for at random."""
+    if device.type != "cpu":
+        return torch.full((size,), value, dtype=dtype, device=device)
+    return BufferPool(1).empty((size,), dtype).fill_(value)
+
 
 def library(device: torch.device) -> ModuleType:
     """Give the library whose functions take what `own` gives: numpy on the CPU, else torch."""
@@ -20,7 +29,7 @@ def library(device: torch.device) -> ModuleType:
 
 def own(tensor: torch.Tensor) -> Any:
     """Show a tensor as an array if it is on the CPU; memory is shared."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+    return tensor.numpy() if tensor.is_cpu else tensor
 
 
 def tensor_of(values: Any) -> torch.Tensor:

@@ -27,13 +27,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from .buffer_pool import BufferPool
 from .errors import UsageError
-from .host_arrays import library, own, take_rows, tensor_of
+from .host_arrays import column_of, library, own, take_rows, tensor_of
 
 #: Numbers that are reduced into one.
 WIDTH = 16
 _SHIFT = WIDTH.bit_length() - 1
+#: Multiplying by this adds all bytes into the highest, which this shift leaves.
+_EVERY_BYTE, _TOP_BYTE = np.uint64(0x0101010101010101), np.uint64(56)
 #: Leaves are a whole number of these, for who looks at them in larger pieces.
 BLOCK = 128
 #: Levels are added until no more than so many blocks are left.
@@ -42,6 +43,8 @@ MAX_TOP = 1 << 12
 _MAX_ROWS = 1 << 14
 #: Where more than one place in so many is written, reducing everything is quicker.
 _MANY = 16
+#: From so many points on their strata tell where most of them are; looking for each takes three times as long.
+_MANY_POINTS = 1 << 10
 
 
 class WideTree:
@@ -64,15 +67,19 @@ class WideTree:
             raise UsageError("create a tree", "", "a capacity >= 1", repr(capacity))
         self.capacity = capacity
         self.device = torch.device(device)
+        self._is_on_cpu = self.device.type == "cpu"
         sizes = [capacity]
         while sizes[-1] > MAX_TOP:
             sizes.append(-(-sizes[-1] // WIDTH))
         #: The leaves first, the top last; each but the top is a whole number of blocks.
-        self._levels = [self._filled(-(-size // BLOCK) * BLOCK) for size in sizes]
+        places = [-(-size // BLOCK) * BLOCK for size in sizes]
+        self._levels = [column_of(size, self.NEUTRAL, torch.float64, self.device) for size in places]
         self._blocks = [level.view(-1, WIDTH) for level in self._levels[:-1]]
         self._own_blocks = [own(blocks) for blocks in self._blocks]
         self._own_levels = [own(level) for level in self._levels]
         self._leaves = self._own_levels[0]
+        #: Blocks of each level but the top, with the numbers above them that they come to.
+        self._steps_up = list(zip(self._own_blocks, self._own_levels[1:], strict=True))
         self._max_refreshed = self._levels[0].shape[0] // _MANY
         self._scratch = self._memory = Scratch(0, self.device)
 
@@ -135,7 +142,7 @@ class WideTree:
 
     def check_valid(self) -> tuple[bool, str]:
         """Tell whether every block is what lies below it, and where it is not."""
-        for number, (blocks, above) in enumerate(zip(self._own_blocks, self._own_levels[1:], strict=True)):
+        for number, (blocks, above) in enumerate(self._steps_up):
             wrong = tensor_of(self._reduced(blocks) != above[: blocks.shape[0]]).nonzero()
             if len(wrong):
                 return False, f"block {int(wrong[0])} of level {number} is not what lies below it"
@@ -145,27 +152,25 @@ class WideTree:
         """Reduce each block, always in the same order; as `own` gives them."""
         return self._along(blocks, 1) if isinstance(blocks, torch.Tensor) else self._along_own(blocks)
 
-    def _filled(self, size: int) -> torch.Tensor:
-        if self.device.type == "cpu":  # on huge pages: places are asked for at random
-            return BufferPool(1).empty((size,), torch.float64).fill_(self.NEUTRAL)
-        return torch.full((size,), self.NEUTRAL, dtype=torch.float64, device=self.device)
-
     def _refresh(self, index: Any) -> None:
         """Reduce anew all blocks above some places; blocks that are named twice come out the same twice."""
         num_places = index.shape[0]
         if num_places > self._max_refreshed:
             self._refresh_all()
             return
-        for blocks, above in zip(self._own_blocks, self._own_levels[1:], strict=True):
+        for blocks, above in self._steps_up:
             index = index >> _SHIFT
+            if num_places >= blocks.shape[0]:  # in order, each once
+                above[: blocks.shape[0]] = self._reduced(blocks)
+                continue
             for start in range(0, num_places, _MAX_ROWS):
-                part = index[start : start + _MAX_ROWS]
-                memory = self._scratch_for(part.shape[0])
-                take_rows(blocks, part, memory.own_rows)
-                above[part] = self._reduced(memory.own_rows)
+                part = index[start : start + _MAX_ROWS] if num_places > _MAX_ROWS else index
+                rows = self._scratch_for(part.shape[0]).own_rows
+                take_rows(blocks, part, rows)
+                above[part] = self._reduced(rows)
 
     def _refresh_all(self) -> None:
-        for blocks, above in zip(self._own_blocks, self._own_levels[1:], strict=True):
+        for blocks, above in self._steps_up:
             above[: blocks.shape[0]] = self._reduced(blocks)
 
     def _scratch_for(self, num_rows: int) -> Scratch:
@@ -196,7 +201,9 @@ class SumTree(WideTree):
         self._top_sums = self._sums[1:]
         self._own_sums, self._own_top_sums = own(self._sums), own(self._top_sums)
         self._zero = own(self._sums.new_zeros(()))
-        self._steps = own(self._sums[:0])
+        #: Blocks of each level but the top, with their numbers in one row, from the top down.
+        self._steps_down = list(zip(self._own_blocks, self._own_levels[:-1], strict=True))[::-1]
+        self._strata = Strata(0, self.device)
 
     def find(self, masses: torch.Tensor) -> torch.Tensor | None:
         """Find where the running sum of weights first exceeds `[n]` masses in [0, total]; None if all are 0."""
@@ -217,18 +224,16 @@ class SumTree(WideTree):
         total = self._add_up()
         if total <= 0:
             return None
-        if self._steps.shape[0] != num_draws:
-            self._steps = own(torch.arange(num_draws, dtype=torch.float64, device=self.device))
-        points = own(torch.rand(num_draws, dtype=torch.float64, generator=generator, device=self.device))
-        points += self._steps
-        points *= total / num_draws
-        is_quick = self.device.type == "cpu" and 0 < num_draws <= _MAX_ROWS
+        if self._strata.num_points != num_draws:
+            self._strata = Strata(num_draws, self.device)
+        points = self._strata.draw(total, generator)
+        is_quick = self._is_on_cpu and 0 < num_draws <= _MAX_ROWS
         if not is_quick or points[-1] >= total:  # they ascend
             points = points.clip(max=nextafter(total, 0))
         if is_quick:
             places = self._descend_quickly(points)
             weights = self._leaves[places]
-            if weights.min() > 0:
+            if np.minimum.reduce(weights) > 0:
                 return places, weights
         places = self._descend(points)
         return places, self._leaves[places]
@@ -244,23 +249,32 @@ class SumTree(WideTree):
         That place may have no weight: whoever calls must look. Running sums start at minus what is left of
         the mass, which is never below 0: up to the place before the one that is found they are not above 0.
         """
-        node = self._own_top_sums.searchsorted(masses, side="right")
-        left = self._own_sums[node] - masses
+        node = self._search_top(masses)
+        left = self._own_sums[node]
+        left -= masses
         memory = self._scratch_for(masses.shape[0])
-        is_above = memory.is_above
-        for blocks, level in zip(reversed(self._own_blocks), reversed(self._own_levels[:-1]), strict=True):
-            take_rows(blocks, node, memory.own_rows)
+        for blocks, level in self._steps_down:
+            blocks.take(node, 0, memory.own_rows, "clip")
             memory.first_column += left
             torch.cumsum(memory.rows, 1, out=memory.sums)
-            np.greater(memory.own_sums, 0.0, out=is_above)
-            is_above[:, -1] = True
-            place = is_above.argmax(1)
+            place = memory.count_not_above_zero()
             node <<= _SHIFT
             node += place
             if level is not self._leaves:
                 place += memory.starts
-                left = memory.flat_sums[place] - level[node]
+                left = memory.flat_sums[place]
+                left -= level[node]
         return node
+
+    def _search_top(self, points: Any) -> Any:
+        """Count the running sums of the top that are at most each point, one point in each stratum, on the CPU."""
+        num_points, sums = points.shape[0], self._own_top_sums
+        if num_points < _MANY_POINTS:
+            return sums.searchsorted(points, "right")
+        # A sum is in one stratum: above all points before it, below all behind. Rounding may mistake the next for it.
+        first = np.minimum(sums / sums[-1] * num_points, num_points - 1).astype(np.int64)
+        first += points[first] < sums
+        return np.bincount(first, minlength=num_points + 1)[:num_points].cumsum()
 
     def _descend(self, masses: Any) -> Any:
         """Find places from the running sums of the top down; masses are below the last one."""
@@ -286,6 +300,24 @@ class SumTree(WideTree):
         return node
 
 
+class Strata:
+    """Memory for `num_points` points, one in each of as many intervals of equal length."""
+
+    def __init__(self, num_points: int, device: torch.device) -> None:
+        self.num_points = num_points
+        self._starts = own(torch.arange(num_points, dtype=torch.float64, device=device))
+        self._memory = torch.empty(num_points, dtype=torch.float64, device=device)
+        self._points = own(self._memory)
+
+    def draw(self, total: float, generator: torch.Generator) -> Any:
+        """Draw points in [0, total), ascending, as `own` gives them; they last until the next call."""
+        self._memory.uniform_(generator=generator)
+        points = self._points
+        points += self._starts
+        points *= total / max(1, self.num_points)
+        return points
+
+
 class Scratch:
     """Memory for looking at `num_rows` blocks, and for their running sums."""
 
@@ -293,18 +325,38 @@ class Scratch:
         self.num_rows = num_rows
         if of is None:
             self.rows, self.sums = torch.empty((2, num_rows, WIDTH), dtype=torch.float64, device=device)
-            self.is_above = np.empty((num_rows, WIDTH), np.bool_)
+            self._is_below = np.empty((num_rows, WIDTH), np.bool_)
+            self._counts = np.empty(num_rows, np.int64)
             #: Where each row starts in `flat_sums`.
             self.starts = np.arange(num_rows) * WIDTH
         else:
             self.rows, self.sums = of.rows[:num_rows], of.sums[:num_rows]
-            self.is_above, self.starts = of.is_above[:num_rows], of.starts[:num_rows]
+            self._is_below, self._counts = of._is_below[:num_rows], of._counts[:num_rows]
+            self.starts = of.starts[:num_rows]
         self.own_rows, self.own_sums, self.flat_sums = own(self.rows), own(self.sums), own(self.sums.view(-1))
         self.first_column = self.own_rows[:, 0]
+        self._last_is_below = self._is_below[:, -1]
+        self._eights = self._is_below.view(np.uint64)
+        self._first_eight, self._second_eight = self._eights[:, 0], self._eights[:, 1]
+        self._words = self._counts.view(np.uint64)
 
     def first(self, num_rows: int) -> Scratch:
         """Share the first rows of this memory."""
         return Scratch(num_rows, self.rows.device, self)
+
+    def count_not_above_zero(self) -> Any:
+        """Count in each row, on the CPU, the running sums but the last that are not above 0; `[num_rows]`, shared.
+
+        Sums ascend, so that this is the first place that is above 0, or the last place. Flags are bytes: eight
+        are added up by one multiplication, without the jumps of a search that processors guess wrongly.
+        """
+        np.less_equal(self.own_sums, 0.0, out=self._is_below)
+        self._last_is_below.fill(False)
+        words = self._words
+        np.add(self._first_eight, self._second_eight, out=words)
+        words *= _EVERY_BYTE
+        words >>= _TOP_BYTE
+        return self._counts
 
 
 def _first_above(sums: Any, masses: Any) -> Any:

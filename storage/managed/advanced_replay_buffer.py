@@ -198,7 +198,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         if drawn is None:
             expected, got = f"items for a batch of {batch_size}", f"{self.count()} of {self.push_count} that were added"
             raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first")
-        ids = self._data.ids(drawn.slots)
+        ids = self._data.ids(drawn.places)
         batch = self._data.batch(drawn.slots, self.output_device)
         self._finish(drawn, iteration, start_s)
         weights = float32_tensor(drawn.importance)
@@ -236,13 +236,13 @@ class AdvancedReplayBuffer(ManagedBuffer):
         with self._lock:
             return self._data.update(*self._read_priorities(ids, priorities))
 
-    def _read_priorities(self, ids: Any, priorities: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def _read_priorities(self, ids: Any, priorities: Any) -> tuple[torch.Tensor, Any, float]:
         if type(ids) is torch.Tensor and ids.dtype is torch.int64 and ids.dim() == 1 and ids.device == self.device:
-            return ids, *self._data.rows.checked(priorities, ids.shape[0])
+            return ids, *self._data.rows.checked_own(priorities, ids.shape[0])
         rows = torch.as_tensor(ids, device=self.device)
         if rows.dim() != 1 or (rows.shape[0] and (rows.is_floating_point() or rows.dtype is torch.bool)):
             raise UsageError("update priorities", "", "ids [n] of integers", f"{rows.dtype} {list(rows.shape)}")
-        return rows.long(), *self._data.rows.checked(priorities, rows.shape[0])
+        return rows.long(), *self._data.rows.checked_own(priorities, rows.shape[0])
 
     def used_data(self) -> UsedQueue:
         """Give the queue of `data_id`s that nobody needs any more; each comes once.
@@ -288,7 +288,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         self._data.drop_stale(iteration)
         if size == 0:
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            return Draw(nothing, own(nothing.double()))
+            return Draw(nothing, own(nothing), own(nothing.double()))
         among = None if sample_range is None else self._data.slots_in(sample_range)
         if not self._is_enough(size, self.count() if among is None else len(among)):
             return None
@@ -317,8 +317,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         used = info.get("used_id")
         used = [] if used is None else list(used) if isinstance(used, (list, tuple, set)) else [used]
         if priorities is None:
-            return rows[:0], *self._data.rows.checked([], 0), used
-        return rows, *self._data.rows.checked(priorities, len(rows)), used
+            return rows[:0], *self._data.rows.checked_own([], 0), used
+        return rows, *self._data.rows.checked_own(priorities, len(rows)), used
 
     def _apply_update(self, read: tuple[Any, ...]) -> int:
         *update, used = read

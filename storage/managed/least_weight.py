@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..host_arrays import own
+from ..host_arrays import library, own
 from ..sum_tree import BLOCK, SumTree
 
 _SHIFT = BLOCK.bit_length() - 1
@@ -30,6 +30,7 @@ class LeastWeight:
         self._least = torch.full((self._blocks.shape[0],), inf, dtype=torch.float64, device=tree.device)
         self._is_written = torch.zeros(self._blocks.shape[0], dtype=torch.bool, device=tree.device)
         self._own_written, self._weights = own(self._is_written), own(tree.leaves_view())
+        self._library = library(tree.device)
         #: None if a row that had it was written.
         self._value: float | None = inf
 
@@ -41,6 +42,8 @@ class LeastWeight:
         self._own_written[index >> _SHIFT] = True
         if self._value is None or not index.shape[0]:
             return
+        if float(self._library.minimum(old, new).min()) > self._value:
+            return  # nearly always
         if _least_positive(old) <= self._value:
             self._value = None
         elif _least_positive(new) < self._value:

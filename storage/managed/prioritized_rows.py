@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import UsageError
-from ..host_arrays import own, tensor_of
+from ..host_arrays import column_of, own, tensor_of
 from ..sum_tree import SumTree
 from .least_weight import LeastWeight
 
@@ -76,7 +76,7 @@ class PrioritizedRows:
     def __init__(self, capacity: int, rule: PriorityRule, device: torch.device | str = "cpu") -> None:
         self.rule = rule
         self.device = torch.device(device)
-        self.priorities = torch.zeros(capacity, dtype=torch.float64, device=self.device)
+        self.priorities = column_of(capacity, 0, torch.float64, self.device)
         self._own_priorities = own(self.priorities)
         self.max_priority = 1.0
         self.num_draws = 0
@@ -106,6 +106,18 @@ class PrioritizedRows:
         """Copy all weights, `[capacity]` float64."""
         return self._weights.leaves_view().clone()
 
+    def checked_own(self, priorities: Any, num_rows: int) -> tuple[Any, float]:
+        """Do what `checked` does; gives what `own` gives."""
+        if self._is_plain(priorities):
+            # What nearly all callers give, in few calls; what is wrong with it is said by `checked`.
+            values = priorities.numpy().astype(np.float64)
+            if values.shape == (num_rows,) and num_rows:
+                largest = float(np.maximum.reduce(values))
+                if np.minimum.reduce(values) >= 0 and self._fits(largest):
+                    return values, largest
+        found, largest = self.checked(priorities, num_rows)
+        return own(found), largest
+
     def checked(self, priorities: Any, num_rows: int) -> tuple[torch.Tensor, float]:
         """Give `[num_rows]` float64 of what was handed in, and the largest; or raise, also for later overflow.
 
@@ -113,12 +125,6 @@ class PrioritizedRows:
             UsageError: A priority is negative or not finite, too large to be summed, or there are not as many.
         """
         action = "take priorities"
-        if self._is_plain(priorities) and priorities.shape == (num_rows,) and num_rows:
-            # What nearly all callers give, in few calls; what is wrong with it is said below.
-            values = priorities.numpy().astype(np.float64)
-            largest = float(np.maximum.reduce(values))
-            if np.minimum.reduce(values) >= 0 and self._fits(largest):
-                return torch.from_numpy(values), largest
         try:
             # Python's numbers are float64, which torch would make float32.
             dtype = None if isinstance(priorities, torch.Tensor) else torch.float64
@@ -233,7 +239,7 @@ class PrioritizedRows:
         """Tell whether priorities are a tensor that numpy sees as it is."""
         if type(priorities) is not torch.Tensor or self._own_priorities is self.priorities:
             return False
-        is_float = priorities.dtype is torch.float32 or priorities.dtype is torch.float64
+        is_float = priorities.dtype in (torch.float32, torch.float64)
         return is_float and priorities.is_cpu and not priorities.requires_grad and priorities.layout is torch.strided
 
     def _fits(self, largest: float) -> bool:

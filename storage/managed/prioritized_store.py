@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,11 +41,11 @@ class Push:
     collected: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class Draw:
-    """`[n]` slots that were drawn, ascending, and their importance weights, float64 as `own` gives them."""
+class Draw(NamedTuple):
+    """`[n]` slots that were drawn, ascending; the same and their importance weights, float64, as `own` gives them."""
 
     slots: torch.Tensor
+    places: Any
     importance: Any
 
 
@@ -163,17 +163,17 @@ class PrioritizedStore:
         """Draw slots; None if nothing has a weight."""
         if among is not None:
             drawn = self.rows.draw_among(among, size, generator)
-            return None if drawn is None else Draw(drawn[0], own(drawn[1]))
+            return None if drawn is None else Draw(drawn[0], own(drawn[0]), own(drawn[1]))
         found = self.rows.draw_own(size, generator)
-        return None if found is None else Draw(tensor_of(found[0]), found[1])
+        return None if found is None else Draw(tensor_of(found[0]), *found)
 
     def uses_with(self, slots: torch.Tensor) -> torch.Tensor:
         """Count the uses of `[n]` drawn slots before `use`, each copy's own included."""
         return self.limits.uses.index_select(0, slots).add_(copy_numbers(slots))
 
-    def ids(self, slots: torch.Tensor) -> torch.Tensor:
-        """Give the ids of the items in `[n]` slots, `NONE` where there is none."""
-        return tensor_of(self.limits.own_row_ids[own(slots)])
+    def ids(self, places: Any) -> torch.Tensor:
+        """Give the ids of the items in `[n]` slots, which are as `own` gives them; `NONE` where there is none."""
+        return tensor_of(self.limits.own_row_ids[places])
 
     def use(self, slots: torch.Tensor) -> None:
         """Count that slots were given away, and remove what is used up; `gather` them before."""
@@ -199,19 +199,21 @@ class PrioritizedStore:
 
     # What a learner found.
 
-    def update(self, ids: torch.Tensor, priorities: torch.Tensor, largest: float) -> int:
-        """Set checked priorities of items, those that are still there; gives their number."""
-        rows, values = own(ids), own(priorities)
+    def update(self, ids: torch.Tensor, priorities: Any, largest: float) -> int:
+        """Set checked priorities, as `own` gives them, of items, those that are still there; gives their number."""
+        rows, values = own(ids), priorities
+        num_rows = num_live = rows.shape[0]
         slots = rows % self.items.capacity
         is_live = self.limits.own_row_ids[slots] == rows
         is_live &= rows >= 0  # a slot without a row has an id too
         if not is_live.all():
             slots, values = slots[is_live], values[is_live]
-            self.num_dead_updates += rows.shape[0] - slots.shape[0]
-            largest = float(values.max()) if slots.shape[0] else 0.0
-        if slots.shape[0]:
+            num_live = slots.shape[0]
+            self.num_dead_updates += num_rows - num_live
+            largest = float(values.max()) if num_live else 0.0
+        if num_live:
             self.rows.update_own(slots, values, largest)
-        return int(slots.shape[0])
+        return int(num_live)
 
     # Saving.
 

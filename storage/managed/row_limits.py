@@ -12,7 +12,7 @@ from math import inf, isinf
 import torch
 
 from ..errors import UsageError
-from ..host_arrays import own
+from ..host_arrays import column_of, own
 from ..sum_tree import MinTree
 
 #: `collected` of a row that does not say when; it is never stale.
@@ -44,13 +44,13 @@ class RowLimits:
         self.max_staleness = _limit("max_staleness", max_staleness, 0)
         device = torch.device(device)
         #: Id of the row that is in a slot; `NONE` if there is none that counts.
-        self.row_ids = torch.full((capacity,), NONE, dtype=torch.int64, device=device)
+        self.row_ids = column_of(capacity, NONE, torch.int64, device)
         self.own_row_ids = own(self.row_ids)
-        self._uses = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._uses = column_of(capacity, 0, torch.int64, device)
         #: Uses that are still to be counted, and how many: nobody may ever ask for them.
         self._used: list[torch.Tensor] = []
         self._num_used = 0
-        self.collected = torch.full((capacity,), UNKNOWN, dtype=torch.int64, device=device)
+        self.collected = column_of(capacity, UNKNOWN, torch.int64, device)
         self.num_valid = 0
         self._oldest = None if isinf(self.max_staleness) else MinTree(capacity, device)
 
@@ -59,7 +59,7 @@ class RowLimits:
         """How often the row in each slot was used, `[capacity]` int64, sharing memory."""
         if self._used:
             used = torch.cat(self._used)
-            self._uses.index_add_(0, used, torch.ones_like(used))
+            self._uses.scatter_add_(0, used, torch.ones_like(used))
             self._used, self._num_used = [], 0
         return self._uses
 

@@ -22,13 +22,18 @@ def test_d4_d8_a_check_and_its_draw_are_one_step_and_counts_lose_nothing() -> No
     given: list[str] = []
     errors: list[BaseException] = []
 
+    is_over = threading.Event()
+
     def push() -> None:
         for number in range(300):
             buffer.append({"x": torch.tensor(float(number))})
+        is_over.set()
 
     def sample() -> None:
         try:
-            for _ in range(300):
+            is_last = False
+            while not is_last:
+                is_last = is_over.is_set()
                 # The check alone may be out of date; sampling decides by itself.
                 buffer.sample_check(4)
                 found = buffer.sample(4)

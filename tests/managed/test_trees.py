@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +20,11 @@ KINDS = {"sum": (SumSegmentTree, math.fsum, 0.0), "min": (MinSegmentTree, min, m
 KINDS["max"] = (MaxSegmentTree, max, -math.inf)
 #: Few values that are far apart, so that sums round, and zeros, so that gaps come up.
 WEIGHTS = st.sampled_from([0.0, 0.0, 5e-324, 1e-12, 0.1, 1.0, 3.0, 1e12])
+
+#: Weights between which no float64 can hold both, many of them none at all.
+EXTREMES = st.sampled_from([0.0, 0.0, 0.0, 0.0, 5e-324, 1e-300, 1e-16, 0.1, 1.0, 1.0 + 2**-52, 1e16, 1e300])
+#: What rounding may move a point by, in units of the sum's last place: each level adds up a block, the top all of it.
+SLACK_ULPS = 256
 
 
 @pytest.fixture(autouse=True, params=["one level", "many levels"])
@@ -124,6 +132,71 @@ def test_draws_have_the_law_of_the_weights_one_per_interval() -> None:
     assert statistic < num_usual + 4 * math.sqrt(2 * num_usual)
     rare = ~usual & (weights > 0)
     assert abs(counts[rare].sum() - expected[rare].sum()) < 5 * math.sqrt(float(expected[rare].sum()) + 1)
+
+
+def check_drawn(tree: trees.SumTree, num_draws: int, generator: torch.Generator) -> None:
+    """Each place has a weight, and its stretch of the running sum meets its stratum, in exact numbers."""
+    weights = [Fraction(x) for x in tree.leaves_view().tolist()]
+    total = sum(weights)
+    drawn = tree.draw_weights(num_draws, generator)
+    if total == 0:
+        assert drawn is None
+        return
+    places, found = drawn
+    assert len(places) == num_draws and (places >= 0).all() and (places < tree.capacity).all()
+    assert (found > 0).all() and found.tolist() == [float(weights[place]) for place in places]
+    slack = SLACK_ULPS * Fraction(math.ulp(float(total)))
+    ends = list(accumulate(weights))
+    for number, place in enumerate(places.tolist()):
+        first, last = total * number / num_draws, total * (number + 1) / num_draws
+        assert ends[place] - weights[place] - slack <= last and ends[place] + slack >= first
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_every_draw_has_a_weight_and_lies_in_its_stratum_whatever_rounding_does(data: st.DataObject) -> None:
+    tree = trees.SumTree(sized(data))
+    for _ in range(data.draw(st.integers(1, 3))):
+        places = data.draw(st.lists(st.integers(0, tree.capacity - 1), min_size=1, max_size=60))
+        values = data.draw(st.lists(EXTREMES, min_size=len(places), max_size=len(places)))
+        tree.write(torch.tensor(places), torch.tensor(values, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    for num_draws in data.draw(st.lists(st.sampled_from([1, 2, 7, 64, 300, 1500]), min_size=1, max_size=3)):
+        check_drawn(tree, num_draws, generator)
+
+
+def test_where_the_quick_descent_finds_a_zero_all_are_found_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = trees.SumTree(3000)
+    weights = torch.rand(3000, dtype=torch.float64)
+    weights[::2] = 0
+    tree.rebuild(weights)
+    expected = tree.draw_weights(64, torch.Generator().manual_seed(0))
+    calls = []
+
+    def wrong(masses: Any) -> Any:
+        calls.append(len(masses))
+        return np.zeros(len(masses), np.int64)  # place 0 has no weight
+
+    monkeypatch.setattr(tree, "_descend_quickly", wrong)
+    found = tree.draw_weights(64, torch.Generator().manual_seed(0))
+    assert calls == [64]
+    assert found[0].tolist() == expected[0].tolist() and found[1].tolist() == expected[1].tolist()
+    check_drawn(tree, 64, torch.Generator().manual_seed(1))
+
+
+def test_a_point_that_rounding_puts_behind_its_block_is_found_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "MAX_TOP", 2)
+    tree = trees.SumTree(32)
+    # Running sums that start at minus the point lose each of the small weights; their sum, added first, is not lost.
+    small = 0.9 * 2**-53
+    tree.write(torch.arange(9), torch.tensor([small] * 8 + [1.0], dtype=torch.float64))
+    tree._own_levels[1][0] = 1 + 8 * small
+    point = math.nextafter(tree._add_up(), 0)
+    quick = tree._descend_quickly(np.array([point]))
+    assert quick.tolist() == [15] and tree.leaves_view()[15] == 0
+    monkeypatch.setattr(trees.Strata, "draw", lambda *_: np.array([point]))
+    places, weights = tree.draw_weights(1, torch.Generator())
+    assert places.tolist() == [8] and weights.tolist() == [1.0]
 
 
 def test_least_numbers_are_listed_up_to_a_bound() -> None:
