@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import SchemaError, UsageError
-from ..host_arrays import own, tensor_of
+from ..host_arrays import library, own, tensor_of
 from ..tree import unflatten
 from .item_leaves import from_json, put_leaf, to_json
 from .item_store import Items, ItemStore
@@ -62,6 +62,7 @@ class PrioritizedStore:
     def __init__(self, items: ItemStore, rows: PrioritizedRows, limits: RowLimits, used: UsedData | None) -> None:
         self.items, self.rows, self.limits, self.used = items, rows, limits, used
         self.device = items.device
+        self._library = library(self.device)
         #: Updates of items that were gone.
         self.num_dead_updates = 0
 
@@ -202,18 +203,18 @@ class PrioritizedStore:
     def update(self, ids: torch.Tensor, priorities: Any, largest: float) -> int:
         """Set checked priorities, as `own` gives them, of items, those that are still there; gives their number."""
         rows, values = own(ids), priorities
-        num_rows = num_live = rows.shape[0]
         slots = rows % self.items.capacity
         is_live = self.limits.own_row_ids[slots] == rows
-        is_live &= rows >= 0  # a slot without a row has an id too
-        if not is_live.all():
+        if self.limits.num_valid < self.items.capacity:
+            is_live &= rows >= 0  # a slot without a row has an id too
+        num_live = int(self._library.count_nonzero(is_live))
+        if num_live < rows.shape[0]:
             slots, values = slots[is_live], values[is_live]
-            num_live = slots.shape[0]
-            self.num_dead_updates += num_rows - num_live
+            self.num_dead_updates += rows.shape[0] - num_live
             largest = float(values.max()) if num_live else 0.0
         if num_live:
             self.rows.update_own(slots, values, largest)
-        return int(num_live)
+        return num_live
 
     # Saving.
 
