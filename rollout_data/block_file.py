@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,9 @@ def block_name(writer: str, sequence: int) -> str:
     return f"rollout_{writer}_{sequence:06d}.h5"
 
 
-def write_block(folder: Path, content: BlockContent, durable: bool = True, in_haste: bool = True) -> Path:
+def write_block(
+    folder: Path, content: BlockContent, durable: bool = True, in_haste: bool | Callable[[], bool] = True
+) -> Path:
     """Write a block into `folder` and publish it in one step.
 
     Args:
@@ -95,7 +97,8 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, in_ha
         content: What to write; not changed.
         durable: Flush the file before and the folder after the rename. Without, publishing is
             still atomic for a crash of the process, but not for one of the machine.
-        in_haste: Use a second thread; a quarter faster, at the cost of whatever else wants to run.
+        in_haste: Use a second thread, at the cost of whatever else wants to run; or a function, asked again
+            and again, that says from when on.
 
     Returns:
         The path of the published block.
@@ -120,9 +123,10 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, in_ha
     return path
 
 
-def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool) -> None:
+def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool | Callable[[], bool]) -> None:
     """Write all of a block under a temporary name; in haste, a thread begins with the rows during the tables."""
-    splits = WorkSplit(num_processors() if in_haste else 1)
+    is_awaited = in_haste if callable(in_haste) else lambda: in_haste
+    splits = WorkSplit(num_processors() if is_awaited() else 1)
     options = CodingOptions(content.codecs, content.max_errors, content.frames_per_chunk)
     coded = code_tables(content.schema, content.fragments, content.rows, options, splits)
     content, codings = replace(content, rows=coded[0]), coded[1]
@@ -131,12 +135,13 @@ def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool
         descriptor = out.fileno()
         offsets = _reserve_rows(file, content)
         writing = RowWriting(descriptor, content.rows, offsets, content.fragments, starts_writeback=durable)
-        with _Beside(writing.work) if in_haste else nullcontext():
+        with _Helper(writing.work, is_awaited) as helper:
+            helper.ask()
             _write_tables(file, content, codings)
             file.close()
             for offset, data in header.writes:
                 write_at(descriptor, memoryview(data), offset)
-            writing.work()
+            writing.work(before_each=helper.ask)
         for table, values in writing.checksums.items():
             write_at(descriptor, values.reshape(-1).view(np.uint8).data, offsets[f"checksums/{table}"])
         os.ftruncate(descriptor, header.size)
@@ -144,32 +149,36 @@ def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool
             os.fsync(descriptor)
 
 
-class _Beside:
-    """Call a function in a thread while the `with` block runs; a failure is raised at its end.
+class _Helper:
+    """Calls a function in a thread beside the `with` block, from when it is wanted; a failure is raised at the end.
 
-    Not a `ThreadPoolExecutor`, which refuses work while the interpreter exits: then, or where no
-    thread can be started any more, the function is called first.
+    Not a `ThreadPoolExecutor`, which refuses work while the interpreter exits: then, or where no thread can
+    be started any more, the block does all of the work.
     """
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[], object], is_wanted: Callable[[], bool]) -> None:
+        self._function, self._is_wanted = function, is_wanted
+        self._is_asked = num_processors() < 2
         self._failure: BaseException | None = None
-        self.value: Any = None
-        self._thread: threading.Thread | None = threading.Thread(target=self._call, name="block", daemon=True)
+        self._thread: threading.Thread | None = None
+
+    def ask(self) -> None:
+        """Start the thread if it is wanted now and was not before."""
+        if self._is_asked or not self._is_wanted():
+            return
+        self._is_asked = True
+        thread = threading.Thread(target=self._call, name="block", daemon=True)
+        with suppress(RuntimeError):
+            thread.start()
+            self._thread = thread
 
     def _call(self) -> None:
         try:
-            self.value = self._function()
+            self._function()
         except BaseException as error:  # noqa: BLE001 - handed to the caller
             self._failure = error
 
-    def __enter__(self) -> _Beside:
-        try:
-            assert self._thread is not None
-            self._thread.start()
-        except RuntimeError:
-            self._thread = None
-            self._call()
+    def __enter__(self) -> _Helper:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -167,7 +167,7 @@ class BlockPublisher:
             content.codecs, content.frames_per_chunk = self._codecs, self.frames_per_chunk
             if len(content.fragments):
                 self._journal.announce(self._sequence, num_accepted)
-                write_block(self._folder, content, self._durable, in_haste=self._is_awaited)
+                write_block(self._folder, content, self._durable, in_haste=lambda: self._is_awaited)
                 self._sequence += 1
                 self._num_blocks += 1
                 self._num_uncached += 1

@@ -51,6 +51,7 @@ class Rollout:
         policy_version: `[T, N]` int64, or one number for all.
         finals: Field -> `[k, *shape]`, one row for each end in the order of time, then env; or None.
         has_final_privileged: False if the privileged part of `finals` only stands in.
+        is_plain: Known to end no trajectory and to lack no frame.
     """
 
     fields: Mapping[str, torch.Tensor | np.ndarray]
@@ -60,6 +61,7 @@ class Rollout:
     policy_version: np.ndarray | int
     finals: dict[str, torch.Tensor] | None
     has_final_privileged: bool = True
+    is_plain: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -83,6 +85,16 @@ class Rollout:
             finals,
             self.has_final_privileged,
         )
+
+
+def num_nonfinite(rewards: torch.Tensor | np.ndarray, present: np.ndarray) -> int:
+    """Count the values of `[T, N, ...]` rewards that are NaN or infinite, where there are frames."""
+    if isinstance(rewards, torch.Tensor):
+        rewards = (rewards.float() if rewards.dtype == torch.bfloat16 else rewards).cpu().numpy()
+    if rewards.dtype.kind != "f":
+        return 0
+    is_finite = np.isfinite(rewards)
+    return 0 if is_finite.all() else int((~is_finite)[present].sum())
 
 
 def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +139,10 @@ def _items(transition: Any) -> dict[str, Any]:
         return {}
     if isinstance(transition, Mapping):
         return dict(transition)
+    if isinstance(transition, Transition):
+        values = transition._asdict()
+        del values["stream_id"]
+        return {**(values.pop("extras") or {}), **values}
     if hasattr(transition, "_asdict"):
         return dict(transition._asdict())
     if is_dataclass(transition):
@@ -139,10 +155,6 @@ def _items(transition: Any) -> dict[str, Any]:
 def read_rollout(
     values: Mapping[str, Any], num_envs: int, is_step: bool, parts: ObservationParts, schema: Schema | None
 ) -> tuple[Rollout, Schema]:
-    if isinstance(transition, Transition):
-        values = transition._asdict()
-        del values["stream_id"]
-        return {**(values.pop("extras") or {}), **values}
     """Check a record and bring it into form.
 
     Args:

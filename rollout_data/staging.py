@@ -6,6 +6,7 @@ One rule: staging decides nothing: `step_buffer.py` holds the values, `cutting.p
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,13 +17,12 @@ from storage.fields import Schema
 from .block_file import BlockContent
 from .block_header import DATA, DROPPED, ENDS, FINAL, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED, layouts_of
 from .cutting import PRESENT, Carry, Marks, cut
-from .record import REWARD, Rollout
+from .record import REWARD, Rollout, num_nonfinite
 from .row_source import RowSource
 from .step_buffer import ChosenRows, StagedRows, StepBuffer
 
 #: A block is written without its unused rows when more than this part of them is unused.
 MAX_UNUSED_PART = 0.25
-_MIN_CAPACITY = 32
 _MIN_FINALS = 16
 
 
@@ -32,9 +32,10 @@ class Staging:
     Args:
         schema: All fields, as users see them.
         num_envs: N.
-        max_steps: How many steps it takes at most.
-        capacity: How many to make room for at first; it grows when needed.
+        max_steps: How many steps it takes at most. There is room for all at once, as memory that was never
+            touched costs nothing: growing in the middle of a recording would keep a caller waiting.
         pool: Where its memory comes from and returns to.
+        num_nonfinite: Rewards that were NaN or infinite in the stagings before.
 
     Attributes:
         num_steps: Steps taken.
@@ -43,20 +44,20 @@ class Staging:
         is_published: Its publication has begun; a second one must do nothing.
     """
 
-    def __init__(self, schema: Schema, num_envs: int, max_steps: int, capacity: int, pool: BufferPool) -> None:
+    def __init__(self, schema: Schema, num_envs: int, max_steps: int, pool: BufferPool, num_nonfinite: int = 0) -> None:
         self.schema = schema
         self.num_envs = num_envs
         self.max_steps = max_steps
-        capacity = min(max_steps, max(_MIN_CAPACITY, capacity))
         layouts = layouts_of(schema)
-        self._data = StepBuffer(layouts[DATA], (num_envs,), capacity, pool)
+        self._data = StepBuffer(layouts[DATA], (num_envs,), max_steps, pool)
         self._final = StepBuffer(layouts[FINAL], (), _MIN_FINALS, pool)
-        self._bits = np.zeros((capacity, num_envs), np.uint8)
-        self._times_ns = np.zeros(capacity, np.int64)
+        self._bits = np.zeros((max_steps, num_envs), np.uint8)
+        self._times_ns = np.zeros(max_steps, np.int64)
         self._before = np.zeros(num_envs, np.uint8)
         self._versions: list[np.ndarray | int] = []
         self._final_places: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_finals = 0
+        self._num_nonfinite = num_nonfinite
         self.num_steps = 0
         self.started_s: float | None = None
         self.is_sealed = False
@@ -77,9 +78,7 @@ class Staging:
             `[T, N]` uint8: the marks of the new frames.
         """
         start, count = self.num_steps, rollout.num_steps
-        self._grow(start + count)
-        for name, values in rollout.fields.items():
-            self._data.put(name, start, values)
+        self._data.put(start, rollout.fields)
         bits = _bits(rollout, drop_terminated)
         self._bits[start : start + count] = bits
         self._times_ns[start : start + count] = time_ns if count == 1 else time_ns + np.arange(count)
@@ -95,6 +94,13 @@ class Staging:
         if self.started_s is None:
             self.started_s = time.monotonic()
         return bits
+
+    def num_nonfinite_rewards(self) -> int:
+        """Count the rewards that are NaN or infinite, here and in the stagings before."""
+        if REWARD not in self.schema:
+            return 0
+        rewards, is_present = self._data.field(REWARD, self.num_steps), self._bits[: self.num_steps] > 0
+        return self._num_nonfinite + num_nonfinite(rewards, is_present)
 
     def end(self, env_ids: np.ndarray, flag: int) -> None:
         """End the trajectories in progress of these envs after their last frame."""
@@ -140,19 +146,6 @@ class Staging:
         }
         return BlockContent(self.schema, writer, sequence, fragments, sums, tables, errors), carry
 
-    def _grow(self, needed: int) -> None:
-        capacity = self._data.capacity
-        if needed <= capacity:
-            return
-        capacity = min(self.max_steps, max(needed, 2 * capacity))
-        self._data.reserve(capacity, self.num_steps)
-        bits, times_ns = np.zeros((capacity, self.num_envs), np.uint8), np.zeros(capacity, np.int64)
-        bits[: self.num_steps], times_ns[: self.num_steps] = (
-            self._bits[: self.num_steps],
-            self._times_ns[: self.num_steps],
-        )
-        self._bits, self._times_ns = bits, times_ns
-
     def _put_finals(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray] | None:
         """Copy the final rows behind those that are there; give the (step, env) of each, or None without any."""
         if rollout.finals is None:
@@ -161,8 +154,7 @@ class Staging:
         needed = self._num_finals + len(step)
         if needed > self._final.capacity:
             self._final.reserve(max(needed, 2 * self._final.capacity), self._num_finals)
-        for name, values in rollout.finals.items():
-            self._final.put(name, self._num_finals, values)
+        self._final.put(self._num_finals, rollout.finals)
         return step, env
 
     def _final_keys(self) -> np.ndarray:
@@ -204,6 +196,8 @@ class Staging:
 
 
 def _bits(rollout: Rollout, drop_terminated: bool) -> np.ndarray:
+    if rollout.is_plain:
+        return _plain_bits(rollout.present.shape)
     bits = np.where(rollout.terminated, np.uint8(PRESENT | TERMINATED), np.uint8(PRESENT))
     if rollout.truncated.any():
         bits |= rollout.truncated * np.uint8(TRUNCATED)
@@ -213,4 +207,11 @@ def _bits(rollout: Rollout, drop_terminated: bool) -> np.ndarray:
         bits |= (rollout.terminated & ~rollout.truncated) * np.uint8(DROPPED)
     if rollout.finals is not None and not rollout.has_final_privileged:
         bits |= (rollout.terminated | rollout.truncated) * np.uint8(FINAL_OBSERVATION_ONLY)
+    return bits
+
+
+@lru_cache(maxsize=16)
+def _plain_bits(shape: tuple[int, ...]) -> np.ndarray:
+    bits = np.full(shape, PRESENT, np.uint8)
+    bits.flags.writeable = False
     return bits

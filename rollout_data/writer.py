@@ -29,7 +29,7 @@ from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary
 from .metadata import METADATA_NAME, Metadata, publish_metadata
 from .observation_parts import observation_parts
 from .publishing import BlockPublisher, check_storable
-from .record import REWARD, Rollout, given_values, read_rollout, unpack_storage
+from .record import REWARD, Rollout, given_values, num_nonfinite, read_rollout, unpack_storage
 from .repeated_step import RepeatedStep, form_of
 from .staging import Staging
 from .tally import Tally
@@ -103,7 +103,7 @@ class RolloutWriter:
         self.name = name
         self.success_only = success_only
         self.nonfinite_rewards = nonfinite_rewards
-        self.num_nonfinite_rewards = 0
+        self._num_nonfinite = 0  # at the end
         self._parts = observation_parts(obs_segments, obs_disassemble_mapping)
         self._context = {"success_traj_only": success_only, **(metadata or {})}
         self._block_bytes, self._block_age_s = int(block_bytes), float(block_age_s)
@@ -230,6 +230,7 @@ class RolloutWriter:
         finally:
             self._publisher.close()
             self._journal.close()
+            self._num_nonfinite = self.num_nonfinite_rewards
             self._closed, self._staging = True, None
             _open_writers.discard(self)
         self._publisher.raise_failure()
@@ -254,6 +255,10 @@ class RolloutWriter:
     @property
     def num_trajectories(self) -> int:
         return self._tally.num_trajectories
+
+    @property
+    def num_nonfinite_rewards(self) -> int:
+        return self._num_nonfinite if self._staging is None else self._staging.num_nonfinite_rewards()
 
     @property
     def schema(self) -> Schema | None:
@@ -298,12 +303,12 @@ class RolloutWriter:
         rollout = self._step_form.read(values) if is_step and self._step_form is not None else None
         if rollout is None:
             rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
-            num_nonfinite = self._count_nonfinite(rollout)
+            self._check_rewards(rollout)
             if self._schema is None:
-                self._declare(schema, rollout.num_steps)
+                self._declare(schema)
             self._step_form = form_of(values, schema, self._parts, self.num_envs) if is_step else None
         else:
-            num_nonfinite = self._count_nonfinite(rollout)
+            self._check_rewards(rollout)
         start = 0
         while start < rollout.num_steps:
             staging = self._staging_with_room()
@@ -313,14 +318,13 @@ class RolloutWriter:
             bits = staging.put(part, self._last_ns, self.success_only)
             self._last_ns += part.num_steps - 1
             self._tally.count(bits)
-            self._num_accepted += int(np.count_nonzero(part.present))
+            self._num_accepted += part.present.size if part.is_plain else int(np.count_nonzero(part.present))
             self._journal.accept(self._num_accepted)
             start = stop
             if not staging.room or time.monotonic() - (staging.started_s or 0) > self._block_age_s:
                 self._hand_over()
-        self.num_nonfinite_rewards += num_nonfinite
 
-    def _declare(self, schema: Schema, num_steps: int) -> None:
+    def _declare(self, schema: Schema) -> None:
         """Freeze the schema: agree with the folder about it, then make room."""
         layout = layouts_of(schema)[DATA]
         check_storable(schema)
@@ -335,22 +339,17 @@ class RolloutWriter:
         step_bytes = self.num_envs * layout.frame_bytes
         self._max_steps = max(1, self._block_bytes // self._max_pending // step_bytes)
         self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(schema))
-        self._staging = Staging(schema, self.num_envs, self._max_steps, num_steps, self._pool)
+        self._staging = Staging(schema, self.num_envs, self._max_steps, self._pool)
         self._schema = schema
 
-    def _count_nonfinite(self, rollout: Rollout) -> int:
+    def _check_rewards(self, rollout: Rollout) -> None:
         reward = rollout.fields.get(REWARD)
-        if isinstance(reward, torch.Tensor):
-            reward = (reward.float() if reward.dtype == torch.bfloat16 else reward).cpu().numpy()
-        if reward is None or reward.dtype.kind != "f":
-            return 0
-        is_finite = np.isfinite(reward)
-        count = 0 if is_finite.all() else int((~is_finite)[rollout.present].sum())
-        if count and self.nonfinite_rewards == "refuse":
-            raise UsageError(
-                "add a record", "with the field 'reward'", "finite values", f"{count} NaN or infinite ones"
-            )
-        return count
+        if self.nonfinite_rewards == "refuse" and reward is not None:
+            count = num_nonfinite(reward, rollout.present)
+            if count:
+                raise UsageError(
+                    "add a record", "with the field 'reward'", "finite values", f"{count} NaN or infinite ones"
+                )
 
     def _staging_with_room(self) -> Staging:
         if self._staging is not None and self._staging.is_sealed:
@@ -369,7 +368,8 @@ class RolloutWriter:
         if staging is None or staging.is_empty:
             return
         self._publisher.submit(staging, self._num_accepted)
-        self._staging = Staging(staging.schema, self.num_envs, self._max_steps, staging.num_steps, self._pool)
+        so_far = staging.num_nonfinite_rewards()
+        self._staging = Staging(staging.schema, self.num_envs, self._max_steps, self._pool, so_far)
 
     def _check_usable(self) -> None:
         if self._closed:
