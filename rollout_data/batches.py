@@ -96,9 +96,8 @@ class _Gathered:
             self.rows[name] = out.view(torch.uint8).view(len(envs), self.length, column.row_bytes)
 
     def _locate(self, store: FrameStore, pieces: Any) -> Runs:
-        env = np.searchsorted(self.envs, pieces.env)
-        target = env * self.length + pieces.time
-        order = np.argsort(target, kind="stable")
+        target = _places(self.envs, pieces.env, self.plan) * self.length + pieces.time
+        order = target.argsort(kind="stable")
         return store.locate(pieces.trajectory[order], pieces.frame[order], pieces.num_frames[order], target[order])
 
     def _allocate(self, num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
@@ -133,11 +132,11 @@ class _Gathered:
 
     def _with_final(self, part: Any) -> Int64s:
         """Which ends of a part have a recorded final observation."""
-        return np.flatnonzero(part.deal.source.index.final_row[part.ends.trajectory] >= 0)
+        return (part.deal.source.index.final_row[part.ends.trajectory] >= 0).nonzero()[0]
 
     def _put_finals(self, part: Any, which: Int64s, rows: dict[str, torch.Tensor]) -> None:
         store: FrameStore = part.deal.source
-        env = torch.from_numpy(np.searchsorted(self.envs, part.ends.env[which])).to(self.device)
+        env = torch.from_numpy(_places(self.envs, part.ends.env[which], self.plan)).to(self.device)
         time = torch.from_numpy(part.ends.time[which]).to(self.device)
         layout, final = store.layouts[DATA], store.layouts[FINAL]
         # Without a recorded privileged part, the next privileged observation is that of the stream.
@@ -154,15 +153,20 @@ class _Gathered:
                     target[env, time] = values
 
 
+def _places(envs: Int64s, chosen: Int64s, plan: Plan) -> Int64s:
+    """Where some of `envs` (ascending) stand among them."""
+    return chosen if len(envs) == len(plan.num_valid) else envs.searchsorted(chosen)
+
+
 def _flags(plan: Plan, envs: Int64s, mark_first_frame: bool) -> dict[str, Bools]:
     """done, timeout, is_first and valid of a plan, each bool `[T, len(envs)]`."""
     shape = (plan.num_steps, len(envs))
     done, timeout, is_first = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, bool)
     for part in plan.parts:
-        env = np.searchsorted(envs, part.ends.env)
+        env = _places(envs, part.ends.env, plan)
         done[part.ends.time, env] = True
-        timeout[part.ends.time, env] = part.deal.source.index.is_timeout()[part.ends.trajectory]
-    at = np.searchsorted(envs, plan.first_env)
+        timeout[part.ends.time, env] = part.deal.source.index.is_timeout(part.ends.trajectory)
+    at = _places(envs, plan.first_env, plan)
     mine = (at < len(envs)) & (envs[np.minimum(at, len(envs) - 1)] == plan.first_env)
     is_first[plan.first_time[mine], at[mine]] = True
     if mark_first_frame:
@@ -212,6 +216,11 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WRITABLE[tensor.dtype]) if tensor.dtype in _WRITABLE else tensor
 
 
+@lru_cache(maxsize=128)
+def _names_below(layout: RowLayout, group: str) -> list[str]:
+    return list(layout.schema.below(group))
+
+
 @lru_cache(maxsize=64)
 def _extra_names(layout: RowLayout) -> tuple[str, ...]:
     """The fields that have no place of their own in a `Transition`."""
@@ -225,7 +234,7 @@ def _field(layout: RowLayout, name: str, rows: dict[str, torch.Tensor]) -> torch
 
 
 def _observation(layout: RowLayout, group: str, rows: dict[str, torch.Tensor], flatten: bool) -> Any:
-    names = list(layout.schema.below(group))
+    names = _names_below(layout, group)
     if not names:
         return None
     if names == [group]:

@@ -7,7 +7,7 @@ well. Envs that do not change trajectory are never looked at one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -160,12 +160,13 @@ class _Walk:
         self.parts: list[Part] = []
         self.pieces: list[Pieces] = []
         self.ends: list[Ends] = []
-        self.firsts = [(np.zeros(np.count_nonzero(state.is_first), np.int64), np.flatnonzero(state.is_first))]
+        first = state.is_first.nonzero()[0]
+        self.firsts = [(np.zeros(len(first), np.int64), first)]
 
     def run(self) -> None:
         """Close segments in the order of (end, env) until all open ones outlast the last step."""
         end = self._ends()
-        while len(ending := np.flatnonzero(end <= self.num_steps)):
+        while len(ending := (end <= self.num_steps).nonzero()[0]):
             envs = ending[np.argsort(end[ending], kind="stable")]
             times = end[envs]
             num_dealt = self._num_in_order(times)
@@ -184,9 +185,13 @@ class _Walk:
     def _ends(self) -> Int64s:
         """When each env's open segment ends: the time after its last frame; late for those that have none."""
         end = np.full(len(self.frame), self.num_steps + 1)
-        is_open = np.flatnonzero(~self.is_exhausted & self.moves)
+        is_open = self._open()
         end[is_open] = self.begin[is_open] + self.deal.lengths[self.trajectory[is_open]] - self.frame[is_open]
         return end
+
+    def _open(self) -> Int64s:
+        """Which envs have an open segment."""
+        return (~self.is_exhausted & self.moves).nonzero()[0]
 
     def _num_in_order(self, times: Int64s) -> int:
         """How many of these ends, ascending, can be served at once.
@@ -249,33 +254,32 @@ class _Walk:
 
     def _close_part(self) -> None:
         if self.pieces or self.ends:
-            pieces = (
-                Pieces(*(np.concatenate(column) for column in zip(*self.pieces, strict=True))) if self.pieces else _NONE
-            )
-            ends = Ends(*(np.concatenate(column) for column in zip(*self.ends, strict=True))) if self.ends else _NO_ENDS
+            pieces = Pieces(*_joined(self.pieces)) if self.pieces else _NONE
+            ends = Ends(*_joined(self.ends)) if self.ends else _NO_ENDS
             self.parts.append(Part(self.deal, pieces, ends))
         self.pieces, self.ends = [], []
 
     def plan(self) -> Plan:
         """Emit what is open up to and including the look at time T, and give the plan."""
         stop = self.num_steps + 1
-        self._emit(np.flatnonzero(~self.is_exhausted & self.moves), stop)
-        self._repeat_last(np.flatnonzero(self.is_exhausted & self.moves), stop)
+        self._emit(self._open(), stop)
+        self._repeat_last((self.is_exhausted & self.moves).nonzero()[0], stop)
         self._close_part()
-        times, envs = (np.concatenate(column) for column in zip(*self.firsts, strict=True))
+        times, envs = _joined(self.firsts)
         inside = times < self.num_steps
         return Plan(self.num_steps, tuple(self.parts), times[inside], envs[inside], self.num_valid)
 
     def _repeat_last(self, envs: Int64s, stop: int) -> None:
         """An exhausted env shows its last frame again at every time that is left."""
+        if not len(envs):
+            return
         count = stop - self.begin[envs]
         env = np.repeat(envs, count)
         time = stop - 1 - (np.arange(len(env)) - np.repeat(np.cumsum(count) - count, count))
-        if len(env):
-            last = self.deal.lengths[self.trajectory[env]] - 1
-            self.pieces.append(Pieces(env, time, self.trajectory[env], last, np.ones(len(env), np.int64)))
-            within = time < self.num_steps
-            self.ends.append(Ends(env[within], time[within], self.trajectory[env][within]))
+        last = self.deal.lengths[self.trajectory[env]] - 1
+        self.pieces.append(Pieces(env, time, self.trajectory[env], last, np.ones(len(env), np.int64)))
+        within = time < self.num_steps
+        self.ends.append(Ends(env[within], time[within], self.trajectory[env][within]))
 
     def state_after(self) -> StreamState:
         """Where the envs stand after the last step."""
@@ -287,6 +291,13 @@ class _Walk:
         return StreamState(
             self.trajectory, self.frame + steps, starts_now & ~self.is_exhausted, self.is_exhausted, self.position
         )
+
+
+def _joined(rows: Sequence[tuple[Int64s, ...]]) -> tuple[Int64s, ...]:
+    """Join columns piece by piece."""
+    if len(rows) == 1:
+        return rows[0]
+    return tuple(np.concatenate(column) for column in zip(*rows, strict=True))
 
 
 _EMPTY = np.zeros(0, np.int64)

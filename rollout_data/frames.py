@@ -34,6 +34,7 @@ Place = tuple[str, str]
 #: rows 1.02 of a memcpy, one row 1.57), and moving a broken one again this many times its bytes.
 _BYTES_A_PIECE = 1100
 _PATCH_COST = 2.2
+_NO_PIECES = np.zeros(0, np.int64)
 #: Memory for broken pieces on their way.
 _scratch = BufferPool(2)
 #: The kernel allows 65,530 mappings a process by default; stay clear of it.
@@ -56,21 +57,29 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     """
     width, device = words.shape[1], words.device
     size = _piece_size(runs.target, length, len(out), 4 * width) if len(words) >= length else 1
+    shift = first - runs.target  # what makes the row of a position in `out`
+    broken = _NO_PIECES
     if size == length and len(first) == len(out) // length:
-        starts, broken = torch.from_numpy(first), None
+        starts = torch.from_numpy(first)
     else:
-        numbers = _numbers(first, runs.num_rows)
-        starts = numbers[::size].clone()
+        num_started = np.diff(-(-runs.target // size), append=len(out) // size)
+        starts = torch.from_numpy(np.repeat(shift, num_started) + np.arange(0, len(out), size))
         crossed = runs.target[runs.target % size != 0] // size
-        broken = torch.from_numpy(crossed[np.diff(crossed, prepend=-1) != 0])
-        starts[broken] = 0
+        broken = crossed[np.diff(crossed, prepend=-1) != 0]
+        starts[torch.from_numpy(broken)] = 0
     pieces = words.as_strided((len(words) - size + 1, size * width), (width, 1))
     torch.index_select(pieces, 0, starts.to(device), out=out.view(-1, size * width))
-    if broken is not None and len(broken):
-        places = numbers.view(-1, size)[broken].view(-1).to(device)
-        rows = _scratch.empty((len(places), width), words.dtype) if device.type == "cpu" else None
-        rows = torch.index_select(words, 0, places, out=rows)
-        _put_rows(rows.view(-1, size * width), broken, out.view(-1, size * width))
+    if len(broken):
+        place = (size * broken[:, None] + np.arange(size)).reshape(-1)
+        numbers = torch.from_numpy(place + shift[runs.target.searchsorted(place, side="right") - 1])
+        rows = _scratch_rows(len(place), width, words.dtype) if device.type == "cpu" else None
+        rows = torch.index_select(words, 0, numbers.to(device), out=rows)
+        _put_rows(rows.view(-1, size * width), torch.from_numpy(broken), out.view(-1, size * width))
+
+
+def _scratch_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Give memory for rows on their way; of few sizes, as a pool has no use for what is a little too small."""
+    return _scratch.empty((1 << (num_rows - 1).bit_length(), width), dtype)[:num_rows]
 
 
 def _put_rows(rows: torch.Tensor, target: torch.Tensor, out: torch.Tensor) -> None:

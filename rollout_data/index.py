@@ -74,6 +74,8 @@ _ARRAYS = [
     "final_row",
 ]
 
+_ALL = slice(None)
+
 
 class TrajectoryIndex:
     """An immutable snapshot of all trajectories, in the order of their completion.
@@ -224,9 +226,10 @@ class TrajectoryIndex:
             present[np.searchsorted(self.first_frame, self.fragment_frame[gone], side="right") - 1] = False
         return present
 
-    def is_timeout(self) -> np.ndarray:
-        """bool `[M]`: it was truncated, or the recording was cut without an end."""
-        return ((self.flags & TRUNCATED) > 0) | ((self.flags & TERMINATED) == 0)
+    def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
+        """bool, for each of these: it was truncated, or the recording was cut without an end."""
+        flags = self.flags[trajectories]
+        return ((flags & TRUNCATED) > 0) | ((flags & TERMINATED) == 0)
 
     def keys(self, trajectories: Int64s) -> list[tuple[str, int]]:
         """Name trajectories so that another snapshot of the same folders can find them."""
@@ -251,8 +254,8 @@ class TrajectoryIndex:
         """
         start = self.first_frame[trajectory] + frame
         stop = start + count
-        fragment = np.searchsorted(self.fragment_frame, start, side="right") - 1
-        num_runs = np.searchsorted(self.fragment_frame, stop - 1, side="right") - fragment
+        fragment = self.fragment_frame.searchsorted(start, side="right") - 1
+        num_runs = self.fragment_frame.searchsorted(stop - 1, side="right") - fragment
         if len(num_runs) and int(num_runs.max()) > 1:
             piece = np.repeat(np.arange(len(start)), num_runs)
             step = np.arange(len(piece)) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)

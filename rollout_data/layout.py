@@ -67,6 +67,13 @@ class RowLayout:
         columns += [Column(f.name, _padded(f.row_bytes), {f.name: 0}, f.name in coded) for f in alone]
         self.columns = {column.name: column for column in columns}
         self.column_of = {name: column for column in columns for name in column.offsets}
+        # Looked up once: in a small batch the views of the fields are a good part of the time.
+        self._codecs = {field.name: codec_of(field) for field in schema.values()}
+        self._spans = {
+            name: (start, start + self.stored[name].row_bytes, self.stored[name].torch_dtype, self.stored[name].shape)
+            for column in columns
+            for name, start in column.offsets.items()
+        }
 
     @property
     def frame_bytes(self) -> int:
@@ -86,16 +93,14 @@ class RowLayout:
 
     def stored_view(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """View one field in `rows` (uint8 `[..., row_bytes]` of its column) as `[..., *shape]` of its stored dtype."""
-        field = self.stored[name]
-        offset = self.column_of[name].offsets[name]
-        part = rows[..., offset : offset + field.row_bytes]
-        typed = part if field.torch_dtype == torch.uint8 else part.view(field.torch_dtype)
-        return typed.view(*rows.shape[:-1], *field.shape) if len(field.shape) != 1 else typed
+        start, stop, dtype, shape = self._spans[name]
+        part = rows[..., start:stop]
+        typed = part if dtype == torch.uint8 else part.view(dtype)
+        return typed.view(*rows.shape[:-1], *shape) if len(shape) != 1 else typed
 
     def decoded(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Give one field in `rows` as users see it: a view for raw fields, a new tensor for coded ones."""
-        field = self.schema[name]
-        return codec_of(field).decode(self.stored_view(name, rows), field.torch_dtype)
+        return self._codecs[name].decode(self.stored_view(name, rows), self.schema[name].torch_dtype)
 
     def joined_view(self, names: list[str], rows: torch.Tensor) -> torch.Tensor | None:
         """View several fields as one `[..., D]` tensor, or None if they are not raw, adjacent and of one dtype."""
