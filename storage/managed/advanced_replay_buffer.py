@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import BufferEmptyError, SchemaError, UsageError
-from ..host_arrays import float32_tensor, own
+from ..host_arrays import float32_tensor, own, tensor_of
 from ..snapshot import State
 from .item_ids import UNIQUE_ID, check_count, check_iteration, check_range, finite_or_none, without_given
 from .managed_buffers import ManagedBuffer
@@ -198,7 +198,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         if drawn is None:
             expected, got = f"items for a batch of {batch_size}", f"{self.count()} of {self.push_count} that were added"
             raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first")
-        ids = self._data.ids(drawn.places)
+        ids = tensor_of(self._store.ids(drawn.places))
         batch = self._data.batch(drawn.slots, self.output_device)
         self._finish(drawn, iteration, start_s)
         weights = float32_tensor(drawn.importance)

@@ -137,10 +137,10 @@ class ItemStore:
                 self._objects[row_id % self.capacity] = found or None
         return torch.arange(self.total - kept, self.total, device=self.device)
 
-    def ids(self, slots: torch.Tensor) -> torch.Tensor:
-        """Give the ids of the items that lie in `[n]` slots."""
-        newest = self.total - 1
-        return newest - (newest - slots) % self.capacity
+    def ids(self, slots: Any) -> Any:
+        """Give the ids of the items that lie in `[n]` slots, a tensor or an array; below 0 where nobody wrote."""
+        cursor = self.total % self.capacity
+        return slots + (self.total - cursor) - self.capacity * (slots >= cursor)
 
     def columns(self, slots: torch.Tensor, contiguous: bool = False) -> dict[str, torch.Tensor]:
         """Copy the columns of `[n]` slots: flat name -> `[n, *event]`."""

@@ -172,10 +172,6 @@ class PrioritizedStore:
         """Count the uses of `[n]` drawn slots before `use`, each copy's own included."""
         return self.limits.uses.index_select(0, slots).add_(copy_numbers(slots))
 
-    def ids(self, places: Any) -> torch.Tensor:
-        """Give the ids of the items in `[n]` slots, which are as `own` gives them; `NONE` where there is none."""
-        return tensor_of(self.limits.own_row_ids[places])
-
     def use(self, slots: torch.Tensor) -> None:
         """Count that slots were given away, and remove what is used up; `gather` them before."""
         self.limits.use(slots)
@@ -204,8 +200,11 @@ class PrioritizedStore:
         """Set checked priorities, as `own` gives them, of items, those that are still there; gives their number."""
         rows, values = own(ids), priorities
         slots = rows % self.items.capacity
-        is_live = self.limits.own_row_ids[slots] == rows
-        if self.limits.num_valid < self.items.capacity:
+        if self.limits.num_valid == self.items.num_live:  # nothing was removed; no need to look at each
+            is_live = rows >= self.items.oldest
+            is_live &= rows < self.items.total
+        else:
+            is_live = self.limits.own_row_ids[slots] == rows
             is_live &= rows >= 0  # a slot without a row has an id too
         num_live = int(self._library.count_nonzero(is_live))
         if num_live < rows.shape[0]:
