@@ -214,9 +214,8 @@ def _restore_rows(buffer: RingBuffer, file: ColumnFile, config: Mapping[str, Any
     num_lanes = shapes[0][1] if num_lead == 2 else 1
 
     def parts() -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        for name in file.names:
-            for first, rows in file.chunks(name):
-                yield first, {name: rows if num_lead == 2 else rows.unsqueeze(1)}
+        for first, part in file.rows():
+            yield first, {name: rows if num_lead == 2 else rows.unsqueeze(1) for name, rows in part.items()}
 
     share = float(config.get("accepted_share", 1.0))
     buffer._restore(file.schema(num_lead), num_lanes, total, share, parts())

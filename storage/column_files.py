@@ -199,27 +199,43 @@ class ColumnFile:
             make_field(name, self._datasets[key].shape[num_lead:], self._dtype(key)) for name, key in self.names.items()
         )
 
-    def chunks(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+    def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Yield (first row, rows of every dataset), as `chunks` does; together they take as much memory as one does.
+
+        Whoever lays fields side by side passes through his memory once instead of once per field.
+        """
+        row_bytes = sum(_row_bytes(self._datasets[key]) for key in self.names.values())
+        step = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for parts in zip(*(self.chunks(name, step) for name in self.names), strict=True):
+            yield parts[0][0], {name: part for name, (_, part) in zip(self.names, parts, strict=True)}
+
+    def chunks(self, name: str, step: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, rows) of a dataset, and check its checksum at the end, if it has one.
 
         The rows are there until the next ones are asked for, which are read meanwhile: two chunks are in memory.
+
+        Args:
+            name: The field.
+            step: Rows of a chunk; None for as many as chunks of memory hold.
         """
         key = self.names[name]
         dataset = self._datasets[key]
         is_bfloat16 = self._dtype(key) == "bfloat16"
         expected, crc = dataset.attrs.get(_CRC_TAG), 0
         read = self._raw_chunks if _is_plain(dataset) else self._decoded_chunks
-        for start, part, crc_so_far in read(dataset, crc32 if expected is not None else _no_sum):
+        step = step or max(1, CHUNK_BYTES // max(1, _row_bytes(dataset)))
+        for start, part, crc_so_far in read(dataset, step, crc32 if expected is not None else _no_sum):
             crc = crc_so_far
             tensor = torch.from_numpy(np.ascontiguousarray(part.astype(part.dtype.newbyteorder("="), copy=False)))
             yield start, tensor.view(torch.bfloat16) if is_bfloat16 else tensor
         if expected is not None and crc != int(expected):
             raise CorruptFileError("load", f"{name!r} of {str(self.path)!r}", f"checksum {expected:08x}", f"{crc:08x}")
 
-    def _raw_chunks(self, dataset: h5py.Dataset, add_up: AddUp) -> Iterator[tuple[int, npt.NDArray[Any], int]]:
+    def _raw_chunks(
+        self, dataset: h5py.Dataset, step: int, add_up: AddUp
+    ) -> Iterator[tuple[int, npt.NDArray[Any], int]]:
         """Read rows from where they stand in the file, a chunk ahead: first row, rows, the sum up to their end."""
-        step, place = _rows_per_chunk(dataset), dataset.id.get_offset()
-        row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))
+        place, row_bytes = dataset.id.get_offset(), _row_bytes(dataset)
         room = [np.empty((min(step, len(dataset)), *dataset.shape[1:]), dataset.dtype) for _ in range(2)]
         with open(self.path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
 
@@ -241,9 +257,11 @@ class ColumnFile:
                     following = pool.submit(read, start + step, crc)
                 yield start, part, crc
 
-    def _decoded_chunks(self, dataset: h5py.Dataset, add_up: AddUp) -> Iterator[tuple[int, npt.NDArray[Any], int]]:
+    def _decoded_chunks(
+        self, dataset: h5py.Dataset, step: int, add_up: AddUp
+    ) -> Iterator[tuple[int, npt.NDArray[Any], int]]:
         """Read rows that are compressed, or nowhere in the file because nobody wrote them."""
-        step, crc = _rows_per_chunk(dataset), 0
+        crc = 0
         for start in range(0, len(dataset), step):
             part = dataset[start : start + step]
             crc = add_up(_bytes(part), crc)
@@ -311,9 +329,8 @@ def _is_plain(dataset: h5py.Dataset) -> bool:
     return bool(is_same) and dataset.id.get_offset() is not None
 
 
-def _rows_per_chunk(dataset: h5py.Dataset) -> int:
-    row_bytes: int = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))
-    return max(1, CHUNK_BYTES // max(1, row_bytes))
+def _row_bytes(dataset: h5py.Dataset) -> int:
+    return int(dataset.dtype.itemsize) * int(np.prod(dataset.shape[1:], dtype=np.int64))
 
 
 def _no_sum(data: Any, crc: int) -> int:

@@ -54,8 +54,12 @@ class DictBuffer(RingBuffer):
 
         They share memory with the buffer, except with several environments, of which this is a copy.
         """
-        ring = self._ring
-        return {} if ring is None else unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
+        with self._lock:
+            ring = self._ring
+            if ring is None:
+                return {}
+            ring.hold_nothing_back()
+            return unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
 
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Draw rows uniformly with replacement: nested dict of `[batch_size, *event]`, the caller's own.
@@ -127,6 +131,8 @@ class DictBuffer(RingBuffer):
                 raise UsageError(
                     "show the full buffer in order of time", "", "copy=True", "copy=False and a closed ring"
                 )
+            if not copy:
+                ring.hold_nothing_back()
             found = {}
             for name in ring.schema:
                 rows = ring.slots_view(name)[:live]

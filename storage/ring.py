@@ -12,14 +12,16 @@ follow, so that windows of up to `num_guards + 1` rows never break where the rin
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from math import prod
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
-from .buffer_pool import BufferPool
+from .buffer_pool import MIN_POOLED_BYTES, BufferPool
 from .errors import UsageError
 from .fields import Schema
+from .held_steps import HeldSteps
 from .row_layout import Group, in_order, lay_out
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
@@ -55,7 +57,9 @@ class RingStore:
         #: Rows of one lane in memory.
         self.stride = self.num_slots + self.num_guards
         self._pool = BufferPool()
-        self._bases = [self._allocate(group) for group in self.groups]
+        self._bases = [
+            zeroed((self.num_lanes, self.stride, group.width), group.unit, self.device) for group in self.groups
+        ]
         self._sources: dict[tuple[int, int], torch.Tensor] = {}
         self._columns: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
@@ -66,7 +70,9 @@ class RingStore:
         #: Whether `write_arrays` may be used: the memory is on the CPU, and numpy knows every dtype.
         self.takes_arrays = all(array is not None for array in self._arrays)
         self._lane_arrays = [array[0] for array in self._arrays if array is not None]
-        self._lay_out_steps()
+        #: The newest steps of many lanes, where side by side they take fewer writes than fields.
+        takes_steps = num_lanes > 1 and self.takes_arrays and len(self.groups) < len(schema)
+        self._held = HeldSteps(schema, self.groups, self._bases) if takes_steps else None
 
     @property
     def num_live(self) -> int:
@@ -86,10 +92,12 @@ class RingStore:
     @property
     def num_bytes(self) -> int:
         """Memory that is reserved for rows."""
-        return sum(base.numel() * base.element_size() for base in self._bases)
+        held_bytes = self._held.num_bytes if self._held is not None else 0
+        return held_bytes + sum(base.numel() * base.element_size() for base in self._bases)
 
     def write(self, tensors: list[torch.Tensor]) -> None:
         """Write checked leaves, `[n, lanes, *event]` in the schema's order; any n, the last slots win."""
+        self.settle()
         num_rows = len(tensors[0]) if tensors else 0
         kept = min(num_rows, self.num_slots)
         for first, last in self._runs(self.total + num_rows - kept, self.total + num_rows):
@@ -115,20 +123,38 @@ class RingStore:
         if self.num_lanes == 1:
             for array, leaf in zip(self._lane_arrays, leaves, strict=True):
                 array[slot : slot + num_rows] = leaf
-        elif num_rows == 1 and self._steps:
-            for array, leaf in zip(self._step_arrays, leaves, strict=True):
-                array[...] = leaf[0]
-            for memory, step in self._steps:
-                memory[:, slot] = step
+        elif num_rows == 1 and self._held is not None:
+            self._held.add(slot, leaves)
+            # The first slots are kept twice, and after the last one the next step lies elsewhere.
+            if self._held.num >= self._held.most or slot < self.num_guards or slot == self.num_slots - 1:
+                self._held.settle()
         else:
+            self.settle()
             for array, leaf in zip(self._arrays, leaves, strict=True):
                 array[:, slot : slot + num_rows] = leaf.swapaxes(0, 1)  # type: ignore[index]
         if slot < self.num_guards:
             self._copy_guards(slot, slot + num_rows)
         self.total += num_rows
 
+    def settle(self) -> None:
+        """Write the steps that are held back; whoever reads memory calls it first."""
+        if self._held is not None and self._held.num:
+            self._held.settle()
+
+    def _settle_for(self, places: torch.Tensor, length: int) -> None:
+        """Write the steps that are held back if windows of so many rows reach them."""
+        held = self._held
+        if held is not None and held.num and held.touches(places.numpy() % self.stride, length):
+            held.settle()
+
+    def hold_nothing_back(self) -> None:
+        """From now on write every step at once: somebody outside sees the memory."""
+        if self._held is not None:
+            self._held.most = 1
+
     def clear(self) -> None:
         """Forget every row; the memory stays."""
+        self.settle()
         self.total = 0
 
     def slot(self, row_id: Any) -> Any:
@@ -145,6 +171,7 @@ class RingStore:
 
     def gather(self, places: torch.Tensor, contiguous: bool = False) -> dict[str, torch.Tensor]:
         """Copy rows: `[len(places), *event]` per field, views of one new tensor per group."""
+        self._settle_for(places, 1)
         found: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             rows = self._select(base.view(-1, group.width), places, group.width, group.unit)
@@ -178,6 +205,7 @@ class RingStore:
         """Copy rows, and some fields of those that follow them."""
         if not self.num_guards:
             return self._windows(places, 1, None, names, contiguous)
+        self._settle_for(places, 2)
         own: dict[str, torch.Tensor] = {}
         later: dict[str, torch.Tensor] = {}
         for place, group in enumerate(self.groups):
@@ -193,10 +221,12 @@ class RingStore:
 
     def column(self, name: str) -> torch.Tensor:
         """Give a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
+        self.settle()
         return self._columns[name].flatten(0, 1)
 
     def slots_view(self, name: str) -> torch.Tensor:
         """Show the slots of a field, `[num_slots, lanes, *event]`, sharing memory."""
+        self.settle()
         return self._columns[name][:, : self.num_slots].transpose(0, 1)
 
     def ids(self) -> torch.Tensor:
@@ -227,26 +257,6 @@ class RingStore:
                 return False, "the guards differ from the first slots"
         return (True, "") if self.total >= 0 else (False, "total is below 0")
 
-    def _allocate(self, group: Group) -> torch.Tensor:
-        shape = (self.num_lanes, self.stride, group.width)
-        if self.device.type == "cpu":  # zeros, taken from the system when a page is first written
-            return BufferPool(1).empty(shape, group.unit).zero_() if _is_small(shape) else _reserve(shape, group.unit)
-        return torch.zeros(shape, dtype=group.unit, device=self.device)
-
-    def _lay_out_steps(self) -> None:
-        """Make room for one step of many lanes: laid side by side first, each row is written in one piece."""
-        #: Memory and room, per group; none where it does not help.
-        self._steps: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
-        self._step_arrays: list[npt.NDArray[Any]] = []
-        if self.num_lanes == 1 or not self.takes_arrays or len(self.groups) == len(self.schema):
-            return
-        columns: dict[str, torch.Tensor] = {}
-        for group, base in zip(self.groups, self._bases, strict=True):
-            room = torch.zeros((self.num_lanes, group.width), dtype=group.unit)
-            columns.update(group.views(room))
-            self._steps.append((base.numpy(), room.numpy()))
-        self._step_arrays = [columns[name].numpy() for name in self.schema]
-
     def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
         """Cut ids `first` to `last` where the ring closes."""
         if first >= last:
@@ -273,8 +283,10 @@ class RingStore:
         reach = length + (1 if next_names else 0)
         is_one_piece = never_wraps or reach <= self.num_guards + 1
         if is_one_piece:
+            self._settle_for(places, reach)
             starts = [places, places + 1] if next_names else [places]
         else:
+            self.settle()
             rows_of = self._unrolled(places, reach)
             starts = [rows_of[:, first : first + length].flatten() for first in range(reach - length + 1)]
         for place, group in enumerate(self.groups):
@@ -326,10 +338,13 @@ def _copy(column: torch.Tensor, array: npt.NDArray[Any] | None, slot: int, stop:
     column[:, slot:stop].copy_(leaf.transpose(0, 1), non_blocking=leaf.device.type == "cuda")
 
 
-def _is_small(shape: tuple[int, ...]) -> bool:
-    return shape[0] * shape[1] * shape[2] < 1 << 16
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate zeros that are drawn from at random; much of it on huge pages, of which that costs a quarter less.
 
-
-def _reserve(shape: tuple[int, ...], unit: torch.dtype) -> torch.Tensor:
-    """Reserve zeroed memory on huge pages; random rows of it cost a quarter less than on small ones."""
-    return BufferPool(1).empty(shape, unit)
+    On the CPU, zeros of the system itself, which it gives when a page is first written.
+    """
+    if device.type != "cpu" or prod(shape) * dtype.itemsize < MIN_POOLED_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pool = BufferPool(1)
+    found = pool.empty(shape, dtype)
+    return found if pool.num_allocated else found.zero_()

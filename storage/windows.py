@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .ring import RingStore
+from .ring import RingStore, zeroed
 
 #: (lane, row id of the window's last row) -> whether the window is valid.
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,7 +45,7 @@ class Boundaries:
     def __init__(self, ring: RingStore, keeps_segments: bool = False) -> None:
         self.ring = ring
         #: Of every slot and lane; time first, so that a step of many lanes is written in one piece.
-        self.ages = torch.zeros((ring.num_slots, ring.num_lanes), dtype=torch.int32, device=ring.device)
+        self.ages = zeroed((ring.num_slots, ring.num_lanes), torch.int32, ring.device)
         #: Age of each lane's next row; 0 if the last written row ended a trajectory.
         self.next_ages = torch.zeros(ring.num_lanes, dtype=torch.int32, device=ring.device)
         self.segments = Segments(ring) if keeps_segments else None

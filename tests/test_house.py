@@ -31,6 +31,7 @@ HOUSE = {
         "priorities",
         "records",
         "row_layout",
+        "held_steps",
         "ring",
         "windows",
         "end_flags",
@@ -149,9 +150,7 @@ FLOORS = list(HOUSE)
 #: What the floors may import when they are imported; anything else is optional and imported where it is used.
 CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
 OPTIONAL_MODULES = ("blosc2", "gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "zarr", "zstandard")
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 50
-MAX_IMPORT_S = 1.0
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_S = 400, 50, 1.0
 LAYERS = (*FLOORS, "benchmarks", "examples", "tests")
 
 
