@@ -129,13 +129,12 @@ class ChunkCodec:
         start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
         if len(chunk) < start or chunk[0] > PACKED:
             raise CorruptFileError("decode a chunk", "", "a chunk with its header", f"{chunk[:start].tobytes()!r}")
-        about, data, shape = chunk[1:start].tobytes(), chunk[start:], (len(out), prod(out.shape[1:]))
         if self.quantizer is None:
-            self._unpack(data, chunk[0], out.reshape(shape).view(_unsigned(out.dtype)))
+            self._unpack(chunk[1:], chunk[0], out.reshape(-1).view(_unsigned(out.dtype)), len(out))
             return
         counts = _scratch(0, 2 * out.size).view(np.uint16)
-        self._unpack(data, chunk[0], counts.reshape(shape))
-        decode_counts(about, counts, out.reshape(-1))
+        self._unpack(chunk[start:], chunk[0], counts, len(out))
+        decode_counts(chunk[1:start].tobytes(), counts, out.reshape(-1))
 
     def decode_at(self, source: int, num_bytes: int, target: int, num_decoded: int) -> None:
         """Decode a packed chunk (first byte 1) that `is_direct` from an address to `num_decoded` bytes at another.
@@ -145,8 +144,9 @@ class ChunkCodec:
         """
         lz4_blocks.decompress_at(source + 1, num_bytes - 1, target, num_decoded)
 
-    def _unpack(self, data: Bytes, method: int, items: Array) -> None:
-        target = items.reshape(-1).view(np.uint8)
+    def _unpack(self, data: Bytes, method: int, items: Array, num_frames: int) -> None:
+        """Undo everything but the quantizer: to the unsigned items of all frames, one after the other."""
+        target = items.view(np.uint8)
         if method == PLAIN:
             _copy(data, target)
             return
@@ -158,10 +158,10 @@ class ChunkCodec:
             num_bytes = shuffled_bytes(self.shuffle, items.size, items.dtype.itemsize)
             planes = _scratch(1, num_bytes)
             self._unpack_bytes(data, planes)
-            unshuffle(self.shuffle, planes, items.reshape(-1), _scratch(2, scratch_bytes(num_bytes)))
-        if self.delta:
+            unshuffle(self.shuffle, planes, items, _scratch(2, scratch_bytes(num_bytes)))
+        if self.delta and num_frames > 1:
             combine = np.add if self.delta == "delta" else np.bitwise_xor
-            for before, frame in pairwise(items):
+            for before, frame in pairwise(items.reshape(num_frames, items.size // num_frames)):
                 combine(frame, before, out=frame)
 
     def _unpack_bytes(self, data: Bytes, target: Bytes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import threading
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ def check_installed(packer: str) -> None:
         raise UsageError("use the codec", repr(packer), f"the package {module}", "none", advice)
 
 
+@lru_cache(maxsize=8)
 def _module(packer: str) -> Any:
+    """Import the package of a packer; looked for once, as that takes as long as decoding 5 KB."""
     check_installed(packer)
     return importlib.import_module(MODULES[packer])
 

@@ -15,6 +15,7 @@ from rollout_data import RolloutDataset, WindowDataset
 from rollout_data.block_file import open_block
 from rollout_data.block_header import ABOUT, CODECS, DATA, header_crc, read_header
 from rollout_data.cli import main
+from storage import extra_packers
 from storage.errors import CorruptFileError, RolloutDataError, RolloutDataWarning, UsageError
 from tests.files import coded
 from tests.files.readback import trajectories_of
@@ -91,12 +92,14 @@ def test_a_flipped_bit_of_a_checksum_is_found_by_verify_and_by_whoever_decodes_t
         read_envs(folder)
 
 
-def test_older_blocks_without_checksums_of_chunks_are_read_checked_and_packed(folder, folders, tmp_path):
-    def without_sums(file):
-        for table in ("data", "final"):
-            for name in coded.CODECS:
-                del file[f"{table}/observation/{name}/checksums"]
+def without_sums(file):
+    """What blocks look like that have no checksums of chunks yet."""
+    for table in ("data", "final"):
+        for name in coded.CODECS:
+            del file[f"{table}/observation/{name}/checksums"]
 
+
+def test_older_blocks_without_checksums_of_chunks_are_read_checked_and_packed(folder, folders, tmp_path):
     (tmp_path / "old").mkdir()
     for path in sorted(folder.glob("*.h5")):
         remade(path, tmp_path / "old", without_sums).replace(path)
@@ -208,7 +211,23 @@ def huge_offsets(file):
     h5py.h5d.create(file.id, b"data/observation/rgb/offsets", kind, h5py.h5s.create_simple((1 << 60, 2)), settings)
 
 
+def moved(part, *steps):
+    """Add to every offset, which may wrap around: whole multiples give the differences that were there."""
+
+    def edit(file):
+        found = file["data/observation/rgb/offsets"]
+        add = np.array([sum(steps[: row + 1]) for row in range(len(found))], object)
+        wrapped = [(int(a) + int(b) + 2**63) % 2**64 - 2**63 for a, b in zip(found[:, part], add, strict=True)]
+        found[:, part] = np.array(wrapped, np.int64)
+
+    edit.__name__ = f"moved {part} {steps}"
+    return edit
+
+
 EDITS = [
+    *(moved(1, step) for step in (1 << 20, 10**9, 1 << 60, 1 << 62, -1, -(1 << 62))),
+    *(moved(part, 0, *[1 << 62] * 4) for part in (0, 1)),
+    moved(1, 0, 0, (1 << 63) - (1 << 40)),
     offset(0, 0, 3),
     offset(0, 1, 5),
     offset(1, 0, 7),
@@ -239,9 +258,15 @@ EDITS = [
 ]
 
 
+@pytest.mark.parametrize("has_sums", [True, False])
 @pytest.mark.parametrize("edit", EDITS, ids=[edit.__name__ for edit in EDITS])
-def test_hostile_tables_of_chunks_are_one_error_without_memory(folders, tmp_path, edit):
-    path = remade(sorted(folders[0].glob("*.h5"))[0], tmp_path, edit)
+def test_hostile_tables_of_chunks_are_one_error_without_memory(folders, tmp_path, edit, has_sums):
+    def edits(file):
+        edit(file)
+        if not (has_sums or edit is other_checksums):  # an attacker leaves them out
+            without_sums(file)
+
+    path = remade(sorted(folders[0].glob("*.h5"))[0], tmp_path, edits)
     tracemalloc.start()
     with pytest.raises(CorruptFileError) as caught:
         header = open_block(path, verify=True)
@@ -265,6 +290,7 @@ def test_blocks_of_a_missing_extra_are_told_but_never_set_aside(folder, monkeypa
         file.attrs["schema"], file.attrs[CODECS] = json.dumps(schema), json.dumps(codings)
 
     monkeypatch.setattr("storage.extra_packers.importlib.util.find_spec", lambda name: None)
+    extra_packers._module.cache_clear()
     for path in sorted(folder.glob("*.h5")):
         (folder / "new").mkdir(exist_ok=True)
         remade(path, folder / "new", rename).replace(path)
