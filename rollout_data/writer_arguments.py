@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -36,6 +37,10 @@ def check_arguments(
         _refuse("nonfinite_rewards", "'accept' or 'refuse'", nonfinite)
     if metadata is not None and not isinstance(metadata, Mapping):
         _refuse("metadata", "a mapping", metadata)
+    try:
+        json.dumps(dict(metadata or {}), default=str)
+    except (TypeError, ValueError, RecursionError) as cause:
+        _refuse("metadata", f"what JSON can hold ({cause})", metadata)
 
 
 def _check_whole(what: str, value: Any, most: int | None = None) -> None:

@@ -34,6 +34,10 @@ def frames_in(folder):
     return sum(one.length for one in trajectories_of(folder))
 
 
+LOOP: dict[str, Any] = {}
+LOOP["again"] = LOOP
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
@@ -235,6 +239,8 @@ def test_a_forgotten_writer_is_closed_at_exit(tmp_path):
         {"block_age_s": "x"},
         {"block_age_s": float("nan")},
         {"metadata": 5},
+        {"metadata": {("a", 1): 2}},
+        {"metadata": {"a": LOOP}},
         {"writer_name": 5},
         {"nonfinite_rewards": "drop"},
         {"obs_segments": 5},
