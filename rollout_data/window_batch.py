@@ -1,6 +1,6 @@
 """Batches on their way from `DataLoader` workers: memory that both processes keep mapped, used again and again.
 
-One rule: a place in shared memory is written only after the consumer has dropped the last tensor over it. Sending
+One rule: a place is written only after the worker has dropped the last tensor over it, and so has the consumer. Sending
 fresh tensors costs a file, a mapping and its page faults for every batch, several times what gathering it costs.
 """
 
@@ -11,21 +11,24 @@ import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from multiprocessing import active_children
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from storage.errors import UsageError
-from storage.tree import flatten, unflatten
+from storage.errors import MissingFieldError, UsageError
+from storage.tree import flatten, map_leaves, unflatten
 
 #: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.
 NUM_PLACES = 8
 _ALIGNMENT = 64
-#: Bytes before the first place: whether the consumer has mapped the memory, then whether each place is lent.
+#: Bytes before the batch: whether the consumer keeps the memory mapped, and whether the batch is on its way or in use.
 _HEADER_BYTES = 4096
-#: (name, offset in the place, dtype, shape, stride) of each tensor of a batch.
-_Spec = tuple[tuple[str, int, torch.dtype, tuple[int, ...], tuple[int, ...]], ...]
+_IS_MAPPED, _IS_LENT = 0, 1
+#: Process of the worker, its `SharedMemory`, number of the place.
+_Key = tuple[int, str, int]
 
 
 def collate_windows(batch: Any) -> Any:
@@ -38,53 +41,100 @@ def collate_windows(batch: Any) -> Any:
     return unflatten({name: torch.stack([window[name] for window in flat]) for name in flat[0]})
 
 
+class WindowBatch(dict[str, Any]):
+    """A nested dict of tensors that knows what torch's default collate does not: that it is a batch already."""
+
+    def __missing__(self, key: object) -> Any:
+        advice = "" if isinstance(key, str) else "Give the DataLoader collate_fn=dataset.collate"
+        raise MissingFieldError("read the field", f"{key!r} of a batch", ", ".join(self), "no such field", advice)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is a plain dict."""
+        return dict, (dict(self),)
+
+
 class SharedMemory:
     """Where a worker puts its batches. Belongs to one process and thread."""
 
     def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-        self._bytes = np.zeros(0, np.uint8)
+        # Only what goes to another process goes by its place; copies are ordinary ones.
+        ForkingPickler.register(_SharedBatch, _departing)
+        self._places: list[_Place] = []
         self._place_bytes = 0
-        self._key = ""
-        self._taken: list[tuple[int, int]] = []
+        self._can_grow = True
+        self._token = secrets.token_hex(8)
 
     def make(self, read: Callable[[Callable[[Sequence[int], torch.dtype], torch.Tensor]], dict[str, Any]]) -> Any:
-        """Make a batch with `read(allocate)`: something that is pickled quickly and arrives as the batch."""
+        """Make a batch with `read(allocate)`: a nested dict that is pickled quickly where it has a place."""
         place = self._free_place()
-        writer = _Place(self._memory, _HEADER_BYTES + place * self._place_bytes, self._place_bytes if place >= 0 else 0)
-        flat = flatten(read(writer.empty))
-        spec = tuple((name, *writer.put(tensor)) for name, tensor in flat.items())
-        if place < 0 or writer.num_bytes > self._place_bytes:
-            if writer.num_bytes > self._place_bytes:
-                self._begin(writer.num_bytes)
-            return unflatten(flat)
-        self._bytes[1 + place] = 1
-        assert self._memory is not None
-        return _SharedBatch(self._key, place, self._place_bytes, spec, None if self._bytes[0] else self._memory)
+        filling = _Filling(place.lend() if place is not None else None)
+        batch = map_leaves(filling.put, read(filling.empty))
+        self._place_bytes = max(self._place_bytes, filling.num_bytes)
+        return WindowBatch(batch) if place is None else _SharedBatch(batch, place)
 
-    def _free_place(self) -> int:
-        """The first place that nobody uses, -1 if there is none."""
-        if self._memory is None:
-            return -1
-        free = np.flatnonzero(self._bytes[1 : 1 + NUM_PLACES] == 0)
-        return int(free[0]) if len(free) else -1
-
-    def _begin(self, place_bytes: int) -> None:
-        """Have places of at least this size; pages that are never written cost nothing."""
-        self._place_bytes = -(-place_bytes // _HEADER_BYTES) * _HEADER_BYTES
-        storage = torch.UntypedStorage._new_shared(_HEADER_BYTES + NUM_PLACES * self._place_bytes)
-        self._memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-        self._bytes = self._memory.numpy()
-        self._bytes[:_HEADER_BYTES] = 0
-        self._key = f"{os.getpid()}-{secrets.token_hex(8)}"
+    def _free_place(self) -> _Place | None:
+        """A place that nobody uses: a new one if there is none that is large enough, None if that cannot be."""
+        free = next((place for place in self._places if place.is_free()), None)
+        if not self._can_grow or (free is not None and free.num_bytes >= self._place_bytes):
+            return free
+        number = free.key[2] if free is not None else len(self._places)
+        if number == NUM_PLACES or not self._place_bytes:
+            return None
+        try:
+            place = _Place((os.getpid(), self._token, number), self._place_bytes)
+        except RuntimeError:  # of torch: /dev/shm is full, which in containers it soon is, or too many files are open
+            self._can_grow = False
+            return free
+        self._places[number : number + 1] = [place]
+        return place
 
 
 class _Place:
-    """Hands out the bytes of one place, one tensor after the other."""
+    """Shared memory for one batch. All of it is taken from the system at once, so there are as few as will do."""
 
-    def __init__(self, memory: torch.Tensor | None, start: int, size: int) -> None:
-        self._memory, self._start, self._size = memory, start, size
-        self._first = memory.data_ptr() + start if memory is not None else 0
+    def __init__(self, key: _Key, num_bytes: int) -> None:
+        self.key, self.num_bytes = key, num_bytes
+        storage = torch.UntypedStorage._new_shared(_HEADER_BYTES + num_bytes)
+        self.memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self.flags = self.memory[:_HEADER_BYTES].zero_().numpy()
+        self._part: weakref.ref[np.ndarray] | None = None
+
+    def is_free(self) -> bool:
+        """Neither this process nor the consumer holds a tensor over it."""
+        return (self._part is None or self._part() is None) and not self.flags[_IS_LENT]
+
+    def lend(self) -> torch.UntypedStorage:
+        """Give the memory as a storage that torch does not take for shared: it sends single tensors of it as copies."""
+        part = self.memory.numpy()[_HEADER_BYTES:]
+        self._part = weakref.ref(part)
+        return torch.from_numpy(part).untyped_storage()
+
+    def spot(self, leaf: Any) -> Any:
+        """Say where a tensor lies; anything that lies elsewhere, or has more to it than values, stays as it is."""
+        if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
+            return leaf
+        if leaf.untyped_storage().data_ptr() != self.memory.data_ptr() + _HEADER_BYTES:
+            return leaf
+        if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
+            return leaf
+        return _Spot(leaf.dtype, leaf.storage_offset(), tuple(leaf.shape), leaf.stride())
+
+
+class _Spot(NamedTuple):
+    """Where in its place a tensor lies; the offset and the strides count its elements."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Filling:
+    """Hands out the bytes of a place, one tensor after the other; ordinary memory where they do not suffice."""
+
+    def __init__(self, storage: torch.UntypedStorage | None) -> None:
+        self._storage, self._size = storage, 0 if storage is None else storage.nbytes()
+        self._given = set() if storage is None else {storage.data_ptr()}
         #: What the batch needs.
         self.num_bytes = 0
 
@@ -92,65 +142,70 @@ class _Place:
         num_bytes = prod(shape) * dtype.itemsize
         start = self.num_bytes
         self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._memory is None or self.num_bytes > self._size or not num_bytes:
-            return torch.empty(tuple(shape), dtype=dtype)
-        begin = self._start + start
-        return self._memory[begin : begin + num_bytes].view(dtype).view(tuple(shape))
+        if self._storage is not None and self.num_bytes <= self._size and num_bytes:
+            return torch.empty(0, dtype=dtype).set_(self._storage, start // dtype.itemsize, tuple(shape))
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        self._given.add(tensor.untyped_storage().data_ptr())
+        return tensor
 
-    def put(self, tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]:
-        """Say where a tensor lies; it is copied in if it lies elsewhere."""
-        offset = tensor.data_ptr() - self._first
-        if not 0 <= offset < self._size or self._memory is None:
-            offset = self.num_bytes
-            inside = self.empty(tensor.shape, tensor.dtype)
-            if self.num_bytes <= self._size:
-                tensor = inside.copy_(tensor) if tensor.numel() else inside
-        return offset, tensor.dtype, tuple(tensor.shape), tensor.stride()
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy in what lies elsewhere and is small enough."""
+        if tensor.untyped_storage().data_ptr() in self._given:
+            return tensor
+        inside = self.empty(tensor.shape, tensor.dtype)
+        return inside.copy_(tensor) if self.num_bytes <= self._size else tensor
 
 
-class _SharedBatch:
-    """A batch in shared memory, to be pickled; arrives as a nested dict of tensors."""
+class _SharedBatch(WindowBatch):
+    """A batch in shared memory: arrives in another process as a nested dict of the same tensors, whatever was done."""
 
-    def __init__(self, key: str, place: int, place_bytes: int, spec: _Spec, memory: torch.Tensor | None) -> None:
-        self._parts = key, place, place_bytes, spec, memory
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, self._parts
+    def __init__(self, batch: Mapping[str, Any], place: _Place) -> None:
+        super().__init__(batch)
+        self.place: _Place | None = place
 
 
-#: Shared memory of workers by its key, in the process that consumes.
-_mapped: dict[str, np.ndarray] = {}
+def _departing(batch: _SharedBatch) -> tuple[Any, ...]:
+    place, batch.place = batch.place, None
+    if place is None:  # sent before: whoever got it may drop it, which frees the place
+        return batch.__reduce__()
+    form = map_leaves(place.spot, batch)
+    place.flags[_IS_LENT] = 1
+    return _arrive, (place.key, form, None if place.flags[_IS_MAPPED] else place.memory)
 
 
-def _arrive(key: str, place: int, place_bytes: int, spec: _Spec, memory: torch.Tensor | None) -> dict[str, Any]:
+#: Shared memory of workers, in the process that consumes.
+_mapped: dict[_Key, np.ndarray] = {}
+
+
+def _arrive(key: _Key, form: dict[str, Any], memory: torch.Tensor | None) -> dict[str, Any]:
     """View a batch where it lies; its place is free when the last of its tensors is gone."""
-    found = _mapped.get(key)
-    if found is None:
-        assert memory is not None, "the first batches bring the memory along"
-        for other in [other for other in _mapped if not _is_alive(int(other.partition("-")[0]))]:
-            del _mapped[other]
-        found = _mapped[key] = memory.numpy()
-        found[0] = 1
-    start = _HEADER_BYTES + place * place_bytes
-    part = found[start : start + place_bytes]
+    if memory is None:
+        found = _mapped[key]
+    else:
+        found = memory.numpy()
+        _keep(key, found)
+    part = found[_HEADER_BYTES:]
     storage = torch.from_numpy(part).untyped_storage()
-    weakref.finalize(part, _release, found, place).atexit = False
-    flat = {
-        name: torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape, stride)
-        for name, offset, dtype, shape, stride in spec
-    }
-    return unflatten(flat)
+    weakref.finalize(part, _release, found, os.getpid()).atexit = False
+
+    def view(leaf: Any) -> Any:
+        if not isinstance(leaf, _Spot):
+            return leaf
+        return torch.empty(0, dtype=leaf.dtype).set_(storage, leaf.offset, leaf.shape, leaf.stride)
+
+    arrived: dict[str, Any] = map_leaves(view, form)
+    return arrived
 
 
-def _release(memory: np.ndarray, place: int) -> None:
-    memory[1 + place] = 0
+def _keep(key: _Key, memory: np.ndarray) -> None:
+    """Keep a worker's memory mapped as long as the loader keeps the worker; it need not be sent again."""
+    for process in active_children():
+        if process.pid == key[0]:
+            _mapped[key] = memory
+            weakref.finalize(process, _mapped.pop, key, None).atexit = False
+            memory[_IS_MAPPED] = 1
 
 
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
+def _release(memory: np.ndarray, process: int) -> None:
+    if os.getpid() == process:  # in a fork the batch is only a copy of a name
+        memory[_IS_LENT] = 0

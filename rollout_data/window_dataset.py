@@ -25,7 +25,7 @@ from .index import Int64s
 from .normalization import FieldStatistics, compute_statistics
 from .sharding import is_in_worker
 from .sources import BlockSource, DataDirs, Source, open_source, writers_upto
-from .window_batch import SharedMemory, collate_windows
+from .window_batch import SharedMemory, WindowBatch, collate_windows
 from .window_fields import WindowPlan, plan_windows
 from .window_index import PADDINGS, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .window_reader import MASK, NEXT_MASK, Allocate, WindowReader
@@ -196,7 +196,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
         """
         if isinstance(window, (bool, np.bool_)):
             raise UsageError("read a window", "", "a whole number", repr(window))
-        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.__getitems__([window]))
+        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.read([window], self._pool.empty))
         return found
 
     def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
         """
         if is_in_worker():
             return self._shared.make(lambda allocate: self.read(windows, allocate))
-        return self.read(windows, self._pool.empty)
+        return WindowBatch(self.read(windows, self._pool.empty))
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         """Read a batch into memory that `allocate(shape, dtype)` gives; otherwise like `__getitems__`."""

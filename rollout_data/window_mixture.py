@@ -19,7 +19,7 @@ from storage.tree import flatten, map_leaves, unflatten
 from .base import whole
 from .index import Int64s
 from .sharding import is_in_worker
-from .window_batch import SharedMemory, collate_windows
+from .window_batch import SharedMemory, WindowBatch, collate_windows
 from .window_dataset import WindowDataset
 from .window_index import checked_windows
 from .window_reader import Allocate
@@ -75,14 +75,14 @@ class WindowMixture(Dataset[dict[str, Any]]):
 
     def __getitem__(self, window: int) -> dict[str, Any]:
         """Give one window; see `WindowDataset`."""
-        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.__getitems__([window]))
+        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.read([window], self._pool.empty))
         return found
 
     def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
         """Give a batch in the order of `windows`; see `WindowDataset`."""
         if is_in_worker():
             return self._shared.make(lambda allocate: self.read(windows, allocate))
-        return self.read(windows, self._pool.empty)
+        return WindowBatch(self.read(windows, self._pool.empty))
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         """Read windows into memory that `allocate(shape, dtype)` gives."""

@@ -1,0 +1,141 @@
+"""What `DataLoader` workers may do with windows, and how much shared memory they take for it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from rollout_data import WindowDataset, WindowMixture, window_batch
+from rollout_data.window_batch import NUM_PLACES, SharedMemory
+from storage.errors import MissingFieldError
+from tests.files import recorded
+
+from .test_window_loading import check_same
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    path = tmp_path_factory.mktemp("windows")
+    recorded.record(path, [5, 17, 9, 30, 12], num_envs=2, flush_every=4)
+    return WindowDataset(path, 4)
+
+
+class Doubled(Dataset):
+    """A dataset of one's own around ours."""
+
+    def __init__(self, windows):
+        self.windows = windows
+
+    def __len__(self):
+        return len(self.windows)
+
+    def __getitem__(self, number):
+        return self.windows[number]["observation"] * 2
+
+
+def through_a_worker(dataset, **options):
+    return list(DataLoader(dataset, num_workers=1, multiprocessing_context="fork", **options))
+
+
+def test_single_windows_come_out_of_a_worker(dataset):
+    size = range(len(dataset))
+    for number, window in zip(size, through_a_worker(dataset, batch_size=None), strict=True):
+        check_same(window, dataset[number])
+    doubled = torch.cat(through_a_worker(Doubled(dataset), batch_size=4))
+    assert torch.equal(doubled, 2 * dataset.__getitems__(size)["observation"])
+    twice = ConcatDataset([dataset, dataset])
+    batches = through_a_worker(twice, batch_size=4, collate_fn=dataset.collate)
+    assert sum(len(batch["reward"]) for batch in batches) == len(twice)
+    mixture = WindowMixture([dataset, dataset])
+    for number, window in zip(range(3), through_a_worker(mixture, batch_size=None), strict=False):
+        check_same(window, mixture[number])
+
+
+def with_more(batch):
+    batch["observation"].mul_(-1)
+    batch["action"] = batch["action"] + 1
+    del batch["privileged_observation"]
+    return {"whole": batch, "reward": batch["reward"], "number of": len(batch["reward"])}
+
+
+def test_a_collate_may_change_a_batch_and_take_it_apart(dataset):
+    held = []
+    for _ in range(3):
+        batches = through_a_worker(dataset, batch_size=4, collate_fn=with_more)
+        assert len(batches) > NUM_PLACES
+        held += [(4 * k, batch) for k, batch in enumerate(batches)]
+    for first, got in held:
+        expected = with_more(dataset.__getitems__(range(len(dataset))[first : first + 4]))
+        check_same(got["whole"], expected["whole"])
+        assert torch.equal(got["reward"], expected["reward"]) and got["number of"] == len(expected["reward"])
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
+def test_copies_of_a_batch_are_plain_dicts(dataset, take):
+    memory = SharedMemory()
+    for _ in range(2):
+        batch = memory.make(lambda allocate: dataset.read([0, 3], allocate))
+        assert type(take(batch)) is dict
+        check_same(take(batch), dataset.__getitems__([0, 3]))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_forgotten_collate_is_named(dataset, num_workers):
+    with pytest.raises(MissingFieldError, match=r"collate_fn=dataset\.collate"):
+        list(DataLoader(dataset, 4, num_workers=num_workers))
+    with pytest.raises(KeyError, match="cannot read the field 'obs' of a batch: expected observation, "):
+        dataset.__getitems__([0])["obs"]
+
+
+# Shared memory
+
+
+def test_a_place_is_as_large_as_its_batch_and_there_are_as_few_as_will_do():
+    memory, num_bytes = SharedMemory(), 1 << 20
+
+    def read(allocate):
+        return {"rows": allocate((num_bytes,), torch.uint8), "mask": torch.ones(100, dtype=torch.bool)}
+
+    for _ in range(5):
+        batch = memory.make(read)
+        del batch
+    assert [place.num_bytes for place in memory._places] == [num_bytes + 128]
+    held = [memory.make(read) for _ in range(3)]
+    assert len(memory._places) == len(held)
+    assert len({batch["rows"].data_ptr() for batch in held}) == len(held)
+
+
+def test_where_shared_memory_is_scarce_batches_travel_as_usual(dataset, monkeypatch):
+    calls = []
+
+    def refuse(size):
+        calls.append(size)
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", refuse)
+    memory = SharedMemory()
+    for _ in range(3):
+        check_same(memory.make(lambda allocate: dataset.read([1, 2], allocate)), dataset.__getitems__([1, 2]))
+    assert len(calls) == 1
+
+
+def test_larger_batches_get_larger_places(dataset):
+    memory = SharedMemory()
+    for numbers in ([0], [1], range(20), range(20), [2]):
+        check_same(memory.make(lambda allocate, n=numbers: dataset.read(n, allocate)), dataset.__getitems__(numbers))
+    assert len(memory._places) == 1
+
+
+def test_memory_of_workers_goes_with_them(dataset):
+    loader = DataLoader(dataset, 4, collate_fn=dataset.collate, num_workers=2, persistent_workers=True)
+    kept = list(loader)[-1]
+    assert window_batch._mapped
+    del loader
+    gc.collect()
+    assert not window_batch._mapped
+    check_same(kept, dataset.__getitems__(range(len(dataset))[4 * ((len(dataset) - 1) // 4) :]))
