@@ -30,7 +30,7 @@ from .frames import FrameStore
 from .index import Int64s
 from .quantiles import Array, Quantiles, quantiles_of
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 #: Bytes of rows that are read at once.
 _PORTION_BYTES = 8 << 20
 #: The last (or first) axis of a field of three axes is that of channels if it has at most so many.
@@ -164,7 +164,7 @@ class _Summary:
             num_frames * field.num_elements // num_columns, num_columns, self._dtype
         )
         self._num_frames, self._count = 0, 0
-        self._mean, self._squares = np.zeros(num_columns), np.zeros(num_columns)
+        self._sum, self._squares = np.zeros(num_columns), np.zeros(num_columns)
         self._min, self._max = np.full(num_columns, np.inf), np.full(num_columns, -np.inf)
 
     def add(self, values: torch.Tensor) -> None:
@@ -175,17 +175,18 @@ class _Summary:
         self._quantiles.add(columns)
         wide = columns.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
-            mean = wide.mean(axis=0)
+            total = wide.sum(axis=0)
+            mean = total / len(wide)
             self._min, self._max = np.minimum(self._min, wide.min(axis=0)), np.maximum(self._max, wide.max(axis=0))
             wide -= mean
-            shift, share = mean - self._mean, len(wide) / (self._count + len(wide))
+            shift, share = mean - self._sum / max(1, self._count), len(wide) / (self._count + len(wide))
             self._squares += np.einsum("nc,nc->c", wide, wide) + shift**2 * self._count * share
-            self._mean += shift * share
+            self._sum += total
         self._count += len(wide)
 
     def result(self, levels: tuple[float, ...]) -> FieldStatistics:
         with np.errstate(invalid="ignore"):
-            found = {"mean": self._mean, "std": np.sqrt(self._squares / self._count), "min": self._min}
+            found = {"mean": self._sum / self._count, "std": np.sqrt(self._squares / self._count), "min": self._min}
             found |= {"max": self._max, "quantiles": self._quantiles.at(levels)}
         shapes = {name: (len(levels), *self._shape) if name == "quantiles" else self._shape for name in found}
         tensors = {

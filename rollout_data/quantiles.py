@@ -98,6 +98,7 @@ class QuantileSketch:
     def __init__(self, num_columns: int, dtype: np.dtype[Any], num_rows: int = SKETCH_ROWS) -> None:
         self._filling = np.empty((num_rows, num_columns), dtype)
         self._num_filled = self._count = 0
+        self._has_nan = np.zeros(num_columns, bool)
         self._levels: list[Array | None] = []
         self._next_offset: list[int] = []
         self._moved = 0
@@ -114,7 +115,9 @@ class QuantileSketch:
             self._count += len(part)
             values = values[len(part) :]
             if self._num_filled == len(self._filling):
-                self._carry(np.sort(self._filling, axis=0))
+                rows = np.sort(self._filling, axis=0)
+                self._has_nan |= np.isnan(rows[-1])  # NaNs come last, and halving may drop them
+                self._carry(rows)
                 self._num_filled = 0
 
     def _carry(self, rows: Array) -> None:
@@ -143,6 +146,6 @@ class QuantileSketch:
             order = np.argsort(values, kind="stable")
             place = np.searchsorted(np.cumsum(weights[order]), wanted, side="left")
             found[:, column] = values[order[np.minimum(place, len(order) - 1)]]
-            if np.isnan(values).any():
+            if self._has_nan[column] or np.isnan(values).any():
                 found[:, column] = np.nan
         return found

@@ -71,6 +71,29 @@ def test_statistics_equal_those_of_numpy(tmp_path, monkeypatch, portion_bytes):
     assert found["action"].std.tolist() == [0, 0] and found["action"].mean.tolist() == [7, 7]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, about the infinities below
+@pytest.mark.parametrize("portion_bytes", [1, 100, 8 << 20])
+@pytest.mark.parametrize("exact_bytes", [0, 64 << 20])
+def test_values_that_are_not_finite_are_taken_as_numpy_takes_them(tmp_path, monkeypatch, portion_bytes, exact_bytes):
+    monkeypatch.setattr(normalization, "_PORTION_BYTES", portion_bytes)
+    monkeypatch.setattr("rollout_data.quantiles.EXACT_BYTES", exact_bytes)
+    monkeypatch.setattr(QuantileSketch.__init__, "__defaults__", (8,))
+    values = np.random.default_rng(0).random((60, 1, 5))
+    values[3, 0, 0] = np.inf
+    values[[5, 50], 0, 1] = np.inf, -np.inf
+    values[7, 0, 2] = np.nan
+    values[9, 0, 3] = -np.inf
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        for step, row in enumerate(values):
+            done = [step == len(values) - 1]
+            writer.add(observation=row, action=np.zeros((1, 1)), reward=np.zeros(1), done=done)
+    found = WindowDataset(tmp_path, fields=["observation"]).statistics((0.5,), progress=False, use_cache=False)
+    one = found["observation"]
+    for part in ("mean", "std", "min", "max"):
+        np.testing.assert_allclose(getattr(one, part).numpy(), getattr(values, part)(axis=0)[0], err_msg=part)
+    assert torch.isnan(one.quantiles[0]).tolist() == [False, False, True, False, False]
+
+
 def test_a_split_has_statistics_of_its_own_frames(tmp_path):
     recorded.record(tmp_path, [4, 9, 6, 5], num_envs=2)
     for split in ("train", "validation"):
