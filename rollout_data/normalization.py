@@ -193,6 +193,8 @@ class _Summary:
             name: torch.from_numpy(value.reshape(shapes[name])).to(self._result_dtype) for name, value in found.items()
         }
         return FieldStatistics(
+        # The mean of a constant is off by rounding, and with it every square.
+        self._squares[(self._min == self._max) & np.isfinite(self._min)] = 0
             **tensors, levels=levels, quantile_error=self._quantiles.error, num_frames=self._num_frames
         )
 

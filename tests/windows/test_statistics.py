@@ -94,6 +94,18 @@ def test_values_that_are_not_finite_are_taken_as_numpy_takes_them(tmp_path, monk
     assert torch.isnan(one.quantiles[0]).tolist() == [False, False, True, False, False]
 
 
+@pytest.mark.parametrize("portion_bytes", [1, 100, 8 << 20])
+def test_constants_have_a_deviation_of_zero(tmp_path, monkeypatch, portion_bytes):
+    monkeypatch.setattr(normalization, "_PORTION_BYTES", portion_bytes)
+    values = np.array([[0.1, 3.3e-5, -0.7, 1e6 + 0.1, 1e200]])
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        for step in range(1000):
+            writer.add(observation=values, action=np.zeros((1, 1)), reward=np.zeros(1), done=[step == 999])
+    one = WindowDataset(tmp_path, fields=["observation"]).statistics(progress=False, use_cache=False)["observation"]
+    assert one.std.tolist() == [0] * 5
+    np.testing.assert_allclose(one.mean.numpy(), values[0], rtol=1e-12)
+
+
 def test_a_split_has_statistics_of_its_own_frames(tmp_path):
     recorded.record(tmp_path, [4, 9, 6, 5], num_envs=2)
     for split in ("train", "validation"):
