@@ -50,7 +50,8 @@ class WindowDataset(Dataset[dict[str, Any]]):
             the last frame of a trajectory, and `timeout`, True there if it was truncated or cut.
         split: "train" or "validation"; None is all trajectories.
         validation_fraction: Of M trajectories round(M * fraction) are for validation.
-        seed: Decides which ones: a function of (seed, writer, number of the trajectory) alone.
+        seed: Decides which ones: those with the least of numbers that depend on (seed, writer, number of the
+            trajectory) alone, not on the folder. `pack` makes other writers, hence other splits.
         next_observations: Add `next_observation` (and `next_privileged_observation`): one frame later, after the
             last frame the recorded final observation.
         contiguous: Give every field contiguous memory of its own, rather than a view of rows.

@@ -48,14 +48,17 @@ class SplitOptions:
 def choose_trajectories(index: TrajectoryIndex, options: SplitOptions) -> Int64s:
     """Give the trajectories of a split: int64, ascending.
 
-    Each trajectory has a number that is a function of (seed, writer, number within the writer); those
-    with the smallest ones are for validation. So the two splits share nothing and leave nothing out,
-    and few trajectories change sides when a folder grows.
+    Each trajectory has a number that is a function of (seed, writer, number within the writer), in whichever
+    folder it lies; those with the smallest ones are for validation. So the two splits share nothing and leave
+    nothing out, few trajectories change sides when a folder grows or another one is read with it, and copies of
+    a folder stand together, save for one trajectory that the fraction may cut off. Packing gives trajectories
+    another writer, hence other splits.
     """
     present = np.flatnonzero(index.is_present())
     if options.split is None:
         return present
-    names = np.array([crc32(name.encode()) for name in index.writers], np.uint64)
+    # The number of the folder, which goes before the colon, says nothing about the trajectory.
+    names = np.array([crc32(name[name.find(":") + 1 :].encode()) for name in index.writers], np.uint64)
     key = names[index.writer[present]] << np.uint64(32) ^ index.number[present].astype(np.uint64)
     key = _mixed(key ^ _mixed(np.full(1, options.seed % 2**64, np.uint64)))
     order = np.lexsort((present, key))

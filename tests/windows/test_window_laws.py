@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -212,3 +213,20 @@ def test_seeds_split_otherwise_and_more_data_move_few_trajectories(tmp_path):
     after = WindowDataset(tmp_path, split="validation", validation_fraction=0.2)
     now = {key for key, _ in zip(*after.locate(range(len(after))), strict=True)}
     assert len(kept & now) >= len(kept) - 4
+
+
+def test_a_split_of_several_folders_agrees_with_that_of_each(tmp_path):
+    one, copy, other = (tmp_path / name for name in ("one", "copy", "other"))
+    for folder, writer in ((one, "a"), (other, "b")):
+        recorded.record(folder, [2] * 60, num_envs=3, writer_name=writer)
+    shutil.copytree(one, copy)
+
+    def validation(folders):
+        dataset = WindowDataset(folders, split="validation", validation_fraction=0.2)
+        keys, _ = dataset.locate(range(len(dataset)))
+        return [{number for writer, number in keys if writer.startswith(label)} for label in ("0:", "1:", "")]
+
+    alone = validation(one)[2]
+    assert validation([one, copy])[:2] == [alone, alone] and len(alone) == 12
+    for mixed, own in zip(validation([other, one]), (validation(other)[2], alone), strict=False):
+        assert mixed <= own or mixed >= own
