@@ -192,14 +192,14 @@ def view_rows(
     extras = {name: _field(layout, name, rows) for name in _extra_names(layout)}
     nothing = _NOTHING
     return Transition(
-        observation=_observation(layout, OBSERVATION, rows, flatten),
-        privileged_observation=_observation(layout, PRIVILEGED, rows, flatten),
-        action=_observation(layout, ACTION, rows, flatten=False),
-        reward=_observation(layout, REWARD, rows, flatten=False),
+        observation=_group(layout, OBSERVATION, rows, flatten),
+        privileged_observation=_group(layout, PRIVILEGED, rows, flatten),
+        action=_group(layout, ACTION, rows, flatten=False),
+        reward=_group(layout, REWARD, rows, flatten=False),
         done=nothing,
         timeout=nothing,
-        next_observation=_observation(layout, OBSERVATION, following, flatten),
-        next_privileged_observation=_observation(layout, PRIVILEGED, following, flatten),
+        next_observation=_group(layout, OBSERVATION, following, flatten),
+        next_privileged_observation=_group(layout, PRIVILEGED, following, flatten),
         is_first=nothing,
         valid=nothing,
         extras=unflatten(extras) if extras else None,
@@ -233,7 +233,7 @@ def _field(layout: RowLayout, name: str, rows: dict[str, torch.Tensor]) -> torch
     return layout.decoded(name, rows[layout.column_of[name].name])
 
 
-def _observation(layout: RowLayout, group: str, rows: dict[str, torch.Tensor], flatten: bool) -> Any:
+def _group(layout: RowLayout, group: str, rows: dict[str, torch.Tensor], flatten: bool) -> Any:
     names = _names_below(layout, group)
     if not names:
         return None
