@@ -22,6 +22,7 @@ from storage.errors import CorruptFileError, DataFileError, ForeignFileError, Ro
 from storage.fields import Schema
 
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, read_codings, table_of
+from .guarded_file import GuardedFile
 from .layout import RowLayout
 
 FORMAT_NAME = "rollout-data"
@@ -180,7 +181,9 @@ def read_header(path: Path) -> BlockHeader:
     path = Path(path)
     file_bytes = os.stat(path).st_size
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with GuardedFile(path) as guarded, h5py.File(guarded, "r", locking=False) as file:
+            if file.id.get_create_plist().get_sizes() != (8, 8):  # the guard reads no other
+                raise corrupt(path, "sizes and places of 8 bytes", "others")
             return _read_open_file(path, file, file_bytes)
     except (DataFileError, FileNotFoundError, PermissionError, MemoryError):
         raise

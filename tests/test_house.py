@@ -89,6 +89,7 @@ HOUSE = {
     "rollout_data": [
         "layout",
         "chunk_table",
+        "guarded_file",
         "block_header",
         "row_source",
         "coded_rows",

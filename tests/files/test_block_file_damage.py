@@ -101,6 +101,50 @@ def test_truncation_at_any_length_is_reported(block, tmp_path):
         assert outcome(tmp_path / block.name, good) in ("CorruptFileError", "ForeignFileError"), length
 
 
+def heap_headers(data: bytes) -> list[int]:
+    """Positions of the header of the heap of texts, and of those of its objects."""
+    heap = data.index(b"GCOL")
+    size, at, found = int.from_bytes(data[heap + 8 : heap + 16], "little"), 16, list(range(16))
+    while at + 16 <= size:
+        found += range(at, at + 16)
+        is_free = data[heap + at : heap + at + 2] == b"\0\0"
+        num_bytes = int.from_bytes(data[heap + at + 8 : heap + at + 16], "little")
+        at += num_bytes if is_free else 16 + -(-num_bytes // 8) * 8
+    return [heap + one for one in found]
+
+
+def test_flipped_bits_of_the_heap_of_texts_let_no_reader_wait(block, tmp_path):
+    """HDF5 follows the sizes in it for ever where they do not lead on; in a process that can be ended."""
+    positions = heap_headers(block.read_bytes())
+    assert len(positions) > 16 * 4, "an object for each text, and the rest"
+    arguments = (block, tmp_path / block.name, positions, list(range(8)))
+    process = multiprocessing.get_context("fork").Process(target=check_flips, args=arguments)
+    process.start()
+    process.join(60)
+    is_waiting = process.is_alive()
+    process.kill()
+    process.join()
+    assert not is_waiting and process.exitcode == 0
+
+
+def test_a_block_with_short_sizes_is_refused(tmp_path):
+    settings = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    settings.set_sizes(8, 4)
+    file = h5py.h5f.create(str(tmp_path / "x.h5").encode(), fcpl=settings)
+    with h5py.File(file) as opened:
+        opened.attrs["format"] = "rollout-data"
+    with pytest.raises(CorruptFileError, match="expected sizes and places of 8 bytes"):
+        open_block(tmp_path / "x.h5")
+
+
+def test_a_huge_heap_of_texts_is_refused_unread(tmp_path):
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file.attrs["format"] = "a" * (2 << 20)
+    with pytest.raises(CorruptFileError, match="a heap of 2"):
+        open_block(path)
+
+
 def change(block: Path, tmp_path: Path, edit) -> Path:
     path = tmp_path / block.name
     shutil.copy(block, path)
