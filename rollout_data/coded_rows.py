@@ -6,7 +6,7 @@ decoded, unless two blocks of one field were coded differently. Where they are w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -103,24 +103,30 @@ def code_tables(
             if not codec.is_lossless:
                 codings[name] = Coding(codec.name, options.max_errors.get(name, 0.0))
             continue
-        own = [table for table in coded if name in coded[table]]
-        for table in own:
-            layout, source = layouts_of(schema)[table], coded[table][name]
-            if not isinstance(source, CodedRows):
+        own = {table: columns[name] for table, columns in coded.items() if name in columns}
+        copied = {source.coding.codec for source in own.values() if isinstance(source, CodedRows)}
+        if len(copied) > 1 or (copied and any(s.num_rows for s in own.values() if not isinstance(s, CodedRows))):
+            copied = set()  # a field has one codec in both tables: what was coded otherwise is decoded and coded anew
+        frames = {}
+        for table, source in own.items():
+            if not (copied and isinstance(source, CodedRows)):
+                layout = layouts_of(schema)[table]
+                rows = ArrayRows(source.decoded()) if isinstance(source, CodedRows) else source
                 per_chunk = options.per_chunk(table, codec.name, layout.stored[name].row_bytes)
-                frames = _Frames(source, layout, layout.columns[name], row_ranges(table, fragments), per_chunk)
-                chosen = _chosen(codec.name, name, frames, options.chosen)
-                coding = Coding(chosen, options.max_errors.get(name, 0.0), per_chunk)
-                coded[table][name] = frames.coded(coding, splits)
-        codings[name] = _common([source.coding for table in own if isinstance(source := coded[table][name], CodedRows)])
+                frames[table] = _Frames(rows, layout, layout.columns[name], row_ranges(table, fragments), per_chunk)
+        chosen = copied.pop() if copied else _chosen(codec.name, name, frames.values(), options.chosen)
+        for table, part in frames.items():
+            coding = Coding(chosen, options.max_errors.get(name, 0.0), part.per_chunk)
+            own[table] = coded[table][name] = part.coded(coding, splits)
+        codings[name] = _common([source.coding for source in own.values() if isinstance(source, CodedRows)])
     return coded, codings
 
 
-def _chosen(codec: str, name: str, frames: _Frames, chosen: MutableMapping[str, str]) -> str:
+def _chosen(codec: str, name: str, tables: Iterable[_Frames], chosen: MutableMapping[str, str]) -> str:
     if codec != AUTO:
         return codec
     if name not in chosen:
-        sample = frames.sample()
+        sample = next((found for frames in tables if (found := frames.sample())), [])
         if not sample:
             return "raw"  # decided when there is something to try on
         chosen[name] = choose_codec(sample)
@@ -128,7 +134,8 @@ def _chosen(codec: str, name: str, frames: _Frames, chosen: MutableMapping[str, 
 
 
 def _common(codings: Sequence[Coding]) -> Coding:
-    """The coding of a field in both tables of a block."""
+    """The coding of chunks that are put together; the codec of all is the same."""
+    assert len({coding.codec for coding in codings}) == 1, "chunks of one codec would be read as of another"
     error = max(coding.max_error for coding in codings)
     return replace(codings[0], max_error=error, frames_per_chunk=max(coding.frames_per_chunk for coding in codings))
 
@@ -146,6 +153,7 @@ class _Frames:
     ) -> None:
         self._source = source
         self._field, self._row_bytes = layout.stored[column.name], column.row_bytes
+        self.per_chunk = per_chunk
         self.rows, self.is_used = _bounds(source.num_rows, ranges, per_chunk)
 
     def read(self, number: int) -> np.ndarray:

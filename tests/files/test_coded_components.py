@@ -179,6 +179,36 @@ def test_pack_copies_chunks_and_joins_blocks_that_auto_coded_differently(tmp_pat
     assert coded.max_errors(packed) == coded.max_errors(data), "nothing was quantized twice"
 
 
+@pytest.mark.parametrize("with_final", ["a", "b"])
+@pytest.mark.parametrize("kinds", [("whole", "coarse"), ("coarse", "whole"), ("whole", "noise"), ("noise", "whole")])
+def test_pack_keeps_final_observations_that_only_one_of_two_codings_has(tmp_path, kinds, with_final):
+    rng = np.random.default_rng(0)
+    values = {
+        "whole": rng.integers(0, 4, (9, 4096)).astype(np.uint32).view(np.float32),
+        "coarse": (np.round(rng.random((9, 4096)) * 4) / 3).astype(np.float32),
+        "noise": rng.integers(0, 2**32, (9, 4096), np.uint32).view(np.float32),
+    }
+    for name, kind in zip("ab", kinds, strict=True):
+        mapping = {"c": "auto"}
+        with RolloutWriter(tmp_path, 1, obs_disassemble_mapping=mapping, durable=False, writer_name=name) as writer:
+            for t in range(8 if name == with_final else 40):
+                final = {"final_observation": {"c": values[kind][8:]}} if name == with_final else {}
+                step = {"c": values[kind][t % 8][None]}
+                done = np.array([t == (7 if final else 39)])
+                writer.add(observation=step, action=np.zeros((1, 1)), reward=np.zeros(1), done=done, **final)
+    codecs = {header.codings["observation/c"].codec for header in blocks_of(tmp_path)}
+    assert len(codecs) == 2
+    (final,) = [one.finals["observation/c"] for one in trajectories_of(tmp_path) if one.finals]
+    assert main(["pack", "--in-place", str(tmp_path)]) == 0
+    assert [header.codings["observation/c"].codec in codecs for header in blocks_of(tmp_path)] == [True]
+    (packed,) = [one.finals["observation/c"] for one in trajectories_of(tmp_path) if one.finals]
+    assert packed.tobytes() == final.tobytes()
+    columns = [one.column("observation/c") for one in trajectories_of(tmp_path)]
+    for name, kind in zip("ab", kinds, strict=True):
+        expected = values[kind][np.arange(8 if name == with_final else 40) % 8].tobytes()
+        assert expected in [column.tobytes() for column in columns]
+
+
 def test_each_chunk_is_decoded_once_for_neighbouring_batches(folders, monkeypatch):
     calls = []
     decode = chunk_files.ChunkFiles._decode
