@@ -103,11 +103,11 @@ class _Place:
         """Neither this process nor the consumer holds a tensor over it."""
         return (self._part is None or self._part() is None) and not self.flags[_IS_LENT]
 
-    def lend(self) -> torch.UntypedStorage:
-        """Give the memory as a storage that torch does not take for shared: it sends single tensors of it as copies."""
+    def lend(self) -> torch.Tensor:
+        """Give the memory, uint8 `[n]`, as one that torch takes for ordinary: it copies what is sent singly."""
         part = self.memory.numpy()[_HEADER_BYTES:]
         self._part = weakref.ref(part)
-        return torch.from_numpy(part).untyped_storage()
+        return torch.from_numpy(part)
 
     def spot(self, leaf: Any) -> Any:
         """Say where a tensor lies; anything that lies elsewhere, or has more to it than values, stays as it is."""
@@ -117,7 +117,7 @@ class _Place:
             return leaf
         if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
             return leaf
-        return _Spot(leaf.dtype, leaf.storage_offset(), tuple(leaf.shape), leaf.stride())
+        return _Spot(leaf.dtype, int(leaf.storage_offset()), tuple(leaf.shape), leaf.stride())
 
 
 class _Spot(NamedTuple):
@@ -132,9 +132,10 @@ class _Spot(NamedTuple):
 class _Filling:
     """Hands out the bytes of a place, one tensor after the other; ordinary memory where they do not suffice."""
 
-    def __init__(self, storage: torch.UntypedStorage | None) -> None:
-        self._storage, self._size = storage, 0 if storage is None else storage.nbytes()
-        self._given = set() if storage is None else {storage.data_ptr()}
+    def __init__(self, memory: torch.Tensor | None) -> None:
+        self._memory, self._size = memory, 0 if memory is None else len(memory)
+        #: Where the storages begin that were given.
+        self._given = set() if memory is None else {memory.data_ptr()}
         #: What the batch needs.
         self.num_bytes = 0
 
@@ -142,8 +143,8 @@ class _Filling:
         num_bytes = prod(shape) * dtype.itemsize
         start = self.num_bytes
         self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._storage is not None and self.num_bytes <= self._size and num_bytes:
-            return torch.empty(0, dtype=dtype).set_(self._storage, start // dtype.itemsize, tuple(shape))
+        if self._memory is not None and self.num_bytes <= self._size and num_bytes:
+            return self._memory[start : start + num_bytes].view(dtype).view(tuple(shape))
         tensor = torch.empty(tuple(shape), dtype=dtype)
         self._given.add(tensor.untyped_storage().data_ptr())
         return tensor
