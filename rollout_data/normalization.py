@@ -94,9 +94,7 @@ def compute_statistics(
     Raises:
         UsageError: A level lies outside [0, 1], or there is no frame.
     """
-    levels = tuple(float(level) for level in levels)
-    if not all(0 <= level <= 1 for level in levels):
-        raise UsageError("compute quantiles", "", "levels in [0, 1]", repr(levels))
+    levels = _checked_levels(levels)
     if not store.index.lengths[trajectories].sum():
         raise UsageError("compute statistics", f"of {str(folder)!r}", "at least one frame", "none")
     about = {"version": _CACHE_VERSION, "fields": [store.layouts[DATA].schema[name].to_json() for name in names]}
@@ -110,6 +108,16 @@ def compute_statistics(
         if use_cache:
             _save(path, about, found)
     return found
+
+
+def _checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
+    try:
+        checked = tuple(float(level) for level in levels)
+    except (TypeError, ValueError):
+        checked = (np.nan,)
+    if not all(0 <= level <= 1 for level in checked):
+        raise UsageError("compute quantiles", "", "a list of levels in [0, 1]", repr(levels))
+    return checked
 
 
 def _compute(
@@ -185,6 +193,8 @@ class _Summary:
         self._count += len(wide)
 
     def result(self, levels: tuple[float, ...]) -> FieldStatistics:
+        # The mean of a constant is off by rounding, and with it every square.
+        self._squares[(self._min == self._max) & np.isfinite(self._min)] = 0
         with np.errstate(invalid="ignore"):
             found = {"mean": self._sum / self._count, "std": np.sqrt(self._squares / self._count), "min": self._min}
             found |= {"max": self._max, "quantiles": self._quantiles.at(levels)}
@@ -193,8 +203,6 @@ class _Summary:
             name: torch.from_numpy(value.reshape(shapes[name])).to(self._result_dtype) for name, value in found.items()
         }
         return FieldStatistics(
-        # The mean of a constant is off by rounding, and with it every square.
-        self._squares[(self._min == self._max) & np.isfinite(self._min)] = 0
             **tensors, levels=levels, quantile_error=self._quantiles.error, num_frames=self._num_frames
         )
 
@@ -236,13 +244,13 @@ def _fingerprint(store: FrameStore, trajectories: Int64s) -> str:
 
 def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatistics]) -> None:
     """Write the cache, where that is possible."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for number, statistics in enumerate(found.values()):
         arrays |= {f"{number}/{name}": getattr(statistics, name).numpy() for name in _ARRAYS}
         arrays[f"{number}/about"] = np.array([statistics.quantile_error, statistics.num_frames])
     try:
         with replace_file(path) as new, open(new, "wb") as file:
-            np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+            np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
     except (OSError, RolloutDataError):  # a folder for reading only
         pass
 

@@ -26,7 +26,7 @@ from .normalization import FieldStatistics, compute_statistics
 from .sharding import is_in_worker
 from .sources import BlockSource, DataDirs, Source, open_source, writers_upto
 from .window_batch import SharedMemory, WindowBatch, collate_windows
-from .window_fields import WindowPlan, plan_windows
+from .window_fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
 from .window_index import PADDINGS, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .window_reader import MASK, NEXT_MASK, Allocate, WindowReader
 
@@ -89,10 +89,11 @@ class WindowDataset(Dataset[dict[str, Any]]):
         if padding not in PADDINGS:
             raise UsageError("read windows", "", f"padding {nearest(str(padding), PADDINGS)}", repr(padding))
         self.data_dir, self.padding = data_dir, padding
-        self.length, self.stride = whole("length", length, 1), whole("stride", stride, 1)
-        self._delta = None if delta is None else {name: list(values) for name, values in delta.items()}
+        self.length = whole("length", length, 1, MAX_FRAMES)
+        self.stride = whole("stride", stride, 1, MAX_FRAMES)
+        self._delta = checked_delta(delta)
         self._fields = fields if fields is None or isinstance(fields, str) else list(fields)
-        self._split = SplitOptions(split, float(validation_fraction), whole("seed", seed, 0))
+        self._split = SplitOptions(split, validation_fraction, whole("seed", seed, 0))
         self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
         self._verify_on_open = verify_on_open
         self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)

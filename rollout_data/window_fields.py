@@ -26,7 +26,8 @@ FLAGS = (DONE, TIMEOUT)
 #: Groups of fields whose true last row may be recorded.
 OBSERVATIONS = ("observation", "privileged_observation")
 NEXT = "next_"
-_MAX_DELTA = 1 << 31
+#: The greatest distance of two frames of a window, or of two windows.
+MAX_FRAMES = (1 << 31) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ class WindowPlan:
 def plan_windows(
     layout: RowLayout,
     length: int,
-    delta: Mapping[str, Iterable[int]] | None,
+    delta: Mapping[str, Int64s] | None,
     fields: Sequence[str] | None,
     next_observations: bool,
 ) -> WindowPlan:
@@ -95,10 +96,10 @@ def plan_windows(
 
     Raises:
         MissingFieldError: A name is not a field.
-        UsageError: A list of deltas is empty or has something else than whole numbers.
+        UsageError: No field is left, or no observation where the next ones are wanted.
     """
     known = [*layout.schema, *(flag for flag in FLAGS if flag not in layout.schema)]
-    given = {name: _checked_deltas(name, values) for name, values in (delta or {}).items()}
+    given = delta or {}
     for name in given:
         _below(name, known, "shift the field")
     chosen = set(known) if fields is None else {one for name in _listed(fields) for one in _below(name, known)}
@@ -176,11 +177,24 @@ def _deltas_of(name: str, given: Mapping[str, Int64s], length: int) -> Int64s:
     return np.arange(length)
 
 
+def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s] | None:
+    """Give lists of frames relative to the anchor as int64 `[L]` each.
+
+    Raises:
+        UsageError: There is no list for each field, or one is empty or has something else than whole numbers.
+    """
+    if delta is None:
+        return None
+    if not isinstance(delta, Mapping) or not all(isinstance(name, str) for name in delta):
+        raise UsageError("shift fields", "", "a dict of fields and their lists of whole numbers", repr(delta))
+    return {name: _checked_deltas(name, values) for name, values in delta.items()}
+
+
 def _checked_deltas(name: str, values: Iterable[int]) -> Int64s:
     try:
         listed = [operator.index(value) for value in values]
     except TypeError:
         raise UsageError("shift the field", repr(name), "a list of whole numbers", repr(values)) from None
-    if not listed or max(map(abs, listed)) >= _MAX_DELTA:
-        raise UsageError("shift the field", repr(name), f"at least one number, below {_MAX_DELTA}", repr(values))
+    if not listed or max(map(abs, listed)) > MAX_FRAMES:
+        raise UsageError("shift the field", repr(name), f"at least one number, up to {MAX_FRAMES}", repr(values))
     return np.array(listed, np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import numpy as np
@@ -41,7 +42,7 @@ class SplitOptions:
     def __post_init__(self) -> None:
         if self.split is not None and self.split not in SPLITS:
             raise UsageError("split the dataset", "", f"None or {nearest(str(self.split), SPLITS)}", repr(self.split))
-        if not 0 <= self.validation_fraction <= 1:
+        if not isinstance(self.validation_fraction, Real) or not 0 <= self.validation_fraction <= 1:
             raise UsageError("split the dataset", "", "validation_fraction in [0, 1]", repr(self.validation_fraction))
 
 
@@ -117,11 +118,11 @@ def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int6
         return np.zeros(0, np.int64)
     if windows.ndim != 1 or windows.dtype.kind not in "iu":
         raise UsageError("read windows", "", "a list of whole numbers", f"{windows.dtype}, shape {windows.shape}")
-    windows = windows.astype(np.int64, copy=False)
     low, high = int(windows.min()), int(windows.max())
     if low < -num_windows or high >= num_windows:
         wrong = high if high >= num_windows else low
         raise WindowIndexError("read the window", str(wrong), f"a number in {-num_windows}:{num_windows}", str(wrong))
+    windows = windows.astype(np.int64, copy=False)
     return np.where(windows < 0, windows + num_windows, windows) if low < 0 else windows
 
 

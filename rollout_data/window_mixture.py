@@ -43,7 +43,10 @@ class WindowMixture(Dataset[dict[str, Any]]):
         if not self.datasets:
             raise UsageError("mix datasets", "", "at least one", "none")
         sizes = np.array([len(dataset) for dataset in self.datasets], np.int64)
-        given = sizes.astype(np.float64) if weights is None else np.asarray(weights, np.float64)
+        try:
+            given = sizes.astype(np.float64) if weights is None else np.asarray(weights, np.float64)
+        except (TypeError, ValueError):
+            given = np.zeros(0)
         if given.shape != sizes.shape or not (np.isfinite(given).all() and (given >= 0).all() and given.sum() > 0):
             raise UsageError("mix datasets", "", f"{len(sizes)} weights >= 0, some of them above", repr(weights))
         if ((given > 0) & (sizes == 0)).any():

@@ -197,8 +197,9 @@ def test_a_folder_for_reading_only_costs_time_and_nothing_else(tmp_path, counted
 
 def test_wrong_levels_and_no_frames_are_refused(tmp_path):
     recorded.record(tmp_path, [4])
-    with pytest.raises(UsageError, match="levels in \\[0, 1\\]"):
-        WindowDataset(tmp_path).statistics([1.5])
+    for wrong in ([1.5], 0.5, [0.5, "a"], [None], [float("nan")]):
+        with pytest.raises(UsageError, match="levels in \\[0, 1\\]"):
+            WindowDataset(tmp_path).statistics(wrong)
     with pytest.raises(UsageError, match="at least one frame"):
         WindowDataset(tmp_path, split="validation", validation_fraction=0).statistics()
 

@@ -30,6 +30,14 @@ def folder(tmp_path):
         ({"delta": {"action": []}}, UsageError, "at least one number"),
         ({"delta": {"action": [0.5]}}, UsageError, "whole numbers"),
         ({"fields": "action"}, UsageError, "a list of names"),
+        ({"delta": {"action": 3}}, UsageError, "'action': expected a list of whole numbers, got 3"),
+        ({"delta": {"action": [1 << 31]}}, UsageError, "up to 2147483647"),
+        ({"delta": [0, 1]}, UsageError, "a dict of fields"),
+        ({"delta": {3: [0]}}, UsageError, "a dict of fields"),
+        ({"length": 10**13}, UsageError, "length"),
+        ({"stride": 10**30}, UsageError, "stride"),
+        ({"validation_fraction": "x"}, UsageError, "in \\[0, 1\\], got 'x'"),
+        ({"validation_fraction": None}, UsageError, "in \\[0, 1\\], got None"),
         ({"fields": ["actions"]}, MissingFieldError, "expected 'action'"),
         ({"fields": []}, UsageError, "some of the fields"),
         ({"split": "test"}, UsageError, "split"),
@@ -71,7 +79,16 @@ def test_a_damaged_block_is_reported_and_its_trajectories_are_left_out(folder):
     assert 0 < dataset.num_trajectories < whole.num_trajectories
 
 
-def test_a_damaged_chunk_is_an_error_that_names_it(tmp_path):
+@pytest.mark.parametrize("number", [2**64 - 1, 2**63])
+def test_numbers_of_windows_do_not_wrap(folder, number):
+    dataset = WindowDataset(folder, 2)
+    with pytest.raises(IndexError, match=f"cannot read the window {number}: expected a number in"):
+        dataset.__getitems__(np.array([number], np.uint64))
+    assert len(dataset.__getitems__(np.array([0, 1], np.uint64))["reward"]) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_damaged_chunk_is_an_error_that_names_it(tmp_path, num_workers):
     coded.record(tmp_path, codecs={"rgb": "lz4"})
     path = sorted(tmp_path.glob("rollout_*.h5"))[0]
     table = open_block(path).chunks["data"]["observation/rgb"]

@@ -216,7 +216,8 @@ def test_members_that_do_not_fit_are_refused(folder, tmp_path):
     first = WindowDataset(folder, 3)
     with pytest.raises(UsageError, match="number 1: expected the fields and deltas of number 0"):
         WindowMixture([first, WindowDataset(folder, 4)])
-    with pytest.raises(UsageError, match="2 weights"):
-        WindowMixture([first, first], weights=[1])
+    for wrong in ([1], "ab", {0: 1}, [1, None], [1, -1]):
+        with pytest.raises(UsageError, match="2 weights"):
+            WindowMixture([first, first], weights=wrong)
     with pytest.raises(UsageError, match="no window"):
         WindowMixture([first, WindowDataset(folder, 3, split="validation", validation_fraction=0)], weights=[1, 1])
