@@ -247,15 +247,16 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
 
 @dataclass(frozen=True, eq=False)
 class _Coded:
-    """A coded column as it stands in the file: its table as read and as used, the size of its chunks."""
+    """A coded column as it stands in the file: its table as read and as used, place and size of its chunks."""
 
     offsets: np.ndarray
     table: ChunkTable
+    place: int
     num_bytes: int
 
     @property
     def location(self) -> tuple[int, int]:
-        return int(self.table.places[0]), int(self.table.rows[-1])
+        return self.place, int(self.table.rows[-1])
 
 
 def _read_coded(
@@ -281,7 +282,7 @@ def _read_coded(
                     if sums.dtype != np.dtype("<u4") or sums.shape != (len(offsets) - 1,):
                         raise corrupt(path, f"checksums of {table}/{name}", f"{sums.dtype} of shape {sums.shape}")
                 chunks = table_of(codings[name], layout, column, offsets, place, sums)
-                found[table][name] = _Coded(offsets, chunks, num_bytes)
+                found[table][name] = _Coded(offsets, chunks, place, num_bytes)
     return codings, found
 
 
@@ -290,7 +291,8 @@ def _check_chunks(header: BlockHeader, coded: Mapping[str, Mapping[str, _Coded]]
     for table, columns in coded.items():
         first, stop = row_ranges(table, header.fragments)
         for name, found in columns.items():
-            if wrong := found.table.check(first, stop, header.codings[name].frames_per_chunk, found.num_bytes):
+            most = header.codings[name].frames_per_chunk
+            if wrong := found.table.check(first, stop, most, found.place, found.num_bytes):
                 raise corrupt(header.path, f"{wrong} in {table}/{name}", "another table")
 
 

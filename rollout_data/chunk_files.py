@@ -238,13 +238,13 @@ class ChunkFiles:
 
     def _decode(self, job: _Job, rows: np.ndarray, address: int) -> None:
         """Check a chunk and decode it to `rows`, contiguous, which lie at `address`."""
-        source, num_bytes = self._files[job.file], job.stop - job.start
-        chunk = source.bytes[job.start : job.stop]
+        source = self._files[job.file]
+        chunk = source.bytes[job.start : job.stop]  # never longer than the file
         try:
             check_sum(chunk, job.checksum)
             table = self._tables[job.file]
-            if num_bytes > 1 and self._is_direct[job.file] and chunk[0] == PACKED:
-                table.codec.decode_at(source.address + job.start, num_bytes, address, rows.nbytes)
+            if len(chunk) > 1 and self._is_direct[job.file] and chunk[0] == PACKED:
+                table.codec.decode_at(source.address + job.start, len(chunk), address, rows.nbytes)
             else:
                 table.decode(chunk, rows)
         except CorruptFileError as cause:

@@ -96,19 +96,21 @@ class ChunkTable:
         """True if chunks decode to rows without a step in between (see `ChunkCodec.decode_at`)."""
         return self.row_bytes == self.field.row_bytes and self.codec.is_direct(self.field.numpy_dtype)
 
-    def check(self, first: np.ndarray, stop: np.ndarray, frames_per_chunk: int, num_bytes: int) -> str:
+    def check(self, first: np.ndarray, stop: np.ndarray, frames_per_chunk: int, place: int, num_bytes: int) -> str:
         """Say what is wrong with the table; "" if nothing is.
 
         Args:
             first, stop: int64 `[F]`, rows of the fragments.
             frames_per_chunk: How many rows a chunk has at most.
-            num_bytes: Size of the dataset of chunks.
+            place, num_bytes: Where the dataset of chunks begins in the file, and its size.
         """
-        counts, sizes = np.diff(self.rows), np.diff(self.places)
-        if self.rows[0] != 0 or (counts <= 0).any():
+        # Neighbours are compared, not subtracted: a difference of hostile numbers may wrap to a right one.
+        if self.rows[0] != 0 or (self.rows[1:] <= self.rows[:-1]).any():
             return "rows that ascend from 0"
-        if (sizes < 0).any() or self.places[-1] - self.places[0] != num_bytes:
+        is_descending = (self.places[1:] < self.places[:-1]).any()
+        if is_descending or self.places[0] != place or self.places[-1] != place + num_bytes:
             return f"chunks that fill {num_bytes} bytes one after the other"
+        counts, sizes = np.diff(self.rows), np.diff(self.places)
         is_used = sizes > 0
         if (counts[is_used] > frames_per_chunk).any():
             return f"chunks of at most {frames_per_chunk} rows"
