@@ -28,8 +28,8 @@ class WindowLoader:
     """Iterate over the windows of a dataset in batches; one iteration is one epoch.
 
     A gather takes less time than handing its result from a worker process over, so a thread reads ahead instead.
-    Leaving an iteration and beginning another one goes on with the same epoch. Ranks of torch.distributed share an
-    epoch: disjoint and complete.
+    Leaving an iteration and beginning another one goes on with the same epoch; going on with the old one as well
+    raises, so `zip(loader, loader)` does. Ranks of torch.distributed share an epoch: disjoint and complete.
 
     Args:
         dataset: A `WindowDataset`, or a `WindowMixture`, whose epochs are draws with replacement, by weight.
@@ -41,7 +41,7 @@ class WindowLoader:
         num_ahead: Batches that are read ahead.
 
     Raises:
-        UsageError: An argument is wrong.
+        UsageError: An argument is wrong; an iteration goes on after another one was begun.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class WindowLoader:
         self.shuffle, self.seed, self.drop_last = bool(shuffle), whole("seed", seed, 0), bool(drop_last)
         self.device, self.num_ahead = torch.device(device), whole("num_ahead", num_ahead, 1)
         self._epoch = self._num_delivered = 0
+        #: Counts iterations that were begun and jumps: an iteration from before is over.
+        self._turn = 0
 
     @property
     def epoch(self) -> int:
@@ -68,6 +70,7 @@ class WindowLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         self._epoch, self._num_delivered = whole("epoch", epoch, 0), 0
+        self._turn += 1
 
     def __len__(self) -> int:
         """Count the batches of an epoch of this rank."""
@@ -82,12 +85,16 @@ class WindowLoader:
             order = np.arange(size)
         else:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-            is_mixture = isinstance(self.dataset, WindowMixture)
-            order = self.dataset.draw(size, generator) if is_mixture else generator.permutation(size)  # type: ignore[union-attr]
+            if isinstance(self.dataset, WindowMixture):
+                order = self.dataset.draw(size, generator)
+            else:
+                order = generator.permutation(size)
         return order[shard.number :: shard.total]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         epoch, num_batches = self._epoch, len(self)
+        self._turn += 1
+        turn = self._turn
         batches = _Batches(self.dataset, self.order(epoch), self.batch_size, self._num_delivered, num_batches)
         items = iter(PipelinedDataCollector(batches, self.device, self.num_ahead))
         try:
@@ -95,6 +102,9 @@ class WindowLoader:
                 self._num_delivered += 1
                 yield batch
                 del batch
+                if self._turn != turn:
+                    got = "another one that was begun since, or a loader that was set to another place"
+                    raise UsageError("go on with an iteration", "over a WindowLoader", "one at a time", got)
             self._epoch, self._num_delivered = epoch + 1, 0
         finally:
             items.close()
@@ -114,6 +124,7 @@ class WindowLoader:
                 raise UsageError("resume the loader", "", f"{name} = {value}", repr(state.get(name)))
         self._epoch = whole("epoch", state["epoch"], 0)
         self._num_delivered = whole("num_delivered", state["num_delivered"], 0)
+        self._turn += 1
 
     def _settings(self) -> dict[str, Any]:
         shard = current_shard()

@@ -163,6 +163,21 @@ def test_a_resumed_loader_repeats_and_skips_nothing(plain, num_seen):
         WindowLoader(plain, 9, seed=5).load_state_dict(state)
 
 
+def test_of_two_iterations_the_first_is_over(plain):
+    loader = WindowLoader(plain, 8, seed=5)
+    with pytest.raises(UsageError, match="expected one at a time, got another one"):
+        list(zip(loader, loader, strict=True))
+    assert loader.state_dict()["num_delivered"] == 2
+    rest = numbers_of(loader)
+    assert rest == numbers_of(WindowLoader(plain, 8, seed=5))[2:]
+    old = iter(loader)
+    next(old)
+    loader.set_epoch(0)
+    with pytest.raises(UsageError, match="set to another place"):
+        next(old)
+    assert numbers_of(loader)[2:] == rest
+
+
 def test_a_failure_reaches_the_consumer(plain, monkeypatch):
     monkeypatch.setattr(plain._reader, "read", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
