@@ -72,6 +72,7 @@ class RowWriting:
         self._descriptor = descriptor
         self._sync_range = _sync_file_range() if starts_writeback else None
         self._pieces: deque[_Piece] = deque()
+        self._part_bytes = PART_BYTES
         self.checksums: dict[str, np.ndarray] = {}
         for table, columns in tables.items():
             values = self.checksums[table] = np.zeros((len(fragments), len(columns)), "<u4")
@@ -79,10 +80,12 @@ class RowWriting:
                 ranges = row_ranges(table, fragments)
                 if isinstance(source, CodedRows):
                     ranges = source.table.byte_ranges(*ranges)
+                self._part_bytes = max(self._part_bytes, source.row_bytes)
                 self._pieces += _pieces(source, offsets[f"{table}/{name}"], ranges, values[:, position])
 
     def work(self, before_each: Callable[[], object] = lambda: None) -> None:
         """Write pieces until none is left, calling `before_each` before each. A failure ends the work of all."""
+        memory = _parts.take(self._part_bytes).numpy()
         try:
             while self._pieces:
                 before_each()
@@ -90,29 +93,33 @@ class RowWriting:
                     piece = self._pieces.popleft()
                 except IndexError:  # another thread took the last one
                     return
-                self._write(piece)
+                self._write(piece, memory)
         except BaseException:
             self._pieces.clear()
             raise
 
-    def _write(self, piece: _Piece) -> None:
+    def _write(self, piece: _Piece, memory: np.ndarray) -> None:
         row_bytes = piece.source.row_bytes
-        rows_a_part = max(1, PART_BYTES // row_bytes)
-        memory = _parts.take(rows_a_part * row_bytes).numpy().reshape(rows_a_part, row_bytes)
-        number, checksum = 0, 0
+        rows_a_part = len(memory) // row_bytes
+        is_long = len(piece.first) == 1 and piece.last[0] > piece.start + rows_a_part
+        checksum = 0
         for low in range(piece.start, piece.stop, rows_a_part):
             high = min(piece.stop, low + rows_a_part)
-            part = piece.source.read(low, high, memory[: high - low]).reshape(-1).data
-            while number < len(piece.first) and piece.first[number] < high:
-                begin, end = max(piece.first[number], low) - low, min(piece.last[number], high) - low
+            out = memory[: (high - low) * row_bytes].reshape(high - low, row_bytes)
+            part = piece.source.read(low, high, out).reshape(-1).data
+            if is_long:
+                begin, end = max(piece.first[0], low) - low, max(low, min(piece.last[0], high)) - low
                 checksum = crc32(part[begin * row_bytes : end * row_bytes], checksum)
-                if piece.last[number] > high:
-                    break
-                piece.checksums[piece.places[number]] = checksum
-                number, checksum = number + 1, 0
+            elif low == piece.start and piece.first:  # then all of them lie in this part
+                bounds = zip(piece.first, piece.last, strict=True)
+                piece.checksums[piece.places] = [
+                    crc32(part[(first - low) * row_bytes : (last - low) * row_bytes]) for first, last in bounds
+                ]
             write_at(self._descriptor, part, piece.offset + low * row_bytes)
             if self._sync_range is not None:
                 self._sync_range(self._descriptor, piece.offset + low * row_bytes, len(part))
+        if is_long:
+            piece.checksums[piece.places[0]] = checksum
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
