@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -179,12 +180,14 @@ def read_header(path: Path) -> BlockHeader:
         UnsafeFileError: It points outside itself (links, external or virtual storage).
     """
     path = Path(path)
-    file_bytes = os.stat(path).st_size
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+        raise corrupt(path, "a file", "a folder, pipe or device")
     try:
         with GuardedFile(path) as guarded, h5py.File(guarded, "r", locking=False) as file:
             if file.id.get_create_plist().get_sizes() != (8, 8):  # the guard reads no other
                 raise corrupt(path, "sizes and places of 8 bytes", "others")
-            return _read_open_file(path, file, file_bytes)
+            return _read_open_file(path, file, found.st_size)
     except (DataFileError, FileNotFoundError, PermissionError, MemoryError):
         raise
     except OSError as cause:

@@ -222,7 +222,7 @@ def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
     for path in sorted(folder.glob(f"rollout_{writer}_*.h5")):
         try:
             header = read_header(path)
-        except RolloutDataError as cause:
+        except (RolloutDataError, OSError) as cause:  # a link that leads nowhere is no block either
             raise UsageError(
                 "continue the writer", repr(writer), "readable blocks", str(path), "Use another writer_name"
             ) from cause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -224,6 +225,18 @@ def test_retention_keeps_the_latest_and_deletes_whole_blocks(tmp_path, keep):
 
 def blocks_of_any(folder):
     return list(folder.glob("rollout_*.h5"))
+
+
+@pytest.mark.timeout(60)
+def test_no_tool_waits_for_a_pipe_named_like_a_block(tmp_path, capsys):
+    record(tmp_path)
+    (tmp_path / "metadata.json").unlink()
+    os.mkfifo(tmp_path / "rollout_0_000000.h5")
+    assert main(["info", str(tmp_path)]) == 0
+    assert apply_retention(tmp_path, 1000) == []
+    assert main(["verify", "--repair", str(tmp_path)]) == 1
+    assert (tmp_path / "damaged" / "rollout_0_000000.h5").is_fifo()
+    assert main(["verify", str(tmp_path)]) == 0
 
 
 def test_retention_keeps_everything_while_there_are_too_few(tmp_path):

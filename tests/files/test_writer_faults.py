@@ -345,3 +345,27 @@ def test_a_name_with_damaged_blocks_is_not_continued(tmp_path):
     with pytest.raises(UsageError, match="cannot continue the writer 'a': expected readable blocks"):
         RolloutWriter(tmp_path, N, writer_name="a")
     assert not list(tmp_path.glob(".rollout_*"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/nonexistent/block", path), os.mkdir])
+def test_a_name_whose_block_is_no_file_is_not_continued(tmp_path, make):
+    make(tmp_path / "rollout_a_000000.h5")
+    with pytest.raises(UsageError, match="cannot continue the writer 'a': expected readable blocks"):
+        RolloutWriter(tmp_path, N, writer_name="a")
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_named_like_a_block_keeps_no_writer_waiting(tmp_path):
+    os.mkfifo(tmp_path / "rollout_a_000000.h5")
+    with RolloutWriter(tmp_path, N, writer_name="b", durable=False) as writer:
+        writer.add(**step(0))
+    assert read_metadata(tmp_path)["total_timesteps"] == N
+
+
+@pytest.mark.parametrize("target", ["nonexistent/metadata.json", "metadata.json"])
+def test_metadata_that_link_to_nothing_are_replaced(tmp_path, target):
+    os.symlink(target, tmp_path / "metadata.json")
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        writer.add(**step(0))
+    assert read_metadata(tmp_path)["fields"] and not (tmp_path / "metadata.json").is_symlink()
