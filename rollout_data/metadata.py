@@ -144,8 +144,8 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        if path.exists() and _schema_of(path) is None:
-            os.replace(temporary, path)  # a damaged one helps nobody; an intact one is never half-written
+        if os.path.lexists(path) and _schema_of(path) is None:
+            os.replace(temporary, path)  # a damaged one, or a link to nothing, helps nobody; none is half-written
         elif not _link(temporary, path):
             return publish_metadata(folder, metadata, writer, durable)  # another writer was faster: match it
     finally:
@@ -164,7 +164,7 @@ def _link(source: Path, target: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if target.exists():
+        if os.path.lexists(target):
             return False
         os.rename(source, target)
     return True
