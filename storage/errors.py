@@ -20,17 +20,34 @@ class RolloutDataError(Exception):
         expected: What would have been right.
         got: What was found instead.
         advice: What the user can do about it, a sentence without the full stop.
+        message: The whole text instead of its parts; `DataLoader` gives it, to tell what happened in a worker.
     """
 
-    def __init__(self, action: str, where: str = "", expected: str = "", got: str = "", advice: str = "") -> None:
+    def __init__(
+        self,
+        action: str = "",
+        where: str = "",
+        expected: str = "",
+        got: str = "",
+        advice: str = "",
+        message: str = "",
+    ) -> None:
         self.action = action
         self.where = where
         self.expected = expected
         self.got = got
         self.advice = advice
-        super().__init__(action, where, expected, got, advice)
+        self._message = message
+        super().__init__(action, where, expected, got, advice, *([message] if message else []))
+
+    @property
+    def message(self) -> str:
+        """The whole text. By this name torch knows that it may raise `type(error)(message=text)` again."""
+        return str(self)
 
     def __str__(self) -> str:
+        if self._message:
+            return self._message
         text = f"cannot {self.action}"
         if self.where:
             text += f" {self.where}"

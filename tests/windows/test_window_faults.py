@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 from rollout_data import RolloutDataWarning, WindowDataset
 from rollout_data.block_file import open_block
@@ -29,7 +30,6 @@ def folder(tmp_path):
         ({"delta": {"acton": [0]}}, MissingFieldError, "'action'"),
         ({"delta": {"action": []}}, UsageError, "at least one number"),
         ({"delta": {"action": [0.5]}}, UsageError, "whole numbers"),
-        ({"fields": "action"}, UsageError, "a list of names"),
         ({"delta": {"action": 3}}, UsageError, "'action': expected a list of whole numbers, got 3"),
         ({"delta": {"action": [1 << 31]}}, UsageError, "up to 2147483647"),
         ({"delta": [0, 1]}, UsageError, "a dict of fields"),
@@ -38,6 +38,7 @@ def folder(tmp_path):
         ({"stride": 10**30}, UsageError, "stride"),
         ({"validation_fraction": "x"}, UsageError, "in \\[0, 1\\], got 'x'"),
         ({"validation_fraction": None}, UsageError, "in \\[0, 1\\], got None"),
+        ({"fields": "action"}, UsageError, "a list of names"),
         ({"fields": ["actions"]}, MissingFieldError, "expected 'action'"),
         ({"fields": []}, UsageError, "some of the fields"),
         ({"split": "test"}, UsageError, "split"),
@@ -99,5 +100,9 @@ def test_a_damaged_chunk_is_an_error_that_names_it(tmp_path, num_workers):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dataset = WindowDataset(tmp_path, 2, fields=["observation/rgb"])
-    with pytest.raises(CorruptFileError, match="observation/rgb"):
-        dataset.__getitems__(range(len(dataset)))
+    loader = DataLoader(dataset, len(dataset), collate_fn=dataset.collate, num_workers=num_workers)
+    with pytest.raises(CorruptFileError, match=r"(?s)(^|\.CorruptFileError: )cannot .*observation/rgb") as raised:
+        list(loader)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert str(again) == str(raised.value) == raised.value.message
+    assert str(raised.value).startswith("Caught CorruptFileError in" if num_workers else "cannot ")
