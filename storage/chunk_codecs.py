@@ -8,7 +8,7 @@ A chain is written `quantizer+delta+shuffle+packer`, any part of it: `uint16+shu
 `xor`; shuffles `shuffle`, `split`, `bitshuffle`; packers `lz4` (fast), `lz4hc` (high compression) and, with the
 extra `codecs`, `zstd` (smaller images), `blosc2` (`lz4hc`) and `blosc2zstd`, which shuffle themselves, with SIMD.
 
-A chunk is one byte: 0 for plain values, where stages would not save anything, or 1; then the range of a
+A chunk is one byte: 0 for plain values, where stages would not save anything or more than readers believe, or 1; then the range of a
 quantizer (low, step: float64, whether special counts: uint8, all little-endian); then the bytes.
 """
 
@@ -101,7 +101,8 @@ class ChunkCodec:
             values = counts.reshape(values.shape)
         items = values.view(_unsigned(values.dtype))
         data = self._packed(items, level)
-        if len(data) < items.nbytes:
+        # blosc2 packs any number of zeros into 32 bytes; shorter than readers believe is no use.
+        if len(data) < items.nbytes and frames.nbytes <= self.max_expansion * len(data):
             return bytes([PACKED]) + about + data, error
         return bytes([PLAIN]) + about + items.tobytes(), error
 

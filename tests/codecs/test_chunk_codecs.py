@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import lz4_blocks
-from storage.chunk_codecs import chunk_codec
+from storage.chunk_codecs import STAGES, chunk_codec
 from storage.codecs import AUTO, check_codec, choose_codec, chunk_frames, find_codec, stored_field
 from storage.errors import CorruptFileError, FieldTypeError, UsageError
+from storage.extra_packers import MODULES
 from storage.fields import Field
 from storage.quantizers import IMAGE_MAX_ERROR, decode_image, encode_image, image_error
 from storage.shuffles import scratch_bytes, shuffle, shuffled_bytes, unshuffle
@@ -32,6 +33,19 @@ def test_lossless_chains_give_back_every_bit(name, array):
     assert error == 0 and chunk_codec(name).is_lossless
     assert same_bits(decoded(name, chunk, array), array)
     assert len(chunk) <= array.nbytes + 1, "what does not shrink is stored plain"
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<f4"])
+@pytest.mark.parametrize("packer", STAGES["packer"])
+def test_no_chunk_is_shorter_than_readers_believe(packer, dtype):
+    if packer in MODULES:
+        pytest.importorskip(MODULES[packer])
+    for name in (packer, f"shuffle+{packer}", *([f"uint16+{packer}"] if dtype == "<f4" else [])):
+        for size in (1 << 16, 5 << 20, 20 << 20):
+            black = np.zeros((1, size // np.dtype(dtype).itemsize), dtype)
+            chunk, _ = chunk_codec(name).encode(black)
+            assert black.nbytes <= chunk_codec(name).max_expansion * len(chunk)
+            assert same_bits(decoded(name, chunk, black), black)
 
 
 @given(st.sampled_from(["shuffle", "split", "bitshuffle"]), st.sampled_from([1, 2, 4, 8]), st.binary(max_size=2000))

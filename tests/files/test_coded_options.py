@@ -10,6 +10,7 @@ from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
 from rollout_data.block_header import DATA
 from rollout_data.chunk_files import ChunkCache
 from storage.errors import UsageError
+from storage.extra_packers import MODULES
 from storage.tree import flatten
 from tests.files import coded
 from tests.files.readback import blocks_of
@@ -51,6 +52,19 @@ def test_windows_are_the_same_whatever_is_kept(folders):
                 wanted = flatten(expected["observation"])[name]
                 error = errors.get(f"observation/{name}", 0.0)
                 assert torch.allclose(values.double(), wanted.double(), rtol=0, atol=error + 1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "blosc2", "shuffle+blosc2zstd"])
+def test_a_large_black_frame_is_read_back(tmp_path, codec):
+    pytest.importorskip(MODULES.get(codec.rpartition("+")[2], "lz4"))
+    shape = (1080, 1920, 3)
+    with RolloutWriter(tmp_path, 1, obs_disassemble_mapping={"a": codec}, durable=False) as writer:
+        for value in (1, 0, 2):
+            image = np.full((1, *shape), value, np.uint8)
+            writer.add(observation={"a": image}, action=np.zeros((1, 1)), reward=np.zeros(1), done=[value == 2])
+    windows = WindowDataset(tmp_path, 1).__getitems__(range(3))["observation"]["a"]
+    assert torch.equal(windows.amax((1, 2, 3, 4)), torch.tensor([1, 0, 2], dtype=torch.uint8))
+    assert torch.equal(windows.amin((1, 2, 3, 4)), torch.tensor([1, 0, 2], dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("frames_per_chunk", [1, 3, 50])
