@@ -85,6 +85,8 @@ def learning(capacity: int, batch_size: int) -> Case:
             Contender("torchrl", lambda: _torchrl(capacity, batch_size, priorities), PEER),
         ),
         num_bytes=batch_size * FLOATS * 4,
+        # The first calls after another contender take twice as long; one call alone would make repetitions of few.
+        warm_up_s=2.0,
     )
 
 

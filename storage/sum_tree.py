@@ -5,16 +5,16 @@ what lies below it. No difference is ever added to a sum, so that nothing drifts
 numbers that were there before.
 
 Blocks are 16 wide, and levels are added until the top has at most 2**12 of them; its running sum is
-taken anew at each draw. Chosen by measurement (two busy cores, 10^6 rows, batches of 256 / 4096, one
-thread, microseconds), a whole sample and update of `AdvancedReplayBuffer` by the shape of its tree, when
-a draw was slower than it is now:
+taken anew at each draw. Chosen by measurement of a whole sample and update of `AdvancedReplayBuffer` (two
+busy cores, 10^6 rows, batches of 256 / 4096, one thread, microseconds), by the size of the top:
 
-    blocks of 16, two levels   384 / 1420    blocks of 32, one level    440 / 1619
-    blocks of 16, one level    391 / 1543    blocks of 32, two levels   416 / 1618
+    62500 (one level)  277 / 1498    3907 (two)  206 / 1217    245 (three)  213 / 1322
 
-and, now, a draw and a write alone (`python -m benchmarks prioritized --only structure`): this 86 / 539, a
+and, when a draw was slower, by width: 16 with two levels 384 / 1420, 32 with one 440 / 1619, with two 416 /
+1618. A draw and a write alone (`python -m benchmarks prioritized --only structure`) took 86 / 539 then, a
 heap of pairs in numpy 217 / 1020, rejection 51 / 270 where weights are even and 382 / 10200 where they are
-skewed. Rejection also draws independently, not one from each of n strata.
+skewed; rejection also draws independently, not one from each of n strata. At 256 more than half goes to
+the calls, not to the numbers: fewer calls count for more than less arithmetic.
 """
 
 from __future__ import annotations
