@@ -14,7 +14,7 @@ import numpy as np
 
 from storage.checksums import crc32
 from storage.chunk_codecs import ChunkCodec, chunk_codec
-from storage.codecs import AUTO, codec_of
+from storage.codecs import AUTO, codec_of, most_chunk_frames
 from storage.errors import CorruptFileError
 from storage.fields import Field, Schema
 
@@ -112,8 +112,9 @@ class ChunkTable:
             return f"chunks that fill {num_bytes} bytes one after the other"
         counts, sizes = np.diff(self.rows), np.diff(self.places)
         is_used = sizes > 0
-        if (counts[is_used] > frames_per_chunk).any():
-            return f"chunks of at most {frames_per_chunk} rows"
+        most_rows = min(frames_per_chunk, most_chunk_frames(self.field.row_bytes))
+        if (counts[is_used] > most_rows).any():
+            return f"chunks of at most {most_rows} rows"
         most = self.codec.max_expansion
         # Compared as floats: a product of hostile numbers may not fit into an integer.
         if (counts[is_used] * float(self.field.row_bytes) > most * sizes[is_used].astype(np.float64)).any():

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from storage.checksums import crc32
-from storage.codecs import AUTO, choose_codec, chunk_frames, codec_of
+from storage.codecs import AUTO, choose_codec, chunk_frames, codec_of, most_chunk_frames
 from storage.fields import Schema
 from storage.work_split import WorkSplit
 
@@ -73,7 +73,9 @@ class CodingOptions:
 
     def per_chunk(self, table: str, codec: str, row_bytes: int) -> int:
         """How many frames a chunk of this table has; final rows are asked for one by one."""
-        return 1 if table != DATA else self.frames_per_chunk or chunk_frames(row_bytes, codec)
+        if table != DATA:
+            return 1
+        return min(self.frames_per_chunk or chunk_frames(row_bytes, codec), most_chunk_frames(row_bytes))
 
 
 def code_tables(

@@ -60,6 +60,7 @@ class RolloutWriter:
             is not a timeout, or does not end, is dropped.
         frames_per_chunk: How many frames of a coded component are decoded together at most: fewer
             make short random windows faster and files larger. None is what suits the codec: 8, or fewer.
+            Never more than make 64 MiB.
 
     Attributes:
         name: The writer's name, part of its file names.

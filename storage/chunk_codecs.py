@@ -8,8 +8,8 @@ A chain is written `quantizer+delta+shuffle+packer`, any part of it: `uint16+shu
 `xor`; shuffles `shuffle`, `split`, `bitshuffle`; packers `lz4` (fast), `lz4hc` (high compression) and, with the
 extra `codecs`, `zstd` (smaller images), `blosc2` (`lz4hc`) and `blosc2zstd`, which shuffle themselves, with SIMD.
 
-A chunk is one byte: 0 for plain values, where stages would not save anything or more than readers believe, or 1; then the range of a
-quantizer (low, step: float64, whether special counts: uint8, all little-endian); then the bytes.
+A chunk is one byte: 0 for plain values, where stages would not save anything or more than readers believe, or 1;
+then the range of a quantizer (low, step: float64, whether special counts: uint8, all little-endian); then the bytes.
 """
 
 from __future__ import annotations

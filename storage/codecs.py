@@ -27,6 +27,9 @@ MIN_SAVED = 0.1
 #: processor holds, and what a reader of one frame decodes for nothing. Fast LZ4 gains 2 % from chunks twice as large
 #: (it looks back 64 KiB), and random windows of 8 images lose a quarter of their speed; slow packers gain 4 to 12 %.
 MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES, MAX_SMALL_CHUNK_BYTES = 8, 512 * 1024, 192 * 1024
+#: What a chunk of several frames decodes to at most, whoever chose their number: who wants one of them decodes all,
+#: and a file of 3 MB could hold one of 600 MB.
+LARGEST_CHUNK_BYTES = 64 << 20
 _LARGE_CHUNK_PACKERS = tuple(packer for packer in STAGES["packer"] if packer != "lz4")
 #: What `auto` tries, by item size: lossless, readable without an extra, and written at 300 MB/s and more. High
 #: compression writes 50 MB/s, which may make a learner wait, so that it has to be asked for.
@@ -127,6 +130,11 @@ def check_codec(field: Field) -> None:
         if not (chunk_codec(codec.chunks or "").is_lossless or is_float):
             expected = "float16, float32 or float64"
             raise FieldTypeError(f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype)
+
+
+def most_chunk_frames(row_bytes: int) -> int:
+    """How many frames a chunk may have at all: as many as are `LARGEST_CHUNK_BYTES`, at least 1."""
+    return max(1, LARGEST_CHUNK_BYTES // max(1, row_bytes))
 
 
 def chunk_frames(row_bytes: int, codec: str) -> int:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
-from rollout_data.block_header import DATA
+from rollout_data.block_header import DATA, read_header
 from rollout_data.chunk_files import ChunkCache
-from storage.errors import UsageError
+from rollout_data.coded_rows import CodingOptions
+from storage.errors import CorruptFileError, UsageError
 from storage.extra_packers import MODULES
 from storage.tree import flatten
 from tests.files import coded
@@ -52,6 +53,28 @@ def test_windows_are_the_same_whatever_is_kept(folders):
                 wanted = flatten(expected["observation"])[name]
                 error = errors.get(f"observation/{name}", 0.0)
                 assert torch.allclose(values.double(), wanted.double(), rtol=0, atol=error + 1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("is_forged", [False, True])
+def test_a_chunk_of_several_frames_is_64_mib_at_most(tmp_path, monkeypatch, is_forged):
+    if is_forged:  # one that a writer does not make: 110 KB that become 65 MiB for whoever wants one frame
+        monkeypatch.setattr(CodingOptions, "per_chunk", lambda *_: 65)
+    with RolloutWriter(tmp_path, 1, obs_disassemble_mapping={"a": "lz4"}, durable=False, frames_per_chunk=99) as writer:
+        for t in range(65):
+            image = np.zeros((1, 1024, 1024), np.uint8)
+            writer.add(observation={"a": image}, action=np.zeros((1, 1)), reward=np.zeros(1), done=[t == 64])
+    (path,) = tmp_path.glob("*.h5")
+    if is_forged:
+        with pytest.raises(CorruptFileError, match="expected chunks of at most 64 rows in data/observation/a"):
+            read_header(path)
+        return
+    assert np.diff(read_header(path).chunks[DATA]["observation/a"].rows).tolist() == [64, 1]
+
+
+def test_a_frame_may_be_as_large_as_it_is():
+    options = CodingOptions({}, {}, 9)
+    sizes = [0, 1, 7 << 20, 8 << 20, (64 << 20) + 1, 1 << 40]
+    assert [options.per_chunk(DATA, "lz4", size) for size in sizes] == [9, 9, 9, 8, 1, 1]
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd", "blosc2", "shuffle+blosc2zstd"])
