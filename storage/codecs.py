@@ -25,7 +25,7 @@ AUTO = "auto"
 MIN_SAVED = 0.1
 #: A chunk has at most so many frames, and fewer where it would have more bytes than this: what a cache near the
 #: processor holds, and what a reader of one frame decodes for nothing. Fast LZ4 gains 2 % from chunks twice as large
-#: (it looks back 64 KiB), and random windows of 8 images lose a quarter of their speed; slow packers gain 4 to 12 %.
+#: (it looks back 64 KiB), and random windows of 8 images lose a quarter of their speed; slow packers gain 4 to 14 %.
 MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES, MAX_SMALL_CHUNK_BYTES = 8, 512 * 1024, 192 * 1024
 #: What a chunk of several frames decodes to at most, whoever chose their number: who wants one of them decodes all,
 #: and a file of 3 MB could hold one of 600 MB.

@@ -24,8 +24,9 @@ MIN_SPLIT_S = 0.0004
 MIN_PIECE_S = 0.00002
 #: What a thread takes at a time lasts about this long: short beside a call, long beside taking it.
 TAKEN_S = 0.0002
-#: After so many calls the way that was slower is tried again: machines change their mind.
-CALLS_BETWEEN_TRIALS = 32
+#: After so many calls the way that was slower is tried again: machines change their mind. Several threads are tried
+#: more often, as they lose little where a neighbour is busy and gain much when it is gone.
+CALLS_BETWEEN_TRIALS, CALLS_BETWEEN_SPLITS = 32, 8
 #: The fastest of so many calls counts, so that one that was interrupted decides nothing.
 _NUM_KEPT = 4
 
@@ -100,7 +101,8 @@ class WorkSplit:
         calls = self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         if len(together) < _NUM_KEPT or len(alone) < _NUM_KEPT:
             return len(together) <= len(alone)
-        return (min(together) < min(alone)) != (calls % CALLS_BETWEEN_TRIALS == 0)
+        is_faster = min(together) < min(alone)
+        return is_faster != (calls % (CALLS_BETWEEN_TRIALS if is_faster else CALLS_BETWEEN_SPLITS) == 0)
 
     def _keep(self, kind: Hashable, splits: bool, seconds_per_byte: float) -> None:
         self._times.setdefault((kind, splits), deque(maxlen=_NUM_KEPT)).append(seconds_per_byte)
