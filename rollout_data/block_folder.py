@@ -21,7 +21,7 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataError, Us
 from storage.fields import Schema
 
 from .block_file import TEMPORARY_PREFIX, open_block
-from .block_header import DATA, FINAL, FRAGMENT_DTYPE, MAX_SCHEMA_BYTES, METADATA_NAME, BlockHeader, layouts_of
+from .block_header import DATA, FINAL, FRAGMENT_DTYPE, MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, layouts_of
 from .index import Block, TrajectoryIndex
 
 INDEX_CACHE_NAME = ".index.npz"
@@ -116,7 +116,7 @@ class BlockFolder:
         """The fields that metadata.json declares, by which a stray block is told from the others."""
         path = self.data_dir / METADATA_NAME
         try:
-            if (stamp := stamp_of(path)) is None or stamp[0] > MAX_SCHEMA_BYTES:
+            if (stamp := stamp_of(path)) is None or stamp[0] > MAX_METADATA_BYTES:
                 return None
             return Schema.from_json(json.loads(path.read_text(encoding="utf-8"))["fields"]) or None
         except (OSError, LookupError, ValueError, TypeError, OverflowError, RecursionError):

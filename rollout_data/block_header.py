@@ -43,8 +43,9 @@ FINAL_OBSERVATION_ONLY = 64
 ENDS = TERMINATED | TRUNCATED | OPEN | DROPPED
 #: A trajectory ended by one of these is complete.
 COMPLETE = TERMINATED | TRUNCATED | OPEN
-#: No header needs more; a larger one is damage or an attack.
-MAX_SCHEMA_BYTES = 1 << 24
+#: No metadata.json and no attribute of a block needs more; a larger one is damage or an attack.
+MAX_METADATA_BYTES = 1 << 24
+MAX_TEXT_BYTES = 1 << 17
 MAX_HEADER_BYTES = 1 << 32
 
 FRAGMENT_DTYPE = np.dtype(
@@ -267,8 +268,8 @@ def _read_coded(
 ) -> tuple[dict[str, Coding], dict[str, dict[str, _Coded]]]:
     """Read how fields are coded and, for table -> coded column, where its chunks are; nothing is checked yet."""
     text = file.attrs.get(CODECS, "")
-    if not isinstance(text, str) or len(text) > MAX_SCHEMA_BYTES:
-        raise corrupt(path, "codecs as JSON text", type(text).__name__)
+    if not isinstance(text, str) or len(text) > MAX_TEXT_BYTES:
+        raise corrupt(path, f"codecs as JSON text of at most {MAX_TEXT_BYTES} characters", type(text).__name__)
     codings = read_codings(text, schema)
     found: dict[str, dict[str, _Coded]] = {}
     for table, layout in layouts_of(schema).items():
@@ -322,8 +323,8 @@ def _checked_text(path: Path, attributes: Any) -> str:
             "Use the release that wrote it",
         )
     text = attributes["schema"]
-    if not isinstance(text, str) or len(text) > MAX_SCHEMA_BYTES:
-        raise corrupt(path, "a schema as JSON text", type(text).__name__)
+    if not isinstance(text, str) or len(text) > MAX_TEXT_BYTES:
+        raise corrupt(path, f"a schema as JSON text of at most {MAX_TEXT_BYTES} characters", type(text).__name__)
     return text
 
 

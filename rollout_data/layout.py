@@ -61,10 +61,14 @@ class RowLayout:
         self.schema = schema
         self.stored = Schema(stored_field(field) for field in schema.values())
         coded = {field.name for field in schema.values() if codec_of(field).chunks is not None}
-        alone = [f for f in self.stored.values() if f.row_bytes >= LARGE_FIELD_BYTES or f.name in coded]
-        small = [f for f in self.stored.values() if f not in alone]
+        alone = {f.name for f in self.stored.values() if f.row_bytes >= LARGE_FIELD_BYTES or f.name in coded}
+        small = [f for f in self.stored.values() if f.name not in alone]
         columns = [_pack(small)] if small else []
-        columns += [Column(f.name, _padded(f.row_bytes), {f.name: 0}, f.name in coded) for f in alone]
+        columns += [
+            Column(f.name, _padded(f.row_bytes), {f.name: 0}, f.name in coded)
+            for f in self.stored.values()
+            if f.name in alone
+        ]
         self.columns = {column.name: column for column in columns}
         self.column_of = {name: column for column in columns for name in column.offsets}
         # Looked up once: in a small batch the views of the fields are a good part of the time.

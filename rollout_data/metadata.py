@@ -20,7 +20,7 @@ from storage.errors import DataFileError, RolloutDataError, SchemaError
 from storage.fields import Schema
 
 from .block_file import TEMPORARY_PREFIX
-from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_SCHEMA_BYTES, METADATA_NAME, read_header
+from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
 
 _OBSERVATION = "observation/"
 #: What file systems without hard links say.
@@ -185,7 +185,7 @@ def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
 
 def _from_file(path: Path) -> Metadata | None:
     try:
-        if not path.is_file() or path.stat().st_size > MAX_SCHEMA_BYTES:  # a pipe would be read for ever
+        if not path.is_file() or path.stat().st_size > MAX_METADATA_BYTES:  # a pipe would be read for ever
             return None
         document = json.loads(path.read_text(encoding="utf-8"))
         return Metadata.from_json(document) if isinstance(document, dict) else None

@@ -6,7 +6,8 @@ files and rows are elsewhere; here are names and numbers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -33,6 +34,10 @@ DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "float32": (torch.float32, np.dtype("<f4")),
     "float64": (torch.float64, np.dtype("<f8")),
 }
+#: HDF5 keeps no row of more dimensions.
+MAX_DIMENSIONS = 32
+#: What a file may declare: the description of a block has room for a quarter of it.
+MAX_FIELDS = 4096
 _NAME_OF_TORCH = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()}
 _NAME_OF_NUMPY = {numpy_dtype: name for name, (_, numpy_dtype) in DTYPES.items() if name != "bfloat16"}
 
@@ -76,6 +81,9 @@ class Field:
         if self.dtype not in DTYPES:
             raise FieldTypeError("declare the field", repr(self.name), nearest(self.dtype, DTYPES), repr(self.dtype))
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if len(self.shape) > MAX_DIMENSIONS:
+            expected = f"at most {MAX_DIMENSIONS} dimensions"
+            raise SchemaError("declare the field", repr(self.name), expected, str(len(self.shape)))
         if any(size < 0 for size in self.shape):
             raise SchemaError("declare the field", repr(self.name), "sizes >= 0", str(self.shape))
 
@@ -115,8 +123,8 @@ class Schema(Mapping[str, Field]):
         listed = list(fields)
         self._fields = {field.name: field for field in listed}
         if len(self._fields) != len(listed):
-            names = [field.name for field in listed]
-            twice = sorted({name for name in names if names.count(name) > 1})
+            counts = Counter(field.name for field in listed)
+            twice = sorted(name for name, count in counts.items() if count > 1)
             raise SchemaError("declare a schema", "", "each name once", f"{', '.join(twice)} more than once")
 
     def __getitem__(self, name: str) -> Field:
@@ -164,7 +172,10 @@ class Schema(Mapping[str, Field]):
         return [field.to_json() for field in self.values()]
 
     @classmethod
-    def from_json(cls, items: Iterable[Mapping[str, Any]]) -> Schema:
+    def from_json(cls, items: Sequence[Mapping[str, Any]]) -> Schema:
+        """Build a schema from `to_json`'s form; `SchemaError` for more than `MAX_FIELDS`."""
+        if len(items) > MAX_FIELDS:
+            raise SchemaError("read a schema", "", f"at most {MAX_FIELDS} fields", str(len(items)))
         return cls(Field.from_json(item) for item in items)
 
 
