@@ -18,6 +18,8 @@ from .row_layout import Group
 
 #: Steps that are held back at most, and their memory, which should stay in a processor's own cache.
 _MAX_STEPS, _MAX_BYTES = 8, 2 << 20
+#: Pieces of this size are written at the speed of memory: so many rows of a lane as make one, and not more.
+_PIECE_BYTES = 2048
 #: Less than one step in so many is held back, so that they take next to no memory beside the ring.
 _MIN_SLOTS_PER_STEP = 256
 
@@ -33,9 +35,10 @@ class HeldSteps:
 
     def __init__(self, schema: Schema, groups: list[Group], memory: list[torch.Tensor]) -> None:
         num_lanes, num_slots, _ = memory[0].shape
-        step_bytes = num_lanes * sum(group.row_bytes for group in groups)
+        row_bytes = max(1, sum(group.row_bytes for group in groups))
+        limits = (_PIECE_BYTES // row_bytes, _MAX_BYTES // (num_lanes * row_bytes), num_slots // _MIN_SLOTS_PER_STEP)
         #: Steps that are held back at most.
-        self.most = max(1, min(_MAX_STEPS, _MAX_BYTES // max(1, step_bytes), num_slots // _MIN_SLOTS_PER_STEP))
+        self.most = max(1, min(_MAX_STEPS, *limits))
         #: Steps that are held back, and the slot of the first.
         self.num, self.first = 0, 0
         rooms = [torch.zeros((self.most, num_lanes, group.width), dtype=group.unit) for group in groups]
