@@ -44,8 +44,8 @@ class Codec:
     Attributes:
         name: The name in `obs_disassemble_mapping` and in files.
         is_lossless: True if decode(encode(x)) == x for every x that the codec accepts.
-        max_error: Largest absolute error on accepted values; 0 if lossless, None if the data decide:
-            then it is measured when they are written.
+        max_error: Largest absolute error on finite values in the codec's range, before the result is rounded to the
+            field's dtype; 0 if lossless, None if the data decide. What was lost is measured when they are written.
         stored_dtype: Dtype name of the stored values; None keeps the field's own.
         encode: Tensor of the field's dtype -> tensor of the stored dtype.
         decode: Tensor of the stored dtype -> tensor of the field's dtype.

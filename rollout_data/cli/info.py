@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,26 @@ ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data_dir", help="the data folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; null where a number is not finite")
 
 
 def run(options: argparse.Namespace) -> int:
     about = describe(options.data_dir)
     if options.json:
-        print(json.dumps(about, indent=2, default=str))
+        print(json.dumps(_strict(about), indent=2, default=str, allow_nan=False))
         return 0
     for line in as_text(about):
         print(line)
     return 0
+
+
+def _strict(value: Any) -> Any:
+    """Replace the numbers that JSON does not have, NaN and infinities, by None."""
+    if isinstance(value, dict):
+        return {key: _strict(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe(data_dir: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -115,6 +117,28 @@ def test_images_round_to_nearest_and_all_counts_are_exact_both_ways():
     assert torch.equal(encode_image(torch.tensor([0.5 / 255 + 1e-4, 0.5 / 255 - 1e-4])), torch.tensor([1, 0]).byte())
     assert torch.equal(encode_image(counts), counts) and torch.equal(decode_image(counts, torch.uint8), counts)
     assert image_error(torch.tensor([1.5])) == 0.5 and image_error(torch.tensor([float("nan")])) == float("inf")
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2**-9), ("float16", 2**-12), ("float32", 2**-25)])
+def test_images_err_by_half_a_level_and_the_rounding_of_their_dtype(dtype, rounding):
+    if dtype == "float32":
+        values = (torch.arange(255) + 0.5).div(255)
+    else:  # every value there is
+        values = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(getattr(torch, dtype))
+        values = values[(values >= 0) & (values <= 1)]
+    assert 0.4 / 255 < image_error(values) <= IMAGE_MAX_ERROR + rounding
+    for name in ("normalized_image", "normalized_image+lz4"):
+        assert find_codec(name).max_error == IMAGE_MAX_ERROR
+
+
+@pytest.mark.parametrize("bits", [0x7FA00000, 0xFFA00001])
+def test_a_signalling_nan_is_a_nan_without_a_warning(bits):
+    array = np.array([[bits, 0x3F800000]], np.uint32).view(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chunk, error = chunk_codec("uint16+lz4").encode(array)
+        back = decoded("uint16+lz4", chunk, array)
+    assert error == 0 and np.isnan(back[0, 0]) and back[0, 1] == 1
 
 
 @pytest.mark.parametrize(

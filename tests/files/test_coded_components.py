@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 import warnings
@@ -252,6 +253,22 @@ def test_info_tells_codecs_sizes_and_errors(folders, capsys):
     assert about["observation/rgb"]["codecs"] == ["lz4"] and about["observation/rgb"]["max_error"] == 0
     assert 0 < about["observation/rgb"]["num_bytes"] < about["observation/rgb"]["num_raw_bytes"]
     assert about["observation/segments"]["codecs"] != ["auto"] and 0 < about["observation/far"]["max_error"] < 1e-3
+
+
+def test_info_is_strict_json_where_a_nan_has_no_image_value(tmp_path, capsys):
+    options = {"obs_disassemble_mapping": {"a": "normalized_image", "b": "normalized_image+lz4"}, "durable": False}
+    with RolloutWriter(tmp_path, 1, metadata={"known": [math.inf]}, **options) as writer:
+        for value in (0.25, math.nan):
+            one = np.full((1, 3), value, np.float32)
+            writer.add(observation={"a": one, "b": one}, action=np.zeros((1, 1)), reward=np.zeros(1))
+    (recorded,) = trajectories_of(tmp_path)
+    assert all(recorded.column(f"observation/{name}")[1].tolist() == [0, 0, 0] for name in "ab")
+    assert coded.max_errors(tmp_path) == {"observation/a": math.inf, "observation/b": math.inf}
+    assert main(["info", "--json", str(tmp_path)]) == 0
+    about = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert about["coded"]["observation/a"]["max_error"] is about["coded"]["observation/b"]["max_error"] is None
+    assert main(["info", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("error up to inf") == 2
 
 
 class Cameras:
