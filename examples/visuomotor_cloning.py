@@ -256,6 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     plan, folder = QUICK if options.quick else Plan(), options.out / "visuomotor"
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # two wait for each other, far too long where something else runs too
     shutil.rmtree(folder, ignore_errors=True)
     camera = make_camera(options.camera)
     report = Report(TASK, camera.name, CODECS)
