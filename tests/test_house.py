@@ -362,8 +362,7 @@ def test_importing_a_floor_is_quick_and_takes_no_optional_package_along() -> Non
     )
     runs = [subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True) for _ in range(2)]
     assert runs[0].returncode == 0, runs[0].stderr
-    taken = runs[0].stdout.splitlines()[1].split()
-    assert taken == []
+    assert runs[0].stdout.splitlines()[1].split() == []
     assert min(float(run.stdout.splitlines()[0]) for run in runs) < MAX_IMPORT_S
 
 
