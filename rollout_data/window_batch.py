@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -78,15 +79,23 @@ class SharedMemory:
         if not self._can_grow or (free is not None and free.num_bytes >= self._place_bytes):
             return free
         number = free.key[2] if free is not None else len(self._places)
-        if number == NUM_PLACES or not self._place_bytes:
-            return None
+        if number == NUM_PLACES or not self._place_bytes or not _has_room(self._place_bytes):
+            return free
         try:
             place = _Place((os.getpid(), self._token, number), self._place_bytes)
-        except RuntimeError:  # of torch: /dev/shm is full, which in containers it soon is, or too many files are open
+        except RuntimeError:  # of torch: too many files are open, or another process was faster
             self._can_grow = False
             return free
         self._places[number : number + 1] = [place]
         return place
+
+
+def _has_room(num_bytes: int) -> bool:
+    """Whether a place leaves enough to batches that have none; containers often have 64 MB of shared memory in all."""
+    try:
+        return shutil.disk_usage("/dev/shm").free >= NUM_PLACES * num_bytes
+    except OSError:  # some systems keep it elsewhere
+        return True
 
 
 class _Place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +109,19 @@ def test_a_place_is_as_large_as_its_batch_and_there_are_as_few_as_will_do():
     held = [memory.make(read) for _ in range(3)]
     assert len(memory._places) == len(held)
     assert len({batch["rows"].data_ptr() for batch in held}) == len(held)
+
+
+@pytest.mark.parametrize(("num_fitting", "num_places"), [(NUM_PLACES - 1, 0), (NUM_PLACES, 1), (NUM_PLACES + 2, 3)])
+def test_places_leave_room_for_batches_that_have_none(monkeypatch, num_fitting, num_places):
+    num_bytes, memory = 1 << 20, SharedMemory()
+
+    def usage(folder):
+        return SimpleNamespace(free=(num_fitting - len(memory._places)) * num_bytes)
+
+    monkeypatch.setattr(window_batch.shutil, "disk_usage", usage)
+    held = [memory.make(lambda allocate: {"rows": allocate((num_bytes,), torch.uint8)}) for _ in range(9)]
+    assert len(memory._places) == num_places
+    assert len({batch["rows"].data_ptr() for batch in held}) == 9
 
 
 def test_where_shared_memory_is_scarce_batches_travel_as_usual(dataset, monkeypatch):
