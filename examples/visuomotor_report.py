@@ -125,7 +125,6 @@ class Report:
         bars = axes.barh(names, [speed.per_s for speed in speeds], color=colours)
         texts = [f"{speed.per_s:,.0f} /s\n{speed.megabytes_per_s:,.0f} MB/s" for speed in speeds]
         axes.bar_label(bars, texts, fontsize=8, padding=3)
-        axes.set_xscale("log")
         axes.margins(x=0.4)
         axes.set(title="throughput, MB of images before coding", xlabel="frames per second")
 
