@@ -19,9 +19,10 @@ import h5py
 import numpy as np
 
 from storage.checksums import crc32
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError
 from storage.fields import Schema
 
+from .block_tables import FRAGMENT_BYTES, corrupt, locate, read_table
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, read_codings, table_of
 from .guarded_file import GuardedFile
 from .layout import RowLayout
@@ -46,7 +47,6 @@ COMPLETE = TERMINATED | TRUNCATED | OPEN
 #: No metadata.json and no attribute of a block needs more; a larger one is damage or an attack.
 MAX_METADATA_BYTES = 1 << 24
 MAX_TEXT_BYTES = 1 << 17
-MAX_HEADER_BYTES = 1 << 32
 
 FRAGMENT_DTYPE = np.dtype(
     [
@@ -61,6 +61,7 @@ FRAGMENT_DTYPE = np.dtype(
         ("policy_version", "<i8"),  # or -1
     ]
 )
+assert FRAGMENT_DTYPE.itemsize == FRAGMENT_BYTES
 
 
 def final_schema(schema: Schema) -> Schema:
@@ -154,20 +155,15 @@ class BlockHeader:
         return self.read_bytes(int(first[0]), int(end[0]))
 
 
-def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
-    """Build the error for a damaged block."""
-    advice = f"Run 'rollout-data verify --repair {path.parent}' to set it aside; the other blocks stay readable"
-    return CorruptFileError("read the block", repr(str(path)), expected, got, advice)
-
-
 def header_crc(
     fragments: np.ndarray, reward_sums: np.ndarray, about: Iterable[object], offsets: Iterable[np.ndarray] = ()
 ) -> int:
     """CRC-32 of the fragment table, the reward sums, the attributes in `ABOUT`, and what coded fields add."""
     text = "\n".join(map(str, about)).encode()
-    crc = 0
-    for part in (fragments.tobytes(), reward_sums.tobytes(), text, *(table.tobytes() for table in offsets)):
-        crc = crc32(part, crc)
+    crc = crc32(np.ascontiguousarray(reward_sums), crc32(np.ascontiguousarray(fragments)))
+    crc = crc32(text, crc)
+    for table in offsets:
+        crc = crc32(np.ascontiguousarray(table), crc)
     return crc
 
 
@@ -204,12 +200,8 @@ def read_header(path: Path) -> BlockHeader:
 def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader:
     attributes = file.attrs
     schema = _schema_of(_checked_text(path, attributes))
-    fragments = _read_table(path, file, "fragments", file_bytes)
-    if fragments.dtype != FRAGMENT_DTYPE:
-        raise corrupt(path, f"fragments of {FRAGMENT_DTYPE}", str(fragments.dtype))
-    reward_sums = _read_table(path, file, "reward_sums", file_bytes)
-    if fragments.ndim != 1 or reward_sums.ndim != 2 or len(reward_sums) != len(fragments):
-        raise corrupt(path, "reward sums for each fragment", f"shapes {fragments.shape} and {reward_sums.shape}")
+    fragments = read_table(path, file, "fragments", file_bytes, FRAGMENT_DTYPE, (-1,))
+    reward_sums = read_table(path, file, "reward_sums", file_bytes, np.dtype("<f8"), (len(fragments), -1))
     about = [attributes[name] for name in ABOUT]
     codings, coded = _read_coded(path, file, schema, file_bytes)
     about += [attributes[CODECS]] if codings else []
@@ -224,12 +216,11 @@ def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader
         locations[table] = {
             name: coded[table][name].location
             if column.is_coded
-            else _locate(path, file, f"{table}/{name}", layout.numpy_dtype(column), file_bytes)
+            else locate(path, file, f"{table}/{name}", layout.numpy_dtype(column), file_bytes)
             for name, column in layout.columns.items()
         }
-        checksums[table] = _read_table(path, file, f"checksums/{table}", file_bytes)
-        if checksums[table].shape != (len(fragments), len(layout.columns)):
-            raise corrupt(path, f"checksums of {len(fragments)} fragments", str(checksums[table].shape))
+        shape = (len(fragments), len(layout.columns))
+        checksums[table] = read_table(path, file, f"checksums/{table}", file_bytes, np.dtype("<u4"), shape)
     header = BlockHeader(
         path=path,
         schema=schema,
@@ -276,15 +267,14 @@ def _read_coded(
         found[table] = {}
         for name, column in layout.columns.items():
             if column.is_coded:
-                offsets = _read_table(path, file, f"{table}/{name}/{OFFSETS}", file_bytes)
-                if offsets.dtype != np.dtype("<i8") or offsets.ndim != 2 or offsets.shape[1] != 2 or not len(offsets):
-                    raise corrupt(path, f"offsets of {table}/{name}", f"{offsets.dtype} of shape {offsets.shape}")
-                place, num_bytes = _locate(path, file, f"{table}/{name}/{CHUNKS}", np.dtype("u1"), file_bytes)
+                offsets = read_table(path, file, f"{table}/{name}/{OFFSETS}", file_bytes, np.dtype("<i8"), (-1, 2))
+                if not len(offsets):
+                    raise corrupt(path, f"offsets of {table}/{name}", "none")
+                place, num_bytes = locate(path, file, f"{table}/{name}/{CHUNKS}", np.dtype("u1"), file_bytes)
                 sums = None  # older blocks have none
                 if CHUNK_CHECKSUMS in file[f"{table}/{name}"]:
-                    sums = _read_table(path, file, f"{table}/{name}/{CHUNK_CHECKSUMS}", file_bytes)
-                    if sums.dtype != np.dtype("<u4") or sums.shape != (len(offsets) - 1,):
-                        raise corrupt(path, f"checksums of {table}/{name}", f"{sums.dtype} of shape {sums.shape}")
+                    place_of_sums, shape = f"{table}/{name}/{CHUNK_CHECKSUMS}", (len(offsets) - 1,)
+                    sums = read_table(path, file, place_of_sums, file_bytes, np.dtype("<u4"), shape)
                 chunks = table_of(codings[name], layout, column, offsets, place, sums)
                 found[table][name] = _Coded(offsets, chunks, place, num_bytes)
     return codings, found
@@ -309,7 +299,11 @@ def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _checked_text(path: Path, attributes: Any) -> str:
-    """Check format and version; give the schema's text."""
+    """Check format and version, and that each attribute is one small value; give the schema's text."""
+    for name in ("format", "version", "header_crc", CODECS, *ABOUT):
+        found = attributes.get_id(name) if name in attributes else None
+        if found is not None and (found.shape != () or found.get_storage_size() > MAX_TEXT_BYTES):
+            raise corrupt(path, f"one value as attribute {name!r}", f"shape {found.shape}")
     kind = attributes.get("format")
     if kind != FORMAT_NAME:
         raise ForeignFileError("read the block", repr(str(path)), f"format {FORMAT_NAME!r}", repr(kind))
@@ -326,51 +320,6 @@ def _checked_text(path: Path, attributes: Any) -> str:
     if not isinstance(text, str) or len(text) > MAX_TEXT_BYTES:
         raise corrupt(path, f"a schema as JSON text of at most {MAX_TEXT_BYTES} characters", type(text).__name__)
     return text
-
-
-def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
-    """Find a dataset by hard links only: a link can point to any file of the machine."""
-    node: Any = file
-    parts = name.split("/")
-    for depth, part in enumerate(parts):
-        if part not in node:
-            raise corrupt(path, f"a dataset {name!r}", "none")
-        if not isinstance(node.get(part, getlink=True), h5py.HardLink):
-            raise UnsafeFileError("read the block", repr(str(path)), f"{name!r} inside the file", "a link to elsewhere")
-        node = node[part]
-        if not isinstance(node, h5py.Dataset if depth == len(parts) - 1 else h5py.Group):
-            raise corrupt(path, f"a dataset {name!r}", type(node).__name__)
-    if node.is_virtual or node.external:
-        raise UnsafeFileError("read the block", repr(str(path)), f"{name!r} inside the file", "storage in other files")
-    if node.chunks is not None:
-        raise corrupt(path, f"{name!r} stored contiguously", "chunks")
-    return node
-
-
-def _read_table(path: Path, file: h5py.File, name: str, file_bytes: int) -> np.ndarray:
-    dataset = _dataset(path, file, name)
-    declared = int(dataset.size) * dataset.dtype.itemsize
-    if dataset.dtype.hasobject or not 0 <= declared <= min(file_bytes, MAX_HEADER_BYTES):
-        raise corrupt(path, f"a table {name!r} within the {file_bytes} bytes of the file", f"{declared} bytes")
-    return np.asarray(dataset[()])
-
-
-def _locate(path: Path, file: h5py.File, name: str, dtype: np.dtype[Any], file_bytes: int) -> tuple[int, int]:
-    """Find where a column's rows lie: (byte offset, number of rows)."""
-    dataset = _dataset(path, file, name)
-    if dataset.dtype != dtype or dataset.ndim != 1:
-        raise corrupt(
-            path, f"{name!r} as one row of {dtype} per frame", f"{dataset.dtype} in {dataset.ndim} dimensions"
-        )
-    num_rows = int(dataset.shape[0])
-    offset = dataset.id.get_offset()
-    if num_rows == 0:
-        return 0, 0
-    if offset is None or offset % 64 or offset + num_rows * dtype.itemsize > file_bytes:
-        raise corrupt(
-            path, f"{num_rows} rows of {name!r} at a multiple of 64 within {file_bytes} bytes", f"offset {offset}"
-        )
-    return int(offset), num_rows
 
 
 def _check_fragments(header: BlockHeader) -> None:

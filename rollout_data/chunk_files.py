@@ -18,7 +18,8 @@ from storage.chunk_codecs import PACKED
 from storage.errors import CorruptFileError
 from storage.work_split import WorkSplit
 
-from .block_header import BlockHeader, corrupt, read_header
+from .block_header import BlockHeader, read_header
+from .block_tables import corrupt
 from .chunk_table import ChunkTable, check_sum
 from .index import Block, Int64s, Runs
 

@@ -90,6 +90,7 @@ HOUSE = {
         "layout",
         "chunk_table",
         "guarded_file",
+        "block_tables",
         "block_header",
         "row_source",
         "coded_rows",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import shutil
 from pathlib import Path
@@ -12,20 +11,9 @@ import numpy as np
 import pytest
 
 from rollout_data.block_file import open_block
-from rollout_data.block_folder import BlockFolder
 from rollout_data.block_header import ABOUT, BlockHeader, header_crc
-from rollout_data.layout import RowLayout
-from rollout_data.metadata import load_metadata
 from rollout_data.writer import RolloutWriter
-from storage.errors import (
-    CorruptFileError,
-    DataFileError,
-    ForeignFileError,
-    RolloutDataError,
-    SchemaError,
-    UnsafeFileError,
-)
-from storage.fields import MAX_FIELDS, Field, Schema
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 
 
 @pytest.fixture(scope="module")
@@ -251,30 +239,6 @@ def wrong_fragment(member, value):
     return edit
 
 
-def many_fields(count: int) -> list[dict]:
-    """Fields of one row each, as a schema's JSON has them; they take more than 64 bytes each."""
-    return [{"name": f"field {number:06d}", "shape": [], "dtype": "bool", "codec": "raw"} for number in range(count)]
-
-
-def test_too_many_fields_of_metadata_are_damage(tmp_path):
-    for count, is_taken in ((MAX_FIELDS, True), (MAX_FIELDS + 1, False)):
-        (tmp_path / "metadata.json").write_text(json.dumps({"fields": many_fields(count)}))
-        assert (load_metadata(tmp_path) is not None) is is_taken
-        BlockFolder(tmp_path).refresh()
-
-
-def test_names_that_stand_twice_are_all_told():
-    with pytest.raises(SchemaError, match="got a, c more than once"):
-        Schema([Field(name, ()) for name in "cabac"])
-
-
-def test_fields_are_compared_by_name_only_once(monkeypatch):
-    """The work grows with the number of fields, not with its square: each field that is alone is looked up by name."""
-    schema = Schema.from_json([{"name": f"a{number}", "shape": [4096], "dtype": "bool"} for number in range(1000)])
-    monkeypatch.setattr(Field, "__eq__", lambda *_: pytest.fail("compared fields"))
-    assert list(RowLayout(schema).columns) == list(schema)
-
-
 HOSTILE = [
     (soft_link, UnsafeFileError),
     (link_to_other_file, UnsafeFileError),
@@ -296,8 +260,6 @@ HOSTILE = [
     (set_attribute("schema", '[{"name": "a", "shape": [2], "dtype": "object"}]'), DataFileError),
     (set_attribute("schema", '[{"name": "a", "shape": [2], "dtype": "float32", "codec": "x"}]'), DataFileError),
     (set_attribute("schema", "{}"), CorruptFileError),
-    (set_attribute("schema", json.dumps(many_fields(2000))), CorruptFileError),
-    (set_attribute("schema", json.dumps([{"name": "a", "shape": [1] * 33, "dtype": "bool"}])), CorruptFileError),
     (set_attribute("schema", 5), CorruptFileError),
     (set_attribute("writer", np.arange(4)), CorruptFileError),
     (set_attribute("sequence", -3), CorruptFileError),

@@ -1,0 +1,128 @@
+"""What a file may declare: limits of texts, fields and tables, so that no declaration costs time or memory."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import h5py
+import numpy as np
+import pytest
+
+from rollout_data.block_file import BlockContent, open_block, write_block
+from rollout_data.block_folder import BlockFolder
+from rollout_data.block_header import DROPPED, FRAGMENT_DTYPE
+from rollout_data.block_tables import MAX_HOLLOW_BYTES
+from rollout_data.layout import RowLayout
+from rollout_data.metadata import load_metadata
+from rollout_data.row_source import ArrayRows
+from storage.errors import CorruptFileError, SchemaError
+from storage.fields import MAX_FIELDS, Field, Schema
+from tests.files.test_block_file_damage import block, change, replace, set_attribute
+
+__all__ = ["block"]  # the fixture
+
+
+def many_fields(count: int) -> list[dict]:
+    """Fields of one row each, as a schema's JSON has them; they take more than 64 bytes each."""
+    return [{"name": f"field {number:06d}", "shape": [], "dtype": "bool", "codec": "raw"} for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (many_fields(2000), "a schema as JSON text of at most 131072 characters"),
+        ([{"name": "a", "shape": [1] * 33, "dtype": "bool"}], "at most 32 dimensions, got 33"),
+    ],
+    ids=["text", "dimensions"],
+)
+def test_a_schema_that_no_writer_writes_is_refused(block, tmp_path, fields, text):
+    with pytest.raises(CorruptFileError, match=text):
+        open_block(change(block, tmp_path, set_attribute("schema", json.dumps(fields))))
+
+
+def test_too_many_fields_of_metadata_are_damage(tmp_path):
+    for count, is_taken in ((MAX_FIELDS, True), (MAX_FIELDS + 1, False)):
+        (tmp_path / "metadata.json").write_text(json.dumps({"fields": many_fields(count)}))
+        assert (load_metadata(tmp_path) is not None) is is_taken
+        BlockFolder(tmp_path).refresh()
+
+
+def test_names_that_stand_twice_are_all_told():
+    with pytest.raises(SchemaError, match="got a, c more than once"):
+        Schema([Field(name, ()) for name in "cabac"])
+
+
+def test_fields_are_compared_by_name_only_once(monkeypatch):
+    """The work grows with the number of fields, not with its square: each field that is alone is looked up by name."""
+    schema = Schema.from_json([{"name": f"a{number}", "shape": [4096], "dtype": "bool"} for number in range(1000)])
+    monkeypatch.setattr(Field, "__eq__", lambda *_: pytest.fail("compared fields"))
+    assert list(RowLayout(schema).columns) == list(schema)
+
+
+def reserve(file, name, dtype, shape):
+    """Make a table that takes its place in the file but was never written: a hole."""
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_layout(h5py.h5d.CONTIGUOUS)
+    settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    del file[name]
+    kind = h5py.h5t.py_create(dtype, logical=True)
+    h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), settings)
+
+
+def hollow_fragments(file):
+    dtype, count = file["fragments"].dtype, 1 << 20
+    reserve(file, "fragments", dtype, (count,))
+    replace(file, "reward_sums", shape=(count, 0), dtype="<f8")
+
+
+def hollow_sums(file):
+    reserve(file, "reward_sums", np.dtype("<f8"), (len(file["fragments"]), 1 << 22))
+
+
+def hollow_checksums(file):
+    reserve(file, "checksums/data", np.dtype("<u4"), (1 << 24, 2))
+
+
+def list_of_texts(file):
+    file.attrs["writer"] = ["w"] * 1000
+
+
+def huge_attribute(file):
+    file.attrs["sequence"] = np.bytes_(b"0" * (1 << 25))
+
+
+HOLLOW = [hollow_fragments, hollow_sums, hollow_checksums, list_of_texts, huge_attribute]
+
+
+@pytest.mark.parametrize("edit", HOLLOW, ids=[edit.__name__ for edit in HOLLOW])
+def test_what_a_file_only_declares_costs_no_memory(block, tmp_path, edit):
+    path = change(block, tmp_path, edit)
+    tracemalloc.start()
+    with pytest.raises(CorruptFileError) as caught:
+        open_block(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert str(path) in str(caught.value) and peak < 4_000_000
+
+
+def test_zeros_that_a_copy_left_out_are_read(tmp_path):
+    """A table of no more bytes than that of the fragments may be all zeros, which `cp --sparse` makes a hole."""
+    count = 40_000
+    fragments = np.zeros(count, FRAGMENT_DTYPE)
+    fragments["trajectory"], fragments["final_row"], fragments["flags"] = np.arange(count), -1, DROPPED
+    fragments["end_time_ns"], fragments["policy_version"] = 1, -1
+    schema = Schema([Field("observation", (3,))])
+    tables = {table: {"frames": ArrayRows(np.zeros((0, 16), np.uint8))} for table in ("data", "final")}
+    path = write_block(tmp_path, BlockContent(schema, "w", 0, fragments, np.zeros((count, 8)), tables), durable=False)
+    with h5py.File(path) as file:
+        offset, num_bytes = file["reward_sums"].id.get_offset(), file["reward_sums"].nbytes
+    data, copy = path.read_bytes(), tmp_path / "copy.h5"
+    with open(copy, "wb") as file:
+        file.write(data[:offset])
+        file.seek(offset + num_bytes)
+        file.write(data[offset + num_bytes :])
+        file.truncate(len(data))
+    assert copy.read_bytes() == data and num_bytes > MAX_HOLLOW_BYTES
+    assert len(open_block(copy).fragments) == count
