@@ -83,8 +83,9 @@ class BlockFolder:
             self.problems.pop(name, None)
             self.built = None
         self.schema = self.schema or self._declared_schema()
+        held = {(block.writer, block.sequence): block for block in self.blocks.values()}
         for name in sorted(name for name in found if name not in self._stamps):
-            self._open(name, found[name])
+            self._open(name, found[name], held)
             self._stamps[name] = found[name]
             self.built = None
         return True
@@ -122,11 +123,13 @@ class BlockFolder:
         except (OSError, LookupError, ValueError, TypeError, OverflowError, RecursionError):
             return None
 
-    def _open(self, name: str, stamp: FileStamp) -> None:
+    def _open(self, name: str, stamp: FileStamp, held: dict[tuple[str, int], Block]) -> None:
+        """Open a file; `held` are the blocks by writer and sequence, and gets what it is."""
         try:
             header = open_block(self.data_dir / name, verify=self.verify_on_open)
             self._check_schema(header)
-            self._check_unique(header)
+            key = self.label + header.writer, header.sequence
+            _check_unique(header.path, held.get(key))
         except FileNotFoundError:
             return
         except (RolloutDataError, OSError) as error:
@@ -135,8 +138,7 @@ class BlockFolder:
             )
             return
         places = {(table, column): at for table, columns in header.locations.items() for column, at in columns.items()}
-        writer = self.label + header.writer
-        self.blocks[name] = Block(header.path, writer, header.sequence, header.fragments, places, *stamp)
+        self.blocks[name] = held[key] = Block(header.path, *key, header.fragments, places, *stamp)
 
     def _check_schema(self, header: BlockHeader) -> None:
         if self.schema is None:
@@ -149,18 +151,6 @@ class BlockFolder:
                 difference,
                 "Move it to a folder of its own",
             )
-
-    def _check_unique(self, header: BlockHeader) -> None:
-        writer = self.label + header.writer
-        for other in self.blocks.values():
-            if other.writer == writer and other.sequence == header.sequence:
-                raise DataFileError(
-                    "read the block",
-                    repr(str(header.path)),
-                    "each block once",
-                    f"a second copy of {other.path.name!r}",
-                    "Remove one of them",
-                )
 
     def _load_cache(self, found: Mapping[str, FileStamp]) -> None:
         """Take what the cache knows of files that are still there; a bad cache is no cache."""
@@ -204,6 +194,12 @@ class BlockFolder:
                 writer = self.label + writers[k]
                 blocks[name] = Block(self.data_dir / name, writer, sequences[k], part, spots, *stamps[k])
         return blocks
+
+
+def _check_unique(path: Path, other: Block | None) -> None:
+    if other is not None:
+        copy = f"a second copy of {other.path.name!r}"
+        raise DataFileError("read the block", repr(str(path)), "each block once", copy, "Remove one of them")
 
 
 def _check_places(blocks: Iterable[Block], schema: Schema) -> None:

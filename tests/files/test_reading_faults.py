@@ -16,7 +16,7 @@ import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
 from rollout_data.block_file import open_block
-from rollout_data.block_folder import INDEX_CACHE_NAME, save_index_cache
+from rollout_data.block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import drain, frames_of, record
 
@@ -90,6 +90,35 @@ def test_a_copied_block_does_not_deliver_its_frames_twice(tmp_path):
     shutil.copy(paths[0], tmp_path / "zz_copy.h5")
     with pytest.warns(RolloutDataWarning, match="second copy"):
         assert sum(len(frames_of(batch)) for batch in drain(opened(tmp_path), 4)) == 12
+
+
+def test_a_copy_that_appears_later_is_found_among_blocks_of_the_cache(tmp_path):
+    paths = record_blocks(tmp_path)
+    folder = BlockFolder(tmp_path)
+    folder.refresh()
+    assert folder.built is not None, "the blocks are known from the cache"
+    shutil.copy(paths[1], tmp_path / "zz_copy.h5")
+    assert folder.refresh() and list(folder.problems) == ["zz_copy.h5"]
+    paths[1].unlink()
+    (tmp_path / "zz_copy.h5").rename(tmp_path / "zz_moved.h5")
+    assert folder.refresh() and not folder.problems and "zz_moved.h5" in folder.blocks
+
+
+def test_known_blocks_are_gone_through_once_however_many_are_opened(tmp_path):
+    """The work of opening grows with the number of blocks, not with its square."""
+    counts = []
+
+    class Counted(dict):
+        def values(self):
+            counts.append(len(self))
+            return super().values()
+
+    record_blocks(tmp_path, 12)
+    (tmp_path / INDEX_CACHE_NAME).unlink()
+    folder = BlockFolder(tmp_path)
+    folder.blocks = Counted()
+    assert folder.refresh() and len(folder.blocks) == 12
+    assert counts == [0]
 
 
 def test_a_block_with_other_fields_is_left_out(tmp_path):
