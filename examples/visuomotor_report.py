@@ -144,10 +144,12 @@ class Report:
             axes.plot(offsets, values, "o", color=COLOURS[name], alpha=0.6, markersize=5)
             axes.hlines(values.mean(), position - 0.32, position + 0.32, color="black")
             text = f"{values.mean():.1f}\n({self.share(name):.0%})"
-            axes.annotate(text, (position + 0.34, values.mean()), va="center", fontsize=9)
+            below = {"textcoords": "offset points", "xytext": (0, -8), "ha": "center", "va": "top"}
+            axes.annotate(text, (position, values.min()), fontsize=9, **below)
         axes.set_xticks(range(len(self.returns)), [name.replace(", ", ",\n") for name in self.returns])
-        axes.set_xlim(-0.5, len(self.returns) - 0.1)
-        axes.set(title="returns, and shares of the expert's", ylabel="return of an episode")
+        axes.set_xlim(-0.5, len(self.returns) - 0.5)
+        axes.margins(y=0.2)
+        axes.set(title="returns (share of the expert)", ylabel="return of an episode")
 
     def _draw_strip(self, axes) -> None:
         from matplotlib import pyplot
