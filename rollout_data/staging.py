@@ -24,6 +24,8 @@ from .step_buffer import ChosenRows, StagedRows, StepBuffer
 #: A block is written without its unused rows when more than this part of them is unused.
 MAX_UNUSED_PART = 0.25
 _MIN_FINALS = 16
+#: Address space for one block: enough for any file, and no more than any system gives.
+MAX_STAGED_BYTES = 4 << 30
 
 
 class Staging:

@@ -31,7 +31,7 @@ from .observation_parts import observation_parts
 from .publishing import BlockPublisher, check_storable
 from .record import REWARD, Rollout, given_values, num_nonfinite, read_rollout, unpack_storage
 from .repeated_step import RepeatedStep, form_of
-from .staging import Staging
+from .staging import MAX_STAGED_BYTES, Staging
 from .tally import Tally
 from .writer_arguments import check_arguments
 
@@ -48,7 +48,7 @@ class RolloutWriter:
         metadata: Context for metadata.json (env, policy, config, frame_rate_hz, ...); the first
             writer of a folder determines it.
         block_bytes: The most that is not yet on disk at any time, and so the most that a crash
-            loses. Files hold `block_bytes / max_pending_blocks` at most.
+            loses. Files hold `block_bytes / max_pending_blocks` at most, and no more than 4 GiB.
         block_age_s: A block is closed at the first `add` after this time since its first step.
         max_pending_blocks: How many blocks, the one being filled included, are in memory; `add`
             waits for the disk beyond that. 1 writes synchronously.
@@ -338,7 +338,7 @@ class RolloutWriter:
         if self._durable:
             self._publisher.flush_file(self.data_dir / METADATA_NAME)
         step_bytes = self.num_envs * layout.frame_bytes
-        self._max_steps = max(1, self._block_bytes // self._max_pending // step_bytes)
+        self._max_steps = max(1, min(self._block_bytes // self._max_pending, MAX_STAGED_BYTES) // step_bytes)
         self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(schema))
         self._staging = Staging(schema, self.num_envs, self._max_steps, self._pool)
         self._schema = schema

@@ -331,6 +331,12 @@ def test_components_have_the_shape_of_obs_segments_whatever_the_number_of_envs(t
     assert [one.finals["observation/b"].tolist() for one in found] == rows.tolist()
 
 
+def test_blocks_that_are_never_to_be_cut_by_size_need_no_memory_of_that_size(tmp_path):
+    with make(tmp_path, block_bytes=1 << 50) as writer:
+        writer.add(**step(1))
+    assert frames_in(tmp_path) == N
+
+
 def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
     for name in ("here", "there/walk"):
         (tmp_path / name).mkdir(parents=True)
