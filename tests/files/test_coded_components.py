@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import shutil
 import warnings
 
 import h5py
@@ -21,19 +20,6 @@ from rollout_data.cli import main
 from storage.errors import FieldTypeError, SchemaError
 from tests.files import coded
 from tests.files.readback import blocks_of, field_values, trajectories_of
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The same steps, coded and raw."""
-    base = tmp_path_factory.mktemp("coded")
-    return coded.record(base / "coded"), coded.record(base / "raw", codecs={})
-
-
-@pytest.fixture
-def folder(folders, tmp_path):
-    """A copy of the coded recording, to be changed."""
-    return shutil.copytree(folders[0], tmp_path / "data")
 
 
 @pytest.mark.parametrize("cache", ["none", "ram", "device"])
