@@ -27,6 +27,8 @@ TAKEN_S = 0.0002
 #: After so many calls the way that was slower is tried again: machines change their mind. Several threads are tried
 #: more often, as they lose little where a neighbour is busy and gain much when it is gone.
 CALLS_BETWEEN_TRIALS, CALLS_BETWEEN_SPLITS = 32, 8
+#: Several threads must take at most this part of the time of one: the fastest calls hide what waiting costs the others.
+MIN_GAIN = 0.9
 #: The fastest of so many calls counts, so that one that was interrupted decides nothing.
 _NUM_KEPT = 4
 
@@ -101,7 +103,7 @@ class WorkSplit:
         calls = self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         if len(together) < _NUM_KEPT or len(alone) < _NUM_KEPT:
             return len(together) <= len(alone)
-        is_faster = min(together) < min(alone)
+        is_faster = min(together) < MIN_GAIN * min(alone)
         return is_faster != (calls % (CALLS_BETWEEN_TRIALS if is_faster else CALLS_BETWEEN_SPLITS) == 0)
 
     def _keep(self, kind: Hashable, splits: bool, seconds_per_byte: float) -> None:

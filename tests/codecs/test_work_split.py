@@ -63,6 +63,11 @@ def test_the_faster_way_is_found_and_the_other_tried_again_at_times(monkeypatch)
     assert 0 < found[20:].count(2) <= 10
 
 
+def test_threads_that_gain_next_to_nothing_are_not_worth_their_waiting(monkeypatch):
+    found = chosen(WorkSplit(2), monkeypatch, 0.010, 0.0096, 100)
+    assert 0 < found[20:].count(2) <= 10
+
+
 def test_a_change_of_the_machine_is_noticed(monkeypatch):
     split = WorkSplit(2)
     chosen(split, monkeypatch, 0.010, 0.030, 60)
