@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rollout_data import RolloutDataset
+from tests.examples.running import EXAMPLES, run
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 #: Of processor time, so that a busy machine does not fail the test.
 MAX_QUICK_S = 60
-
-
-def run(*arguments: str, cwd: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def processor_s() -> float:
@@ -39,7 +27,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     pytest.importorskip("gymnasium")
     folder = tmp_path_factory.mktemp("job")
     before_s = processor_s()
-    text = run(str(EXAMPLES / "record_stream_learn.py"), "--quick", cwd=folder)
+    text = run(folder, "record_stream_learn.py", "--quick")
     assert processor_s() - before_s < MAX_QUICK_S
     return folder, text
 
@@ -66,7 +54,7 @@ def test_the_job_leaves_a_picture_and_a_recording(demo: tuple[Path, str]) -> Non
 
 def test_playback_goes_frame_by_frame(demo: tuple[Path, str]) -> None:
     folder, _ = demo
-    lines = run(str(EXAMPLES / "playback.py"), "demo/data", "7", cwd=folder).splitlines()
+    lines = run(folder, "playback.py", "demo/data", "7").splitlines()
     assert sum("rewards" in line for line in lines) == 7
     assert sum("begins a trajectory" in line for line in lines) >= 4
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.examples.running import run
+
 ROWS = {
     "recurrent_ppo": ("PPO with a GRU", "PPO without memory"),
     "distillation": ("teacher, sees velocities", "student, GRU", "random"),
@@ -21,12 +19,9 @@ ROWS = {
 def test_an_example_prints_a_table_and_draws_its_curve(name: str, tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     pytest.importorskip("matplotlib")
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--quick"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    text = run(tmp_path, f"{name}.py", "--quick")
     for row in ROWS[name]:
-        line = next(line for line in done.stdout.splitlines() if line.startswith(row))
+        line = next(line for line in text.splitlines() if line.startswith(row))
         mean, least, episodes = map(float, re.findall(r"[\d.]+", line[len(row) :]))
         assert 1 <= least <= mean <= 500 and episodes == 4
     assert (tmp_path / "demo" / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(name: str, folder: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / name), "--quick"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.examples.running import EXAMPLES, run
 
 
 def test_td3_learns_from_a_dict_buffer_and_draws_its_curve(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     pytest.importorskip("matplotlib")
-    text = run("off_policy.py", tmp_path)
+    text = run(tmp_path, "off_policy.py", "--quick")
     assert "transitions in memory" in text
     assert (tmp_path / "demo" / "off_policy.png").stat().st_size > 10_000
 
 
 def test_hard_motions_are_drawn_more_often(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    lines = run("motion_imitation.py", tmp_path).splitlines()
+    lines = run(tmp_path, "motion_imitation.py", "--quick").splitlines()
     table = [
         line.split() for line in lines[lines.index(next(line for line in lines if line.startswith("motion"))) + 1 :]
     ]
@@ -42,7 +31,7 @@ def test_hard_motions_are_drawn_more_often(tmp_path: Path) -> None:
 
 
 def test_the_clips_stand_beside_their_licences() -> None:
-    folders = [path for path in (ROOT / "examples" / "data" / "motions").iterdir() if path.is_dir()]
+    folders = [path for path in (EXAMPLES / "data" / "motions").iterdir() if path.is_dir()]
     assert len(folders) == 2
     for folder in folders:
         assert (folder / "LICENCE.txt").exists() and (folder / "PROVENANCE.md").exists()

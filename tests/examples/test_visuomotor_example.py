@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +10,13 @@ import numpy as np
 import pytest
 
 from rollout_data import WindowDataset
-
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
-
-
-def run(folder: Path, *arguments: str, **environment: str) -> str:
-    command = [sys.executable, *arguments]
-    given = os.environ | {"PYTHONPATH": f"{ROOT}:{EXAMPLES}", "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.examples.running import EXAMPLES, run, started
 
 
 def test_the_example_prints_sizes_throughput_and_returns_and_draws_them(tmp_path: Path) -> None:
     pytest.importorskip("mujoco")
     pytest.importorskip("matplotlib")
-    text = run(tmp_path, str(EXAMPLES / "visuomotor_cloning.py"), "--quick", "--camera", "synthetic")
+    text = run(tmp_path, "visuomotor_cloning.py", "--quick", "--camera", "synthetic")
     assert "images by the synthetic renderer" in text
     rows = {line.split("  ")[0]: line for line in text.splitlines()}
     for name, error in (("rgb", "none"), ("depth", " m "), ("segmentation", "none")):
@@ -101,7 +88,5 @@ def test_cameras_show_the_target_where_it_is(tmp_path: Path, cameras: Any, kind:
 def test_where_mujoco_cannot_draw_the_synthetic_renderer_does(tmp_path: Path, cameras: Any) -> None:
     name = run(tmp_path, "-c", LOOK.format(kind="auto"), MUJOCO_GL="off")
     assert name.startswith("the synthetic renderer")
-    command = [sys.executable, str(EXAMPLES / "visuomotor_cloning.py"), "--quick", "--camera", "mujoco"]
-    given = os.environ | {"PYTHONPATH": str(ROOT), "MUJOCO_GL": "off"}
-    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+    done = started(tmp_path, "visuomotor_cloning.py", "--quick", "--camera", "mujoco", MUJOCO_GL="off")
     assert done.returncode == 1 and "take --camera synthetic" in done.stderr and not (tmp_path / "demo").exists()
