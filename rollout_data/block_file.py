@@ -115,7 +115,7 @@ def write_block(
     try:
         _write_file(temporary, content, durable, in_haste)
         os.rename(temporary, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nothing is left behind
         temporary.unlink(missing_ok=True)
         raise
     if durable:

@@ -94,7 +94,7 @@ class RowWriting:
                 except IndexError:  # another thread took the last one
                     return
                 self._write(piece, memory)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the other threads must not go on
             self._pieces.clear()
             raise
 

@@ -286,7 +286,7 @@ class RolloutWriter:
                 is_tentative=self.success_only,
             )
             self._last_ns = self._publisher.last_ns
-        except BaseException:
+        except BaseException:  # Ctrl-C too: an open journal would keep the writer's name taken
             self._journal.close()
             raise
         for found in dead:

@@ -162,7 +162,7 @@ class AsyncCheckpointSaver:
             with self._changed:
                 self._tasks.append(task)
             self._worker.submit(self._save_next)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: `wait` would wait for ever for what was never handed over
             with self._changed:
                 if task is not None and task in self._tasks:
                     self._tasks.remove(task)

@@ -172,6 +172,7 @@ def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, n
             _check_member(content, member, found, buffer)
         content.seek(0)
         try:
+            # Runs code only where the caller asked for it: `weights_only` is True unless given.
             return torch.load(content, map_location=map_location, weights_only=weights_only)
         except pickle.UnpicklingError as cause:
             where, advice = repr(str(found)), "Pass weights_only=False if you trust whoever wrote it"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
@@ -76,15 +77,15 @@ class Lz4Writer:
 
     def __exit__(self, failure: object, *_: object) -> None:
         try:
-            if failure is None and self._num_bytes:
+            if failure is not None:
+                with suppress(Exception):  # which `failure` caused, most likely; it is raised anyway
+                    self._finish()
+                return
+            if self._num_bytes:
                 self._pass_on()
             self._finish()
-            if failure is None:
-                self._write_done()
-                self._file.write(self._stream.end())
-        except Exception:
-            if failure is None:  # otherwise that one is the cause
-                raise
+            self._write_done()
+            self._file.write(self._stream.end())
         finally:
             self._stream.close()
             if self._is_own_worker:

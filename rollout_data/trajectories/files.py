@@ -131,8 +131,8 @@ def read_trajectory(path: Path, trusted: bool) -> Trajectory:
             )
         try:
             with open(path, "rb") as file:
-                found = pickle.load(file)
-        except Exception as cause:
+                found = pickle.load(file)  # the caller said `trusted`
+        except Exception as cause:  # whatever it runs may raise anything
             raise CorruptFileError("read the trajectory", repr(str(path)), "a pickle", str(cause)) from cause
     else:
         found = load_checkpoint(path)

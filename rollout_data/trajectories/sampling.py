@@ -55,7 +55,7 @@ def draw_sample(
             row += moved.shift[which] - window.shift[which]
             window = moved
         return gatherer.sample(window, cache, which, row, request.names, request.is_contiguous)
-    except BaseException:
+    except BaseException:  # Ctrl-C too
         rng.set_state(before)
         raise
 

@@ -220,7 +220,7 @@ class ManagedBuffer(Snapshotted):
             yield
         except _Refused:
             self._undo_sample(num_items)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the other side would wait for a sample that never was
             self._undo_sample(num_items)
             raise
 
@@ -250,7 +250,7 @@ class ManagedBuffer(Snapshotted):
         self._admit_push(num_items)
         try:
             yield
-        except BaseException:
+        except BaseException:  # Ctrl-C too
             self._undo_push(num_items)
             raise
 
