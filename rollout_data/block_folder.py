@@ -250,7 +250,7 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
     blocks = [folder.blocks[name] for name in names]
     if folder.schema is None or not blocks:
         return
-    index = TrajectoryIndex(blocks).arrays()
+    index: dict[str, Any] = TrajectoryIndex(blocks).arrays()
     places = list(blocks[0].places)
     about = {
         "version": _CACHE_VERSION,
@@ -272,7 +272,7 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
                 bounds=np.cumsum([0] + [len(block.fragments) for block in blocks]),
                 fragments=np.concatenate([block.fragments for block in blocks]),
                 places=np.array([[block.places[place] for place in places] for block in blocks], np.int64),
-                **index,  # type: ignore[arg-type]
+                **index,
             )
         os.replace(temporary, path)
     finally:

@@ -46,7 +46,7 @@ class ChunkCache:
         return {"max_bytes": self.max_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["max_bytes"])  # type: ignore[misc]
+        ChunkCache.__init__(self, state["max_bytes"])
 
     def get(self, key: Any) -> np.ndarray | None:
         with self._lock:

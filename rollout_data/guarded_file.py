@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+from typing import Any
 
 _MAGIC = b"GCOL"
 #: The header of a heap, and that of each object in it: index (2 bytes), count (2), nothing (4), size (8).
@@ -32,7 +33,7 @@ class GuardedFile(io.FileIO):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "rb")
 
-    def readinto(self, out: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, out: Any) -> int:
         view, done, start = memoryview(out), 0, self.tell()
         while done < len(view) and (count := super().readinto(view[done:])):
             done += count

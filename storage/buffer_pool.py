@@ -105,7 +105,7 @@ class BufferPool:
         return {"max_buffers": self.max_buffers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["max_buffers"])  # type: ignore[misc]
+        BufferPool.__init__(self, state["max_buffers"])
 
     def _is_free(self, place: int) -> bool:
         return _num_references(self._buffers, place) <= _FREE_REFERENCES

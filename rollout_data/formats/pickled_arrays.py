@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import BufferedIOBase
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -44,21 +45,21 @@ class StoredArray:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     offset: int
-    order: str = "C"
+    order: Literal["C", "F"] = "C"
     axes: tuple[int, ...] | None = None
 
-    def read(self, file: BinaryIO, path: Path) -> np.ndarray:
+    def read(self, file: BufferedIOBase, path: Path) -> np.ndarray:
         """Read the array: a new array. `file` is the file that it was found in."""
         data = bytearray(prod(self.shape) * self.dtype.itemsize)
         view, done = memoryview(data), 0
         file.seek(self.offset)
-        while done < len(data) and (count := file.readinto(view[done:])):  # type: ignore[attr-defined]
+        while done < len(data) and (count := file.readinto(view[done:])):
             done += count
         if done < len(data):
             raise corrupt_pickle(path, f"{len(data)} bytes at {self.offset}", f"{done}, the file has shrunk")
         axes = self.axes or tuple(range(len(self.shape)))
         stored_shape = [self.shape[axes.index(axis)] for axis in range(len(axes))]
-        array = np.frombuffer(data, self.dtype).reshape(stored_shape, order=self.order)  # type: ignore[call-overload]
+        array = np.frombuffer(data, self.dtype).reshape(stored_shape, order=self.order)
         return array.transpose(axes)
 
 
@@ -112,7 +113,7 @@ def _set_dtype_state(path: Path, target: PickledDtype, state: Any) -> None:
         target.dtype = target.dtype.newbyteorder(order)
 
 
-def _stored(path: Path, data: Any, dtype: Any, shape: Any, order: str, axes: Any = None) -> StoredArray:
+def _stored(path: Path, data: Any, dtype: Any, shape: Any, order: Literal["C", "F"], axes: Any = None) -> StoredArray:
     """Describe an array after checking its shape against the bytes that are there."""
     if isinstance(data, list):
         raise unsafe_pickle(path, "an array of objects")

@@ -16,8 +16,9 @@ import pickletools
 import re
 import struct
 from collections.abc import Callable
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from storage.errors import ForeignFileError
 
@@ -37,10 +38,11 @@ from .pickled_arrays import (
 MAX_OPERATIONS = 100_000
 MAX_TEXT_BYTES = 1 << 16
 MAX_PROTOCOL = 5
+_KNOWN = {operation.code: operation for operation in pickletools.opcodes}
 _NAME = re.compile(r"[A-Za-z_][\w.<>]*", re.ASCII)
 
 
-def describe_pickle(file: BinaryIO, path: Path) -> dict[str, Any]:
+def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
     """Say what a pickled dict holds: arrays as `StoredArray` (also inside one tuple or list), the rest as it is.
 
     Args:
@@ -75,7 +77,7 @@ def _described(value: Any) -> Any:
 class _Machine:
     """The state of an unpickler: a stack, marks and a memo, all bounded by `MAX_OPERATIONS`."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BufferedIOBase, path: Path) -> None:
         self.file, self.path = file, path
         self.file_bytes = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -144,7 +146,7 @@ class _Machine:
     def _refuse_operation(self, code: bytes) -> NoReturn:
         if self.budget < 0:
             self.refuse_size()
-        known = pickletools.code2op.get(code.decode("latin-1"))  # type: ignore[attr-defined]
+        known = _KNOWN.get(code.decode("latin-1"))
         if known is None:
             at = self.file.tell() - len(code)
             raise corrupt_pickle(

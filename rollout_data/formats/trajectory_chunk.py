@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedIOBase, BufferedReader, FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class Chunk:
 class OpenChunk(NamedTuple):
     """A chunk open for reading: nothing but its description is in memory."""
 
-    file: BinaryIO
+    file: BufferedIOBase
     path: Path
     arrays: dict[str, StoredArray]
     num_frames: int
@@ -90,7 +91,7 @@ def open_chunk(path: Path) -> Iterator[OpenChunk]:
         DataFileError: It is not a chunk of this layout; the subclass and the text say why.
         OSError: It cannot be opened.
     """
-    with open(path, "rb", buffering=1 << 15) as file:
+    with BufferedReader(FileIO(path), 1 << 15) as file:
         arrays, repairs = _known_arrays(path, describe_pickle(file, path))
         yield OpenChunk(file, path, arrays, _num_frames(path, arrays), repairs)
 

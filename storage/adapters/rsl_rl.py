@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..column_table import ColumnTable
-from ..columns import Column
+from ..columns import Column, declare_fields
 from ..errors import UsageError, nearest
 from ..fields import DTYPES, Field, dtype_name
 from ..hidden_states import SavedStates
@@ -117,8 +117,7 @@ class RslRlStorage(RolloutStorage):
         columns = [column for column in super().declare_columns() if column.name in _COLUMNS[self.training_type]]
         if self.training_type == "distillation":
             name = "privileged_actions"
-            labels = Field(name, tuple(self.actions_shape))  # type: ignore[arg-type]
-            return [*columns, Column(name, (labels,), name, name)]
+            return [*columns, Column(name, declare_fields(name, self.actions_shape), name, name)]
         return [*columns, Column(_PARAMETERS, self._parameters, _PARAMETERS, f"old_{_PARAMETERS}")]
 
     def __getattr__(self, name: str) -> Any:
@@ -147,7 +146,8 @@ class RslRlStorage(RolloutStorage):
                     )
                 given[_PARAMETERS] = {str(i): x for i, x in enumerate(parameters)}
             given.setdefault("hidden_states", None)
-            self.add_transitions(SimpleNamespace(**given))  # type: ignore[arg-type]
+            step: Any = SimpleNamespace(**given)
+            self.add_transitions(step)
 
     def generator(self) -> Iterator[Any]:
         """Yield the steps one after another, for distillation.
