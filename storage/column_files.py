@@ -10,8 +10,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -29,6 +30,8 @@ COLUMNS_NAME, CONFIG_NAME, FINALS_NAME = "buffer.hdf5", "config.json", "finals.h
 OWN_NAMES = frozenset({COLUMNS_NAME, CONFIG_NAME, FINALS_NAME})
 #: Rows pass through memory of this size, twice: one chunk is laid out while the other is written.
 CHUNK_BYTES = 8 << 20
+#: Threads that read ahead, however many fields there are; several, as checksums take as long as reading.
+_NUM_READERS = 4
 #: So much is written before flushing begins.
 _FLUSH_BYTES = 128 << 20
 #: Attribute of datasets whose numpy type does not say the dtype.
@@ -46,6 +49,15 @@ class MissingFolderError(DataFileError, FileNotFoundError):
 ReadRows = Callable[[str, int, int], torch.Tensor]
 #: (bytes, sum of those before them) -> sum.
 AddUp = Callable[[Any, int], int]
+#: (first row, rows, the sum up to their end).
+_Chunk = tuple[int, npt.NDArray[Any], int]
+
+
+class _Ahead(NamedTuple):
+    """What chunks are read ahead with: an open file, and threads that read any part of it."""
+
+    handle: int
+    pool: ThreadPoolExecutor
 
 
 def file_keys(names: list[str], separator: str) -> dict[str, str]:
@@ -206,65 +218,61 @@ class ColumnFile:
         """
         row_bytes = sum(_row_bytes(self._datasets[key]) for key in self.names.values())
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
-        for parts in zip(*(self.chunks(name, step) for name in self.names), strict=True):
-            yield parts[0][0], {name: part for name, (_, part) in zip(self.names, parts, strict=True)}
+        with self._ahead() as ahead:
+            for parts in zip(*(self._checked_chunks(name, step, ahead) for name in self.names), strict=True):
+                yield parts[0][0], {name: part for name, (_, part) in zip(self.names, parts, strict=True)}
 
-    def chunks(self, name: str, step: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+    def chunks(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, rows) of a dataset, and check its checksum at the end, if it has one.
 
         The rows are there until the next ones are asked for, which are read meanwhile: two chunks are in memory.
-
-        Args:
-            name: The field.
-            step: Rows of a chunk; None for as many as chunks of memory hold.
         """
+        step = max(1, CHUNK_BYTES // max(1, _row_bytes(self._datasets[self.names[name]])))
+        with self._ahead() as ahead:
+            yield from self._checked_chunks(name, step, ahead)
+
+    @contextmanager
+    def _ahead(self) -> Iterator[_Ahead]:
+        """Open the file once, with a few threads, for however many datasets are read from it side by side."""
+        with open(self.path, "rb", buffering=0) as file, ThreadPoolExecutor(_NUM_READERS) as pool:
+            yield _Ahead(file.fileno(), pool)
+
+    def _checked_chunks(self, name: str, step: int, ahead: _Ahead) -> Iterator[tuple[int, torch.Tensor]]:
         key = self.names[name]
         dataset = self._datasets[key]
         is_bfloat16 = self._dtype(key) == "bfloat16"
         expected, crc = dataset.attrs.get(_CRC_TAG), 0
-        read = self._raw_chunks if _is_plain(dataset) else self._decoded_chunks
-        step = step or max(1, CHUNK_BYTES // max(1, _row_bytes(dataset)))
-        for start, part, crc_so_far in read(dataset, step, crc32 if expected is not None else _no_sum):
+        add_up = crc32 if expected is not None else _no_sum
+        is_plain = _is_plain(dataset)
+        parts = self._raw_chunks(dataset, step, add_up, ahead) if is_plain else _decoded_chunks(dataset, step, add_up)
+        for start, part, crc_so_far in parts:
             crc = crc_so_far
             tensor = torch.from_numpy(np.ascontiguousarray(part.astype(part.dtype.newbyteorder("="), copy=False)))
             yield start, tensor.view(torch.bfloat16) if is_bfloat16 else tensor
         if expected is not None and crc != int(expected):
             raise CorruptFileError("load", f"{name!r} of {str(self.path)!r}", f"checksum {expected:08x}", f"{crc:08x}")
 
-    def _raw_chunks(
-        self, dataset: h5py.Dataset, step: int, add_up: AddUp
-    ) -> Iterator[tuple[int, npt.NDArray[Any], int]]:
-        """Read rows from where they stand in the file, a chunk ahead: first row, rows, the sum up to their end."""
+    def _raw_chunks(self, dataset: h5py.Dataset, step: int, add_up: AddUp, ahead: _Ahead) -> Iterator[_Chunk]:
+        """Read rows from where they stand in the file, a chunk ahead."""
         place, row_bytes = dataset.id.get_offset(), _row_bytes(dataset)
         room = [np.empty((min(step, len(dataset)), *dataset.shape[1:]), dataset.dtype) for _ in range(2)]
-        with open(self.path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
 
-            def read(start: int, crc: int) -> tuple[npt.NDArray[Any], int]:
-                part = room[start // step % 2][: len(dataset) - start]
-                data, done = _bytes(part), 0
-                while done < len(data):
-                    count = os.preadv(file.fileno(), [data[done:]], place + start * row_bytes + done)
-                    if not count:
-                        expected = f"{len(dataset)} rows of {dataset.name!r}"
-                        raise CorruptFileError("read", repr(str(self.path)), expected, "fewer")
-                    done += count
-                return part, add_up(data, crc)
+        def read(start: int, crc: int) -> tuple[npt.NDArray[Any], int]:
+            part = room[start // step % 2][: len(dataset) - start]
+            data, done = _bytes(part), 0
+            while done < len(data):
+                count = os.preadv(ahead.handle, [data[done:]], place + start * row_bytes + done)
+                if not count:
+                    expected = f"{len(dataset)} rows of {dataset.name!r}"
+                    raise CorruptFileError("read", repr(str(self.path)), expected, "fewer")
+                done += count
+            return part, add_up(data, crc)
 
-            following = pool.submit(read, 0, 0)
-            for start in range(0, len(dataset), step):
-                part, crc = following.result()
-                if start + step < len(dataset):
-                    following = pool.submit(read, start + step, crc)
-                yield start, part, crc
-
-    def _decoded_chunks(
-        self, dataset: h5py.Dataset, step: int, add_up: AddUp
-    ) -> Iterator[tuple[int, npt.NDArray[Any], int]]:
-        """Read rows that are compressed, or nowhere in the file because nobody wrote them."""
-        crc = 0
+        following = ahead.pool.submit(read, 0, 0)
         for start in range(0, len(dataset), step):
-            part = dataset[start : start + step]
-            crc = add_up(_bytes(part), crc)
+            part, crc = following.result()
+            if start + step < len(dataset):
+                following = ahead.pool.submit(read, start + step, crc)
             yield start, part, crc
 
     def _dataset(self, key: str) -> h5py.Dataset:
@@ -327,6 +335,15 @@ def _is_plain(dataset: h5py.Dataset) -> bool:
         return False
     is_same = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
     return bool(is_same) and dataset.id.get_offset() is not None
+
+
+def _decoded_chunks(dataset: h5py.Dataset, step: int, add_up: AddUp) -> Iterator[_Chunk]:
+    """Read rows that are compressed, or nowhere in the file because nobody wrote them."""
+    crc = 0
+    for start in range(0, len(dataset), step):
+        part = dataset[start : start + step]
+        crc = add_up(_bytes(part), crc)
+        yield start, part, crc
 
 
 def _row_bytes(dataset: h5py.Dataset) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -199,6 +202,24 @@ def test_saving_takes_the_memory_of_a_chunk(tmp_path: Path, monkeypatch: pytest.
     tracemalloc.stop()
     assert max(sizes) <= 64 << 10 and sum(sizes) == 20_000 * 64 * 4
     assert torch.equal(load_buffer(tmp_path / "b").storage["x"], buffer.storage["x"])
+
+
+def test_a_buffer_of_many_fields_loads_with_few_files_and_threads(tmp_path: Path) -> None:
+    buffer = DictBuffer(capacity=4)
+    buffer.extend({"x": {str(place): torch.full((3, 1), float(place)) for place in range(100)}})
+    buffer.save(tmp_path / "b")
+    num_open, num_threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 30, hard))
+    try:
+        loaded = load_buffer(tmp_path / "b")
+        with column_files.ColumnFile(tmp_path / "b" / "buffer.hdf5", "-") as file:
+            for _ in file.rows():
+                assert threading.active_count() <= num_threads + 8
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all((leaf[:3] == float(name)).all() for name, leaf in loaded.storage["x"].items())
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_a_state_of_another_buffer_is_refused() -> None:
