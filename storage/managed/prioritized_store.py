@@ -204,8 +204,7 @@ class PrioritizedStore:
             is_live = rows >= self.items.oldest
             is_live &= rows < self.items.total
         else:
-            is_live = self.limits.own_row_ids[slots] == rows
-            is_live &= rows >= 0  # a slot without a row has an id too
+            is_live = self.limits.holds(slots, rows)
         num_live = int(self._library.count_nonzero(is_live))
         if num_live < rows.shape[0]:
             slots, values = slots[is_live], values[is_live]

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..fields import Schema
+from ..host_arrays import own, tensor_of
 from ..records import Key, RecordReader, Rows, listed, names_below, normal
 from ..ring import RingStore
 from ..samplers import generator_on
@@ -160,8 +161,9 @@ class PrioritizedWindows(Snapshotted):
                 self._num_dead_updates += len(wanted)
                 return 0
             values, largest = self._rows.checked(priorities, len(wanted))
-            index = self._index(wanted.long())
-            is_live = self._limits.row_ids.index_select(0, index) == wanted
+            wanted = wanted.long()
+            index = self._index(wanted)
+            is_live = tensor_of(self._limits.holds(own(index), own(wanted)))
             num_live = int(is_live.sum())
             self._num_dead_updates += len(wanted) - num_live
             if num_live < len(wanted):

@@ -8,6 +8,7 @@ hold a stale row are looked into.
 from __future__ import annotations
 
 from math import inf, isinf
+from typing import Any
 
 import torch
 
@@ -77,6 +78,12 @@ class RowLimits:
                 self._oldest.fill(index, inf)
             else:
                 self._oldest.write(index, collected.double())
+
+    def holds(self, slots: Any, ids: Any) -> Any:
+        """Tell which of `[n]` slots still hold the rows of these ids, whatever ids those are; as `own` gives them."""
+        found = self.own_row_ids[slots] == ids
+        found &= ids >= 0  # `NONE` is no id
+        return found
 
     def is_valid(self, index: torch.Tensor) -> torch.Tensor:
         """Tell which of `[n]` slots have a row that counts."""

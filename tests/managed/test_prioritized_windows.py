@@ -149,6 +149,18 @@ def test_what_cannot_be_raises_and_changes_nothing() -> None:
     assert len(buffer) == 4 and buffer.max_priority == 1.0
 
 
+def test_an_id_below_zero_is_dead_even_where_it_is_the_mark_of_an_empty_slot() -> None:
+    buffer = PrioritizedWindows(4, 2, generator=0)  # so that the mark falls into the slot of step 0, no window
+    buffer.extend(steps(0, [[False]] * 3))
+    before = buffer.state_dict()["tensors"]
+    ids = torch.tensor([-(1 << 62), -1, -4])
+    assert buffer.update_priorities(ids, [5.0, 6.0, 7.0]) == 0
+    assert buffer.num_dead_updates == 3 and buffer.max_priority == 1.0
+    assert buffer.check_valid() == (True, "")
+    for name, tensor in buffer.state_dict()["tensors"].items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_priorities_of_sequences_mix_the_largest_and_the_mean() -> None:
     errors = torch.tensor([[1.0, -3.0], [0.0, 2.0], [5.0, 1.0]])
     assert sequence_priorities(errors).tolist() == pytest.approx([0.9 * 3 + 0.1 * 2, 0.9 * 2 + 0.1, 0.9 * 5 + 0.1 * 3])
