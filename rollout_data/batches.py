@@ -159,23 +159,22 @@ def _places(envs: Int64s, chosen: Int64s, plan: Plan) -> Int64s:
 
 
 def _flags(plan: Plan, envs: Int64s, mark_first_frame: bool) -> dict[str, Bools]:
-    """done, timeout, is_first and valid of a plan, each bool `[T, len(envs)]`."""
+    """The flags of a plan by name, each bool `[T, len(envs)]`."""
     shape = (plan.num_steps, len(envs))
-    done, timeout, is_first = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, bool)
+    is_last, timeout, is_first = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, bool)
     for part in plan.parts:
         env = _places(envs, part.ends.env, plan)
-        done[part.ends.time, env] = True
+        is_last[part.ends.time, env] = True
         timeout[part.ends.time, env] = part.deal.source.index.is_timeout(part.ends.trajectory)
     at = _places(envs, plan.first_env, plan)
     mine = (at < len(envs)) & (envs[np.minimum(at, len(envs) - 1)] == plan.first_env)
     is_first[plan.first_time[mine], at[mine]] = True
-    if mark_first_frame:
-        done |= is_first
+    done = is_last | is_first if mark_first_frame else is_last.copy()
     num_valid = plan.num_valid[envs]
     valid = np.ones(shape, bool)
     if len(num_valid) and int(num_valid.min()) < plan.num_steps:
         valid = np.arange(plan.num_steps)[:, None] < num_valid
-    return {"done": done, "timeout": timeout, "is_first": is_first, "valid": valid}
+    return {"done": done, "timeout": timeout, "is_first": is_first, "valid": valid, "is_last": is_last}
 
 
 def view_rows(

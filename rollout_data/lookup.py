@@ -29,7 +29,7 @@ def empty_batch(store: FrameStore, options: BatchOptions, num_steps: int | None,
     batch = view_rows(layout, rows, rows, options.flatten_observations)
     flags: dict[str, Any] = {
         name: torch.zeros(leading, dtype=torch.bool, device=options.device)
-        for name in ("done", "timeout", "is_first", "valid")
+        for name in ("done", "timeout", "is_first", "valid", "is_last")
     }
     return map_batch(lambda tensor: tensor.clone(memory_format=torch.contiguous_format), batch._replace(**flags))
 

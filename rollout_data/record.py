@@ -8,7 +8,7 @@ one form only. Storing is elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from storage.errors import FieldTypeError, MissingFieldError, SchemaError, Usage
 from storage.fields import Field, Schema, dtype_name
 from storage.tree import check_same_names, flatten
 
+from .given_record import items_of
 from .observation_parts import ObservationParts
-from .transition import Transition
 
 OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
 REQUIRED = (OBSERVATION, "action")
@@ -103,7 +103,7 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
     Names are brought to ours ("actions" -> "action"); None means not given.
     """
     merged: dict[str, Any] = {}
-    for source in (_items(transition), dict(keywords)):
+    for source in (items_of(transition), dict(keywords)):
         for name, value in source.items():
             if value is None or name in _DERIVED:
                 continue
@@ -132,24 +132,6 @@ def _filled(column: torch.Tensor, storage: Any) -> torch.Tensor:
     """Give the filled steps in the order of time: a queue that has come round begins at its cursor."""
     newest = column[: storage.step]
     return torch.cat([column[storage.step :], newest]) if getattr(storage, "buffer_full", False) else newest
-
-
-def _items(transition: Any) -> dict[str, Any]:
-    if transition is None:
-        return {}
-    if isinstance(transition, Mapping):
-        return dict(transition)
-    if isinstance(transition, Transition):
-        values = transition._asdict()
-        del values["stream_id"]
-        return {**(values.pop("extras") or {}), **values}
-    if hasattr(transition, "_asdict"):
-        return dict(transition._asdict())
-    if is_dataclass(transition):
-        return {field.name: getattr(transition, field.name) for field in fields(transition)}
-    if hasattr(transition, "__dict__"):
-        return {name: value for name, value in vars(transition).items() if not name.startswith("_")}
-    raise UsageError("add a record", "", "a mapping, named tuple or object with fields", type(transition).__name__)
 
 
 def read_rollout(

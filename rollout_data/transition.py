@@ -18,6 +18,11 @@ class Transition(NamedTuple):
     with each other (the following frame is the next one's own observation), and so may fields of
     one frame: clone before writing into one of them.
 
+    `RolloutWriter.add` and `add_rollout` record a batch again. What it does not hold is lost: policy versions, and
+    whether an end was a limit or a cut (both come back as truncated). True final observations stand among the next
+    ones, where nothing tells them from a following frame: where all ends have one, give
+    `final_observation=batch.next_observation` besides. After a reset of some envs discard what the writer has of them.
+
     Attributes:
         observation: Components joined along the last axis in `obs_segments` order, or a dict.
         privileged_observation: What only critics and teachers see, in the same form.
@@ -33,6 +38,8 @@ class Transition(NamedTuple):
         valid: bool. False where an env had nothing left and repeats its last transition.
         stream_id: Number of the stream (rank and DataLoader worker) that these envs belong to.
         extras: Further recorded fields by name, or None if there are none.
+        is_last: bool. The last frame of a trajectory, whatever `mark_first_frame` says; None if the reader does not
+            tell, as readers of your own need not.
     """
 
     observation: Observation
@@ -47,3 +54,4 @@ class Transition(NamedTuple):
     valid: torch.Tensor
     stream_id: int = 0
     extras: dict[str, Any] | None = None
+    is_last: torch.Tensor | None = None

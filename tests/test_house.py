@@ -127,6 +127,7 @@ HOUSE = {
         "window_mixture",
         "window_loader",
         "observation_parts",
+        "given_record",
         "record",
         "repeated_step",
         "cutting",

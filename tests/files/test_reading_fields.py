@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
+from storage.errors import SchemaError, UsageError
 from storage.fields import DTYPES
-from tests.files.readback import trajectories_of
-from tests.files.recorded import drain
+from tests.files.readback import end_of, trajectories_of
+from tests.files.recorded import drain, record
 
 SAMPLES = Path(__file__).parents[1] / "data" / "trajectory_folders"
 
@@ -76,24 +77,52 @@ def test_actions_under_names_come_back_as_a_dict(tmp_path):
     assert batch.extras is None
 
 
-def test_a_batch_is_recorded_again_as_it_was(tmp_path):
-    torch.manual_seed(0)
-    fields = {"observation": torch.rand(12, 2, 3), "action": torch.rand(12, 2, 1), "log_prob": torch.rand(12, 2)}
-    done = torch.arange(12)[:, None].expand(12, 2) % 4 == 3
-    with RolloutWriter(tmp_path / "a", 2, durable=False) as writer:
-        writer.add_rollout(**fields, reward=torch.rand(12, 2), done=done)
-    dataset = RolloutDataset(tmp_path / "a", 2, device="cpu", num_transitions_per_env=5, mark_first_frame=False)
-    with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
-        for batch in dataset:
-            writer.add_rollout(batch)
-    contents = [
-        sorted(
-            tuple(one.column(name).tobytes() for name in sorted(one.fields))
-            for one in trajectories_of(tmp_path / folder)
+def contents_of(folder):
+    """What is recorded of each trajectory, in any order: its values, its end, its final observation."""
+    return sorted(
+        (
+            *(one.column(name).tobytes() for name in sorted(one.fields)),
+            end_of(one),
+            *(value.tobytes() for _, value in sorted((one.finals or {}).items())),
         )
-        for folder in "ab"
-    ]
-    assert len(contents[0]) == 6 and contents[0] == contents[1]
+        for one in trajectories_of(folder)
+    )
+
+
+ENDS = ["terminated", "truncated", "terminated", "terminated", "truncated", "truncated"]
+
+
+@pytest.mark.parametrize("mark_first_frame", [True, False])
+@pytest.mark.parametrize("num_steps", [1, 5, 30, None])
+def test_a_batch_is_recorded_again_as_it_was(tmp_path, num_steps, mark_first_frame):
+    record(tmp_path / "a", [4, 7, 1, 2, 1, 6], 2, ends=ENDS)
+    look = {"num_transitions_per_env": num_steps, "mark_first_frame": mark_first_frame}
+    with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
+        for batch in opened(tmp_path / "a", 2, **look):
+            (writer.add if num_steps is None else writer.add_rollout)(batch)
+    assert contents_of(tmp_path / "b") == contents_of(tmp_path / "a") and len(contents_of(tmp_path / "a")) == 6
+
+
+def test_final_observations_are_recorded_again_where_all_ends_have_one(tmp_path):
+    record(tmp_path / "a", [4, 7, 1, 2, 1, 6], 2, ends=ENDS, with_final=True)
+    with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
+        for batch in opened(tmp_path / "a", 2, num_transitions_per_env=4):
+            finals = batch.next_observation, batch.next_privileged_observation
+            writer.add_rollout(batch, final_observation=finals[0], final_privileged_observation=finals[1])
+    assert contents_of(tmp_path / "b") == contents_of(tmp_path / "a")
+
+
+def test_a_batch_that_does_not_tell_marks_from_ends_is_refused(tmp_path):
+    record(tmp_path / "a", [4, 1], 2, ends=["terminated", "truncated"])
+    batch = opened(tmp_path / "a", 2).get_batch(4)._replace(is_last=None)
+    plain = opened(tmp_path / "a", 2, mark_first_frame=False).get_batch(4)._replace(is_last=None)
+    with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
+        with pytest.raises(UsageError, match="expected is_last, which tells marked frames from ended ones, got None"):
+            writer.add_rollout(batch)
+        with pytest.raises(SchemaError, match=r"the flag 'is_last': expected shape \(4, 2\) as of 'done', got \(2,\)"):
+            writer.add_rollout(batch._replace(is_last=batch.done[0]))
+        writer.add_rollout(plain)  # no first frame is done but where a limit ended it
+    assert contents_of(tmp_path / "b") == contents_of(tmp_path / "a")
 
 
 def test_coded_components_come_back_within_half_a_step(tmp_path):

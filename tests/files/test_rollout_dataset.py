@@ -31,6 +31,7 @@ def check_transitions(batch, recorded, mark_first_frame=True):
         assert batch.reward[step, env] == observation[2]
         is_last = frame == item.length - 1
         is_first = bool(batch.is_first[step, env])
+        assert bool(batch.is_last[step, env]) == is_last
         assert bool(batch.done[step, env]) == (is_last or (is_first and mark_first_frame))
         assert bool(batch.timeout[step, env]) == (is_last and item.end != "terminated")
         following = batch.next_observation[step, env].tolist()
