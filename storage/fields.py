@@ -34,8 +34,8 @@ DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "float32": (torch.float32, np.dtype("<f4")),
     "float64": (torch.float64, np.dtype("<f8")),
 }
-#: HDF5 keeps no row of more dimensions.
-MAX_DIMENSIONS = 32
+#: Rows and lanes take two of the 32 that HDF5 keeps.
+MAX_DIMENSIONS = 30
 #: What a file may declare: the description of a block has room for a quarter of it.
 MAX_FIELDS = 4096
 _NAME_OF_TORCH = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()}

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+from storage.fields import MAX_DIMENSIONS
 
 MAX_ARRAY_BYTES = 1 << 32
-MAX_DIMENSIONS = 32
 _DTYPE_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 
 

@@ -222,6 +222,15 @@ def test_a_buffer_of_many_fields_loads_with_few_files_and_threads(tmp_path: Path
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
+def test_a_field_of_as_many_axes_as_there_may_be_is_saved_and_one_of_more_is_refused_at_once(tmp_path: Path) -> None:
+    buffer = TrajectoryDictBufferMultiDim(capacity=3, n_dim=2, seq_length=1)
+    with pytest.raises(RolloutDataError, match="'x': expected at most 30 dimensions, got 31"):
+        buffer.extend({"x": torch.arange(4.0).view(2, 2, *[1] * 31), "done": torch.zeros(2, 2, 1, dtype=torch.bool)})
+    buffer.extend({"x": torch.arange(4.0).view(2, 2, *[1] * 30), "done": torch.zeros(2, 2, 1, dtype=torch.bool)})
+    buffer.save(tmp_path / "b")
+    assert torch.equal(load_buffer(tmp_path / "b").storage["x"], buffer.storage["x"])
+
+
 def test_a_state_of_another_buffer_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity"):
         DictBuffer(capacity=3).load_state_dict(DictBuffer(capacity=4).state_dict())

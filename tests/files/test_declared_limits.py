@@ -32,7 +32,7 @@ def many_fields(count: int) -> list[dict]:
     ("fields", "text"),
     [
         (many_fields(2000), "a schema as JSON text of at most 131072 characters"),
-        ([{"name": "a", "shape": [1] * 33, "dtype": "bool"}], "at most 32 dimensions, got 33"),
+        ([{"name": "a", "shape": [1] * 31, "dtype": "bool"}], "at most 30 dimensions, got 31"),
     ],
     ids=["text", "dimensions"],
 )
