@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -36,7 +37,7 @@ DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
 }
 #: Rows and lanes take two of the 32 that HDF5 keeps.
 MAX_DIMENSIONS = 30
-#: What a file may declare: the description of a block has room for a quarter of it.
+#: What memory and files may declare: the description of a block has room for a quarter of it.
 MAX_FIELDS = 4096
 _NAME_OF_TORCH = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()}
 _NAME_OF_NUMPY = {numpy_dtype: name for name, (_, numpy_dtype) in DTYPES.items() if name != "bfloat16"}
@@ -117,10 +118,12 @@ class Field:
 
 
 class Schema(Mapping[str, Field]):
-    """An ordered, immutable set of fields by name."""
+    """An ordered, immutable set of at most `MAX_FIELDS` fields by name."""
 
     def __init__(self, fields: Iterable[Field]) -> None:
-        listed = list(fields)
+        listed = list(islice(fields, MAX_FIELDS + 1))
+        if len(listed) > MAX_FIELDS:
+            raise SchemaError("declare a schema", "", f"at most {MAX_FIELDS} fields", "more")
         self._fields = {field.name: field for field in listed}
         if len(self._fields) != len(listed):
             counts = Counter(field.name for field in listed)
@@ -173,9 +176,7 @@ class Schema(Mapping[str, Field]):
 
     @classmethod
     def from_json(cls, items: Sequence[Mapping[str, Any]]) -> Schema:
-        """Build a schema from `to_json`'s form; `SchemaError` for more than `MAX_FIELDS`."""
-        if len(items) > MAX_FIELDS:
-            raise SchemaError("read a schema", "", f"at most {MAX_FIELDS} fields", str(len(items)))
+        """Build a schema from `to_json`'s form."""
         return cls(Field.from_json(item) for item in items)
 
 

@@ -8,6 +8,7 @@ import tracemalloc
 import h5py
 import numpy as np
 import pytest
+import torch
 
 from rollout_data.block_file import BlockContent, open_block, write_block
 from rollout_data.block_folder import BlockFolder
@@ -16,6 +17,7 @@ from rollout_data.block_tables import MAX_HOLLOW_BYTES
 from rollout_data.layout import RowLayout
 from rollout_data.metadata import load_metadata
 from rollout_data.row_source import ArrayRows
+from storage import AdvancedReplayBuffer
 from storage.errors import CorruptFileError, SchemaError
 from storage.fields import MAX_FIELDS, Field, Schema
 from tests.files.test_block_file_damage import block, change, replace, set_attribute
@@ -46,6 +48,15 @@ def test_too_many_fields_of_metadata_are_damage(tmp_path):
         (tmp_path / "metadata.json").write_text(json.dumps({"fields": many_fields(count)}))
         assert (load_metadata(tmp_path) is not None) is is_taken
         BlockFolder(tmp_path).refresh()
+
+
+def test_more_fields_than_a_file_may_declare_are_refused_before_anything_is_stored():
+    buffer = AdvancedReplayBuffer(4, generator=0)
+    with pytest.raises(SchemaError, match="at most 4096 fields, got more"):
+        buffer.push([{str(number): torch.zeros(1) for number in range(MAX_FIELDS + 1)}])
+    assert len(buffer) == 0
+    buffer.push([{str(number): torch.zeros(1) for number in range(MAX_FIELDS)}])
+    assert len(buffer) == 1
 
 
 def test_names_that_stand_twice_are_all_told():
