@@ -120,7 +120,8 @@ def run_and_kill(path: Path, settings: Settings, arguments: list[str]) -> list[i
     while True:
         process = subprocess.Popen([sys.executable, __file__, "--train", str(path), *arguments])
         if len(resumed) == settings.num_kills:
-            assert process.wait() == 0
+            exit_code = process.wait()
+            assert exit_code == 0
             return resumed
         before = step_of(path)
         while step_of(path) == before and process.poll() is None:

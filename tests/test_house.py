@@ -354,6 +354,18 @@ def test_no_function_is_longer_than_a_screen() -> None:
     assert long == {}, "lines of the body, without the docstring"
 
 
+def test_an_assert_calls_nothing_that_changes_anything() -> None:
+    # With -O asserts are gone, and what they did with them.
+    allowed = {"isinstance", "len", "any", "all", "count"}
+    found = []
+    for path in python_files(*FLOORS, "benchmarks", "examples"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)] if isinstance(node, ast.Assert) else []
+            if {ast.unparse(call.func).rpartition(".")[2] for call in calls} - allowed:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
 def test_importing_a_floor_is_quick_and_takes_no_optional_package_along() -> None:
     script = (
         "import sys, time, torch\n"

@@ -55,7 +55,8 @@ class TrajectoryTable:
     def drop_first(self, trajectory_ids: Iterable[int]) -> None:
         """Remove the oldest rows, which are those of `trajectory_ids`."""
         for one in trajectory_ids:
-            assert self._order.pop(one) == self._num_dropped, "the oldest go first"
+            place = self._order.pop(one)
+            assert place == self._num_dropped, "the oldest go first"
             self._moved.discard(one)
             self._start += 1
             self._num_dropped += 1
