@@ -28,7 +28,7 @@ MIN_SAVED = 0.1
 #: (it looks back 64 KiB), and random windows of 8 images lose a quarter of their speed; slow packers gain 4 to 14 %.
 MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES, MAX_SMALL_CHUNK_BYTES = 8, 512 * 1024, 192 * 1024
 #: What a chunk of several frames decodes to at most, whoever chose their number: who wants one of them decodes all,
-#: and a file of 3 MB could hold one of 600 MB.
+#: and a file, or a blob, of 3 MB could hold one of 600 MB.
 LARGEST_CHUNK_BYTES = 64 << 20
 _LARGE_CHUNK_PACKERS = tuple(packer for packer in STAGES["packer"] if packer != "lz4")
 #: What `auto` tries, by item size: lossless, readable without an extra, and written at 300 MB/s and more. High

@@ -23,6 +23,7 @@ import torch
 
 from .checksums import crc32
 from .chunk_codecs import PACKED, ChunkCodec, chunk_codec
+from .codecs import most_chunk_frames
 from .errors import CorruptFileError, RolloutDataError, SchemaError, UsageError
 from .fields import DTYPES, dtype_name
 
@@ -158,6 +159,9 @@ class ImageBlob:
             raise SchemaError("decompress images", "", expected, f"{num_frames} of {dtype}{shape} in the blob")
         if self.expected.frame_bytes * step > 1 << 62 or num_frames > 1 << 48:
             raise _corrupt("frames that fit into memory", f"{num_frames} in chunks of {step}")
+        if min(step, num_frames) > most_chunk_frames(self.expected.frame_bytes):
+            most = most_chunk_frames(self.expected.frame_bytes)
+            raise _corrupt(f"chunks of at most {most} frames", f"{num_frames} in chunks of {step}")
         return chain, step, -(-num_frames // step)
 
     def _check_expansion(self, sizes: npt.NDArray[np.int64]) -> None:

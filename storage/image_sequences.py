@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from .chunk_codecs import chunk_codec
-from .codecs import chunk_frames
+from .codecs import chunk_frames, most_chunk_frames
 from .errors import SchemaError, UsageError
 from .fields import DTYPES, dtype_name
 from .image_blobs import ExpectedFrames, ImageBlob, as_stored, make_blob
@@ -34,7 +34,7 @@ def compress_image_seq(
         level: 0 is fast; 1 to 12 compress better and slower, and decode as fast.
         codec: A chain of `storage/chunk_codecs.py` instead of the usual one (`lz4`, or `split+lz4` for wider
             numbers); `uint16` chains lose, everything else does not.
-        frames_per_chunk: Frames that are decoded together; by default at most 8.
+        frames_per_chunk: Frames that are decoded together; by default at most 8, and never more than are 64 MiB.
 
     Returns:
         The blob.
@@ -54,7 +54,7 @@ def compress_image_seq(
     step = chunk_frames(row_bytes, codec) if frames_per_chunk is None else operator.index(frames_per_chunk)
     if step < 1:
         raise UsageError("compress images", "", "frames_per_chunk >= 1", repr(frames_per_chunk))
-    return make_blob(array, dtype, chain, step, level or None)
+    return make_blob(array, dtype, chain, min(step, most_chunk_frames(row_bytes)), level or None)
 
 
 def decompress_image_seq(

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import compress_image_seq, decompress_image_seq, decompress_many
+from storage import codecs, compress_image_seq, decompress_image_seq, decompress_many
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
 from storage.fields import DTYPES
+from storage.image_blobs import ExpectedFrames, ImageBlob
 from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth
 
 
@@ -142,6 +143,18 @@ def test_the_helper_makes_good_blobs():
 def test_declared_sizes_are_not_believed(change, count, shape):
     error = refused(remade(BLOB, lambda about: about.update(change)), shape, count)
     assert isinstance(error, CorruptFileError)
+
+
+def test_no_chunk_of_several_frames_is_larger_than_may_be(monkeypatch):
+    large = compress_image_seq(IMAGES, frames_per_chunk=100)
+    monkeypatch.setattr(codecs, "LARGEST_CHUNK_BYTES", 5 * IMAGES[0].nbytes + 1)
+    assert "chunks of at most 5 frames, got 16 in chunks of 100" in str(refused(large))
+    for blob in (compress_image_seq(IMAGES, frames_per_chunk=10**6), compress_image_seq(IMAGES, frames_per_chunk=5)):
+        assert ImageBlob(blob, ExpectedFrames((8, 8), 16, np.float32)).frames_per_chunk == 5
+        assert same_bits(decompress_image_seq(blob, (8, 8), 16, np.float32), IMAGES)
+    monkeypatch.setattr(codecs, "LARGEST_CHUNK_BYTES", 7)  # one frame is always allowed
+    blob = compress_image_seq(IMAGES, frames_per_chunk=2)
+    assert same_bits(decompress_image_seq(blob, (8, 8), 16, np.float32, [9]), IMAGES[9:10])
 
 
 @pytest.mark.parametrize(
