@@ -65,7 +65,7 @@ class ObservationParts:
 def _shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...], num_leads: tuple[int, ...]) -> torch.Tensor:
     """Bring a component of shape `[..., *shape]` or flat `[..., D]` to its declared shape."""
     for num_lead in num_leads:
-        if tensor.ndim > num_lead and tuple(tensor.shape[num_lead:]) in (shape, (prod(shape),)):
+        if tensor.ndim >= num_lead and tuple(tensor.shape[num_lead:]) in (shape, (prod(shape),)):
             return tensor.reshape(*tensor.shape[:num_lead], *shape)
     raise SchemaError(
         "take the component", repr(name), f"shape [..., {shape}] as in obs_segments", str(tuple(tensor.shape))

@@ -331,6 +331,23 @@ def test_components_have_the_shape_of_obs_segments_whatever_the_number_of_envs(t
     assert [one.finals["observation/b"].tolist() for one in found] == rows.tolist()
 
 
+@pytest.mark.parametrize("is_step", [True, False])
+@pytest.mark.parametrize("tail", [(), (1,)])
+def test_a_component_may_be_a_number(tmp_path, is_step, tail):
+    segments, lead = {"height": (), "pose": (2,)}, (N,) if is_step else (5, N)
+    height = np.arange(np.prod(lead), dtype=np.float32).reshape(*lead, *tail)
+    observation = {"height": height, "pose": np.zeros((*lead, 2), np.float32)}
+    finals = {name: value.reshape(-1, *value.shape[len(lead) :]) + 1 for name, value in observation.items()}
+    with RolloutWriter(tmp_path, N, obs_segments=segments, durable=False) as writer:
+        add = writer.add if is_step else writer.add_rollout
+        for _ in range(2):
+            add(observation=observation, action=np.zeros((*lead, 1)), done=np.ones(lead), final_observation=finals)
+    found = [(one.column("observation/height").tolist(), one.finals) for one in trajectories_of(tmp_path)]
+    assert sorted(values for values, _ in found) == [[value] for value in sorted([*height.flat, *height.flat])]
+    assert all(finals["observation/height"].shape == () for _, finals in found)
+    assert all(finals["observation/height"] == values[0] + 1 for values, finals in found)
+
+
 def test_blocks_that_are_never_to_be_cut_by_size_need_no_memory_of_that_size(tmp_path):
     with make(tmp_path, block_bytes=1 << 50) as writer:
         writer.add(**step(1))
