@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from storage.chunk_codecs import PACKED
 from storage.errors import CorruptFileError
 from storage.work_split import WorkSplit
 
@@ -244,8 +243,8 @@ class ChunkFiles:
         try:
             check_sum(chunk, job.checksum)
             table = self._tables[job.file]
-            if len(chunk) > 1 and self._is_direct[job.file] and chunk[0] == PACKED:
-                table.codec.decode_at(source.address + job.start, len(chunk), address, rows.nbytes)
+            if self._is_direct[job.file]:
+                table.codec.decode_at(chunk, source.address + job.start, address, rows.nbytes)
             else:
                 table.decode(chunk, rows)
         except CorruptFileError as cause:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from .checksums import crc32
-from .chunk_codecs import PACKED, ChunkCodec, chunk_codec
+from .chunk_codecs import ChunkCodec, chunk_codec
 from .codecs import most_chunk_frames
 from .errors import CorruptFileError, RolloutDataError, SchemaError, UsageError
 from .fields import DTYPES, dtype_name
@@ -140,7 +140,6 @@ class ImageBlob:
             raise _corrupt("nothing behind the header", f"{size - first} bytes")
         self.ends = np.append(0, ends.astype(np.int64)) + first
         self._check_expansion(steps.astype(np.int64))
-        self._is_direct = self.codec.is_direct(expected.numpy_dtype)
 
     def _header(self, text: bytes) -> tuple[ChunkCodec, int, int]:
         """Compare the header with what is expected: (codec, frames per chunk, number of chunks)."""
@@ -201,13 +200,8 @@ class ImageBlob:
 
     def _decode(self, number: int, out: Array) -> None:
         """Decode a chunk to contiguous frames."""
-        chunk = self.chunk(number)
         try:
-            if self._is_direct and len(chunk) > 1 and chunk[0] == PACKED:
-                source, target = (array.__array_interface__["data"][0] for array in (chunk, out))
-                self.codec.decode_at(source, len(chunk), target, out.nbytes)
-            else:
-                self.codec.decode(chunk, out)
+            self.codec.decode(self.chunk(number), out)
         except CorruptFileError as cause:
             raise _corrupt(f"{cause.expected} in chunk {number}", cause.got) from cause
 

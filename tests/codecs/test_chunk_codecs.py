@@ -168,6 +168,25 @@ def test_damaged_chunks_are_refused_or_fill_exactly_what_was_asked(name):
             decoded(name, chunk, wrong)
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_from_address_to_address_chunks_decode_as_from_array_to_array(is_packed):
+    codec, frames = chunk_codec("lz4"), np.random.default_rng(0).integers(0, 256, (3, 40), np.uint8)
+    frames = np.full_like(frames, 7) if is_packed else frames
+    chunk = np.frombuffer(codec.encode(frames)[0], np.uint8)
+    assert chunk[0] == is_packed and codec.is_direct(frames.dtype)
+
+    def decode_at(chunk, out):
+        codec.decode_at(chunk, chunk.ctypes.data, out.ctypes.data, out.nbytes)
+
+    for decode in (codec.decode, decode_at):
+        out = np.empty_like(frames)
+        decode(chunk, out)
+        assert np.array_equal(out, frames)
+        for bad in (chunk[:0], chunk[:1], chunk[:-1], np.append(np.uint8(2), chunk[1:])):
+            with pytest.raises(CorruptFileError, match="cannot decode a chunk"):
+                decode(bad, out)
+
+
 def test_a_block_of_lz4_is_decoded_into_place_or_refused(monkeypatch):
     data = bytes(range(256)) * 8
     block = np.frombuffer(lz4_blocks.compress(data), np.uint8)
