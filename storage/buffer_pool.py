@@ -26,13 +26,13 @@ _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
-def _num_references(buffers: Sequence[object], place: int) -> int:
-    """Count who holds `buffers[place]`, the list and this call included."""
-    return sys.getrefcount(buffers[place])
+def _references(buffers: Sequence[object]) -> list[int]:
+    """Count who holds each of the buffers, the list and this call included."""
+    return [sys.getrefcount(buffer) for buffer in buffers]
 
 
 #: What an object counts that only its list holds; asked of this interpreter, as versions differ.
-_FREE_REFERENCES = _num_references([object()], 0)
+_FREE_REFERENCES = _references([object()])[0]
 
 
 def _counts_are_exact() -> bool:
@@ -66,16 +66,8 @@ class BufferPool:
         """Give `[num_bytes]` uint8 on the CPU with arbitrary content."""
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(num_bytes, dtype=torch.uint8)
-        with self._lock:
-            buffer = self._find(num_bytes)
-            if buffer is None:
-                buffer = _allocate(num_bytes)
-                self.num_allocated += 1
-                self._keep(buffer)
-            else:
-                self.num_reused += 1
-            # The slice holds `buffer`, the tensor's storage holds the slice; the storage is exactly as large as asked.
-            return torch.from_numpy(buffer[:num_bytes])
+        # The slice holds its buffer, the tensor's storage holds the slice; the storage is exactly as large as asked.
+        return torch.from_numpy(self._lend(num_bytes))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Give a contiguous tensor like `torch.empty(shape, dtype=dtype)`, from pooled memory."""
@@ -83,6 +75,16 @@ class BufferPool:
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(tuple(shape), dtype=dtype)
         return self.take(num_bytes).view(dtype).view(tuple(shape))
+
+    def array(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], least: int = MIN_POOLED_BYTES
+    ) -> np.ndarray[Any, Any]:
+        """Give an array like `np.empty(shape, dtype)`, in a third of the time of `empty`; below `least` bytes, that."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes < least or not self._is_exact:
+            return np.empty(shape, dtype)
+        found: np.ndarray[Any, Any] = np.ndarray(shape, dtype, self._lend(num_bytes))
+        return found
 
     def clear(self) -> None:
         """Forget every buffer; lent ones live on until their holders drop them."""
@@ -108,16 +110,22 @@ class BufferPool:
         BufferPool.__init__(self, state["max_buffers"])
 
     def _is_free(self, place: int) -> bool:
-        return _num_references(self._buffers, place) <= _FREE_REFERENCES
+        return _references(self._buffers)[place] <= _FREE_REFERENCES
 
-    def _find(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
-        """Find the smallest free buffer that holds `num_bytes` and wastes at most half of itself."""
-        found, size = -1, 2 * num_bytes + 1
-        for place in range(len(self._buffers)):
-            nbytes = self._buffers[place].nbytes
-            if num_bytes <= nbytes < size and self._is_free(place):
-                found, size = place, nbytes
-        return self._buffers[found] if found >= 0 else None
+    def _lend(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        """Give the first bytes of a buffer that nobody holds: the smallest that wastes at most half of itself."""
+        with self._lock:
+            found, size = -1, 2 * num_bytes + 1
+            for place, references in enumerate(_references(self._buffers)):
+                if references <= _FREE_REFERENCES and num_bytes <= (nbytes := self._buffers[place].nbytes) < size:
+                    found, size = place, nbytes
+            if found >= 0:
+                self.num_reused += 1
+                return self._buffers[found][:num_bytes]
+            buffer = _allocate(num_bytes)
+            self.num_allocated += 1
+            self._keep(buffer)
+            return buffer[:num_bytes]
 
     def _keep(self, new: np.ndarray[Any, Any]) -> None:
         """Add `new`; if the pool is full, in the place of the oldest free buffer."""

@@ -18,7 +18,6 @@ from .ring_buffer import RingBuffer
 from .samplers import uniform
 from .transitions import TransitionRequest, TransitionSampler
 from .tree import unflatten
-from .windows import Boundaries
 
 _PLAIN = TransitionRequest()
 
@@ -58,7 +57,7 @@ class DictBuffer(RingBuffer):
             ring = self._ring
             if ring is None:
                 return {}
-            ring.hold_nothing_back()
+            self._note_shown(ring)
             return unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
 
     def sample(self, batch_size: int) -> dict[str, Any]:
@@ -76,7 +75,7 @@ class DictBuffer(RingBuffer):
             if ring.num_lanes > 1:  # lanes lie behind each other, each with slots that are not drawn
                 lane = torch.div(index, ring.num_live, rounding_mode="floor")
                 index = index.add_(lane * (ring.stride - ring.num_live))
-            found = ring.gather(index, self.contiguous)
+            found = ring.gather(index, self.contiguous, nested=True)
             self._order.record(is_write=False)
             return self._given(found)
 
@@ -105,7 +104,10 @@ class DictBuffer(RingBuffer):
                 raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
             if request is None:
                 request = TransitionRequest(**options) if options else _PLAIN
-            sampler = self._sampler(request, ring, self._boundaries)
+            sampler = self._last_sampler
+            if sampler is None or not sampler.serves(request, ring, self._finals):
+                sampler = TransitionSampler(ring, self._boundaries, self._finals, self._end_names(), request)
+                self._last_sampler = sampler
             self._order.wait(is_write=False)
             found = sampler.sample(batch_size, self.generator, self.contiguous)
             self._order.record(is_write=False)
@@ -132,7 +134,7 @@ class DictBuffer(RingBuffer):
                     "show the full buffer in order of time", "", "copy=True", "copy=False and a closed ring"
                 )
             if not copy:
-                ring.hold_nothing_back()
+                self._note_shown(ring)
             found = {}
             for name in ring.schema:
                 rows = ring.slots_view(name)[:live]
@@ -143,13 +145,10 @@ class DictBuffer(RingBuffer):
                 found[name] = self._shown(rows)
             return unflatten(found)
 
-    def _sampler(self, request: TransitionRequest, ring: RingStore, boundaries: Boundaries) -> TransitionSampler:
-        """Make what a request asks for; the last one is kept."""
-        last = self._last_sampler
-        if last is None or not last.serves(request, ring, self._finals):
-            last = TransitionSampler(ring, boundaries, self._finals, self._end_names(), request)
-            self._last_sampler = last
-        return last
+    def _note_shown(self, ring: RingStore) -> None:
+        """Let no step be held back where the user sees the memory itself; lanes are shown in a copy, see `_shown`."""
+        if self._has_lane_axis:
+            ring.hold_nothing_back()
 
     def _shown(self, rows: torch.Tensor) -> torch.Tensor:
         """Show `[slots, lanes, *event]` as the user sees it."""
@@ -158,5 +157,5 @@ class DictBuffer(RingBuffer):
 
 def check_batch_size(batch_size: Any) -> None:
     """Refuse what is not a number of rows."""
-    if not is_count(batch_size):
+    if not (type(batch_size) is int and batch_size > 0) and not is_count(batch_size):
         raise UsageError("sample", "", "batch_size >= 1", repr(batch_size))

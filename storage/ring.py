@@ -11,7 +11,7 @@ follow, so that windows of up to `num_guards + 1` rows never break where the rin
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -22,13 +22,11 @@ from .buffer_pool import MIN_POOLED_BYTES, BufferPool
 from .errors import UsageError
 from .fields import Schema
 from .held_steps import HeldSteps
+from .row_cut import MIN_POOLED_ROWS, RowCut, Target, gather_rows
 from .row_layout import Group, in_order, lay_out
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
 _MIN_TORCH_BYTES = 256 * 1024
-#: From this size on results are taken from a pool: the C allocator may map and unmap such blocks each time,
-#: which made a sample of 256 rows 10 times slower where other libraries had shaped its heap.
-_MIN_POOLED_BYTES = 128 * 1024
 
 
 class RingStore:
@@ -63,6 +61,7 @@ class RingStore:
         is_on_cpu = self.device.type == "cpu"
         self._flat = [base.view(-1, base.shape[2]).numpy() if is_on_cpu else None for base in self._bases]
         self._sources: dict[tuple[int, int], torch.Tensor] = {}
+        self._cuts: dict[tuple[bool, bool], RowCut] = {}
         self._columns: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             self._columns.update(group.views(base))
@@ -171,18 +170,35 @@ class RingStore:
         place = row_id % self.num_slots
         return place if self.num_lanes == 1 else place + lane * self.stride
 
-    def gather(self, places: torch.Tensor, contiguous: bool = False) -> dict[str, torch.Tensor]:
-        """Copy rows: `[len(places), *event]` per field, views of one new tensor per group."""
-        self._settle_for(places, 1)
-        found: dict[str, torch.Tensor] = {}
-        for group, base, flat in zip(self.groups, self._bases, self._flat, strict=True):
-            if flat is not None and 0 < places.shape[0] * group.row_bytes < _MIN_POOLED_BYTES:
+    def gather(self, places: torch.Tensor, contiguous: bool = False, nested: bool = False) -> dict[str, Any]:
+        """Copy rows: `[len(places), *event]` per field, views of one new tensor per group; by flat name, or nested."""
+        cut = self._cuts.get((contiguous, nested))
+        if cut is None:
+            targets = [Target(0, name, name) for name in self.schema]
+            cut = self._cuts[contiguous, nested] = self.cut(targets, contiguous, nested)
+        return cut(self.rows(places, cut))
+
+    def cut(self, targets: Sequence[Target], contiguous: bool = False, nested: bool = True) -> RowCut:
+        """Make what cuts `rows` into fields; once for many samples."""
+        if not self.num_guards and any(target.row for target in targets):
+            raise UsageError("cut rows", "and those that follow", "a ring with guards", "one without")
+        return RowCut(self.groups, targets, contiguous, nested, self.device)
+
+    def rows(self, places: torch.Tensor, cut: RowCut) -> list[Any]:
+        """Copy what `cut` needs of rows, and of those that follow them: `[len(places), width]` per group, packed."""
+        if self._held is not None:
+            self._settle_for(places, max(cut.lengths))
+        found: list[Any] = []
+        for place, length in enumerate(cut.lengths):
+            flat = self._flat[place]
+            if not length:
+                found.append(None)
+            elif length == 1 and flat is not None and places.shape[0] * flat.strides[0] < MIN_POOLED_ROWS:
                 # Few rows: numpy starts sooner, and waits less for each ("clip" only spares it the check).
-                rows = torch.from_numpy(flat.take(places.numpy(), 0, mode="clip"))
+                found.append(flat.take(places.numpy(), 0, mode="clip"))
             else:
-                rows = self._select(base.view(-1, group.width), places, group.width, group.unit)
-            found.update(group.views(rows, contiguous))
-        return found if self._is_ordered else in_order(self.schema, found)
+                found.append(gather_rows(self._source(place, length), places, self._pool))
+        return found
 
     def windows(
         self, places: torch.Tensor, length: int, contiguous: bool = False, names: Container[str] | None = None
@@ -204,26 +220,6 @@ class RingStore:
         With `never_wraps` the caller knows that no window reaches across the end of the memory.
         """
         return self._windows(places, length, names, next_names, contiguous, never_wraps)
-
-    def pairs(
-        self, places: torch.Tensor, names: Container[str], contiguous: bool = False
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copy rows, and some fields of those that follow them."""
-        if not self.num_guards:
-            return self._windows(places, 1, None, names, contiguous)
-        self._settle_for(places, 2)
-        own: dict[str, torch.Tensor] = {}
-        later: dict[str, torch.Tensor] = {}
-        for place, group in enumerate(self.groups):
-            if group.holds(names):
-                rows = self._select(self._source(place, 2), places, 2 * group.width, group.unit)
-                first, second = group.pair_views(rows, names, contiguous)
-                own.update(first)
-                later.update(second)
-            else:
-                rows = self._select(self._source(place, 1), places, group.width, group.unit)
-                own.update(group.views(rows, contiguous))
-        return (own if self._is_ordered else in_order(self.schema, own)), later
 
     def column(self, name: str) -> torch.Tensor:
         """Give a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
@@ -301,8 +297,8 @@ class RingStore:
                 continue
             source, width = self._source(place, length if is_one_piece else 1), group.width
             index = starts[which[0]] if len(which) == 1 else torch.cat(starts)
-            rows = self._select(source, index, length * width if is_one_piece else width, group.unit)
-            for later, part in zip(which, rows.view(len(which), -1, width).unbind(), strict=True):
+            rows = torch.as_tensor(gather_rows(source, index, self._pool)).view(len(which), -1, width)
+            for later, part in zip(which, rows.unbind(), strict=True):
                 found[later].update(group.views(part, contiguous, (names, next_names)[later]))
         return found if self._is_ordered else (in_order(self.schema, found[0]), in_order(self.schema, found[1]))
 
@@ -320,15 +316,6 @@ class RingStore:
             found = base.as_strided((self.num_lanes * self.stride - length + 1, length * width), (width, 1))
             self._sources[place, length] = found
         return found
-
-    def _select(self, source: torch.Tensor, index: torch.Tensor, width: int, unit: torch.dtype) -> torch.Tensor:
-        if self.device.type != "cpu":
-            return torch.index_select(source, 0, index)
-        num_rows = index.shape[0]
-        # The C allocator recycles small blocks by itself, in a quarter of the time.
-        is_small = num_rows * width * unit.itemsize < _MIN_POOLED_BYTES
-        out = torch.empty((num_rows, width), dtype=unit) if is_small else self._pool.empty((num_rows, width), unit)
-        return torch.index_select(source, 0, index, out=out)
 
 
 def _array(column: torch.Tensor) -> npt.NDArray[Any] | None:

@@ -24,7 +24,7 @@ from .records import Key, RecordReader, Rows, declare, is_count, leaves, listed,
 from .ring import RingStore
 from .samplers import generator_on
 from .stream_order import StreamOrder
-from .tree import unflatten
+from .tree import map_leaves
 from .windows import Boundaries
 
 _Self = TypeVar("_Self", bound="RingBuffer")
@@ -73,7 +73,7 @@ class RingBuffer:
         self.nested_key_separator = nested_key_separator
         self.num_envs = int(num_envs)
         self.end_key = normal(end_key)
-        self.contiguous = contiguous
+        self.contiguous = bool(contiguous)
         self.auto_unsqueeze, self.narrow = auto_unsqueeze, narrow
         self.generator = generator_on(generator, self.device)
         self._reader = self._new_reader()
@@ -330,7 +330,7 @@ class RingBuffer:
         return step.to(self.device), lane.to(self.device), read.schema, ended
 
     def _filled(self, action: str) -> RingStore:
-        if self._ring is None or not self._ring.num_live:
+        if self._ring is None or not self._ring.total:
             raise BufferEmptyError(action, f"from a {type(self).__name__}", "rows", "none", "Call extend() first")
         return self._ring
 
@@ -368,13 +368,7 @@ class RingBuffer:
         self._finals = FinalRows(ring, Schema(ring.schema[name] for name in columns))
         self._finals.restore(keys, columns)
 
-    def _given(self, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Nest a result, on the device that results go to."""
-        if self.output_device is not None:
-            found = {name: leaf.to(self.output_device, non_blocking=True) for name, leaf in found.items()}
-        tree: dict[str, Any] = {}
-        for name, leaf in found.items():  # `unflatten`, quick where nothing is nested
-            if "/" in name:
-                return unflatten(found)
-            tree[name] = leaf
-        return tree
+    def _given(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Bring a result to the device that results go to."""
+        device = self.output_device
+        return tree if device is None else map_leaves(lambda leaf: leaf.to(device, non_blocking=True), tree)

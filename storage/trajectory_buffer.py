@@ -18,6 +18,7 @@ from .errors import SchemaError, UsageError
 from .fields import Schema
 from .records import Key, is_count, names_below, normal
 from .ring import RingStore
+from .tree import unflatten
 from .windows import Boundaries
 
 #: Fields that end trajectories unless `end_key` says otherwise: those of these that there are.
@@ -115,7 +116,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             self._order.wait(is_write=False)
             found = self._draw(ring, num_windows, length)
             self._order.record(is_write=False)
-            return self._given(found)
+            return self._given(unflatten(found))
 
     @torch.no_grad()
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
@@ -128,7 +129,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
                 return {}
             offset = 1 if self.output_key_tp1 else 0
             lane, last = self._boundaries.list_all(1 + offset)
-            return self._given(self._gather(self._ring, lane, last - offset, 1))
+            return self._given(unflatten(self._gather(self._ring, lane, last - offset, 1)))
 
     def _config(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in self._ARGUMENTS}

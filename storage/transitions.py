@@ -8,6 +8,7 @@ left out or marked, as the caller chooses, and never continued with the next tra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,8 @@ from .errors import FieldTypeError, UsageError
 from .final_rows import FinalRows
 from .records import Key, is_count, names_below
 from .ring import RingStore
+from .row_cut import RowCut, Target
+from .tree import unflatten
 from .windows import Boundaries, Rule
 
 _ACTION = "sample transitions"
@@ -81,6 +84,10 @@ class TransitionSampler:
         has_all = finals is not None and all(name in finals.schema for name in self._next_names)
         self._finals = finals if has_all else None
         self._end_names = end_names
+        is_short = request.num_steps == request.num_frames == 1
+        #: Whether every transition is two rows of one trajectory, and nothing else.
+        self._is_plain = is_short and request.at_end == "exclude" and self._finals is None
+        self._cuts: dict[tuple[bool, bool], RowCut] = {}
         if request.num_steps > 1:
             (self._reward_name,) = names_below(ring.schema, request.reward_key, _ACTION)[:1]
             if not ring.schema[self._reward_name].torch_dtype.is_floating_point:
@@ -89,12 +96,16 @@ class TransitionSampler:
 
     def serves(self, request: TransitionRequest, ring: RingStore, finals: FinalRows | None) -> bool:
         """Tell whether this was made of the same parts."""
-        return ring is self._ring and finals is self._given_finals and request == self._request
+        is_same = request is self._request or request == self._request
+        return is_same and ring is self._ring and finals is self._given_finals
 
-    def sample(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, torch.Tensor]:
-        """Draw transitions uniformly; fields by flat name."""
+    def sample(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, Any]:
+        """Draw transitions uniformly: a nested dict."""
         if self._is_plain:
-            return self._sample_plain(num_draws, generator, contiguous)
+            places = self._boundaries.draw_places(num_draws, 2, generator)
+            if places is None:
+                raise _no_transition()
+            return self._pairs(places, contiguous, nested=True)
         drawn = self._boundaries.draw(num_draws, 1, generator, self._rule())
         if drawn is None:
             raise _no_transition()
@@ -106,25 +117,16 @@ class TransitionSampler:
             if self._finals is not None:
                 is_known |= self._finals.find(lane, first + num_steps - 1)[0]
             found["next_valid"] = is_known.unsqueeze(1)
-        return found
+        return unflatten(found)
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether every transition is two rows of one trajectory, and nothing else."""
-        request = self._request
-        is_short = request.num_steps == request.num_frames == 1
-        return is_short and request.at_end == "exclude" and self._finals is None
-
-    def _sample_plain(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, torch.Tensor]:
-        places = self._boundaries.draw_places(num_draws, 2, generator)
-        if places is None:
-            raise _no_transition()
-        return self._pairs(places, contiguous)
-
-    def _pairs(self, places: torch.Tensor, contiguous: bool) -> dict[str, torch.Tensor]:
-        own, later = self._ring.pairs(places, self._next_names, contiguous)
-        own.update((f"next/{name}", later[name]) for name in self._next_names)
-        return own
+    def _pairs(self, places: torch.Tensor, contiguous: bool, nested: bool) -> dict[str, Any]:
+        """Copy rows, and those of `next_keys` that follow them."""
+        cut = self._cuts.get((contiguous, nested))
+        if cut is None:
+            targets = [Target(0, name, name) for name in self._ring.schema]
+            targets += [Target(1, name, f"next/{name}") for name in self._next_names]
+            cut = self._cuts[contiguous, nested] = self._ring.cut(targets, contiguous, nested)
+        return cut(self._ring.rows(places, cut))
 
     def _rule(self) -> Rule:
         """Say which first rows make a complete transition."""
@@ -168,7 +170,7 @@ class TransitionSampler:
     ) -> dict[str, torch.Tensor]:
         places = self._ring.place(lane, first)
         if self._request.num_steps == 1:
-            found = self._pairs(places, contiguous)
+            found = self._pairs(places, contiguous, nested=False)
             following = {name: found.pop(f"next/{name}") for name in self._next_names}
         else:
             found = self._ring.gather(places, contiguous)

@@ -31,6 +31,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Turn flat names into a nested dict: the inverse of `flatten`. Leaves are not copied."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
+        if "/" not in name and name not in tree:
+            tree[name] = value
+            continue
         *parents, last = name.split("/")
         node = tree
         for parent in parents:

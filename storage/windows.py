@@ -146,7 +146,7 @@ class Boundaries:
         return is_inside
 
     def draw(
-        self, num_draws: int, length: int, generator: torch.Generator, rule: Rule | None = None
+        self, num_draws: int, length: int, generator: torch.Generator, rule: Rule
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Draw windows uniformly over all that are valid, with replacement.
 
@@ -154,7 +154,7 @@ class Boundaries:
             num_draws: How many.
             length: Rows of a window; its first row must be live.
             generator: Draws the candidates; on the ring's device.
-            rule: When a window is valid, instead of inside one trajectory.
+            rule: When a window is valid; `self.rule(length)` if inside one trajectory.
 
         Returns:
             (lane, id of the last row), `[num_draws]` int64 each; None if no window is valid.
@@ -163,12 +163,6 @@ class Boundaries:
         if places < 1:
             return None
         first, lanes = self.ring.oldest + length - 1, self.ring.num_lanes
-        if rule is None and self._arrays is not None:
-            index = self._draw_at_once(num_draws, length, generator)
-            if index is not None:
-                slot, lane = np.divmod(index, lanes)
-                return torch.from_numpy(lane), torch.from_numpy((slot - first) % self.ring.num_slots + first)
-        is_valid = rule or self.rule(length)
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if lanes == 1:
@@ -176,44 +170,44 @@ class Boundaries:
             lane = torch.div(candidate, places, rounding_mode="floor")
             return lane, (candidate - lane * places).add_(first)
 
-        drawn = self.rejection.draw(num_draws, places * lanes, lambda c: is_valid(*decode(c)), generator)
+        drawn = self.rejection.draw(num_draws, places * lanes, lambda c: rule(*decode(c)), generator)
         return None if drawn is None else decode(drawn)
 
     def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> torch.Tensor | None:
         """Draw windows inside one trajectory as `draw` does; give where in the ring's memory their first rows lie."""
-        if self._arrays is not None and self.ring.num_live >= length:
+        ring = self.ring
+        if self._arrays is not None and ring.num_live >= length:
             index = self._draw_at_once(num_draws, length, generator)
             if index is not None:
-                slot, lane = (index, None) if self.ring.num_lanes == 1 else np.divmod(index, self.ring.num_lanes)
-                return torch.from_numpy(self.ring.place(lane, slot - (length - 1)))
+                slot, lane = (index, None) if ring.num_lanes == 1 else np.divmod(index, ring.num_lanes)
+                return torch.from_numpy(ring.place(lane, slot))
         drawn = self.draw(num_draws, length, generator, self.rule(length))
-        return None if drawn is None else self.ring.place(drawn[0], drawn[1] - (length - 1))
+        return None if drawn is None else ring.place(drawn[0], drawn[1] - (length - 1))
 
     def _draw_at_once(self, num_draws: int, length: int, generator: torch.Generator) -> npt.NDArray[np.int64] | None:
         """Draw as `draw` does, in one round and with numpy, which takes half the time; None if one is not enough.
 
-        Candidates count through the ages as they lie, slot by slot, from the first slot that may end a window
-        on; so the places of the last rows come back: `slot * num_lanes + lane`. A round that is not enough is
-        thrown away whole. That changes no law: whether it was enough depends on how many candidates are valid,
-        not on which.
+        Candidates count through the ages as they lie, slot by slot, from that of the oldest row on: they say where
+        first rows lie, as `slot * num_lanes + lane`, where slots go on counting as the ring closes. A round that is
+        not enough is thrown away whole. That changes no law: whether it was enough depends on how many candidates
+        are valid, not on which.
         """
-        assert self._arrays is not None
-        ring = self.ring
-        lanes, num_ages = ring.num_lanes, ring.num_slots * ring.num_lanes
+        ring, lanes = self.ring, self.ring.num_lanes
         size = int(num_draws / self.rejection.share * 1.05) + 8
         if size > _MAX_CANDIDATES:
             return None
-        index: npt.NDArray[np.int64]
-        index = torch.randint((ring.num_live - length + 1) * lanes, (size,), generator=generator).numpy()
-        index += (ring.oldest + length - 1) % ring.num_slots * lanes
-        if ring.total > ring.num_slots:
-            index %= num_ages
-        is_valid = self._flat_ages.take(index) >= length - 1
+        num_live = ring.num_live
+        first = (ring.total - num_live) % ring.num_slots * lanes
+        end = first + (num_live - length + 1) * lanes
+        index: npt.NDArray[np.int64] = torch.randint(first, end, (size,), generator=generator).numpy()
+        ages = self._flat_ages.take(index + (length - 1) * lanes, mode="wrap")
+        # Of two rows, which are inside one trajectory unless the second is its first, the ages say so by themselves.
+        is_valid = ages if length == 2 else ages >= length - 1
         num_valid = int(np.count_nonzero(is_valid))
         self.rejection.note(num_valid / size)
         if num_valid < num_draws:
             return None
-        return (index if num_valid == size else index[is_valid])[:num_draws]
+        return (index if num_valid == size else index[is_valid != 0])[:num_draws]
 
     def draw_by_trajectory(
         self, num_draws: int, length: int, generator: torch.Generator
@@ -345,7 +339,8 @@ class Rejection:
 
     def note(self, share: float) -> None:
         """Note how many of a round's candidates were accepted."""
-        self.share = max(0.8 * self.share + 0.2 * share, 1e-3)
+        share = 0.8 * self.share + 0.2 * share
+        self.share = share if share > 1e-3 else 1e-3
 
     def draw(
         self, num_draws: int, num_candidates: int, accept: _Accept, generator: torch.Generator

@@ -99,7 +99,8 @@ class ZBuffer:
             if self.empty():
                 raise BufferEmptyError("sample vectors", "", "vectors", "none", "Call add() first")
             self._order.wait(is_write=False)
-            found = self._ring.gather(uniform(len(self), num, self.generator), contiguous=True)[_NAME]
+            places = uniform(len(self), num, self.generator)
+            found: torch.Tensor = self._ring.gather(places, contiguous=True)[_NAME]
             self._order.record(is_write=False)
         return found if device is None else found.to(device)
 

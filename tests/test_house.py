@@ -29,6 +29,7 @@ HOUSE = {
         "priorities",
         "records",
         "row_layout",
+        "row_cut",
         "held_steps",
         "ring",
         "windows",

@@ -6,13 +6,14 @@ twice for one sample. What to draw is decided in `window.py`, what may be asked 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
 
 from storage.buffer_pool import BufferPool
+from storage.row_cut import gather_rows
 from storage.tree import unflatten
 
 from .cache import TrajectoryCache
@@ -36,15 +37,14 @@ class Gatherer:
     ) -> dict[str, Any]:
         """Give rows of the one block of the cache in which all lies (see `Window.draw_rows`) like `sample`."""
         layout = window.layouts[0]
-        wanted = window.names if names is None else tuple(names)
+        plan = layout.cutting(window.names if names is None else tuple(names), contiguous, nested=True)
         block = cached_part(window.entries[0], cache).block
-        rows: Rows = {}
-        for column in layout.columns_of(wanted):
-            words = block.words(column)
-            rows[column] = torch.index_select(
-                words, 0, row, out=self.pool.empty((len(row), words.shape[1]), words.dtype)
-            )
-        return _nested(layout.cut(rows, wanted, contiguous), wanted)
+        return plan(
+            [
+                gather_rows(block.words(column), row, self.pool) if length else None
+                for column, length in layout.lengths(plan)
+            ]
+        )
 
     def sample(
         self,
@@ -60,8 +60,7 @@ class Gatherer:
         if len(window.layouts) == 1:
             layout = window.layouts[0]
             rows = self._rows(window, cache, layout, which, row, layout.columns_of(wanted))
-            found = layout.cut(rows, wanted, contiguous)
-            return _nested(found, wanted)
+            return layout.cut(rows, wanted, contiguous, nested=True)
         out: dict[str, torch.Tensor] = {}
         numbers = window.layout_number[which]
         for number, layout in enumerate(window.layouts):
@@ -72,7 +71,7 @@ class Gatherer:
                     if name not in out:
                         out[name] = torch.empty((len(which), *part.shape[1:]), dtype=part.dtype)
                     out[name][torch.from_numpy(chosen)] = part
-        return _nested(out, wanted)
+        return unflatten({name: out[name] for name in wanted})
 
     def load(self, entry: Entry) -> Rows:
         """Give all rows of an entry that is not in the cache; not to be changed."""
@@ -147,7 +146,3 @@ def _put(rows: Rows, chosen: Int64s, out: Rows) -> None:
     for name, part in rows.items():
         # Through numpy, which takes a quarter of the time of `index_copy_`.
         out[name].numpy()[chosen] = part.numpy()
-
-
-def _nested(found: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, Any]:
-    return unflatten({name: found[name] for name in names})

@@ -18,6 +18,7 @@ import torch
 from storage.buffer_pool import BufferPool
 from storage.errors import SchemaError
 from storage.fields import Field, Schema, dtype_name
+from storage.row_cut import RowCut, Target
 from storage.row_layout import Group, lay_out
 from storage.tree import flatten, unflatten
 
@@ -25,6 +26,8 @@ from ..layout import PACKED, RowLayout
 
 #: The leaves that say how many steps a trajectory has, first come first.
 LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")
+#: So many ways of cutting rows of one layout are remembered.
+_MAX_CUTS = 64
 #: Leaves of a trajectory that are no tensors.
 INFO_TYPES = (str, int, float, bool, list)
 Rows = dict[str, torch.Tensor]
@@ -42,7 +45,8 @@ class TrajectoryLayout:
     def __init__(self, schema: Schema) -> None:
         self.schema, self.names = schema, tuple(schema)
         self.layout = RowLayout(schema)
-        self._groups = {name: self._group(name) for name in self.layout.columns}
+        self._groups = [self._group(name) for name in self.layout.columns]
+        self._cuts: dict[tuple[tuple[str, ...], bool, bool], RowCut] = {}
 
     def widths(self) -> dict[str, int]:
         """Row size of each column, in int32 words."""
@@ -65,15 +69,27 @@ class TrajectoryLayout:
                 self.layout.stored_view(one, cells).copy_(tensors[one].detach().transpose(0, 1))
         return rows
 
-    def cut(self, rows: Mapping[str, torch.Tensor], names: Collection[str], contiguous: bool) -> dict[str, Any]:
+    def cut(
+        self, rows: Mapping[str, torch.Tensor], names: Collection[str], contiguous: bool, nested: bool = False
+    ) -> dict[str, Any]:
         """See rows of all columns that hold `names` as these fields, `[n, *shape]`, sharing their memory."""
-        found: dict[str, torch.Tensor] = {}
-        for name, words in rows.items():
-            group = self._groups[name]
-            typed = words.view(group.unit)
-            chosen = None if len(names) == len(self.names) else tuple(names)
-            found |= group.views(typed[:, : group.width], contiguous=contiguous, names=chosen)
-        return found
+        plan = self.cutting(tuple(names), contiguous, nested)
+        return plan([rows[name].numpy() if length else None for name, length in self.lengths(plan)])
+
+    def cutting(self, names: tuple[str, ...], contiguous: bool, nested: bool) -> RowCut:
+        """Say how rows are cut into these fields; the plans of many samples are kept."""
+        key = names, contiguous, nested
+        plan = self._cuts.get(key)
+        if plan is None:
+            if len(self._cuts) >= _MAX_CUTS:
+                self._cuts.clear()
+            targets = [Target(0, name, name) for name in names]
+            plan = self._cuts[key] = RowCut(self._groups, targets, contiguous, nested)
+        return plan
+
+    def lengths(self, plan: RowCut) -> Iterable[tuple[str, int]]:
+        """Pair each column with the number of its rows that a plan needs side by side, 0 or 1."""
+        return zip(self.layout.columns, plan.lengths, strict=True)
 
     def columns_of(self, names: Collection[str]) -> list[str]:
         """Name the columns that hold some of `names`."""

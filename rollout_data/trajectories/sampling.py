@@ -42,11 +42,11 @@ def draw_sample(
     """
     window = live.window(cache, request.min_weights_version)
     _check_names(window, request.names)
-    if cache is not None and window.is_one_block:
-        rows = window.draw_rows(request.num_steps, rng)
-        return gatherer.sample_one_block(window, cache, rows, request.names, request.is_contiguous)
     before = rng.get_state()
     try:
+        if cache is not None and window.is_one_block:
+            rows = window.draw_rows(request.num_steps, rng)
+            return gatherer.sample_one_block(window, cache, rows, request.names, request.is_contiguous)
         which, row = window.draw(request.num_steps, rng)
         _check_drawn(window, request.names, which)
         if cache is not None and not window.is_cached and gatherer.fill(window, cache, which):

@@ -142,12 +142,12 @@ class ItemStore:
         cursor = self.total % self.capacity
         return slots + (self.total - cursor) - self.capacity * (slots >= cursor)
 
-    def columns(self, slots: torch.Tensor, contiguous: bool = False) -> dict[str, torch.Tensor]:
-        """Copy the columns of `[n]` slots: flat name -> `[n, *event]`."""
+    def columns(self, slots: torch.Tensor, contiguous: bool = False, nested: bool = False) -> dict[str, Any]:
+        """Copy the columns of `[n]` slots: `[n, *event]` by flat name, or nested."""
         if self._ring is None:
             return {}
         self._order.wait(is_write=False)
-        found = self._ring.gather(slots, contiguous)
+        found = self._ring.gather(slots, contiguous, nested)
         self._order.record(is_write=False)
         return found
 

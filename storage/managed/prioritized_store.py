@@ -16,7 +16,7 @@ import torch
 
 from ..errors import SchemaError, UsageError
 from ..host_arrays import library, own, tensor_of
-from ..tree import unflatten
+from ..tree import map_leaves
 from .item_leaves import from_json, put_leaf, to_json
 from .item_store import Items, ItemStore
 from .prioritized_rows import PrioritizedRows
@@ -181,10 +181,9 @@ class PrioritizedStore:
 
     def batch(self, slots: torch.Tensor, device: torch.device | None) -> dict[str, Any]:
         """Gather slots as a nested dict of tensors; objects that are numbers become tensors, others lists."""
-        columns = self.items.columns(slots)
+        batch = self.items.columns(slots, nested=True)
         if device is not None:
-            columns = {name: leaf.to(device, non_blocking=True) for name, leaf in columns.items()}
-        batch = unflatten(columns) if "/" in "".join(columns) else columns
+            batch = map_leaves(lambda leaf: leaf.to(device, non_blocking=True), batch)
         objects = self.items.objects(slots)
         if objects is None:
             return batch

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
 from storage.end_flags import array_ends, row_ends, tensor_ends
+from storage.errors import SchemaError, UsageError
 from storage.fields import Schema
 from storage.records import make_field
 from storage.ring import RingStore
+from storage.row_cut import RowCut, Target
 from storage.windows import Boundaries
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int64", "uint8", "uint16", "bool", "complex64"]
@@ -39,6 +41,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return is_alike and bits_of(one) == bits_of(other)
 
 
+def moved_to(device: str, rows: np.ndarray) -> np.ndarray | torch.Tensor:
+    return rows if device == "cpu" else torch.from_numpy(rows)
+
+
 @given(fields=field_lists, lanes=st.integers(1, 2), contiguous=st.booleans(), data=st.data())
 def test_every_way_out_of_a_ring_keeps_every_bit(
     fields: list, lanes: int, contiguous: bool, data: st.DataObject
@@ -54,13 +60,21 @@ def test_every_way_out_of_a_ring_keeps_every_bit(
     lane, row = torch.tensor([lanes - 1, 0, 0]), torch.tensor([0, 3, 1])
     places = ring.place(lane, row)
     gathered = ring.gather(places, contiguous)
-    own, later = ring.pairs(places, names, contiguous)
-    assert list(gathered) == list(own) == list(schema) and set(later) >= set(names)
+    assert list(gathered) == list(schema)
     for name, leaf in rows.items():
-        assert same_bits(gathered[name], leaf[row, lane]) and same_bits(own[name], leaf[row, lane])
+        assert same_bits(gathered[name], leaf[row, lane])
         assert not contiguous or gathered[name].is_contiguous()
-        if name in names:
-            assert same_bits(later[name], leaf[row + 1, lane])
+    if ring.num_guards:
+        targets = [*(Target(0, name, name) for name in schema), *(Target(1, name, f"next/{name}") for name in names)]
+        for device in ("cpu", "cuda"):  # how rows of a GPU are cut, here of the same rows
+            cut = RowCut(ring.groups, targets, contiguous, device=device)
+            pairs = cut([None if moved is None else moved_to(device, moved) for moved in ring.rows(places, cut)])
+            assert list(pairs) == [*schema, "next"] if names else list(schema)
+            for name, leaf in rows.items():
+                assert same_bits(pairs[name], leaf[row, lane])
+                assert not contiguous or pairs[name].is_contiguous()
+            for name in names:
+                assert same_bits(pairs["next"][name], rows[name][row + 1, lane])
     windows = ring.windows(places[:2], 2, contiguous, names or None)
     for name in names:
         assert same_bits(windows[name], torch.cat([rows[name][[0, 1], lanes - 1], rows[name][[3, 4], 0]]))
@@ -130,3 +144,24 @@ def test_ends_of_one_row_are_those_of_many(width: int, dtype: torch.dtype) -> No
     assert array_ends(arrays, places, 1).tolist() == expected
     one_by_one = [row_ends([array[row : row + 1] for array in arrays], places) for row in range(50)]
     assert one_by_one == (expected if width == 1 else [None] * 50)
+
+
+def test_a_cut_nests_and_orders_as_asked_and_refuses_names_that_clash() -> None:
+    ring = RingStore(4, 1, Schema([make_field("a/b", (2,), "float32"), make_field("c", (), "int64")]))
+    ring.write([torch.arange(8.0).view(4, 1, 2), torch.arange(4).view(4, 1)])
+    places = torch.tensor([2, 0])
+    cut = ring.cut([Target(1, "c", "x/later"), Target(0, "c", "y"), Target(0, "a/b", "x/now"), Target(1, "c", "y")])
+    found = cut(ring.rows(places, cut))
+    assert list(found) == ["x", "y"] and list(found["x"]) == ["later", "now"]
+    assert found["x"]["later"].tolist() == found["y"].tolist() == [3, 1]
+    assert found["x"]["now"].tolist() == [[4, 5], [0, 1]]
+    flat = ring.cut([Target(0, "a/b", "a/b")], nested=False)
+    assert list(flat(ring.rows(places, flat))) == ["a/b"]
+    with pytest.raises(SchemaError, match="a mapping above it"):
+        ring.cut([Target(0, "c", "x"), Target(0, "a/b", "x/now")])
+
+
+def test_rows_that_follow_are_not_asked_of_a_ring_without_guards() -> None:
+    ring = RingStore(4, 1, Schema([make_field("a", (2,), "float32")]), num_guards=0)
+    with pytest.raises(UsageError, match="guards"):
+        ring.cut([Target(1, "a", "next/a")])

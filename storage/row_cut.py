@@ -1,0 +1,154 @@
+"""From places to a nested dict of tensors: gather packed rows, cut them into fields; all of it decided beforehand.
+
+One rule: nothing is looked up, sorted or compared per sample that could have been when the cut was made. A gather of
+some hundred rows empties the processor's caches, after which each further call of Python takes a microsecond, and
+these are most of what a small sample costs beyond its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .buffer_pool import BufferPool
+from .row_layout import Group, Part
+from .tree import unflatten
+
+#: `[n, width]` as they were gathered: an array on the CPU, a tensor elsewhere.
+Rows = Any
+#: From so many bytes on rows come from a pool: the C allocator may map and unmap such blocks each time, which made a
+#: sample of 256 rows 10 times slower where other libraries had shaped its heap.
+MIN_POOLED_ROWS = 128 * 1024
+#: What rows move as.
+_UNITS: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype("f4"),
+    torch.int32: np.dtype("i4"),
+    torch.uint8: np.dtype("u1"),
+}
+#: What stands in for bfloat16, which numpy does not know.
+_BITS = np.dtype("<i2")
+
+
+class Target(NamedTuple):
+    """A field that is wanted: of the first (0) or the second (1) of two rows side by side; its name in the result."""
+
+    row: int
+    field: str
+    name: str
+
+
+class _Step(NamedTuple):
+    """One leaf of the result, or (`view` below 0) one more dict."""
+
+    #: Which dict it goes into, and as what.
+    node: int
+    key: str
+    #: Which of the views it is cut from, and how.
+    view: int = -1
+    piece: Any = None
+    #: Where it is not `[size]`.
+    shape: tuple[int, ...] | None = None
+    is_bfloat16: bool = False
+
+
+class RowCut:
+    """How gathered rows of some groups become a nested dict of fields, which share the rows' memory.
+
+    Args:
+        groups: What lies side by side; the rows of each come apart.
+        targets: What is wanted, in the order of the result; of two with one name the later one counts.
+        contiguous: Whether the fields are copied out of the rows instead.
+        nested: Whether "a/b" is given as `{"a": {"b": ...}}`.
+        device: Where the rows are.
+
+    Attributes:
+        lengths: For each group, how many consecutive rows are wanted side by side: 0, 1 or 2.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        targets: Sequence[Target],
+        contiguous: bool = False,
+        nested: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._groups, self._contiguous, self._nested = groups, contiguous, nested
+        self._targets = list({target.name: target for target in targets}.values())
+        found = {part.field.name: (place, part) for place, group in enumerate(groups) for part in group.parts}
+        self.lengths = [0] * len(groups)
+        for target in self._targets:
+            place = found[target.field][0]
+            self.lengths[place] = max(self.lengths[place], target.row + 1)
+        #: Of which group, and as which dtype, rows are seen.
+        self._views: list[tuple[int, np.dtype[Any]]] = []
+        self._steps: list[_Step] = []
+        self._is_on_cpu = torch.device(device).type == "cpu"
+        if self._is_on_cpu:
+            self._plan(found)
+
+    def __call__(self, rows: Sequence[Rows]) -> dict[str, Any]:
+        """Cut `[n, width]` rows, one of each group (None where the length is 0)."""
+        if not self._is_on_cpu:
+            return self._by_torch(rows)
+        views = [rows[place].view(dtype) for place, dtype in self._views]
+        tree: dict[str, Any] = {}
+        nodes = [tree]
+        for node, key, view, piece, shape, is_bfloat16 in self._steps:
+            if view < 0:
+                below: dict[str, Any] = {}
+                nodes[node][key] = below
+                nodes.append(below)
+                continue
+            part = views[view][piece]
+            if shape is not None:
+                part = part.reshape(len(part), *shape)
+            leaf = torch.from_numpy(np.ascontiguousarray(part) if self._contiguous else part)
+            nodes[node][key] = leaf.view(torch.bfloat16) if is_bfloat16 else leaf
+        return tree
+
+    def _plan(self, found: dict[str, tuple[int, Part]]) -> None:
+        """List the steps that `__call__` takes."""
+        unflatten(dict.fromkeys((target.name for target in self._targets), 0))  # raises where names clash
+        nodes: dict[tuple[str, ...], int] = {(): 0}
+        for target in self._targets:
+            *parents, last = target.name.split("/") if self._nested else [target.name]
+            for depth in range(len(parents)):
+                path = tuple(parents[: depth + 1])
+                if path not in nodes:
+                    self._steps.append(_Step(nodes[path[:-1]], path[-1]))
+                    nodes[path] = len(nodes)
+            place, part = found[target.field]
+            is_bfloat16 = part.field.dtype == "bfloat16"
+            dtype = _BITS if is_bfloat16 else part.field.numpy_dtype
+            if (place, dtype) not in self._views:
+                self._views.append((place, dtype))
+            first = (target.row * self._groups[place].row_bytes + part.start) // dtype.itemsize
+            piece = (slice(None), slice(first, first + part.field.num_elements))
+            shape = part.field.shape if len(part.field.shape) != 1 else None
+            view = self._views.index((place, dtype))
+            self._steps.append(_Step(nodes[tuple(parents)], last, view, piece, shape, is_bfloat16))
+
+    def _by_torch(self, rows: Sequence[Rows]) -> dict[str, Any]:
+        """Do the same on a device."""
+        found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+        names = [[target.field for target in self._targets if target.row == row] for row in (0, 1)]
+        for group, length, moved in zip(self._groups, self.lengths, rows, strict=True):
+            if length:
+                parts = group.pair_views(moved, names[1], self._contiguous) if length > 1 else None
+                found[0].update(parts[0] if parts else group.views(moved, self._contiguous, names[0]))
+                found[1].update(parts[1] if parts else {})
+        flat = {target.name: found[target.row][target.field] for target in self._targets}
+        return unflatten(flat) if self._nested else flat
+
+
+def gather_rows(source: torch.Tensor, places: torch.Tensor, pool: BufferPool) -> Rows:
+    """Copy `[len(places), width]` rows of `source` into memory of `pool`; on a device, into a new tensor."""
+    if source.device.type != "cpu":
+        return torch.index_select(source, 0, places)
+    rows = pool.array((places.shape[0], source.shape[1]), _UNITS[source.dtype], MIN_POOLED_ROWS)
+    torch.index_select(source, 0, places, out=torch.from_numpy(rows))
+    return rows
