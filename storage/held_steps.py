@@ -1,8 +1,8 @@
 """The newest steps of many lanes, held back so that several are written at once.
 
 One rule: what is held back is written before anybody can read it; the ring sees to that. A step of many lanes goes to
-as many places in memory, and waits for each; four at a time wait half as long per step (57 instead of 120 microseconds for
-1,024 lanes of 336 bytes, of which six are held back now).
+as many places in memory, and waits for each; four at a time wait half as long per step (57 instead of 120 microseconds
+for 1,024 lanes of 336 bytes, of which six are held back now).
 """
 
 from __future__ import annotations

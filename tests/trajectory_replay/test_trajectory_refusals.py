@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from storage.buffer_pool import BufferPool
 from storage.errors import ClosedError, SchemaError, UsageError
 from storage.monitors import PerformanceMonitor
 from tests.trajectory_replay.recorded import trajectory
@@ -90,6 +92,16 @@ def test_a_sample_that_raises_has_drawn_nothing(tmp_path: Path, saves: bool) -> 
             buffer.add(trajectory(one, without=["half"]))
         with pytest.raises(KeyError):
             buffer.sample(200, keys=["nothing"])
+        assert torch.equal(buffer.rng.get_state(), state)
+
+
+def test_a_sample_for_which_there_is_no_memory_has_drawn_nothing() -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        for one in range(3):
+            buffer.add(trajectory(one))
+        state = buffer.rng.get_state()
+        with patch.object(BufferPool, "array", side_effect=MemoryError), pytest.raises(MemoryError):
+            buffer.sample(50)
         assert torch.equal(buffer.rng.get_state(), state)
 
 
