@@ -5,14 +5,25 @@ One rule: any value that is not 0, in any of those fields, ends it. What follows
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .fields import Schema
+from .records import Key, listed, names_below
+
 #: Of each field that ends trajectories: its place among the fields, and how many values it has.
 Places = list[tuple[int, int]]
+
+
+def end_places(schema: Schema, end_key: Key | Sequence[Key] | None) -> Places:
+    """Find the fields that end trajectories; a key that names none is an error that lists what there is."""
+    names = list(schema)
+    found = [name for key in listed(end_key) for name in names_below(schema, key, "find the end flag")]
+    return [(names.index(name), schema[name].num_elements) for name in found]
 
 
 def row_ends(arrays: list[npt.NDArray[Any]], places: Places) -> bool | None:
@@ -28,7 +39,7 @@ def row_ends(arrays: list[npt.NDArray[Any]], places: Places) -> bool | None:
 
 def array_ends(arrays: list[npt.NDArray[Any]], places: Places, num_lead: int) -> npt.NDArray[np.bool_]:
     """Say which rows end a trajectory: `[n]` bool with one leading axis, `[n, lanes]` with two."""
-    found: Any = None
+    found: npt.NDArray[Any] | None = None
     for place, width in places:
         flags = arrays[place]
         lead = flags.shape[:num_lead]
@@ -36,7 +47,8 @@ def array_ends(arrays: list[npt.NDArray[Any]], places: Places, num_lead: int) ->
         if flags.dtype != bool:
             flags = flags != 0
         found = flags if found is None else found | flags
-    return found  # type: ignore[no-any-return]
+    assert found is not None
+    return found
 
 
 def tensor_ends(tensors: list[torch.Tensor], places: Places, num_lanes: int) -> torch.Tensor:
@@ -44,7 +56,7 @@ def tensor_ends(tensors: list[torch.Tensor], places: Places, num_lanes: int) -> 
     found: torch.Tensor | None = None
     for place, width in places:
         leaf = tensors[place]
-        flags = leaf.reshape(-1, num_lanes) if width == 1 else (leaf != 0).reshape(-1, num_lanes, width).any(-1)
+        flags = leaf.reshape(-1, num_lanes) if width == 1 else (leaf != 0).flatten(2).any(-1)
         flags = flags if flags.dtype is torch.bool else flags != 0
         found = flags if found is None else found | flags
     assert found is not None

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from ..end_flags import end_places, tensor_ends
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..fields import Schema
 from ..host_arrays import own, tensor_of
-from ..records import Key, RecordReader, Rows, listed, names_below, normal
+from ..records import Key, RecordReader, listed, normal
 from ..ring import RingStore
 from ..samplers import generator_on
 from ..snapshot import Snapshotted, State
@@ -67,6 +68,8 @@ class PrioritizedWindows(Snapshotted):
         self.stride = check_count(action, "stride", stride, 1)
         if seq_length > capacity:
             raise UsageError(action, "", f"a capacity of at least {seq_length}, one window", str(capacity))
+        if not listed(end_key):
+            raise UsageError(action, "", "an end_key", repr(end_key))
         self.end_key = normal(end_key)
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self.device = torch.device(device)
@@ -103,7 +106,7 @@ class PrioritizedWindows(Snapshotted):
             rows = self._reader.read(data)
             if rows is None or not rows.num_rows:
                 return
-            ends = self._ends(rows)
+            ends = tensor_ends(rows.tensors, end_places(rows.schema, self.end_key), rows.tensors[0].shape[1])
             if self._ring is None:
                 self._create(rows.schema, rows.tensors[0].shape[1])
             assert self._ring is not None
@@ -198,13 +201,6 @@ class PrioritizedWindows(Snapshotted):
         self._rows = PrioritizedRows(self.capacity * num_lanes, self.rule, self.device)
         self._limits = RowLimits(self.capacity * num_lanes, device=self.device)
         self._reader.freeze(schema, num_lanes)
-
-    def _ends(self, rows: Rows) -> torch.Tensor:
-        """Say which steps end a trajectory: `[n, lanes]` bool."""
-        names = [name for key in listed(self.end_key) for name in names_below(rows.schema, key, "find the end flag")]
-        places = list(rows.schema)
-        flags = [(rows.tensors[places.index(name)] != 0).flatten(2).any(-1) for name in names]
-        return torch.stack(flags).any(0)
 
     def _note_windows(self, first: int) -> None:
         """Give weights to the windows that end at the rows from id `first` on, and take them from those that broke."""

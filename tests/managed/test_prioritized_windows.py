@@ -136,6 +136,9 @@ def test_what_cannot_be_raises_and_changes_nothing() -> None:
     for arguments in ((3, 4), (0, 1), (4, 0)):
         with pytest.raises(ValueError, match="cannot create"):
             PrioritizedWindows(*arguments)
+    for no_key in ([], None):
+        with pytest.raises(ValueError, match="expected an end_key, got "):
+            PrioritizedWindows(4, 2, end_key=no_key)
     buffer = PrioritizedWindows(10, 2, generator=0)
     assert buffer.update_priorities([1, 2], [1.0, 2.0]) == 0 and buffer.num_dead_updates == 2
     with pytest.raises(KeyError, match="done"):
@@ -159,6 +162,15 @@ def test_an_id_below_zero_is_dead_even_where_it_is_the_mark_of_an_empty_slot() -
     assert buffer.check_valid() == (True, "")
     for name, tensor in buffer.state_dict()["tensors"].items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_any_value_of_any_end_field_ends_a_trajectory_and_a_field_without_values_ends_none() -> None:
+    data = steps(0, [[False]] * 4)
+    data["ends"] = {"two": torch.zeros(4, 1, 2), "none": torch.zeros(4, 1, 0), "one": torch.zeros(4, 1, 1)}
+    data["ends"]["two"][1, 0, 1] = -0.5
+    buffer = PrioritizedWindows(4, 2, end_key=["done", "ends"], generator=0)
+    buffer.extend(data)
+    assert sorted(buffer.sample(2)[2].tolist()) == [1, 3]
 
 
 def test_priorities_of_sequences_mix_the_largest_and_the_mean() -> None:
