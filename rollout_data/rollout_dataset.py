@@ -26,7 +26,7 @@ from .prefetch import PrefetchedBatches
 from .readahead import ReadAhead
 from .resume import Position, position_of, restore, state_at
 from .sharding import Shard, current_shard
-from .sources import DataDirs, Source, open_source
+from .sources import DataDirs, Source, absolute_paths, open_source
 from .transition import Transition
 
 Cache = Literal["none", "ram", "device"]
@@ -103,6 +103,7 @@ class RolloutDataset(RolloutFileBase):
         chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
+        self._paths = absolute_paths(data_dir)
         for name, value, allowed in (("cache", cache, _CACHES), ("interpolation", interpolation, _INTERPOLATIONS)):
             if value not in allowed:
                 raise UsageError(
@@ -160,7 +161,7 @@ class RolloutDataset(RolloutFileBase):
     def source(self) -> Source:
         """The opened folders."""
         if self._source is None:
-            self._source = open_source(self.data_dir, self.verify_on_open, self._chunk_cache_bytes)
+            self._source = open_source(self._paths, self.verify_on_open, self._chunk_cache_bytes)
         return self._source
 
     @property

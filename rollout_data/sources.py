@@ -30,10 +30,18 @@ BlocksInUse = Callable[[], Collection[Block]]
 DataDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
+def absolute_paths(data_dir: DataDirs) -> list[Path]:
+    """Give the folders of a `data_dir` argument so that they stay the same when the process goes elsewhere."""
+    try:
+        listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
+        return [Path(path).absolute() for path in listed]
+    except TypeError as cause:
+        raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
+
+
 def as_paths(data_dir: DataDirs) -> list[Path]:
-    """Give the folders of a `data_dir` argument; each must exist."""
-    listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
-    paths = [Path(path) for path in listed]
+    """Give the folders of a `data_dir` argument, absolute; each must exist."""
+    paths = absolute_paths(data_dir)
     if not paths:
         raise UsageError("open the dataset", "", "at least one data folder", "none")
     for path in paths:

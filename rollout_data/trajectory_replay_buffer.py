@@ -83,9 +83,9 @@ class TrajectoryReplayBuffer:
         check_format(trajectory_format, trusted)
         if auto_save and not auto_save_path:
             raise UsageError("save trajectories", "", "an auto_save_path", "none")
-        self.seed, self.max_trajectories = check_seed(seed), max_trajectories
-        self.sample_window_size = sample_window_size
-        self.auto_save, self.auto_save_path = bool(auto_save), as_path(auto_save_path or "", "save trajectories")
+        self.seed, self.sample_window_size = check_seed(seed), sample_window_size
+        self.max_trajectories, self.auto_save = max_trajectories, bool(auto_save)
+        self.auto_save_path = as_path(auto_save_path or "", "save trajectories").absolute()  # wherever the process goes
         self.trajectory_format, self.trusted = trajectory_format, trusted
         self.drop_first, self.drop_last = check_names(drop_first, "drop_first"), check_names(drop_last, "drop_last")
         self.rng = torch.Generator().manual_seed(self.seed)
@@ -287,7 +287,7 @@ class TrajectoryReplayBuffer:
             DataFileError: Something is missing or damaged; nothing was changed.
         """
         check_rank(local_rank, world_size)
-        folder = as_path(directory, "load a checkpoint")
+        folder = as_path(directory, "load a checkpoint").absolute()
         rank, step = (local_rank, world_size) if is_distributed else (0, 1)
         self._check_usable("load a checkpoint")
         with self._timed("load_checkpoint"):

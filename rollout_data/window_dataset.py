@@ -24,7 +24,7 @@ from .frames import FrameStore
 from .index import Int64s
 from .normalization import FieldStatistics, compute_statistics
 from .sharding import is_in_worker
-from .sources import BlockSource, DataDirs, Source, open_source, writers_upto
+from .sources import BlockSource, DataDirs, Source, absolute_paths, open_source, writers_upto
 from .window_batch import SharedMemory, WindowBatch, collate_windows
 from .window_fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
 from .window_index import PADDINGS, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
@@ -88,7 +88,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
     ) -> None:
         if padding not in PADDINGS:
             raise UsageError("read windows", "", f"padding {nearest(str(padding), PADDINGS)}", repr(padding))
-        self.data_dir, self.padding = data_dir, padding
+        self.data_dir, self._paths, self.padding = data_dir, absolute_paths(data_dir), padding
         self.length = whole("length", length, 1, MAX_FRAMES)
         self.stride = whole("stride", stride, 1, MAX_FRAMES)
         self._delta = checked_delta(delta)
@@ -102,7 +102,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
 
     def _open(self) -> None:
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
-        self._source: Source = open_source(self.data_dir, self._verify_on_open, self._chunk_cache_bytes)
+        self._source: Source = open_source(self._paths, self._verify_on_open, self._chunk_cache_bytes)
         self._source.refresh()
         before = self._opened_as
         self._store: FrameStore = self._source.snapshot(before[0] if before is not None else None)
