@@ -33,9 +33,9 @@ _Key = tuple[int, str, int]
 
 
 def collate_windows(batch: Any) -> Any:
-    """Give a batch as it is; stack a list of single windows into one."""
+    """Give a batch as a plain dict, which torch's pytree looks into; stack a list of single windows into one."""
     if not isinstance(batch, list):
-        return batch
+        return dict(batch) if type(batch) is WindowBatch else batch  # what a worker shares becomes one on its way
     if not batch or not all(isinstance(window, Mapping) for window in batch):
         raise UsageError("collate", "", "a batch or a list of windows", f"a list of {len(batch)} others")
     flat = [flatten(window) for window in batch]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from rollout_data import WindowDataset, WindowMixture, window_batch
@@ -83,6 +84,16 @@ def test_copies_of_a_batch_are_plain_dicts(dataset, take):
         batch = memory.make(lambda allocate: dataset.read([0, 3], allocate))
         assert type(take(batch)) is dict
         check_same(take(batch), dataset.__getitems__([0, 3]))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_plain_dicts_that_a_pytree_looks_into(dataset, num_workers):
+    mixture = WindowMixture([dataset, dataset])
+    for windows in (dataset, mixture):
+        for batch in DataLoader(windows, 4, num_workers=num_workers, collate_fn=windows.collate):
+            assert type(batch) is dict and all(type(leaf) is torch.Tensor for leaf in tree_leaves(batch))
+            check_same(tree_map(lambda leaf: leaf.clone(), batch), batch)
+    check_same(next(iter(DataLoader(dataset, 4, collate_fn=dataset.collate))), dataset.__getitems__(range(4)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
