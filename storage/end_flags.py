@@ -1,6 +1,7 @@
 """Which rows end a trajectory, as the fields say that a buffer's `end_key` names.
 
-One rule: any value that is not 0, in any of those fields, ends it. What follows from an end is decided in `windows.py`.
+One rule: any value that is not 0, in any of those fields, ends it; where there are none, nothing does. What follows
+from an end is decided in `windows.py`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def row_ends(arrays: list[npt.NDArray[Any]], places: Places) -> bool | None:
 
 def array_ends(arrays: list[npt.NDArray[Any]], places: Places, num_lead: int) -> npt.NDArray[np.bool_]:
     """Say which rows end a trajectory: `[n]` bool with one leading axis, `[n, lanes]` with two."""
+    if not places:
+        return np.zeros(arrays[0].shape[:num_lead], np.bool_)
     found: npt.NDArray[Any] | None = None
     for place, width in places:
         flags = arrays[place]
@@ -53,6 +56,8 @@ def array_ends(arrays: list[npt.NDArray[Any]], places: Places, num_lead: int) ->
 
 def tensor_ends(tensors: list[torch.Tensor], places: Places, num_lanes: int) -> torch.Tensor:
     """Say which rows end a trajectory: `[n, lanes]` bool, from checked leaves `[n, lanes, *event]`."""
+    if not places:
+        return tensors[0].new_zeros((len(tensors[0]), num_lanes), dtype=torch.bool)
     found: torch.Tensor | None = None
     for place, width in places:
         leaf = tensors[place]

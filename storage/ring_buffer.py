@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 
 from .buffer_files import all_or_nothing, load_buffer_folder, save_buffer_folder
-from .end_flags import Places, array_ends, row_ends, tensor_ends
+from .end_flags import Places, array_ends, end_places, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
 from .final_rows import FinalRows
-from .records import Key, RecordReader, Rows, declare, is_count, leaves, listed, names_below, normal
+from .records import Key, RecordReader, Rows, declare, is_count, leaves, normal
 from .ring import RingStore
 from .samplers import generator_on
 from .stream_order import StreamOrder
@@ -263,9 +263,7 @@ class RingBuffer:
 
     def _find_ends(self, schema: Schema) -> Places:
         """Find the fields that end trajectories; none if rows have nothing to do with each other."""
-        names = list(schema)
-        found = [name for key in listed(self.end_key) for name in names_below(schema, key, "find the end flag")]
-        return [(names.index(name), schema[name].num_elements) for name in found]
+        return end_places(schema, self.end_key)
 
     def _end_names(self) -> list[str]:
         assert self._ring is not None
@@ -356,8 +354,8 @@ class RingBuffer:
             return
         boundaries.rejection.share = share
         live, oldest = ring.num_live, ring.oldest
-        flags = [ring.slots_view(name)[:live] for name in self._end_names()]
-        ends = torch.stack([(x != 0).flatten(2).any(-1) for x in flags]).any(0)
+        columns = [ring.slots_view(name)[:live] for name in ring.schema]
+        ends = tensor_ends(columns, self._end_places, num_lanes)
         ring.total = oldest
         boundaries.note(ends.roll(-(oldest % ring.num_slots), 0) if live == ring.num_slots else ends)
         ring.total = total

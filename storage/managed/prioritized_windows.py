@@ -17,7 +17,7 @@ from ..end_flags import end_places, tensor_ends
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..fields import Schema
 from ..host_arrays import own, tensor_of
-from ..records import Key, RecordReader, listed, normal
+from ..records import Key, RecordReader, normal
 from ..ring import RingStore
 from ..samplers import generator_on
 from ..snapshot import Snapshotted, State
@@ -38,7 +38,7 @@ class PrioritizedWindows(Snapshotted):
         stride: A window begins every so many steps of a trajectory: `seq_length // 2` for windows that
             overlap by half. The last window of a trajectory, up to its end, is there in any case.
         end_key: Fields of which any that is not 0 ends a trajectory: a name, a tuple of nested names, or a
-            list of those.
+            list of those; an empty list if nothing does.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
         device: Where everything is.
         generator: Draws the samples: a `torch.Generator` on `device`, a seed, or None for one of its own
@@ -68,8 +68,6 @@ class PrioritizedWindows(Snapshotted):
         self.stride = check_count(action, "stride", stride, 1)
         if seq_length > capacity:
             raise UsageError(action, "", f"a capacity of at least {seq_length}, one window", str(capacity))
-        if not listed(end_key):
-            raise UsageError(action, "", "an end_key", repr(end_key))
         self.end_key = normal(end_key)
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self.device = torch.device(device)

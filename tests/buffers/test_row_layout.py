@@ -134,7 +134,7 @@ def test_ages_noted_as_arrays_equal_those_noted_as_tensors(
             assert torch.equal(by_arrays.segments.listed(), by_tensors.segments.listed())
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
 def test_ends_of_one_row_are_those_of_many(width: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -144,6 +144,7 @@ def test_ends_of_one_row_are_those_of_many(width: int, dtype: torch.dtype) -> No
     assert array_ends(arrays, places, 1).tolist() == expected
     one_by_one = [row_ends([array[row : row + 1] for array in arrays], places) for row in range(50)]
     assert one_by_one == (expected if width == 1 else [None] * 50)
+    assert not array_ends(arrays, [], 1).any() and not tensor_ends([torch.zeros(50, 2, 3)], [], 2).any()
 
 
 def test_a_cut_nests_and_orders_as_asked_and_refuses_names_that_clash() -> None:

@@ -136,9 +136,6 @@ def test_what_cannot_be_raises_and_changes_nothing() -> None:
     for arguments in ((3, 4), (0, 1), (4, 0)):
         with pytest.raises(ValueError, match="cannot create"):
             PrioritizedWindows(*arguments)
-    for no_key in ([], None):
-        with pytest.raises(ValueError, match="expected an end_key, got "):
-            PrioritizedWindows(4, 2, end_key=no_key)
     buffer = PrioritizedWindows(10, 2, generator=0)
     assert buffer.update_priorities([1, 2], [1.0, 2.0]) == 0 and buffer.num_dead_updates == 2
     with pytest.raises(KeyError, match="done"):
@@ -171,6 +168,9 @@ def test_any_value_of_any_end_field_ends_a_trajectory_and_a_field_without_values
     buffer = PrioritizedWindows(4, 2, end_key=["done", "ends"], generator=0)
     buffer.extend(data)
     assert sorted(buffer.sample(2)[2].tolist()) == [1, 3]
+    endless = PrioritizedWindows(4, 2, end_key=[], generator=0)
+    endless.extend(data)
+    assert sorted(endless.sample(3)[2].tolist()) == [1, 2, 3]
 
 
 def test_priorities_of_sequences_mix_the_largest_and_the_mean() -> None:
