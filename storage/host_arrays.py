@@ -6,17 +6,32 @@ that it is the same on the CPU and on CUDA, where both functions do nothing.
 
 from __future__ import annotations
 
+from math import prod
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from .buffer_pool import BufferPool
+from .buffer_pool import MIN_POOLED_BYTES, BufferPool
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate zeros that are drawn from at random; much of it on huge pages, of which that costs a quarter less.
+
+    On the CPU, zeros of the system itself, which it gives when a page is first written.
+    """
+    if device.type != "cpu" or prod(shape) * dtype.itemsize < MIN_POOLED_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pool = BufferPool(1)
+    found = pool.empty(shape, dtype)
+    return found if pool.num_allocated else found.zero_()
 
 
 def column_of(size: int, value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make a number per place, `[size]`, all alike; on the CPU on huge pages, as places are asked for at random."""
+    if value == 0:
+        return zeroed((size,), dtype, device)
     if device.type != "cpu":
         return torch.full((size,), value, dtype=dtype, device=device)
     return BufferPool(1).empty((size,), dtype).fill_(value)

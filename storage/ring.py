@@ -12,16 +12,16 @@ follow, so that windows of up to `num_guards + 1` rows never break where the rin
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
-from .buffer_pool import MIN_POOLED_BYTES, BufferPool
+from .buffer_pool import BufferPool
 from .errors import UsageError
 from .fields import Schema
 from .held_steps import HeldSteps
+from .host_arrays import zeroed
 from .row_cut import MIN_POOLED_ROWS, RowCut, Target, gather_rows
 from .row_layout import Group, in_order, lay_out
 
@@ -329,15 +329,3 @@ def _copy(column: torch.Tensor, array: npt.NDArray[Any] | None, slot: int, stop:
         array[:, slot:stop] = leaf.numpy().swapaxes(0, 1)
         return
     column[:, slot:stop].copy_(leaf.transpose(0, 1), non_blocking=leaf.device.type == "cuda")
-
-
-def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros that are drawn from at random; much of it on huge pages, of which that costs a quarter less.
-
-    On the CPU, zeros of the system itself, which it gives when a page is first written.
-    """
-    if device.type != "cpu" or prod(shape) * dtype.itemsize < MIN_POOLED_BYTES:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pool = BufferPool(1)
-    found = pool.empty(shape, dtype)
-    return found if pool.num_allocated else found.zero_()

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .ring import RingStore, zeroed
+from .host_arrays import zeroed
+from .ring import RingStore
 
 #: (lane, row id of the window's last row) -> whether the window is valid.
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
