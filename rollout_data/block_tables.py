@@ -19,6 +19,8 @@ from storage.errors import CorruptFileError, UnsafeFileError
 MAX_HOLLOW_BYTES = 1 << 20
 #: Size of a row of the table of fragments.
 FRAGMENT_BYTES = 64
+#: A table with a row for each fragment, of 128 rewards or 256 columns at most, may be zeros as a whole, up to a size.
+MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES = 1024, 64 << 20
 
 
 def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
@@ -57,8 +59,9 @@ def read_table(
     declared = int(dataset.size) * dtype.itemsize
     if declared > file_bytes:
         raise corrupt(path, f"a table {name!r} within the {file_bytes} bytes of the file", f"{declared} bytes")
-    # What takes no more than the fragments, which were read before, may be zeros and thus become a hole in a copy.
-    may_be_hollow = declared <= max(MAX_HOLLOW_BYTES, shape[0] * FRAGMENT_BYTES)
+    # What takes little more than the fragments, which were read before, may be zeros and thus become a hole in a copy.
+    wide = min(shape[0] * MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES)
+    may_be_hollow = declared <= max(MAX_HOLLOW_BYTES, shape[0] * FRAGMENT_BYTES, wide)
     if not may_be_hollow and _is_hollow(path, dataset.id.get_offset(), declared):
         raise corrupt(path, f"a table {name!r} that was written", f"{declared} bytes with a hole in them")
     return np.asarray(dataset[()])

@@ -12,7 +12,7 @@ import torch
 
 from rollout_data.block_file import BlockContent, open_block, write_block
 from rollout_data.block_folder import BlockFolder
-from rollout_data.block_header import DROPPED, FRAGMENT_DTYPE
+from rollout_data.block_header import DROPPED, FRAGMENT_DTYPE, layouts_of
 from rollout_data.block_tables import MAX_HOLLOW_BYTES
 from rollout_data.layout import RowLayout
 from rollout_data.metadata import load_metadata
@@ -118,17 +118,35 @@ def test_what_a_file_only_declares_costs_no_memory(block, tmp_path, edit):
     assert str(path) in str(caught.value) and peak < 4_000_000
 
 
-def test_zeros_that_a_copy_left_out_are_read(tmp_path):
-    """A table of no more bytes than that of the fragments may be all zeros, which `cp --sparse` makes a hole."""
+NUMBERS = [Field("observation", (3,))]
+IMAGES = [Field(f"observation/{number}", (4096,), "uint8") for number in range(17)]
+
+
+@pytest.mark.parametrize(
+    ("table", "fields", "num_rewards"),
+    [
+        ("reward_sums", NUMBERS, 8),
+        ("reward_sums", NUMBERS, 9),
+        ("reward_sums", NUMBERS, 128),
+        ("checksums/data", IMAGES, 1),
+        ("checksums/final", IMAGES, 1),
+    ],
+)
+def test_zeros_that_a_copy_left_out_are_read(tmp_path, table, fields, num_rewards):
+    """A table with a row for each fragment may be all zeros, which `cp --sparse` makes a hole."""
     count = 40_000
     fragments = np.zeros(count, FRAGMENT_DTYPE)
     fragments["trajectory"], fragments["final_row"], fragments["flags"] = np.arange(count), -1, DROPPED
     fragments["end_time_ns"], fragments["policy_version"] = 1, -1
-    schema = Schema([Field("observation", (3,))])
-    tables = {table: {"frames": ArrayRows(np.zeros((0, 16), np.uint8))} for table in ("data", "final")}
-    path = write_block(tmp_path, BlockContent(schema, "w", 0, fragments, np.zeros((count, 8)), tables), durable=False)
+    schema = Schema(fields)
+    tables = {
+        name: {column: ArrayRows(np.zeros((0, spot.row_bytes), np.uint8)) for column, spot in layout.columns.items()}
+        for name, layout in layouts_of(schema).items()
+    }
+    content = BlockContent(schema, "w", 0, fragments, np.zeros((count, num_rewards)), tables)
+    path = write_block(tmp_path, content, durable=False)
     with h5py.File(path) as file:
-        offset, num_bytes = file["reward_sums"].id.get_offset(), file["reward_sums"].nbytes
+        offset, num_bytes = file[table].id.get_offset(), file[table].nbytes
     data, copy = path.read_bytes(), tmp_path / "copy.h5"
     with open(copy, "wb") as file:
         file.write(data[:offset])
@@ -137,3 +155,14 @@ def test_zeros_that_a_copy_left_out_are_read(tmp_path):
         file.truncate(len(data))
     assert copy.read_bytes() == data and num_bytes > MAX_HOLLOW_BYTES
     assert len(open_block(copy).fragments) == count
+
+
+@pytest.mark.parametrize(("num_rows", "num_rewards"), [(40_000, 129), (70_000, 128)], ids=["row", "table"])
+def test_a_hole_that_is_too_large_for_zeros_is_refused(block, tmp_path, num_rows, num_rewards):
+    def edit(file):
+        replace(file, "fragments", data=np.resize(file["fragments"][:], num_rows))
+        reserve(file, "reward_sums", np.dtype("<f8"), (num_rows, num_rewards))
+
+    path = change(block, tmp_path, edit)
+    with pytest.raises(CorruptFileError, match="expected a table 'reward_sums' that was written"):
+        open_block(path)
