@@ -6,8 +6,7 @@ One rule: a sample that raises has drawn nothing: the random numbers are where t
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +20,7 @@ from .rows import TrajectoryLayout
 from .window import Int64s, Window
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What is asked for; see `TrajectoryReplayBuffer.sample`."""
 
     num_steps: int

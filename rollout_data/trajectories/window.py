@@ -56,6 +56,7 @@ class Window:
         # Trajectories that lie in a row are one run, so that few bounds are searched.
         starts = np.flatnonzero(np.diff(self.shift, prepend=self.shift[:1] - 1))
         self._run_ends, self._run_shift = self._ends[[*(starts[1:] - 1), -1]], self.shift[starts]
+        self._only_shift = int(self._run_shift[0]) if len(starts) == 1 else None
 
     def draw(self, number: int, rng: torch.Generator) -> tuple[Int64s, Int64s]:
         """Draw steps uniformly, with replacement: `[number]` trajectory (position here) and row (see `source`)."""
@@ -66,12 +67,11 @@ class Window:
 
     def draw_rows(self, number: int, rng: torch.Generator) -> torch.Tensor:
         """Draw the same steps as `draw`, where all lie in one block: rows `[number]` of that."""
+        if self._only_shift is not None:
+            return torch.randint(self._only_shift, self._only_shift + self.num_samples, (number,), generator=rng)
         draws = torch.randint(self.num_samples, (number,), generator=rng)
         rows = draws.numpy()
-        if len(self._run_shift) == 1:
-            rows += self._run_shift[0]
-        else:
-            rows += self._run_shift[np.searchsorted(self._run_ends, rows, side="right")]
+        rows += self._run_shift[np.searchsorted(self._run_ends, rows, side="right")]
         return draws
 
     def lacking(self, name: str, which: Int64s) -> Entry | None:
