@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -21,27 +22,34 @@ def test_d4_d8_a_check_and_its_draw_are_one_step_and_counts_lose_nothing() -> No
     buffer = AdvancedReplayBuffer(64, max_use=1, generator=0, monitor=monitor)
     given: list[str] = []
     errors: list[BaseException] = []
-
-    is_over = threading.Event()
+    start, is_over = threading.Barrier(3), threading.Event()
 
     def push() -> None:
+        start.wait()
         for number in range(300):
             buffer.append({"x": torch.tensor(float(number))})
-        is_over.set()
 
     def sample() -> None:
+        start.wait()
+        num_rounds, is_last = 0, False
+        while not is_last or num_rounds < 300:
+            is_last = is_over.is_set()
+            # The check alone may be out of date; sampling decides by itself.
+            buffer.sample_check(4)
+            found = buffer.sample(4)
+            given.extend(x["replay_unique_id"] for x in found or ())
+            num_rounds += 1
+
+    def guarded(job: Callable[[], None]) -> None:
         try:
-            is_last = False
-            while not is_last:
-                is_last = is_over.is_set()
-                # The check alone may be out of date; sampling decides by itself.
-                buffer.sample_check(4)
-                found = buffer.sample(4)
-                given.extend(x["replay_unique_id"] for x in found or ())
+            job()
         except BaseException as error:  # noqa: BLE001 - handed to the test
             errors.append(error)
+        finally:
+            if job is push:
+                is_over.set()
 
-    threads = [threading.Thread(target=job) for job in (push, sample, sample)]
+    threads = [threading.Thread(target=guarded, args=[job]) for job in (push, sample, sample)]
     for thread in threads:
         thread.start()
     for thread in threads:
