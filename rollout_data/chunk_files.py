@@ -106,7 +106,7 @@ class _Pieces(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Memory of each thread for a chunk that is not kept."""
+    """Memory of each thread for a chunk that is not kept: as much as the largest took, until the thread ends."""
 
     def __init__(self) -> None:
         self._held = np.empty(0, np.uint8)
@@ -226,9 +226,8 @@ class ChunkFiles:
             return
         if rows is None:
             is_kept = job.num_rows * self.row_bytes <= self.cache.max_bytes
-            rows = np.empty((job.num_rows, self.row_bytes), np.uint8) if is_kept else None
-            if rows is None:
-                rows = _scratch.take(job.num_rows, self.row_bytes)
+            shape = job.num_rows, self.row_bytes
+            rows = np.empty(shape, np.uint8) if is_kept else _scratch.take(*shape)
             self._decode(job, rows, rows.__array_interface__["data"][0])
             if is_kept:
                 self.cache.put(key, rows)

@@ -13,7 +13,7 @@ from typing import Any
 _MAGIC = b"GCOL"
 #: The header of a heap, and that of each object in it: index (2 bytes), count (2), nothing (4), size (8).
 _HEAD_BYTES = 16
-#: A block has one heap, for texts of 64 KiB at most; each further object takes time to look at.
+#: A block has one heap, for texts of 128 KiB at most; each further object takes time to look at.
 MAX_HEAP_BYTES = 1 << 20
 
 
