@@ -7,7 +7,6 @@ some pieces at a time until none is left: one that starts late, or is held up by
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -88,7 +87,7 @@ class WorkSplit:
         splits = limit > 1 and self._is_worth_it(kind, num_bytes, num_pieces)
         started_s = time.perf_counter()
         if splits:
-            piece_s = min(self._times.get((kind, False), (math.inf,))) * num_bytes / num_pieces
+            piece_s = min(self._times[kind, False]) * num_bytes / num_pieces
             step = max(1, min(num_pieces // limit, int(TAKEN_S / max(piece_s, 1e-9))))
             _in_parts(function, num_pieces, step, limit)
         else:

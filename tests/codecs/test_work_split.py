@@ -21,9 +21,7 @@ def four_processors(monkeypatch):
 @settings(max_examples=40)
 @given(st.integers(0, 30), st.integers(1, 5), st.booleans())
 def test_every_piece_is_done_once(num_pieces, num_threads, is_worth_it):
-    split = WorkSplit(num_threads)
-    split._is_worth_it = lambda *_: is_worth_it  # type: ignore[method-assign]
-    done = []
+    split, done = in_parts(num_threads) if is_worth_it else WorkSplit(num_threads), []
     used = split.run(lambda start, stop: done.extend(range(start, stop)), num_pieces, 100)
     assert sorted(done) == list(range(num_pieces))
     assert used == (min(num_threads, 4, num_pieces) if is_worth_it and min(num_threads, num_pieces) > 1 else 1)
@@ -75,8 +73,9 @@ def test_a_change_of_the_machine_is_noticed(monkeypatch):
 
 
 def in_parts(num_threads=4):
+    """A split that remembers work as so slow that it is tried with several threads, one piece at a time."""
     split = WorkSplit(num_threads)
-    split._is_worth_it = lambda *_: True  # type: ignore[method-assign]
+    split._keep("", False, 1.0)
     return split
 
 
@@ -118,9 +117,8 @@ def test_work_goes_on_where_no_thread_takes_any(monkeypatch):
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
     monkeypatch.setattr(work_split._pool, "submit", refuse)
-    split, done = WorkSplit(3), []
-    split._is_worth_it = lambda *_: True  # type: ignore[method-assign]
-    split.run(lambda start, stop: done.extend(range(start, stop)), 9, 100)
+    done = []
+    assert in_parts(3).run(lambda start, stop: done.extend(range(start, stop)), 9, 100) == 3
     assert sorted(done) == list(range(9))
 
 
