@@ -30,7 +30,7 @@ import torch
 from .errors import UsageError
 from .host_arrays import column_of, library, own, take_rows, tensor_of
 
-#: Numbers that are reduced into one.
+#: Numbers that are reduced into one; `count_not_above_zero` counts on 16.
 WIDTH = 16
 _SHIFT = WIDTH.bit_length() - 1
 #: Multiplying by this adds all bytes into the highest, which this shift leaves.
@@ -246,8 +246,8 @@ class SumTree(WideTree):
     def _descend_quickly(self, masses: Any) -> Any:
         """Do what `_descend` does, on the CPU; where rounding puts a mass behind its block the last place is found.
 
-        That place may have no weight: whoever calls must look. Running sums start at minus what is left of
-        the mass, which is never below 0: up to the place before the one that is found they are not above 0.
+        That place may have no weight: whoever calls must look. Running sums start at minus what is left of the
+        mass, never below 0 but for rounding: up to the place before the one that is found they are not above 0.
         """
         node = self._search_top(masses)
         left = self._own_sums[node]
@@ -336,8 +336,8 @@ class Scratch:
         self.own_rows, self.own_sums, self.flat_sums = own(self.rows), own(self.sums), own(self.sums.view(-1))
         self.first_column = self.own_rows[:, 0]
         self._last_is_below = self._is_below[:, -1]
-        self._eights = self._is_below.view(np.uint64)
-        self._first_eight, self._second_eight = self._eights[:, 0], self._eights[:, 1]
+        # Exactly two words of eight flags each: with another `WIDTH` this fails, as counting them would.
+        self._first_eight, self._second_eight = self._is_below.view(np.uint64).T
         self._words = self._counts.view(np.uint64)
 
     def first(self, num_rows: int) -> Scratch:
