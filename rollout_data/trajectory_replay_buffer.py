@@ -361,7 +361,7 @@ class TrajectoryReplayBuffer:
     def _start_saving(self, rank: int, world_size: int) -> None:
         folder = self.auto_save_path / f"rank_{rank}" if world_size > 1 else self.auto_save_path
         self._saver = TrajectorySaver(
-            folder, self.trajectory_format, self._max_pending, self._take_file, self._save_index, self._timed
+            folder.resolve(), self.trajectory_format, self._max_pending, self._take_file, self._save_index, self._timed
         )
         # Never over the files of an earlier run.
         self._next_id += -(-self._saver.first_free_id // world_size) * world_size

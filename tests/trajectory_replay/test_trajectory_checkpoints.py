@@ -103,6 +103,23 @@ def test_files_of_a_loaded_checkpoint_are_in_the_next_one(tmp_path: Path) -> Non
     assert len(resumed) == 6 and equal(resumed.get(2), trajectory(2, 4, 2))
 
 
+@pytest.mark.parametrize("name", ["auto", "link", "./auto", "auto/../auto"])
+def test_a_folder_that_is_gone_on_with_keeps_its_trajectories_under_any_name(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "link").symlink_to("auto")
+    monkeypatch.chdir(tmp_path)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path="auto") as buffer:
+        buffer.add(trajectory(0))
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=name) as buffer:
+        buffer.load_checkpoint(name)
+        buffer.add(trajectory(1))
+    again = TrajectoryReplayBuffer()
+    again.load_checkpoint(tmp_path / "auto")
+    assert again.trajectory_ids == [0, 1]
+
+
 def test_an_earlier_run_is_not_overwritten(tmp_path: Path) -> None:
     filled(2, auto_save=True, auto_save_path=tmp_path).close()
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
