@@ -63,4 +63,5 @@ class RescanRing:
         first = np.empty_like(last)
         first[0], first[1:] = 0, last[:-1] + 1
         lane = last // num_slots
-        return tuple(torch.from_numpy(x) for x in (lane, first - lane * num_slots, last - lane * num_slots))  # type: ignore[return-value]
+        before = lane * num_slots
+        return torch.from_numpy(lane), torch.from_numpy(first - before), torch.from_numpy(last - before)

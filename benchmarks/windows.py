@@ -38,10 +38,8 @@ def cases(quick: bool) -> Iterator[Case]:
     yield flat(quick)
 
 
-def filled(
-    slots: int, lanes: int, num_observations: int
-) -> tuple[TrajectoryDictBufferMultiDim, dict[str, torch.Tensor]]:
-    """Fill a ring of ours; give it and a row to add."""
+def ours(slots: int, lanes: int, num_observations: int, num_windows: int) -> tuple[Call, Call]:
+    """Fill a ring of ours; give what adds a row and what draws."""
     buffer = TrajectoryDictBufferMultiDim(
         capacity=slots,
         n_dim=2,
@@ -53,7 +51,8 @@ def filled(
     step = min(slots, 50)
     for _ in range(slots // step):
         buffer.extend(rows(step, lanes, num_observations))
-    return buffer, rows(1, lanes, num_observations)
+    row = rows(1, lanes, num_observations)
+    return lambda: buffer.extend(row), lambda: buffer.sample(num_windows * LENGTH)
 
 
 def rows(num_rows: int, lanes: int, num_observations: int) -> dict[str, torch.Tensor]:
@@ -66,18 +65,6 @@ def rows(num_rows: int, lanes: int, num_observations: int) -> dict[str, torch.Te
     }
 
 
-def ours(slots: int, lanes: int, num_observations: int, num_windows: int, extends: bool = True) -> Call:
-    """Add a row and draw."""
-    buffer, row = filled(slots, lanes, num_observations)
-
-    def draw() -> None:
-        if extends:
-            buffer.extend(row)
-        buffer.sample(num_windows * LENGTH)
-
-    return draw
-
-
 def drawing(slots: int, lanes: int, num_windows: int) -> Case:
     """Draw windows."""
     width = OBS + ACTIONS + 2
@@ -88,19 +75,14 @@ def drawing(slots: int, lanes: int, num_windows: int) -> Case:
         indices = cycle(torch.randint(len(source), (NUM_INDICES // num_windows, num_windows)).unbind())
         return lambda: torch.index_select(source, 0, next(indices), out=out)
 
-    def torchrl() -> Call:
-        extend, draw = _torchrl(slots, lanes, OBS, num_windows)
-        return _in_turn(extend, draw)
-
+    size = (slots, lanes, OBS, num_windows)
     return Case(
         f"{num_windows} windows of {LENGTH}+1 from {slots} x {lanes}",
         (
             Contender("gather packed windows", bare, LIMIT),
-            Contender("sample only", lambda: ours(slots, lanes, OBS, num_windows, False), OURS),
-            Contender(
-                "extend and sample", lambda: ours(slots, lanes, OBS, num_windows), OURS, reach=REACH.get(num_windows)
-            ),
-            Contender("torchrl", torchrl, PEER),
+            Contender("sample only", lambda: ours(*size)[1], OURS),
+            Contender("extend and sample", lambda: _in_turn(*ours(*size)), OURS, reach=REACH.get(num_windows)),
+            Contender("torchrl", lambda: _in_turn(*_torchrl(*size)), PEER),
         ),
         num_bytes=num_windows * (LENGTH + 1) * width * 4,
         warm_up_s=0.0 if slots < 1000 else 8.0,
@@ -114,8 +96,7 @@ def flat(quick: bool) -> Case:
 
     @cache
     def ours_of(slots: int) -> tuple[Call, Call]:
-        buffer, row = filled(slots, FLAT_LANES, FLAT_OBS)
-        return lambda: buffer.extend(row), lambda: buffer.sample(num_windows * LENGTH)
+        return ours(slots, FLAT_LANES, FLAT_OBS, num_windows)
 
     @cache
     def rescan(lean: bool) -> tuple[Call, Call]:
