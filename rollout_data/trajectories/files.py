@@ -54,6 +54,8 @@ def naming(trajectory_id: int, path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as cause:
+        if path.exists():  # something else was not found
+            raise
         where, expected = f"{trajectory_id} in {str(path)!r}", "the file that it was saved to or loaded from"
         advice = "Put it back, or load a checkpoint that has it; files stay where they are while a buffer uses them"
         raise MissingTrajectoryError("read the trajectory", where, expected, "no file", advice) from cause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,23 @@ def test_a_file_that_vanished_is_named_with_its_trajectory(tmp_path: Path, file_
         (tmp_path / "kept").rename(path)
         drawn(buffer, 100)
         assert equal(buffer.get(1), trajectory(1, 2, 2))
+
+
+def test_a_vanished_target_is_not_taken_for_a_vanished_trajectory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def lose_target_and_link(source: Path, target: Path) -> None:
+        shutil.rmtree(target.parent)
+        link(source, target)
+
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "auto") as buffer:
+        buffer.add(trajectory(0, 2, 2))
+        monkeypatch.setattr(os, "link", lose_target_and_link)
+        with pytest.raises(FileNotFoundError, match=r"trajectory_0_w0\.h5") as caught:
+            buffer.save_checkpoint(tmp_path / "a")
+    assert not isinstance(caught.value, DataFileError)
 
 
 def test_a_file_that_vanished_between_listing_and_reading_is_named(
