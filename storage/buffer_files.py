@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -42,7 +42,16 @@ _Buffer = TypeVar("_Buffer", bound="RingBuffer")
 _NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 #: Last part of `__target__` -> what opens the folder. Classes add themselves with `can_load`.
 LOADERS: dict[str, Callable[..., Any]] = {}
-_Class = TypeVar("_Class", bound=type)
+
+
+class _Loadable(Protocol):
+    """A buffer whose class opens the folder that it was saved to."""
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any: ...
+
+
+_Class = TypeVar("_Class", bound=type[_Loadable])
 
 
 class UnknownBufferError(ForeignFileError, ValueError):
@@ -51,7 +60,7 @@ class UnknownBufferError(ForeignFileError, ValueError):
 
 def can_load(cls: _Class) -> _Class:
     """Make a class known to `load_buffer` by its name."""
-    LOADERS[cls.__name__] = cls.load  # type: ignore[attr-defined]
+    LOADERS[cls.__name__] = cls.load
     return cls
 
 
@@ -110,7 +119,7 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separator: str) -> None:
-    """Write a buffer; it holds its lock meanwhile, and one chunk of memory."""
+    """Write a buffer; it holds its lock meanwhile, and two chunks of memory."""
     ring = buffer._ring
     keys = file_keys([] if ring is None else list(ring.schema), separator)
     config = {

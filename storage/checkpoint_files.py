@@ -166,7 +166,7 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
 def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, num_threads: int) -> Any:
     found = _find(path)
     with open(found, "rb") as file:
-        content: IO[bytes] = _decoded(file, found, num_threads) if _is_compressed(file, found) else file
+        content = _decoded(file, found, num_threads) if _is_compressed(file, found) else file
         buffer = memoryview(bytearray(_CHUNK_BYTES))
         for member in _members(content, found).values():
             _check_member(content, member, found, buffer)
@@ -209,9 +209,9 @@ def _is_compressed(file: IO[bytes], path: Path) -> bool:
     return magic == MAGIC
 
 
-def _decoded(file: IO[bytes], path: Path, num_threads: int) -> IO[bytes]:
+def _decoded(file: IO[bytes], path: Path, num_threads: int) -> io.BufferedReader:
     data = _mapped(file)
-    return cast(IO[bytes], _Memory(decode(data, scan_frames(data, str(path)), str(path), num_threads)))
+    return cast(io.BufferedReader, _Memory(decode(data, scan_frames(data, str(path)), str(path), num_threads)))
 
 
 def _mapped(file: IO[bytes]) -> memoryview:
@@ -247,7 +247,7 @@ class _Memory(io.RawIOBase):
         return len(part)
 
 
-def _members(file: IO[bytes], path: Path) -> dict[str, zipfile.ZipInfo]:
+def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
     """List the members of the zip archive; refuse one whose members are larger than itself."""
     try:
         with zipfile.ZipFile(file) as archive:
@@ -265,7 +265,7 @@ def _members(file: IO[bytes], path: Path) -> dict[str, zipfile.ZipInfo]:
     return {member.filename: member for member in members}
 
 
-def _check_member(file: IO[bytes], member: zipfile.ZipInfo, path: Path, buffer: memoryview) -> int:
+def _check_member(file: io.BufferedReader, member: zipfile.ZipInfo, path: Path, buffer: memoryview) -> int:
     """Compare a member's checksum; give where its content starts.
 
     `zipfile` would do the same at a third of the speed, copying every part twice.
@@ -279,7 +279,7 @@ def _check_member(file: IO[bytes], member: zipfile.ZipInfo, path: Path, buffer: 
     file.seek(start)
     left, crc = member.file_size, 0
     while left:
-        num_bytes = file.readinto(buffer[:left])  # type: ignore[attr-defined]
+        num_bytes = file.readinto(buffer[:left])
         if not num_bytes:
             raise CorruptFileError("load the checkpoint", where, f"{left} more bytes", "the end of the file", _ADVICE)
         crc = crc32(buffer[:num_bytes], crc)

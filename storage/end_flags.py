@@ -6,7 +6,6 @@ from an end is decided in `windows.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,13 @@ import numpy.typing as npt
 import torch
 
 from .fields import Schema
-from .records import Key, listed, names_below
+from .records import listed, names_below
 
 #: Of each field that ends trajectories: its place among the fields, and how many values it has.
 Places = list[tuple[int, int]]
 
 
-def end_places(schema: Schema, end_key: Key | Sequence[Key] | None) -> Places:
+def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
     """Find the fields that end trajectories; a key that names none is an error that lists what there is."""
     names = list(schema)
     found = [name for key in listed(end_key) for name in names_below(schema, key, "find the end flag")]

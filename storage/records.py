@@ -45,18 +45,18 @@ def flat_name(key: Key) -> str:
     return "/".join(parts)
 
 
-def listed(keys: Key | Sequence[Key] | None) -> list[Key]:
+def listed(keys: Key | list[Key] | list[str] | None) -> list[Key]:
     """List keys: None is no key, a str or a tuple is one, a list is several."""
     if keys is None:
         return []
-    return list(keys) if isinstance(keys, list) else [keys]  # type: ignore[list-item]
+    return list(keys) if isinstance(keys, list) else [keys]
 
 
-def normal(keys: Key | Sequence[Key] | None) -> str | list[str] | None:
+def normal(keys: Key | list[Key] | list[str] | None) -> str | list[str] | None:
     """Give keys as flat names, which JSON can hold: None, one, or a list."""
     if keys is None:
         return None
-    return [flat_name(key) for key in keys] if isinstance(keys, list) else flat_name(keys)  # type: ignore[arg-type]
+    return [flat_name(key) for key in keys] if isinstance(keys, list) else flat_name(keys)
 
 
 def names_below(schema: Mapping[str, Any], key: Key, action: str) -> list[str]:
