@@ -7,10 +7,11 @@ these are most of what a small sample costs beyond its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .buffer_pool import BufferPool
@@ -46,12 +47,10 @@ class _Step(NamedTuple):
     #: Which dict it goes into, and as what.
     node: int
     key: str
-    #: Which of the views it is cut from, and how.
+    #: Which of the views it is cut from, which part of it, and what makes it a tensor.
     view: int = -1
-    piece: Any = None
-    #: Where it is not `[size]`.
-    shape: tuple[int, ...] | None = None
-    is_bfloat16: bool = False
+    part: Any = None
+    make: Callable[[npt.NDArray[Any]], torch.Tensor] = torch.from_numpy
 
 
 class RowCut:
@@ -95,24 +94,19 @@ class RowCut:
         if not self._is_on_cpu:
             return self._by_torch(rows)
         views = [rows[place].view(dtype) for place, dtype in self._views]
-        tree: dict[str, Any] = {}
-        nodes = [tree]
-        for node, key, view, piece, shape, is_bfloat16 in self._steps:
-            if view < 0:
-                below: dict[str, Any] = {}
-                nodes[node][key] = below
-                nodes.append(below)
-                continue
-            part = views[view][piece]
-            if shape is not None:
-                part = part.reshape(len(part), *shape)
-            leaf = torch.from_numpy(np.ascontiguousarray(part) if self._contiguous else part)
-            nodes[node][key] = leaf.view(torch.bfloat16) if is_bfloat16 else leaf
-        return tree
+        nodes: list[dict[str, Any]] = [{}]
+        for node, key, view, part, make in self._steps:
+            if view >= 0:
+                nodes[node][key] = make(views[view][part])
+            else:
+                nodes.append({})
+                nodes[node][key] = nodes[-1]
+        return nodes[0]
 
     def _plan(self, found: dict[str, tuple[int, Part]]) -> None:
         """List the steps that `__call__` takes."""
-        unflatten(dict.fromkeys((target.name for target in self._targets), 0))  # raises where names clash
+        if self._nested:
+            unflatten(dict.fromkeys((target.name for target in self._targets), 0))  # raises where names clash
         nodes: dict[tuple[str, ...], int] = {(): 0}
         for target in self._targets:
             *parents, last = target.name.split("/") if self._nested else [target.name]
@@ -126,11 +120,11 @@ class RowCut:
             dtype = _BITS if is_bfloat16 else part.field.numpy_dtype
             if (place, dtype) not in self._views:
                 self._views.append((place, dtype))
-            first = (target.row * self._groups[place].row_bytes + part.start) // dtype.itemsize
-            piece = (slice(None), slice(first, first + part.field.num_elements))
-            shape = part.field.shape if len(part.field.shape) != 1 else None
             view = self._views.index((place, dtype))
-            self._steps.append(_Step(nodes[tuple(parents)], last, view, piece, shape, is_bfloat16))
+            first = (target.row * self._groups[place].row_bytes + part.start) // dtype.itemsize
+            columns = (slice(None), slice(first, first + part.field.num_elements))
+            make = _maker(part.field.shape, is_bfloat16, self._contiguous)
+            self._steps.append(_Step(nodes[tuple(parents)], last, view, columns, make))
 
     def _by_torch(self, rows: Sequence[Rows]) -> dict[str, Any]:
         """Do the same on a device."""
@@ -143,6 +137,19 @@ class RowCut:
                 found[1].update(parts[1] if parts else {})
         flat = {target.name: found[target.row][target.field] for target in self._targets}
         return unflatten(flat) if self._nested else flat
+
+
+def _maker(shape: tuple[int, ...], is_bfloat16: bool, contiguous: bool) -> Callable[[npt.NDArray[Any]], torch.Tensor]:
+    """Give what turns `[n, elements]` of rows into a tensor `[n, *shape]`."""
+    if len(shape) == 1 and not is_bfloat16 and not contiguous:
+        return torch.from_numpy
+
+    def make(part: npt.NDArray[Any]) -> torch.Tensor:
+        part = part.reshape(len(part), *shape)
+        leaf = torch.from_numpy(np.ascontiguousarray(part) if contiguous else part)
+        return leaf.view(torch.bfloat16) if is_bfloat16 else leaf
+
+    return make
 
 
 def gather_rows(source: torch.Tensor, places: torch.Tensor, pool: BufferPool) -> Rows:
