@@ -115,9 +115,10 @@ def record(camera: Camera, plan: Plan, folder: Path, report: Report) -> None:
         for one in play(camera, plan, plan.num_episodes):
             writer.add(**one)
             bar.update(plan.num_envs)
+    duration_s = time.perf_counter() - start_s
     frame_bytes = sum(report.note_component(name, images) for name, images in one["observation"].items())
     report.sizes = describe(str(folder))["coded"]
-    report.speeds["recording, simulated and drawn"] = Speed(num_frames, frame_bytes, time.perf_counter() - start_s)
+    report.speeds["recording, simulated and drawn"] = Speed(num_frames, frame_bytes, duration_s)
 
 
 def windows(folder: Path, split: str | None = None) -> WindowDataset:
