@@ -76,21 +76,21 @@ class TrajectoryReplayBuffer:
         world_size: int = 1,
         monitor: PerformanceMonitor | None = None,
     ) -> None:
-        check_at_least(0, sample_window_size=sample_window_size, cache_size=cache_size)
+        window_size, cache_size = check_at_least(0, sample_window_size=sample_window_size, cache_size=cache_size)
         most = 1 if max_trajectories is None else max_trajectories
-        check_at_least(1, max_pending_saves=max_pending_saves, max_trajectories=most)
-        check_rank(rank, world_size)
+        max_pending, most = check_at_least(1, max_pending_saves=max_pending_saves, max_trajectories=most)
+        rank, world_size = check_rank(rank, world_size)
         check_format(trajectory_format, trusted)
         if auto_save and not auto_save_path:
             raise UsageError("save trajectories", "", "an auto_save_path", "none")
-        self.seed, self.sample_window_size = check_seed(seed), sample_window_size
-        self.max_trajectories, self.auto_save = max_trajectories, bool(auto_save)
+        self.seed, self.sample_window_size, self.auto_save = check_seed(seed), window_size, bool(auto_save)
+        self.max_trajectories = None if max_trajectories is None else most
         self.auto_save_path = as_path(auto_save_path or "", "save trajectories").absolute()  # wherever the process goes
         self.trajectory_format, self.trusted = trajectory_format, trusted
         self.drop_first, self.drop_last = check_names(drop_first, "drop_first"), check_names(drop_last, "drop_last")
         self.rng = torch.Generator().manual_seed(self.seed)
         self._cache_size = cache_size if enable_cache else None
-        self._max_pending, self._monitor = max_pending_saves, monitor
+        self._max_pending, self._monitor = max_pending, monitor
         self._lock = threading.RLock()
         self._gatherer = Gatherer(self.trusted)
         self._saver: TrajectorySaver | None = None
@@ -191,7 +191,7 @@ class TrajectoryReplayBuffer:
 
         After an error the random state is what it was.
         """
-        check_at_least(1, num_chunks=num_chunks)
+        [num_chunks] = check_at_least(1, num_chunks=num_chunks)
         request = Request(num_chunks, keys, min_weights_version, contiguous)
         with self._timed("sample"), self._lock:
             self._check_usable("sample")
@@ -286,7 +286,7 @@ class TrajectoryReplayBuffer:
             UsageError: Bad rank or world size.
             DataFileError: Something is missing or damaged; nothing was changed.
         """
-        check_rank(local_rank, world_size)
+        local_rank, world_size = check_rank(local_rank, world_size)
         folder = as_path(directory, "load a checkpoint").absolute()
         rank, step = (local_rank, world_size) if is_distributed else (0, 1)
         self._check_usable("load a checkpoint")

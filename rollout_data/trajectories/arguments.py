@@ -5,11 +5,11 @@ One rule: what is wrong is a `UsageError` that names the argument.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 from storage.errors import UsageError
+from storage.records import is_count
 
 
 def check_names(names: Any, parameter: str) -> tuple[str, ...]:
@@ -20,27 +20,25 @@ def check_names(names: Any, parameter: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_at_least(least: int, **values: Any) -> None:
-    """Raise unless every argument is a whole number from `least` on."""
+def check_at_least(least: int, **values: Any) -> list[int]:
+    """Give whole numbers, of Python or numpy, from `least` on as ints; raise for the first argument that is none."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_count(value, least):
             raise UsageError("store or sample trajectories", "", f"{name} >= {least}", repr(value))
+    return [int(value) for value in values.values()]
 
 
 def check_seed(seed: Any) -> int:
     """Give a seed as an int that a `torch.Generator` takes."""
-    try:
-        number = None if isinstance(seed, bool) else operator.index(seed)
-    except TypeError:
-        number = None
-    if number is None or not -(1 << 63) <= number < 1 << 64:
+    if not is_count(seed, -(1 << 63)) or int(seed) >= 1 << 64:
         raise UsageError("draw trajectories", "", "seed as a whole number of 64 bits", repr(seed))
-    return number
+    return int(seed)
 
 
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise unless `world_size` >= 1 and `rank` is one of it."""
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+def check_rank(rank: Any, world_size: Any) -> tuple[int, int]:
+    """Give both as ints; raise unless `world_size` >= 1 and `rank` is one of it."""
+    if not is_count(world_size):
         raise UsageError("split trajectories", "", "world_size >= 1", repr(world_size))
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+    if not is_count(rank, 0) or int(rank) >= world_size:
         raise UsageError("split trajectories", "", f"a rank in [0, {world_size})", repr(rank))
+    return int(rank), int(world_size)

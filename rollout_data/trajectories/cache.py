@@ -18,6 +18,7 @@ import torch
 
 from storage.buffer_pool import BufferPool
 from storage.errors import MissingFieldError, UsageError
+from storage.records import is_count
 from storage.tree import flatten, unflatten
 
 from .rows import Rows, TrajectoryLayout, layout_of
@@ -139,9 +140,9 @@ class TrajectoryCache:
     """
 
     def __init__(self, max_size: int) -> None:
-        if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 0:
+        if not is_count(max_size, 0):
             raise UsageError("cache trajectories", "", "max_size >= 0, where 0 is any number", repr(max_size))
-        self.max_size = max_size
+        self.max_size = int(max_size)
         self.on_moved: Callable[[int], None] | None = None
         self.lock = threading.RLock()
         self._blocks: dict[TrajectoryLayout, RowBlock] = {}

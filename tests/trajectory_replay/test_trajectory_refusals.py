@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_data.trajectories.cache import TrajectoryCache
 from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.buffer_pool import BufferPool
 from storage.errors import ClosedError, SchemaError, UsageError
@@ -59,6 +60,27 @@ def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed: Any) -> None:
 def test_seeds_may_be_numpy_integers_and_of_64_bits() -> None:
     assert TrajectoryReplayBuffer(seed=np.int64(5)).seed == 5
     assert TrajectoryReplayBuffer(seed=(1 << 64) - 1).seed == (1 << 64) - 1
+
+
+def test_every_number_may_be_one_of_numpy(tmp_path: Path) -> None:
+    numbers = {"cache_size": 2, "sample_window_size": 3, "max_trajectories": 4, "max_pending_saves": 2, "rank": 1}
+    options = {name: np.int64(number) for name, number in numbers.items()} | {"world_size": np.uint8(2)}
+    saving = {"auto_save": True, "auto_save_path": tmp_path / "auto"}
+    with filled(5, **options, **saving) as buffer:
+        assert buffer.trajectory_ids == [3, 5, 7, 9]
+        assert len(buffer.sample(np.int32(7))["rewards"]) == 7
+        buffer.save_checkpoint(tmp_path / "a")
+    again = TrajectoryReplayBuffer()
+    again.load_checkpoint(tmp_path / "a", True, np.int64(1), np.int64(2))
+    assert again.trajectory_ids == [7, 9] and again.add(trajectory(0)) == 12
+    assert TrajectoryCache(np.int64(2)).max_size == 2
+
+
+@pytest.mark.parametrize("wrong", [True, np.True_, 2.0, "2", None])
+@pytest.mark.parametrize("name", ["cache_size", "sample_window_size", "max_pending_saves", "rank", "world_size"])
+def test_what_is_no_whole_number_is_none(name: str, wrong: Any) -> None:
+    with pytest.raises(UsageError, match=rf"{name}|a rank in .*, got "):
+        TrajectoryReplayBuffer(**{name: wrong})
 
 
 @pytest.mark.parametrize("path", [5, None, b"folder", ["folder"]])
