@@ -46,6 +46,8 @@ from .sparse_file import SparseFile
 #: Rows start at a multiple of this, so that files can be mapped side by side.
 DATA_ALIGNMENT = 4096
 TEMPORARY_PREFIX = ".tmp_"
+#: Parts that the thread which also writes the tables gathers ahead of its helper.
+_NUM_AHEAD = 3
 _FILE_SETTINGS: dict[str, Any] = {
     "libver": ("v108", "v108"),
     "alignment_threshold": 1,
@@ -141,7 +143,7 @@ def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool
             file.close()
             for offset, data in header.writes:
                 write_at(descriptor, memoryview(data), offset)
-            writing.work(before_each=helper.ask)
+            writing.work(before_each=helper.ask, num_ahead=_NUM_AHEAD)
         for table, values in writing.checksums.items():
             write_at(descriptor, values.reshape(-1).view(np.uint8).data, offsets[f"checksums/{table}"])
         os.ftruncate(descriptor, header.size)

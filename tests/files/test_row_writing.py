@@ -29,10 +29,11 @@ class CopiedRows(ArrayRows):
     row_bytes=st.sampled_from([1, 3, 50, 500]),
     part_bytes=st.integers(1, 600),
     seed=st.integers(0, 99),
-    num_threads=st.integers(1, 2),
+    num_threads=st.integers(1, 3),
+    num_ahead=st.integers(1, 3),
 )
 def test_rows_and_checksums_do_not_depend_on_parts_and_threads(
-    tmp_path_factory, lengths, row_bytes, part_bytes, seed, num_threads
+    tmp_path_factory, lengths, row_bytes, part_bytes, seed, num_threads, num_ahead
 ):
     """Of the lengths, those marked are fragments; the others are rows that no fragment names."""
     generator = np.random.default_rng(seed)
@@ -54,7 +55,7 @@ def test_rows_and_checksums_do_not_depend_on_parts_and_threads(
         others = [threading.Thread(target=writing.work) for _ in range(num_threads - 1)]
         for other in others:
             other.start()
-        writing.work()
+        writing.work(num_ahead=num_ahead)
         for other in others:
             other.join()
     finally:
