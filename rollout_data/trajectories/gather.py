@@ -20,8 +20,8 @@ from .cache import TrajectoryCache
 from .files import MappedRows, naming, read_trajectory
 from .index import Entry
 from .rows import Rows, TrajectoryLayout
-from .table import CACHED, ELSEWHERE, MAPPED
-from .window import Int64s, Window, cached_part
+from .table import CACHED, ELSEWHERE, MAPPED, cached_part
+from .window import Int64s, Window
 
 
 class Gatherer:

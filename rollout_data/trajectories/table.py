@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from .cache import TrajectoryCache
+from .cache import Cached, TrajectoryCache
 from .index import Entry
 from .rows import TrajectoryLayout
 
@@ -86,6 +86,11 @@ class TrajectoryTable:
 
 def _place(entry: Entry, cache: TrajectoryCache | None) -> tuple[int, int]:
     if cache is not None and entry.trajectory_id in cache:
-        [part] = cache.find(entry.trajectory_id)  # one, as all fields have one length
-        return CACHED, part.first
+        return CACHED, cached_part(entry, cache).first
     return (MAPPED if entry.block is not None else ELSEWHERE), 0
+
+
+def cached_part(entry: Entry, cache: TrajectoryCache) -> Cached:
+    """Say where an entry's rows stand in the cache: in one part, as all fields have one length."""
+    [part] = cache.find(entry.trajectory_id)
+    return part

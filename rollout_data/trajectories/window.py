@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .cache import Cached, TrajectoryCache
 from .index import Entry
 from .rows import TrajectoryLayout
 from .table import CACHED, Rows
@@ -82,9 +81,3 @@ class Window:
                 if len(drawn):
                     return self.entries[int(drawn[0])]
         return None
-
-
-def cached_part(entry: Entry, cache: TrajectoryCache) -> Cached:
-    """Say where an entry's rows stand in the cache: in one part, as all fields have one length."""
-    [part] = cache.find(entry.trajectory_id)
-    return part
