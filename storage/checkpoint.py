@@ -147,7 +147,7 @@ class AsyncCheckpointSaver:
             ClosedError: After `shutdown`.
             UsageError: `path` is none, or `meta` is not what JSON can hold.
         """
-        target = as_path(path, "save the checkpoint")
+        target = as_path(path, "save the checkpoint").absolute()  # wherever the process is when it is written
         check_level(level)
         text = None if meta is None else _to_json(meta, target)
         if compress:

@@ -305,3 +305,13 @@ def test_no_thread_is_started_before_there_is_something_to_save() -> None:
     assert threading.active_count() == before
     saver.shutdown()
     assert isinstance(saver._worker, BackgroundWorker)
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with AsyncCheckpointSaver() as saver:
+        future = saver.save_async({"x": torch.ones(1000, 1000)}, "a.pt", compress=True)
+        monkeypatch.chdir(tmp_path / "other")
+        assert future.result() == tmp_path / "a.pt.lz4"
+    assert load_checkpoint(tmp_path / "a.pt")["x"].sum() == 1e6 and not list((tmp_path / "other").iterdir())
