@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool
     header = SparseFile()
     with h5py.File(header, "w", **_FILE_SETTINGS) as file, open(path, "xb", buffering=0) as out:
         descriptor = out.fileno()
-        offsets = _reserve_rows(file, content)
+        offsets = _reserve_tables(file, content)
         writing = RowWriting(descriptor, content.rows, offsets, content.fragments, starts_writeback=durable)
         with _Helper(writing.work, is_awaited) as helper:
             helper.ask()
@@ -144,8 +145,9 @@ def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool
             for offset, data in header.writes:
                 write_at(descriptor, memoryview(data), offset)
             writing.work(before_each=helper.ask, num_ahead=_NUM_AHEAD)
-        for table, values in writing.checksums.items():
-            write_at(descriptor, values.reshape(-1).view(np.uint8).data, offsets[f"checksums/{table}"])
+        tables = {f"checksums/{table}": values for table, values in writing.checksums.items()}
+        for name, values in (tables | _plain_tables(content)).items():
+            write_at(descriptor, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, offsets[name])
         os.ftruncate(descriptor, header.size)
         if durable:
             os.fsync(descriptor)
@@ -236,9 +238,15 @@ def _wrong_sum(
     return None
 
 
-def _reserve_rows(file: h5py.File, content: BlockContent) -> dict[str, int]:
-    """Make room for the rows and their checksums, which HDF5 does not write; give the file offsets."""
+def _plain_tables(content: BlockContent) -> dict[str, np.ndarray]:
+    return {"fragments": content.fragments, "reward_sums": content.reward_sums}
+
+
+def _reserve_tables(file: h5py.File, content: BlockContent) -> dict[str, int]:
+    """Make room for fragments, rows and checksums, which HDF5 does not write; give the file offsets."""
     offsets: dict[str, int] = {}
+    for name, values in _plain_tables(content).items():
+        offsets[name] = _reserve(file, name, values.dtype, values.shape)
     for table, layout in layouts_of(content.schema).items():
         for name, column in layout.columns.items():
             shape, place = (content.rows[table][name].num_rows,), f"{table}/{name}"
@@ -251,7 +259,7 @@ def _reserve_rows(file: h5py.File, content: BlockContent) -> dict[str, int]:
 
 
 def _write_tables(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> None:
-    """Write what describes the rows: attributes, fragments, sums of rewards, tables of chunks."""
+    """Write what describes the rows: attributes and tables of chunks."""
     text = json.dumps(content.schema.to_json())
     about: tuple[object, ...] = (text, content.writer, content.sequence, time.time_ns())
     file.attrs["format"] = FORMAT_NAME
@@ -263,8 +271,6 @@ def _write_tables(file: h5py.File, content: BlockContent, codings: Mapping[str, 
         about = (*about, codings_text(codings))
     offsets = _write_offsets(file, content, codings)
     file.attrs["header_crc"] = header_crc(content.fragments, content.reward_sums, about, offsets)
-    file.create_dataset("fragments", data=content.fragments)
-    file.create_dataset("reward_sums", data=content.reward_sums)
 
 
 def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> list[np.ndarray]:
@@ -289,12 +295,23 @@ def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str,
 
 def _reserve(file: h5py.File, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> int:
     """Create a contiguous dataset whose bytes are written later, without HDF5; give its file offset."""
+    settings, links = _reserving()
+    space, kind = h5py.h5s.create_simple(shape), _kind_of(dtype)
+    return h5py.h5d.create(file.id, name.encode(), kind, space, settings, lcpl=links).get_offset() or 0
+
+
+@lru_cache(maxsize=1)
+def _reserving() -> tuple[Any, Any]:
+    """How a dataset is made whose bytes HDF5 does not write, and its link; made once, as it takes long."""
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
-    space = h5py.h5s.create_simple(shape)
-    kind = h5py.h5t.py_create(dtype, logical=True)
-    return h5py.h5d.create(file.id, name.encode(), kind, space, settings, lcpl=links).get_offset() or 0
+    return settings, links
+
+
+@lru_cache(maxsize=64)
+def _kind_of(dtype: np.dtype) -> Any:
+    return h5py.h5t.py_create(dtype, logical=True)

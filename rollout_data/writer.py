@@ -104,7 +104,7 @@ class RolloutWriter:
         self.name = name
         self.success_only = success_only
         self.nonfinite_rewards = nonfinite_rewards
-        self._num_nonfinite = 0  # at the end
+        self._num_nonfinite = 0  # in the stagings before this one
         self._parts = observation_parts(obs_segments, obs_disassemble_mapping)
         self._context = {"success_traj_only": success_only, **(metadata or {})}
         self._block_bytes, self._block_age_s = int(block_bytes), float(block_age_s)
@@ -340,7 +340,6 @@ class RolloutWriter:
         step_bytes = self.num_envs * layout.frame_bytes
         self._max_steps = max(1, min(self._block_bytes // self._max_pending, MAX_STAGED_BYTES) // step_bytes)
         self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(schema))
-        self._staging = Staging(schema, self.num_envs, self._max_steps, self._pool)
         self._schema = schema
 
     def _check_rewards(self, rollout: Rollout) -> None:
@@ -355,7 +354,9 @@ class RolloutWriter:
     def _staging_with_room(self) -> Staging:
         if self._staging is not None and self._staging.is_sealed:
             self._hand_over()
-        assert self._staging is not None
+        if self._staging is None:  # not made earlier: after a flush it takes the memory of the one before
+            assert self._schema is not None
+            self._staging = Staging(self._schema, self.num_envs, self._max_steps, self._pool, self._num_nonfinite)
         return self._staging
 
     def _end(self, env_ids: np.ndarray, flag: int) -> None:
@@ -369,8 +370,8 @@ class RolloutWriter:
         if staging is None or staging.is_empty:
             return
         self._publisher.submit(staging, self._num_accepted)
-        so_far = staging.num_nonfinite_rewards()
-        self._staging = Staging(staging.schema, self.num_envs, self._max_steps, self._pool, so_far)
+        self._num_nonfinite = staging.num_nonfinite_rewards()
+        self._staging = None
 
     def _check_usable(self) -> None:
         if self._closed:
