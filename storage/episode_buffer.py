@@ -31,11 +31,12 @@ from .episodes import Episodes, read_episodes
 from .errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
 from .fields import Schema
 from .prefix_sum import PrefixSum
-from .records import Key, declare, flat_name, names_below
+from .records import Key, declare, flat_name
 from .ring import RingStore
+from .ring_buffer import on_device
 from .samplers import Weighted, generator_on
 from .stream_order import StreamOrder
-from .trajectory_buffer import as_list, check_length, count_windows
+from .trajectory_buffer import WindowCuts, as_list, check_length, count_windows
 from .tree import unflatten
 
 _ACTION = "sample windows"
@@ -137,9 +138,8 @@ class TrajectoryDictBuffer:
         """
         length = self.seq_length if seq_length is None else seq_length
         num_windows = count_windows(batch_size, length)
-        names = self._names(self.output_key_t)
-        next_names = self._names(self.output_key_tp1)
-        needed = length + (1 if next_names else 0)
+        cut = self._cuts.find(self._ring, self.output_key_t, self.output_key_tp1, self.contiguous)
+        needed = length + (1 if self.output_key_tp1 else 0)
         with self._lock:
             self._order.wait(is_write=False)
             episode = self._weights(needed).draw(num_windows, self.generator)
@@ -147,13 +147,9 @@ class TrajectoryDictBuffer:
             bits = torch.randint(1 << 62, (num_windows,), generator=self.generator, device=self.device)
             # The remainder of 62 random bits is uniform to one part in 2 ** 62 / choices.
             first = self.start_idx[episode] + bits % choices
-            own, later = self._ring.windows_and_next(first, length, names, next_names, self.contiguous, True)
-            found = {name: own[name] for name in names}
-            found.update((f"next/{name}", later[name]) for name in next_names)
+            found = cut(self._ring.windows(first, length, cut, never_wraps=True))
             self._order.record(is_write=False)
-        if self.output_device is not None:
-            found = {name: leaf.to(self.output_device, non_blocking=True) for name, leaf in found.items()}
-        return unflatten(found)
+        return on_device(found, self.output_device)
 
     def update_priorities(self, priorities: Any, idxs: Any = None) -> None:
         """Set the priorities of some episodes, then scale all to a sum of 1.
@@ -297,6 +293,7 @@ class TrajectoryDictBuffer:
         self.file_names: list[str | None] = [None] * len(bounds)
         self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=device)
         self.generator = generator_on(generator, device)
+        self._cuts = WindowCuts()
         self._ring = RingStore(self.capacity, 1, schema, device, num_guards=0)
         self._ring.total = self.capacity
         self._order = StreamOrder(device)
@@ -319,9 +316,6 @@ class TrajectoryDictBuffer:
         options = {name: getattr(self, name) for name in _OPTIONS}
         known = {"motion_ids": list(self.motion_ids), "file_names": list(self.file_names)}
         return {**options, **known, "lengths": self.lengths.tolist()}
-
-    def _names(self, keys: list[str]) -> list[str]:
-        return [name for key in keys for name in names_below(self._ring.schema, key, _ACTION)]
 
     def _weights(self, needed: int) -> Weighted:
         """Say how episodes of at least `needed` frames are drawn."""

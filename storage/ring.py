@@ -11,7 +11,7 @@ follow, so that windows of up to `num_guards + 1` rows never break where the rin
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from .errors import UsageError
 from .fields import Schema
 from .held_steps import HeldSteps
 from .host_arrays import zeroed
-from .row_cut import MIN_POOLED_ROWS, RowCut, Target, gather_rows
+from .row_cut import MIN_POOLED_ROWS, RowCut, Target, gather_near, gather_rows
 from .row_layout import Group, in_order, lay_out
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
@@ -65,7 +65,6 @@ class RingStore:
         self._columns: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             self._columns.update(group.views(base))
-        self._is_ordered = list(self._columns) == list(schema)
         self._columns = in_order(schema, self._columns)
         self._arrays = [_array(column) for column in self._columns.values()]
         #: Whether `write_arrays` may be used: the memory is on the CPU, and numpy knows every dtype.
@@ -178,11 +177,13 @@ class RingStore:
             cut = self._cuts[contiguous, nested] = self.cut(targets, contiguous, nested)
         return cut(self.rows(places, cut))
 
-    def cut(self, targets: Sequence[Target], contiguous: bool = False, nested: bool = True) -> RowCut:
-        """Make what cuts `rows` into fields; once for many samples."""
-        if not self.num_guards and any(target.row for target in targets):
+    def cut(
+        self, targets: Sequence[Target], contiguous: bool = False, nested: bool = True, apart: bool = False
+    ) -> RowCut:
+        """Make what cuts `rows`, or with `apart` those of `windows`, into fields; once for many samples."""
+        if not apart and not self.num_guards and any(target.row for target in targets):
             raise UsageError("cut rows", "and those that follow", "a ring with guards", "one without")
-        return RowCut(self.groups, targets, contiguous, nested, self.device)
+        return RowCut(self.groups, targets, contiguous, nested, self.device, apart)
 
     def rows(self, places: torch.Tensor, cut: RowCut) -> list[Any]:
         """Copy what `cut` needs of rows, and of those that follow them: `[len(places), width]` per group, packed."""
@@ -200,26 +201,37 @@ class RingStore:
                 found.append(gather_rows(self._source(place, length), places, self._pool))
         return found
 
-    def windows(
-        self, places: torch.Tensor, length: int, contiguous: bool = False, names: Container[str] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Copy windows of consecutive rows, as `gather` does: `[len(places) * length, *event]`, time fastest."""
-        return self._windows(places, length, names, (), contiguous)[0]
+    def windows(self, places: torch.Tensor, length: int, cut: RowCut, never_wraps: bool = False) -> list[Any]:
+        """Copy what `cut`, made with `apart`, needs of windows, and of the same windows one row later.
 
-    def windows_and_next(
-        self,
-        places: torch.Tensor,
-        length: int,
-        names: Container[str],
-        next_names: Container[str],
-        contiguous: bool,
-        never_wraps: bool = False,
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copy some fields of windows, and some of the windows one row later; both as `windows` does.
+        Args:
+            places: Of the first rows.
+            length: Rows of a window.
+            cut: What is wanted.
+            never_wraps: The caller knows that no window reaches across the end of the memory.
 
-        With `never_wraps` the caller knows that no window reaches across the end of the memory.
+        Returns:
+            Of each group `[len(places) * length, width]`, packed, time fastest; then the same one row later.
         """
-        return self._windows(places, length, names, next_names, contiguous, never_wraps)
+        reach = length + any(following for _, following in cut.wanted)
+        is_one_piece = never_wraps or reach <= self.num_guards + 1
+        if is_one_piece:
+            self._settle_for(places, reach)
+            starts = [places, places + 1]
+        else:
+            self.settle()
+            rows_of = self._unrolled(places, reach)
+            starts = [rows_of[:, :length].flatten(), rows_of[:, reach - length :].flatten()]
+        found: list[Any] = [None] * (2 * len(self.groups))
+        for place, (group, wanted) in enumerate(zip(self.groups, cut.wanted, strict=True)):
+            rows = [row for row in (0, 1) if wanted[row]]
+            if rows:
+                source = self._source(place, length if is_one_piece else 1)
+                for row, moved in zip(
+                    rows, gather_near(source, [starts[row] for row in rows], self._pool), strict=True
+                ):
+                    found[place + row * len(self.groups)] = moved.reshape(-1, group.width)
+        return found
 
     def column(self, name: str) -> torch.Tensor:
         """Give a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
@@ -271,36 +283,6 @@ class RingStore:
         if slot < stop:
             for base in self._bases:
                 base[:, self.num_slots + slot : self.num_slots + stop] = base[:, slot:stop]
-
-    def _windows(
-        self,
-        places: torch.Tensor,
-        length: int,
-        names: Container[str] | None,
-        next_names: Container[str],
-        contiguous: bool,
-        never_wraps: bool = False,
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-        reach = length + (1 if next_names else 0)
-        is_one_piece = never_wraps or reach <= self.num_guards + 1
-        if is_one_piece:
-            self._settle_for(places, reach)
-            starts = [places, places + 1] if next_names else [places]
-        else:
-            self.settle()
-            rows_of = self._unrolled(places, reach)
-            starts = [rows_of[:, first : first + length].flatten() for first in range(reach - length + 1)]
-        for place, group in enumerate(self.groups):
-            which = [i for i, wanted in enumerate((names, next_names)[: len(starts)]) if group.holds(wanted)]
-            if not which:
-                continue
-            source, width = self._source(place, length if is_one_piece else 1), group.width
-            index = starts[which[0]] if len(which) == 1 else torch.cat(starts)
-            rows = torch.as_tensor(gather_rows(source, index, self._pool)).view(len(which), -1, width)
-            for later, part in zip(which, rows.unbind(), strict=True):
-                found[later].update(group.views(part, contiguous, (names, next_names)[later]))
-        return found if self._is_ordered else (in_order(self.schema, found[0]), in_order(self.schema, found[1]))
 
     def _unrolled(self, places: torch.Tensor, length: int) -> torch.Tensor:
         """List the places of each window's rows, `[windows, length]`, across the end of the memory."""

@@ -368,5 +368,9 @@ class RingBuffer:
 
     def _given(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Bring a result to the device that results go to."""
-        device = self.output_device
-        return tree if device is None else map_leaves(lambda leaf: leaf.to(device, non_blocking=True), tree)
+        return on_device(tree, self.output_device)
+
+
+def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """Bring a nested dict of tensors to a device; None is wherever they are."""
+    return tree if device is None else map_leaves(lambda leaf: leaf.to(device, non_blocking=True), tree)

@@ -8,6 +8,7 @@ these are most of what a small sample costs beyond its bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,8 @@ _UNITS: dict[torch.dtype, np.dtype[Any]] = {
     torch.int32: np.dtype("i4"),
     torch.uint8: np.dtype("u1"),
 }
+#: What is gathered before the same is gathered again a row later: a good half of a processor's own cache.
+_TURN_BYTES = 3 << 19
 #: What stands in for bfloat16, which numpy does not know.
 _BITS = np.dtype("<i2")
 
@@ -62,8 +65,12 @@ class RowCut:
         contiguous: Whether the fields are copied out of the rows instead.
         nested: Whether "a/b" is given as `{"a": {"b": ...}}`.
         device: Where the rows are.
+        apart: Whether second rows are handed in as arrays of their own, behind those of all groups, instead of
+            side by side with the first ones.
 
     Attributes:
+        targets: What is wanted, each name once.
+        wanted: For each group, whether first and whether second rows are wanted.
         lengths: For each group, how many consecutive rows are wanted side by side: 0, 1 or 2.
     """
 
@@ -74,14 +81,14 @@ class RowCut:
         contiguous: bool = False,
         nested: bool = True,
         device: torch.device | str = "cpu",
+        apart: bool = False,
     ) -> None:
-        self._groups, self._contiguous, self._nested = groups, contiguous, nested
-        self._targets = list({target.name: target for target in targets}.values())
+        self._groups, self._contiguous, self._nested, self._apart = groups, contiguous, nested, apart
+        self.targets = list({target.name: target for target in targets}.values())
         found = {part.field.name: (place, part) for place, group in enumerate(groups) for part in group.parts}
-        self.lengths = [0] * len(groups)
-        for target in self._targets:
-            place = found[target.field][0]
-            self.lengths[place] = max(self.lengths[place], target.row + 1)
+        asked = {(found[target.field][0], target.row) for target in self.targets}
+        self.wanted = [((place, 0) in asked, (place, 1) in asked) for place in range(len(groups))]
+        self.lengths = [2 if following else int(own) for own, following in self.wanted]
         #: Of which group, and as which dtype, rows are seen.
         self._views: list[tuple[int, np.dtype[Any]]] = []
         self._steps: list[_Step] = []
@@ -90,7 +97,7 @@ class RowCut:
             self._plan(found)
 
     def __call__(self, rows: Sequence[Rows]) -> dict[str, Any]:
-        """Cut `[n, width]` rows, one of each group (None where the length is 0)."""
+        """Cut `[n, width]` rows, one of each group (None where nothing is wanted)."""
         if not self._is_on_cpu:
             return self._by_torch(rows)
         views = [rows[place].view(dtype) for place, dtype in self._views]
@@ -106,9 +113,9 @@ class RowCut:
     def _plan(self, found: dict[str, tuple[int, Part]]) -> None:
         """List the steps that `__call__` takes."""
         if self._nested:
-            unflatten(dict.fromkeys((target.name for target in self._targets), 0))  # raises where names clash
+            unflatten(dict.fromkeys((target.name for target in self.targets), 0))  # raises where names clash
         nodes: dict[tuple[str, ...], int] = {(): 0}
-        for target in self._targets:
+        for target in self.targets:
             *parents, last = target.name.split("/") if self._nested else [target.name]
             for depth in range(len(parents)):
                 path = tuple(parents[: depth + 1])
@@ -116,12 +123,17 @@ class RowCut:
                     self._steps.append(_Step(nodes[path[:-1]], path[-1]))
                     nodes[path] = len(nodes)
             place, part = found[target.field]
+            start = part.start
+            if target.row and self._apart:
+                place += len(self._groups)
+            elif target.row:
+                start += self._groups[place].row_bytes
             is_bfloat16 = part.field.dtype == "bfloat16"
             dtype = _BITS if is_bfloat16 else part.field.numpy_dtype
             if (place, dtype) not in self._views:
                 self._views.append((place, dtype))
             view = self._views.index((place, dtype))
-            first = (target.row * self._groups[place].row_bytes + part.start) // dtype.itemsize
+            first = start // dtype.itemsize
             columns = (slice(None), slice(first, first + part.field.num_elements))
             make = _maker(part.field.shape, is_bfloat16, self._contiguous)
             self._steps.append(_Step(nodes[tuple(parents)], last, view, columns, make))
@@ -129,27 +141,31 @@ class RowCut:
     def _by_torch(self, rows: Sequence[Rows]) -> dict[str, Any]:
         """Do the same on a device."""
         found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-        names = [[target.field for target in self._targets if target.row == row] for row in (0, 1)]
-        for group, length, moved in zip(self._groups, self.lengths, rows, strict=True):
-            if length:
-                parts = group.pair_views(moved, names[1], self._contiguous) if length > 1 else None
-                found[0].update(parts[0] if parts else group.views(moved, self._contiguous, names[0]))
-                found[1].update(parts[1] if parts else {})
-        flat = {target.name: found[target.row][target.field] for target in self._targets}
+        names = [[target.field for target in self.targets if target.row == row] for row in (0, 1)]
+        for place, (group, wanted) in enumerate(zip(self._groups, self.wanted, strict=True)):
+            if wanted[1] and not self._apart:
+                parts = group.pair_views(rows[place], names[1], self._contiguous)
+                found[0].update(parts[0])
+                found[1].update(parts[1])
+                continue
+            for row in (0, 1):
+                if wanted[row]:
+                    moved = rows[place + row * len(self._groups)]
+                    found[row].update(group.views(moved, self._contiguous, names[row]))
+        flat = {target.name: found[target.row][target.field] for target in self.targets}
         return unflatten(flat) if self._nested else flat
 
 
 def _maker(shape: tuple[int, ...], is_bfloat16: bool, contiguous: bool) -> Callable[[npt.NDArray[Any]], torch.Tensor]:
     """Give what turns `[n, elements]` of rows into a tensor `[n, *shape]`."""
-    if len(shape) == 1 and not is_bfloat16 and not contiguous:
-        return torch.from_numpy
+    is_plain = len(shape) == 1 and not is_bfloat16 and not contiguous
+    return torch.from_numpy if is_plain else partial(_made, shape, is_bfloat16, contiguous)
 
-    def make(part: npt.NDArray[Any]) -> torch.Tensor:
-        part = part.reshape(len(part), *shape)
-        leaf = torch.from_numpy(np.ascontiguousarray(part) if contiguous else part)
-        return leaf.view(torch.bfloat16) if is_bfloat16 else leaf
 
-    return make
+def _made(shape: tuple[int, ...], is_bfloat16: bool, contiguous: bool, part: npt.NDArray[Any]) -> torch.Tensor:
+    part = part.reshape(len(part), *shape)
+    leaf = torch.from_numpy(np.ascontiguousarray(part) if contiguous else part)
+    return leaf.view(torch.bfloat16) if is_bfloat16 else leaf
 
 
 def gather_rows(source: torch.Tensor, places: torch.Tensor, pool: BufferPool) -> Rows:
@@ -159,3 +175,20 @@ def gather_rows(source: torch.Tensor, places: torch.Tensor, pool: BufferPool) ->
     rows = pool.array((places.shape[0], source.shape[1]), _UNITS[source.dtype], MIN_POOLED_ROWS)
     torch.index_select(source, 0, places, out=torch.from_numpy(rows))
     return rows
+
+
+def gather_near(source: torch.Tensor, places: Sequence[torch.Tensor], pool: BufferPool) -> list[Rows]:
+    """Do what `gather_rows` does for several lists of places, of which those at one position lie near each other.
+
+    They are gathered in turns of so many rows as stay in a processor's cache, so that memory is waited for once.
+    """
+    num_rows, per_turn = len(places[0]), max(1, _TURN_BYTES // (source.shape[1] * source.element_size()))
+    if num_rows <= per_turn or len(places) == 1 or source.device.type != "cpu":
+        return [gather_rows(source, one, pool) for one in places]
+    found = [pool.array((num_rows, source.shape[1]), _UNITS[source.dtype], MIN_POOLED_ROWS) for _ in places]
+    outs = [torch.from_numpy(rows) for rows in found]
+    for first in range(0, num_rows, per_turn):
+        turn = slice(first, first + per_turn)
+        for place, out in zip(places, outs, strict=True):
+            torch.index_select(source, 0, place[turn], out=out[turn])
+    return found

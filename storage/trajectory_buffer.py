@@ -18,6 +18,7 @@ from .errors import SchemaError, UsageError
 from .fields import Schema
 from .records import Key, is_count, names_below, normal
 from .ring import RingStore
+from .row_cut import RowCut, Target
 from .tree import unflatten
 from .windows import Boundaries
 
@@ -86,7 +87,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         self.seq_length = int(seq_length)
         self.output_key_t, self.output_key_tp1 = as_list(output_key_t), as_list(output_key_tp1)
         self.start_mode, self.at_end = start_mode, at_end
-        self._known_names: tuple[RingStore, list[str], list[str]] | None = None
+        self._cuts = WindowCuts()
         super().__init__(capacity=capacity, device=device, end_key=end_key, **options)
 
     def size(self) -> int:
@@ -116,7 +117,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             self._order.wait(is_write=False)
             found = self._draw(ring, num_windows, length)
             self._order.record(is_write=False)
-            return self._given(unflatten(found))
+            return self._given(found)
 
     @torch.no_grad()
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
@@ -158,7 +159,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         ring = RingStore(self._num_slots, num_lanes, schema, self.device, num_guards=self.seq_length)
         return ring, Boundaries(ring, keeps_segments=self.start_mode == "trajectory")
 
-    def _draw(self, ring: RingStore, num_windows: int, length: int) -> dict[str, torch.Tensor]:
+    def _draw(self, ring: RingStore, num_windows: int, length: int) -> dict[str, Any]:
+        """Draw windows; give them nested."""
         boundaries = self._boundaries
         assert boundaries is not None
         offset = 1 if self.output_key_tp1 else 0
@@ -174,45 +176,27 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             places = boundaries.draw_places(num_windows, length + offset, self.generator)
             if places is None:
                 raise _no_window(length, offset)
-            return self._gather_at(ring, places, length)[0]
+            cut = self._cuts.find(ring, self.output_key_t, self.output_key_tp1, self.contiguous)
+            return cut(ring.windows(places, length, cut))
         if drawn is None:
             raise _no_window(length, offset)
         lane, last = drawn
-        return self._gather(ring, lane, last - offset, length, goes_to_ends)
+        return unflatten(self._gather(ring, lane, last - offset, length, goes_to_ends))
 
     def _gather(
         self, ring: RingStore, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
     ) -> dict[str, torch.Tensor]:
         """Copy windows of `length` rows that end at `last`, and what comes one row later."""
-        found, later = self._gather_at(ring, ring.place(lane, last - (length - 1)), length)
+        cut = self._cuts.find(ring, self.output_key_t, self.output_key_tp1, self.contiguous, nested=False)
+        found = cut(ring.windows(ring.place(lane, last - (length - 1)), length, cut))
         if goes_to_ends:
+            later = {target.field: found[target.name] for target in cut.targets if target.row}
             is_known = self._put_finals(later, lane, last)
             if self.at_end == "mark":
                 flags = torch.ones((len(lane), length), dtype=torch.bool, device=lane.device)
                 flags[:, -1] = is_known
                 found["next_valid"] = flags.view(-1, 1)
         return found
-
-    def _gather_at(
-        self, ring: RingStore, places: torch.Tensor, length: int
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copy windows whose first rows lie at `places`: all that is given, and of that what comes one row later."""
-        names, next_names = self._names(ring)
-        own, later = ring.windows_and_next(places, length, names, next_names, self.contiguous)
-        found = {name: own[name] for name in names}
-        for name in next_names:
-            found["next/" + name] = later[name]
-        return found, later
-
-    def _names(self, ring: RingStore) -> tuple[list[str], list[str]]:
-        """List the leaves that are given of a row, and of the next one; looked up once per ring."""
-        if self._known_names is None or self._known_names[0] is not ring:
-            found = [
-                [name for key in keys for name in names_below(ring.schema, key, _ACTION)]
-                for keys in (self.output_key_t, self.output_key_tp1)
-            ]
-            self._known_names = ring, found[0], found[1]
-        return self._known_names[1], self._known_names[2]
 
     def _rule_to_ends(self, length: int) -> Any:
         """Say which windows are inside a trajectory and have a next row, a final one, or are to be marked."""
@@ -252,6 +236,28 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 def _no_window(length: int, offset: int) -> UsageError:
     expected = f"a stretch of {length + offset} rows in one trajectory"
     return UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
+
+
+class WindowCuts:
+    """What windows are cut into: fields of some keys, and below `next` fields of some, one row later; planned once."""
+
+    def __init__(self) -> None:
+        self._last: dict[bool, tuple[Any, RowCut]] = {}
+
+    def find(
+        self, ring: RingStore, keys: list[str], next_keys: list[str], contiguous: bool, nested: bool = True
+    ) -> RowCut:
+        """Give what cuts the ring's `windows`."""
+        key = ring, tuple(keys), tuple(next_keys), contiguous
+        last = self._last.get(nested)
+        if last is None or last[0] != key:
+            own, later = (
+                [name for key in wanted for name in names_below(ring.schema, key, _ACTION)]
+                for wanted in (keys, next_keys)
+            )
+            targets = [Target(0, name, name) for name in own] + [Target(1, name, f"next/{name}") for name in later]
+            last = self._last[nested] = key, ring.cut(targets, contiguous, nested, apart=True)
+        return last[1]
 
 
 def as_list(keys: Sequence[Key]) -> list[str]:

@@ -19,10 +19,11 @@ from ..fields import Schema
 from ..host_arrays import own, tensor_of
 from ..records import Key, RecordReader, normal
 from ..ring import RingStore
+from ..row_cut import Target
 from ..samplers import generator_on
 from ..snapshot import Snapshotted, State
 from ..stream_order import StreamOrder
-from ..tree import unflatten
+from ..tree import map_leaves
 from ..windows import Boundaries
 from .item_ids import check_count
 from .prioritized_rows import PrioritizedRows, PriorityRule
@@ -136,11 +137,12 @@ class PrioritizedWindows(Snapshotted):
             lane = torch.div(index, self.capacity, rounding_mode="floor")
             last = torch.div(ids, self._ring.num_lanes, rounding_mode="floor")
             self._order.wait(is_write=False)
-            found = self._ring.windows(self._ring.place(lane, last - (self.seq_length - 1)), self.seq_length)
+            places = self._ring.place(lane, last - (self.seq_length - 1))
+            found = self._cut(self._ring.windows(places, self.seq_length, self._cut))
             self._order.record(is_write=False)
         shape = (num_windows, self.seq_length)
-        found = {name: leaf.reshape(*shape, *leaf.shape[1:]) for name, leaf in found.items()}
-        return unflatten(found), importance.to(torch.float32), ids
+        found = map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), found)
+        return found, importance.to(torch.float32), ids
 
     @torch.no_grad()
     def update_priorities(self, ids: Any, priorities: Any) -> int:
@@ -195,6 +197,7 @@ class PrioritizedWindows(Snapshotted):
 
     def _create(self, schema: Schema, num_lanes: int) -> None:
         self._ring = RingStore(self.capacity, num_lanes, schema, self.device, num_guards=self.seq_length)
+        self._cut = self._ring.cut([Target(0, name, name) for name in schema])
         self._boundaries = Boundaries(self._ring)
         self._rows = PrioritizedRows(self.capacity * num_lanes, self.rule, self.device)
         self._limits = RowLimits(self.capacity * num_lanes, device=self.device)
@@ -251,7 +254,7 @@ class PrioritizedWindows(Snapshotted):
             made._create(schema, int(numbers["num_lanes"]))
             made._take_parts(schema, numbers, tensors)
         self.rng.set_state(tensors["rng"].cpu())
-        for name in ("_reader", "_ring", "_boundaries", "_rows", "_limits"):
+        for name in ("_reader", "_ring", "_cut", "_boundaries", "_rows", "_limits"):
             if hasattr(made, name):
                 setattr(self, name, getattr(made, name))
         self._num_dead_updates = int(numbers["num_dead_updates"])

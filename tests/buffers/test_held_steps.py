@@ -14,7 +14,7 @@ from storage import DictBuffer, RingStore, TrajectoryDictBufferMultiDim
 from storage.held_steps import HeldSteps
 from storage.row_cut import Target
 
-from .test_ring_laws import FIELDS, leaves
+from .test_ring_laws import FIELDS, leaves, windows_of
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +49,12 @@ def test_whatever_reads_sees_every_step(slots: int, lanes: int, guards: int, dat
         read = data.draw(st.sampled_from(["windows", "next", "pairs", "gather", "column", "slots", "copy", "check"]))
         names = list(FIELDS)
         if read == "windows":
-            found = ring.windows(place, length)
+            found = windows_of(ring, place, length)
         elif read == "next" and length > 1:
             length -= 1
-            found, later = ring.windows_and_next(place, length, names, ["a"], False)
+            found = windows_of(ring, place, length, next_names=["a"])
             for step in range(length):
-                assert torch.equal(later["a"][step], expected("a", first + step + 1, lane, lanes))
+                assert torch.equal(found["next/a"][step], expected("a", first + step + 1, lane, lanes))
         elif read == "pairs" and length > 1 and guards:
             cut = ring.cut([*(Target(0, name, name) for name in names), Target(1, "deep/b", "later")], nested=False)
             found, length = cut(ring.rows(place, cut)), 1

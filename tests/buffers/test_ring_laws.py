@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import DictBuffer, Field, RingStore, Schema, SchemaError
+from storage.row_cut import Target
 
 FIELDS = Schema(
     [Field("a", (3,)), Field("flag", (1,), "bool"), Field("deep/b", (2, 2), "int64"), Field("c", (1,), "uint8")]
@@ -23,6 +26,18 @@ def leaves(first: int, num_rows: int, lanes: int) -> list[torch.Tensor]:
         (code.unsqueeze(-1) + torch.tensor([[0, 1], [2, 3]])).long(),
         (code % 251).to(torch.uint8),
     ]
+
+
+def windows_of(
+    ring: RingStore, places: torch.Tensor, length: int, next_names: Sequence[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Give all fields of windows, and below `next` some of them one row later, by flat name."""
+    targets = [
+        *(Target(0, name, name) for name in ring.schema),
+        *(Target(1, name, f"next/{name}") for name in next_names),
+    ]
+    cut = ring.cut(targets, nested=False, apart=True)
+    return cut(ring.windows(places, length, cut))
 
 
 @given(
@@ -57,7 +72,7 @@ def check_windows(ring: RingStore, model: list[dict[str, torch.Tensor]], data: s
     length = data.draw(st.integers(1, ring.num_live))
     first = torch.tensor([ring.oldest, ring.total - length])
     lane = torch.tensor([0, ring.num_lanes - 1])
-    found = ring.windows(ring.place(lane, first), length)
+    found = windows_of(ring, ring.place(lane, first), length)
     for i in range(2):
         for step in range(length):
             for name in FIELDS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -75,9 +77,17 @@ def test_every_way_out_of_a_ring_keeps_every_bit(
                 assert not contiguous or pairs[name].is_contiguous()
             for name in names:
                 assert same_bits(pairs["next"][name], rows[name][row + 1, lane])
-    windows = ring.windows(places[:2], 2, contiguous, names or None)
-    for name in names:
-        assert same_bits(windows[name], torch.cat([rows[name][[0, 1], lanes - 1], rows[name][[3, 4], 0]]))
+    for device in ("cpu", "cuda"):
+        targets = [*(Target(0, name, name) for name in schema), *(Target(1, name, f"next/{name}") for name in names)]
+        cut = RowCut(ring.groups, targets, contiguous, nested=False, device=device, apart=True)
+        with patch("storage.row_cut._TURN_BYTES", data.draw(st.sampled_from([1, 200, 1 << 20]))):
+            moved = ring.windows(ring.place(lane[:2], torch.tensor([0, 2])), 2, cut)
+        windows = cut([None if one is None else moved_to(device, one) for one in moved])
+        for name, leaf in rows.items():
+            assert same_bits(windows[name], torch.cat([leaf[[0, 1], lanes - 1], leaf[[2, 3], 0]]))
+            assert not contiguous or windows[name].is_contiguous()
+        for name in names:
+            assert same_bits(windows[f"next/{name}"], torch.cat([rows[name][[1, 2], lanes - 1], rows[name][[3, 4], 0]]))
 
 
 def buffers() -> dict:
