@@ -23,7 +23,7 @@ from .fields import Schema
 from .held_steps import HeldSteps
 from .host_arrays import zeroed
 from .row_cut import MIN_POOLED_ROWS, RowCut, Target, gather_near, gather_rows
-from .row_layout import Group, in_order, lay_out
+from .row_layout import Group, lay_out
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
 _MIN_TORCH_BYTES = 256 * 1024
@@ -62,10 +62,10 @@ class RingStore:
         self._flat = [base.view(-1, base.shape[2]).numpy() if is_on_cpu else None for base in self._bases]
         self._sources: dict[tuple[int, int], torch.Tensor] = {}
         self._cuts: dict[tuple[bool, bool], RowCut] = {}
-        self._columns: dict[str, torch.Tensor] = {}
+        found: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
-            self._columns.update(group.views(base))
-        self._columns = in_order(schema, self._columns)
+            found.update(group.views(base))
+        self._columns = {name: found[name] for name in schema}
         self._arrays = [_array(column) for column in self._columns.values()]
         #: Whether `write_arrays` may be used: the memory is on the CPU, and numpy knows every dtype.
         self.takes_arrays = all(array is not None for array in self._arrays)

@@ -7,7 +7,7 @@ transition costs what the bytes cost; one gather per field costs 1.4-1.75 times 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -58,18 +58,14 @@ class Group:
     def row_bytes(self) -> int:
         return self.width * self.unit.itemsize
 
-    def holds(self, names: Container[str] | None) -> bool:
-        """Tell whether a field of these lies here; None stands for all."""
-        return names is None or bool(self._plan(names, ()))
-
     def views(
-        self, rows: torch.Tensor, contiguous: bool = False, names: Container[str] | None = None
+        self, rows: torch.Tensor, contiguous: bool = False, names: Collection[str] | None = None
     ) -> dict[str, torch.Tensor]:
         """See `[..., width]` rows of this group as fields `[..., *event]` that share their memory."""
         return self._cut(rows, self._plan(names, ()), contiguous)[0]
 
     def pair_views(
-        self, pairs: torch.Tensor, names: Container[str], contiguous: bool = False
+        self, pairs: torch.Tensor, names: Collection[str], contiguous: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """See `[..., 2 * width]` pairs of rows as all fields of the first and some of the second."""
         return self._cut(pairs, self._plan(None, names), contiguous)
@@ -90,9 +86,9 @@ class Group:
                 found[row][name] = piece.contiguous() if contiguous else piece
         return found
 
-    def _plan(self, names: Container[str] | None, next_names: Container[str]) -> list[_Cut]:
+    def _plan(self, names: Collection[str] | None, next_names: Collection[str]) -> list[_Cut]:
         """Say how to cut a row, or two rows side by side where `next_names` asks for fields of the second."""
-        key: Any = (None if names is None else tuple(names), tuple(next_names))  # type: ignore[arg-type]
+        key = None if names is None else tuple(names), tuple(next_names)
         plan = self._plans.get(key)
         if plan is None:
             wanted = [(0, part) for part in self.parts if names is None or part.field.name in names]
@@ -133,11 +129,6 @@ def lay_out(schema: Schema, wide_row_bytes: int = WIDE_ROW_BYTES) -> list[Group]
     narrow = [field for field in schema.values() if field.row_bytes < wide_row_bytes]
     groups = [[field] for field in schema.values() if field.row_bytes >= wide_row_bytes]
     return [_pack(fields) for fields in ([narrow] if narrow else []) + groups]
-
-
-def in_order(schema: Schema, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sort fields as the schema has them."""
-    return {name: found[name] for name in schema if name in found}
 
 
 def _pack(fields: list[Field]) -> Group:
