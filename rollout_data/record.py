@@ -41,7 +41,7 @@ _ALIASES = {
 _DERIVED = {"next_observation", "next_observations", "next_privileged_observation", "is_first", "hidden_states"}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: for each step that would take four times as long
 class Rollout:
     """A checked record, time first.
 
