@@ -30,9 +30,11 @@ from .trajectories.rows import Trajectory, TrajectoryLayout, layout_of, put_toge
 from .trajectories.sampling import Request, draw_sample
 from .trajectories.saving import TrajectorySaver
 
+_UNTIMED = nullcontext()
+
 
 class TrajectoryReplayBuffer:
-    """Keep trajectories of `[T, B, ...]` tensors and sample their steps.
+    """Keep trajectories of `[T, B, ...]` tensors and sample their steps, from any thread.
 
     Args:
         seed: Of this buffer's own random numbers.
@@ -51,10 +53,8 @@ class TrajectoryReplayBuffer:
         trusted: Read pickles, which may run any code. Needed for "pkl".
         max_pending_saves: How many trajectories may wait to be written; adding waits beyond that.
         rank, world_size: Which of several that save under one path: in `rank_<rank>`, with ids of its own.
-        monitor: Told how long adding, sampling, saving and loading take: `trajectories/add`, `/sample`, `/write` (one
-            file, in the background), `/save_checkpoint`, `/load_checkpoint`, waiting included.
-
-    Samples are on the CPU. Methods may be called from any thread.
+        monitor: Told how long things take, waiting included: `trajectories/add`, `/sample`, `/save_checkpoint`,
+            `/load_checkpoint`, and `/write` (one file, in the background).
     """
 
     def __init__(
@@ -192,9 +192,9 @@ class TrajectoryReplayBuffer:
         After an error the random state is what it was.
         """
         [num_chunks] = check_at_least(1, num_chunks=num_chunks)
-        request = Request(num_chunks, keys, min_weights_version, contiguous)
         with self._timed("sample"), self._lock:
             self._check_usable("sample")
+            request = Request(num_chunks, keys, min_weights_version, contiguous)
             return draw_sample(request, self._live, self._cache, self._gatherer, self.rng)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
@@ -391,7 +391,7 @@ class TrajectoryReplayBuffer:
         return Counters(self.seed, self._next_id, self.trajectory_format, self.rng.get_state())
 
     def _timed(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
+        return _UNTIMED if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
 
     def _check_usable(self, action: str) -> None:
         if self._is_closed:

@@ -157,5 +157,5 @@ class DictBuffer(RingBuffer):
 
 def check_batch_size(batch_size: Any) -> None:
     """Refuse what is not a number of rows."""
-    if not (type(batch_size) is int and batch_size > 0) and not is_count(batch_size):
+    if not is_count(batch_size):
         raise UsageError("sample", "", "batch_size >= 1", repr(batch_size))
