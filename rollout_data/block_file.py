@@ -274,7 +274,7 @@ def _write_tables(file: h5py.File, content: BlockContent, codings: Mapping[str, 
 
 
 def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> list[np.ndarray]:
-    """Write the tables of chunks; give them in their order. What else stands there is for other tools."""
+    """Write the tables of chunks; give what `header_crc` covers: where chunks lie, not their checksums."""
     offsets = []
     for table, columns in content.rows.items():
         for name, source in columns.items():

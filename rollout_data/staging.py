@@ -59,7 +59,7 @@ class Staging:
         self._versions: list[np.ndarray | int] = []
         self._final_places: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_finals = 0
-        self._num_nonfinite = num_nonfinite
+        self._num_nonfinite, self._num_counted = num_nonfinite, 0
         self.num_steps = 0
         self.started_s: float | None = None
         self.is_sealed = False
@@ -98,11 +98,13 @@ class Staging:
         return bits
 
     def num_nonfinite_rewards(self) -> int:
-        """Count the rewards that are NaN or infinite, here and in the stagings before."""
-        if REWARD not in self.schema:
-            return 0
-        rewards, is_present = self._data.field(REWARD, self.num_steps), self._bits[: self.num_steps] > 0
-        return self._num_nonfinite + num_nonfinite(rewards, is_present)
+        """Count the rewards that are NaN or infinite, here and in the stagings before; each step once."""
+        if REWARD in self.schema and self._num_counted < self.num_steps:
+            new = slice(self._num_counted, self.num_steps)
+            rewards = self._data.field(REWARD, self.num_steps)[new]
+            self._num_nonfinite += num_nonfinite(rewards, self._bits[new] > 0)
+            self._num_counted = self.num_steps
+        return self._num_nonfinite
 
     def end(self, env_ids: np.ndarray, flag: int) -> None:
         """End the trajectories in progress of these envs after their last frame."""

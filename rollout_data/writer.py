@@ -189,11 +189,11 @@ class RolloutWriter:
         """Record T steps of all envs: like `add` with `[T, N, ...]` everywhere.
 
         Args:
-            transition: Also a `storage.RolloutStorage`, of which the filled steps are recorded.
+            transition: Also a `storage.RolloutStorage`, of which all filled steps are recorded (a queue's each time
+                anew), or a batch of a `RolloutDataset` (see `Transition` for what it does not hold).
             final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time, then env.
             policy_version: An integer, `[T]` or `[T, N]`.
-            include: Fields of a `RolloutStorage` to record besides observations, actions, rewards and
-                dones, for example "values", "actions_log_prob", "mu", "sigma".
+            include: Fields of a `RolloutStorage` to record besides the usual ones: "values", "mu", "sigma", ...
         """
         self._add(unpack_storage(transition, include), _keywords(locals()), is_step=False)
 

@@ -281,9 +281,14 @@ def test_nonfinite_rewards_are_counted_or_refused(tmp_path):
     bad = np.array([np.nan, np.inf, 1], np.float32)
     with make(tmp_path / "a") as writer:
         writer.add(**step(reward=bad))
+        assert writer.num_nonfinite_rewards == 2
         writer.add(**step(reward=bad, env_mask=np.array([False, True, True])))
+        assert writer.num_nonfinite_rewards == 3
+        writer.flush()
+        assert writer.num_nonfinite_rewards == 3
+        writer.add(**step())
     assert writer.num_nonfinite_rewards == 3
-    assert np.isnan(trajectories_of(tmp_path / "a")[0].column("reward")).all()
+    assert np.isnan(trajectories_of(tmp_path / "a")[0].column("reward"))[0].all()
     with make(tmp_path / "b", nonfinite_rewards="refuse") as writer:
         with pytest.raises(UsageError) as caught:
             writer.add(**step(reward=bad))
