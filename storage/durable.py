@@ -34,11 +34,12 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     The folder of `path` is made where it is missing; a link is followed. After an error nothing has changed.
 
     Raises:
-        DataFileError: There is a folder.
+        DataFileError: There is a folder, or anything else that is no regular file (a device, a pipe).
     """
     target = Path(path).resolve()
-    if target.is_dir():
-        raise DataFileError("save to", repr(str(path)), "a file or nothing", "a folder")
+    if target.exists() and not target.is_file():
+        got = "a folder" if target.is_dir() else "a device, a pipe or a socket"
+        raise DataFileError("save to", repr(str(path)), "a file or nothing", got)
     with _made_beside(target) as made:
         new = made / target.name
         yield new

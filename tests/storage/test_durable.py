@@ -106,6 +106,17 @@ def test_a_folder_with_anything_else_in_it_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [put, put_file])
+def test_a_pipe_stays(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
+    """It stands for a device, which root could replace as well."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(DataFileError, match=rf"^cannot save to '.*{name}': expected a .*, got a "):
+            write(tmp_path / name, "new")
+    assert names(tmp_path) == ["link", "pipe"] and (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("write", [put, put_file])
 def test_links_are_followed(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
     write(tmp_path / "kept", "old")
     (tmp_path / "link").symlink_to(tmp_path / "kept")
