@@ -379,7 +379,7 @@ class TrajectoryReplayBuffer:
     def _save_index(self) -> None:
         assert self._saver is not None
         with self._lock:
-            saved = [entry for entry in self._live.entries.values() if self._is_own(entry)]
+            saved = [entry.as_filed() for entry in self._live.entries.values() if self._is_own(entry)]
             counters = self._counters()
         write_index(self._saver.folder, saved, counters)
 

@@ -34,7 +34,8 @@ def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Cal
         for entry in entries:
             suffix = counters.file_format if entry.path is None else entry.path.suffix[1:]
             target = made / file_name(entry.trajectory_id, entry.weights_id, suffix)
-            if entry.path is None:
+            is_renamed = entry.block is not None and entry.block.trajectory_id != entry.trajectory_id
+            if entry.path is None or is_renamed:  # a block names its trajectory: one of another id cannot be linked
                 write_trajectory(target, entry.trajectory_id, entry.layout, rows_of(entry), entry.shape, entry.info)
             else:
                 with naming(entry.trajectory_id, entry.path):

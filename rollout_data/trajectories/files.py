@@ -76,6 +76,13 @@ def file_name(trajectory_id: int, weights_id: str, file_format: str) -> str:
     return f"trajectory_{trajectory_id}_{re.sub(r'[^A-Za-z0-9.-]', '_', weights_id)[:80]}.{file_format}"
 
 
+def id_in_name(path: Path) -> int:
+    """Give the id that a trajectory file's name tells."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, "named by file_name() or found by find_files()"
+    return int(match[1])
+
+
 def find_files(folder: Path) -> dict[tuple[int, str], Path]:
     """List the trajectory files of a folder: (id, format) -> path."""
     found = {}

@@ -14,7 +14,7 @@ import json
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from storage.checksums import crc32
 from storage.durable import existing_folder, replace_file
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
 
-from .files import FORMATS, TrajectoryBlock, find_files, read_trajectory
+from .files import FORMATS, TrajectoryBlock, find_files, id_in_name, read_trajectory
 from .rows import Rows, TrajectoryLayout, layout_of
 
 INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
@@ -80,6 +80,12 @@ class Entry:
         if min_weights_version is None:
             return True
         return self.weights_version is not None and self.weights_version >= min_weights_version
+
+    def as_filed(self) -> Entry:
+        """Give what the folder of its file says of it: under the id of the file, if this one has got another."""
+        assert self.path is not None
+        filed_id = id_in_name(self.path)
+        return self if filed_id == self.trajectory_id else replace(self, trajectory_id=filed_id)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -141,7 +147,7 @@ def check_json(info: Mapping[str, Any], where: str) -> None:
 def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
     """Read what a folder lists, oldest first; its `rank_<r>` folders, if it has no index of its own.
 
-    Entries without a file are skipped, with one warning. An id that occurs twice gets a new one.
+    Entries without a file are skipped, with one warning. An id that two ranks have gets a new one.
 
     Raises:
         MissingTrajectoriesError: There is no index.
@@ -173,7 +179,8 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
     is_ours = index.get("format") == _FORMAT
     summary = index.get("counters") if is_ours else _read_json(folder / METADATA_NAME, optional=True)
     try:
-        items, ids = index["trajectory_index"], [int(one) for one in index["trajectory_id_list"]]
+        items = index["trajectory_index"]
+        ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # whatever it names twice is one
         file_format = str(dict(summary or {}).get("trajectory_format", FORMATS[0]))
         counters = Counters(
             int(dict(summary or {}).get("seed", 0)),

@@ -1,0 +1,69 @@
+"""An id that two ranks have gets a new one, and what is saved then loads again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_data.trajectories.index import INDEX_NAME
+from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from tests.trajectory_replay.recorded import equal, trajectory
+
+
+def save_ranks(folder: Path, file_format: str) -> Path:
+    """Two ranks that have counted alike: ids 0 and 1 each, of the trajectories 0, 1 and 10, 11."""
+    for rank in range(2):
+        buffer = TrajectoryReplayBuffer(trajectory_format=file_format)
+        for one in range(2):
+            buffer.add(trajectory(10 * rank + one, 2 + rank, 2))
+        buffer.save_checkpoint(folder / f"rank_{rank}")
+    return folder
+
+
+def check(folder: Path, numbers: list[int], **options: Any) -> None:
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(folder, **options)
+    found = [buffer.get(one) for one in buffer.trajectory_ids]
+    assert len(found) == len(numbers)
+    assert all(equal(*pair) for pair in zip(found, [trajectory(one, 2 + one // 10, 2) for one in numbers], strict=True))
+
+
+@pytest.mark.parametrize("auto_save", [False, True])
+@pytest.mark.parametrize("file_format", ["h5", "pt"])
+def test_ranks_with_equal_ids_are_saved_and_loaded_again(tmp_path: Path, file_format: str, auto_save: bool) -> None:
+    saved = save_ranks(tmp_path / "ranks", file_format)
+    saving = {"auto_save": True, "auto_save_path": tmp_path / "auto"} if auto_save else {}
+    with TrajectoryReplayBuffer(**saving) as buffer:
+        buffer.load_checkpoint(saved)
+        assert buffer.trajectory_ids == [0, 1, 2, 3]
+        buffer.save_checkpoint(tmp_path / "again")
+    check(tmp_path / "again", [0, 1, 10, 11])
+    check(saved, [0, 1, 10, 11])
+
+
+@pytest.mark.parametrize("file_format", ["h5", "pt"])
+def test_an_index_names_a_file_that_got_another_id_as_it_is_named(tmp_path: Path, file_format: str) -> None:
+    saved = save_ranks(tmp_path, file_format)
+    options = {"auto_save": True, "auto_save_path": saved, "rank": 1, "world_size": 2}
+    with TrajectoryReplayBuffer(**options, trajectory_format=file_format) as buffer:
+        buffer.load_checkpoint(saved)
+        buffer.add(trajectory(12, 3, 2))
+    check(saved / "rank_1", [10, 11, 12])
+    check(saved, [0, 1, 10, 11, 12])
+
+
+def test_an_id_that_an_index_names_twice_is_one_trajectory(tmp_path: Path) -> None:
+    folder = save_ranks(tmp_path / "ranks", "h5") / "rank_0"
+    index = json.loads((folder / INDEX_NAME).read_text())
+    del index["crc32"]
+    index["trajectory_id_list"] += [0, 1]
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    options = {"auto_save": True, "auto_save_path": folder, "max_trajectories": 2}
+    with TrajectoryReplayBuffer(**options) as buffer:
+        buffer.load_checkpoint(folder)
+        assert buffer.trajectory_ids == [0, 1]
+        buffer.add(trajectory(2, 2, 2))
+    check(folder, [1, 2])
