@@ -179,11 +179,17 @@ def _load(
             _restore_rows(buffer, file, config, path)
         if (folder / FINALS_NAME).exists():
             with ColumnFile(folder / FINALS_NAME, separator) as file:
-                columns = {name: torch.cat([part.clone() for _, part in file.chunks(name)]) for name in file.names}
+                columns = {field.name: _column(file, field) for field in file.schema(1).values()}
             buffer._restore_finals(columns.pop(_FINAL_KEYS).squeeze(1), columns)
     if "generator" in config:
         restore_generator(buffer.generator, config["generator"])
     return buffer
+
+
+def _column(file: ColumnFile, field: Field) -> torch.Tensor:
+    """Read a dataset whole; none of its rows may be there."""
+    empty = torch.empty((0, *field.shape), dtype=field.torch_dtype)
+    return torch.cat([empty, *(part.clone() for _, part in file.chunks(field.name))])
 
 
 def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:

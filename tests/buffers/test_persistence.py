@@ -114,6 +114,25 @@ def test_a_ring_goes_on_where_it_was(tmp_path: Path) -> None:
     assert torch.equal(*full)
 
 
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_buffer_whose_final_rows_all_died_loads(tmp_path: Path, is_cleared: bool) -> None:
+    buffer = DictBuffer(capacity=4, end_key="done")
+    data = {"o": torch.arange(4.0).unsqueeze(1), "done": torch.tensor([[0], [1], [0], [0]])}
+    buffer.extend(data, final={"o": torch.full((4, 1), 9.0)})
+    if is_cleared:
+        buffer.clear()
+    later = {"o": torch.arange(4.0, 8.0).unsqueeze(1), "done": torch.zeros(4, 1, dtype=torch.int64)}
+    buffer.extend(later)
+    buffer.save(tmp_path / "b")
+    loaded = load_buffer(tmp_path / "b")
+    assert torch.equal(loaded.get_full_buffer("time")["o"], later["o"])
+    for each in (buffer, loaded):
+        each.extend(data, final={"o": torch.full((4, 1), -1.0)})
+        drawn = each.sample_transitions(200, next_keys=("o",))
+        is_end = drawn["o"] == 1
+        assert is_end.any() and (drawn["next"]["o"][is_end] == -1).all()
+
+
 def test_saving_twice_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     dict_buffer(3).save(tmp_path / "b")
     dict_buffer(9).save(tmp_path / "b")
