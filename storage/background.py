@@ -34,7 +34,8 @@ class BackgroundWorker:
         self.max_pending = max(1, int(max_pending))
         self.num_discarded = 0
         self._jobs: deque[_Job] = deque()
-        self._running = False
+        #: Jobs that were ever accepted, and those of them that were run or discarded; the same order for both.
+        self._num_accepted = self._num_ended = 0
         self._closed = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -44,7 +45,7 @@ class BackgroundWorker:
     def num_pending(self) -> int:
         """Jobs that were accepted and have not ended."""
         with self._changed:
-            return len(self._jobs) + self._running
+            return self._num_accepted - self._num_ended
 
     def submit(self, job: _Job) -> None:
         """Queue `job`; block while the queue is full; raise an earlier job's failure instead."""
@@ -56,6 +57,7 @@ class BackgroundWorker:
             if self._thread is None:
                 self._start()
             self._jobs.append(job)
+            self._num_accepted += 1
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -65,9 +67,10 @@ class BackgroundWorker:
                 self._raise_failure()
 
     def drain(self) -> None:
-        """Wait until every accepted job has ended; raise the failure of any."""
+        """Wait until every job accepted before this call has ended; raise the failure of any."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._jobs and not self._running)
+            num_accepted = self._num_accepted
+            self._changed.wait_for(lambda: self._num_ended >= num_accepted)
             self._raise_failure()
 
     def close(self) -> None:
@@ -99,7 +102,6 @@ class BackgroundWorker:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-                self._running = True
                 self._changed.notify_all()
             failure: BaseException | None = None
             try:
@@ -108,10 +110,11 @@ class BackgroundWorker:
                 failure = error
             del job
             with self._changed:
-                self._running = False
+                self._num_ended += 1
                 if failure is not None:
                     self._failure = self._failure or failure
                     self.num_discarded += len(self._jobs)
+                    self._num_ended += len(self._jobs)
                     self._jobs.clear()
                 self._changed.notify_all()
 

@@ -67,6 +67,7 @@ class _Task:
     path: Path
     level: int | None
     meta: bytes | None
+    number: int
     future: Future[Path] = field(default_factory=Future)
 
 
@@ -99,8 +100,9 @@ class AsyncCheckpointSaver:
         # Memory of earlier copies is used again: fresh memory would make copying several times slower.
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
         self._tasks: deque[_Task] = deque()
-        #: Not ended: waiting, being copied or being written.
-        self._num_pending = 0
+        self._num_accepted = 0
+        #: Numbers of those that have not ended: waiting, being copied or being written.
+        self._pending: set[int] = set()
         self._is_closed = False
         self._failure: CheckpointError | None = None
         self._changed = threading.Condition()
@@ -121,7 +123,7 @@ class AsyncCheckpointSaver:
     @property
     def num_pending(self) -> int:
         """Checkpoints that were accepted and have not ended."""
-        return self._num_pending
+        return len(self._pending)
 
     def save_async(
         self, obj: Any, path: str | os.PathLike[str], compress: bool = False, level: int = 0, meta: Any = None
@@ -152,11 +154,11 @@ class AsyncCheckpointSaver:
         text = None if meta is None else _to_json(meta, target)
         if compress:
             target = target.with_name(target.name + SUFFIX)
-        self._take_place(target)
+        number = self._take_place(target)
         task = None
         try:
             with self._monitor.timer("checkpoint/copy"):
-                task = _Task(copy_object(obj, self._pool), target, level if compress else None, text)
+                task = _Task(copy_object(obj, self._pool), target, level if compress else None, text, number)
             if compress:
                 self._compression.submit(_nothing)  # starts the thread: while the interpreter exits none can be
             with self._changed:
@@ -166,12 +168,12 @@ class AsyncCheckpointSaver:
             with self._changed:
                 if task is not None and task in self._tasks:
                     self._tasks.remove(task)
-            self._end_one(None)
+            self._end_one(number, None)
             raise
         return task.future
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until everything accepted is written.
+        """Wait until everything accepted before this call is written.
 
         Args:
             timeout: Seconds to wait at most; None for as long as it takes.
@@ -181,8 +183,9 @@ class AsyncCheckpointSaver:
             CheckpointError: A save failed.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._num_pending, timeout):
-                got = f"{self._num_pending} not written yet"
+            own = self._pending.copy()
+            if not self._changed.wait_for(lambda: own.isdisjoint(self._pending), timeout):
+                got = f"{len(own & self._pending)} not written yet"
                 raise WaitTimeoutError("wait for checkpoints", "", f"all of them within {timeout} s", got)
             self._raise_failure()
 
@@ -200,7 +203,7 @@ class AsyncCheckpointSaver:
             self._changed.notify_all()
         if wait:
             with self._changed:
-                self._changed.wait_for(lambda: not self._num_pending)
+                self._changed.wait_for(lambda: not self._pending)
             self._worker.close()
             self._compression.close()
             self._pool.clear()
@@ -208,22 +211,26 @@ class AsyncCheckpointSaver:
         with self._changed:
             self._raise_failure()
 
-    def _take_place(self, target: Path) -> None:
+    def _take_place(self, target: Path) -> int:
+        """Wait until one more may be saved; give its number."""
         with self._changed:
             self._check(target)
             # One is being written and does not wait.
-            while self._num_pending > self.max_queue_size:
+            while len(self._pending) > self.max_queue_size:
                 if self.on_full == "raise":
                     expected = f"at most {self.max_queue_size} waiting"
                     raise QueueFullError("save the checkpoint", repr(str(target)), expected, "as many already")
                 if self.on_full == "drop_oldest" and self._tasks:
-                    self._tasks.popleft().future.cancel()
+                    dropped = self._tasks.popleft()
+                    dropped.future.cancel()
                     self.num_dropped += 1
-                    self._num_pending -= 1
+                    self._pending.discard(dropped.number)
                 else:
                     self._changed.wait()
                     self._check(target)
-            self._num_pending += 1
+            self._num_accepted += 1
+            self._pending.add(self._num_accepted)
+            return self._num_accepted
 
     def _check(self, target: Path) -> None:
         if self._is_closed:
@@ -235,9 +242,9 @@ class AsyncCheckpointSaver:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _end_one(self, failure: CheckpointError | None) -> None:
+    def _end_one(self, number: int, failure: CheckpointError | None) -> None:
         with self._changed:
-            self._num_pending -= 1
+            self._pending.discard(number)
             self._failure = self._failure or failure
             self._changed.notify_all()
 
@@ -260,7 +267,7 @@ class AsyncCheckpointSaver:
             failure = CheckpointError("save the checkpoint", repr(str(task.path)), "", got)
             failure.__cause__ = cause
             task.future.set_exception(failure)
-        self._end_one(failure)
+        self._end_one(task.number, failure)
 
 
 _open_savers: weakref.WeakSet[AsyncCheckpointSaver] = weakref.WeakSet()

@@ -252,6 +252,72 @@ def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gat
         assert future.done()
 
 
+def waits_at(condition: threading.Condition, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Give what is set when somebody who holds the condition's lock begins to wait."""
+    real, begun = condition.wait_for, threading.Event()
+
+    def wait_for(*arguments: Any) -> bool:
+        begun.set()
+        return real(*arguments)
+
+    monkeypatch.setattr(condition, "wait_for", wait_for)
+    return begun
+
+
+def test_wait_returns_although_another_thread_goes_on_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = {"0.pt": threading.Event(), "1.pt": threading.Event()}
+    monkeypatch.setattr(storage.checkpoint, "write_checkpoint", lambda _, path, *rest: gates[path.name].wait(60))
+    with AsyncCheckpointSaver(max_queue_size=9) as saver:
+        saver.save_async(state_of(0), tmp_path / "0.pt")
+        begun = waits_at(saver._changed, monkeypatch)
+        waiting = threading.Thread(target=saver.wait)
+        waiting.start()
+        assert begun.wait(20)
+        later = saver.save_async(state_of(1), tmp_path / "1.pt")
+        waiting.join(0.05)
+        assert waiting.is_alive()
+        gates["0.pt"].set()
+        waiting.join(20)
+        has_returned = not waiting.is_alive() and not later.done() and saver.num_pending == 1
+        gates["1.pt"].set()
+    assert has_returned and later.done()
+
+
+def test_a_worker_is_drained_although_jobs_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, gates, started = BackgroundWorker("test", 9), [threading.Event() for _ in range(2)], threading.Event()
+    worker.submit(lambda: started.set() or gates[0].wait(60))
+    assert started.wait(20)
+    begun = waits_at(worker._changed, monkeypatch)
+    draining = threading.Thread(target=worker.drain)
+    draining.start()
+    assert begun.wait(20)
+    worker.submit(lambda: gates[1].wait(60))
+    draining.join(0.05)
+    assert draining.is_alive()
+    gates[0].set()
+    draining.join(20)
+    has_returned = not draining.is_alive() and worker.num_pending == 1
+    gates[1].set()
+    worker.close()
+    assert has_returned and worker.num_pending == 0
+
+
+def test_a_worker_whose_jobs_are_discarded_is_drained() -> None:
+    worker, gate = BackgroundWorker("test", max_pending=9), threading.Event()
+
+    def fail() -> None:
+        assert gate.wait(20)
+        raise KeyError("mine")
+
+    worker.submit(fail)
+    worker.submit(lambda: gate.wait(20))
+    gate.set()
+    with pytest.raises(BackgroundError, match="mine"):
+        worker.drain()
+    assert worker.num_discarded == 1 and worker.num_pending == 0
+    worker.close()
+
+
 def test_a_refused_call_leaves_no_place_taken(tmp_path: Path) -> None:
     with AsyncCheckpointSaver(max_queue_size=1, on_full="raise") as saver:
         for _ in range(5):
