@@ -86,8 +86,8 @@ class DictBuffer(RingBuffer):
 
         Args:
             batch_size: How many.
-            request: What of them; `options` are its fields: `next_keys`, `num_steps`, `num_frames`,
-                `at_end`, ... (see `TransitionRequest`).
+            request: What of them; instead, `options` are its fields: `next_keys`, `num_steps`,
+                `num_frames`, `at_end`, ... (see `TransitionRequest`).
 
         Returns:
             Every field `[batch_size, *event]` of the first row, `next` with the fields of `next_keys`
@@ -97,6 +97,8 @@ class DictBuffer(RingBuffer):
             UsageError: The buffer was created without `end_key`, or no transition is complete.
         """
         check_batch_size(batch_size)
+        if request is not None and options:
+            raise UsageError("sample transitions", "", "a request or options", f"both, {', '.join(options)}")
         with self._lock:
             ring = self._filled("sample transitions")
             if self._boundaries is None:

@@ -39,6 +39,7 @@ DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
 MAX_DIMENSIONS = 30
 #: What memory and files may declare: the description of a block has room for a quarter of it.
 MAX_FIELDS = 4096
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _NAME_OF_TORCH = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()}
 _NAME_OF_NUMPY = {numpy_dtype: name for name, (_, numpy_dtype) in DTYPES.items() if name != "bfloat16"}
 
@@ -56,6 +57,12 @@ def dtype_name(dtype: Any, where: str = "") -> str:
     if name is None:
         raise FieldTypeError("store the dtype", where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first")
     return name
+
+
+def signed(tensor: torch.Tensor) -> torch.Tensor:
+    """View unsigned integers of several bytes as signed ones: torch can set some elements of those only."""
+    dtype = _SIGNED.get(tensor.dtype)
+    return tensor if dtype is None else tensor.view(dtype)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ def names_below(schema: Mapping[str, Any], key: Key, action: str) -> list[str]:
 
 def leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Walk a record: flat names and leaves, in order. Leaves are not copied."""
+    if not hasattr(record, "items"):
+        raise SchemaError(_ACTION, "", "a nested mapping of tensors", type(record).__name__)
     for key, value in record.items():
         if not isinstance(key, str) or not key or "/" in key:
             raise SchemaError("name a leaf", f"under {prefix or 'the top'!r}", "a non-empty str without '/'", repr(key))
@@ -175,7 +177,7 @@ class RecordReader:
         if self.has_lane_axis and num_lanes == 1:
             return [array[:, 0] for array in found]
         if num_lanes > 1 and not self.has_lane_axis:
-            return [array.reshape(-1, num_lanes, *array.shape[1:]) for array in found]
+            return [array.reshape(len(array) // num_lanes, num_lanes, *array.shape[1:]) for array in found]
         return found
 
     def _shapes_with(self, lead: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], Any]]:
@@ -199,8 +201,6 @@ class RecordReader:
         Raises:
             MissingFieldError, SchemaError, FieldTypeError: Naming the first leaf that does not fit.
         """
-        if not hasattr(record, "items"):
-            raise SchemaError(_ACTION, "", "a nested mapping of tensors", type(record).__name__)
         flat = {name: self._tensor(name, value) for name, value in leaves(record)}
         if not flat:
             return None
@@ -223,10 +223,7 @@ class RecordReader:
             except (TypeError, ValueError, RuntimeError) as cause:
                 got = type(value).__name__
                 raise FieldTypeError(_ACTION, f"with {name!r}", "a tensor or an array", got) from cause
-        found: torch.Tensor = value.detach()
-        if found.layout is not torch.strided or found.device.type == "meta":
-            got = f"{found.layout} on {found.device}"
-            raise FieldTypeError(_ACTION, f"with {name!r}", "a dense tensor", got)
+        found = dense(name, value, _ACTION)
         if self.narrow and found.dtype == torch.float64:
             found = found.to(torch.float32)
         return found
@@ -246,7 +243,7 @@ class RecordReader:
         lanes = self.num_lanes or 1
         if len(value) % lanes:
             raise SchemaError(_ACTION, f"with {name!r}", f"a multiple of {lanes} envs", f"{len(value)} rows")
-        return value.unsqueeze(1) if lanes == 1 else value.reshape(-1, lanes, *value.shape[1:])
+        return value.unsqueeze(1) if lanes == 1 else value.reshape(len(value) // lanes, lanes, *value.shape[1:])
 
     def _check_lead(self, shaped: Mapping[str, torch.Tensor]) -> None:
         (first, like), *others = shaped.items()
@@ -258,6 +255,16 @@ class RecordReader:
             raise SchemaError(_ACTION, f"with {first!r}", f"{self.num_lanes} lanes", str(like.shape[1]))
         if like.shape[1] < 1:
             raise SchemaError(_ACTION, f"with {first!r}", "at least one lane", "0")
+
+
+def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
+    """Give a leaf as bytes in memory say it, without gradients; `FieldTypeError` if they do not say it alone."""
+    if value.layout is not torch.strided or value.device.type == "meta" or value.is_quantized:
+        got = f"{value.layout}{' quantized' if value.is_quantized else ''} on {value.device}"
+        raise FieldTypeError(action, f"with {name!r}", "a dense tensor", got)
+    # Of x.conj() and its imaginary part memory holds another number, and a flag.
+    found: torch.Tensor = value.detach().resolve_conj().resolve_neg()
+    return found
 
 
 def declare(name: str, value: torch.Tensor) -> Field:

@@ -15,7 +15,8 @@ from .buffer_files import can_load
 from .dict_buffer import DictBuffer
 from .end_flags import Places
 from .errors import SchemaError, UsageError
-from .fields import Schema
+from .fields import Schema, signed
+from .final_rows import FinalRows
 from .records import Key, is_count, names_below, normal
 from .ring import RingStore
 from .row_cut import RowCut, Target
@@ -82,6 +83,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         if options.get("num_envs", 1) != 1:
             raise UsageError("create a buffer", "", "n_dim=2 for several environments", "num_envs")
         check_length(seq_length)
+        if is_count(capacity) and seq_length > capacity:
+            raise UsageError("create a buffer", "", f"a seq_length of at most capacity, {capacity}", str(seq_length))
         self.n_dim = n_dim
         self._has_lane_axis = n_dim == 2
         self.seq_length = int(seq_length)
@@ -121,10 +124,17 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
     @torch.no_grad()
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
-        """Give every row that has a next one in its trajectory, as `sample` gives windows of one row.
+        """Give every row that is followed by another of its trajectory, and that one, as `sample` gives windows.
 
-        Rows come lane by lane, oldest first. (`DictBuffer.get_full_buffer(buffer)` gives all slots.)
+        Rows come lane by lane, oldest first, whatever the order asked for. (`DictBuffer.get_full_buffer(buffer)`
+        gives all slots.)
+
+        Raises:
+            UsageError: Another order than "ring" and "time", or `copy=False`, which cannot be.
         """
+        if order not in ("ring", "time") or not copy:
+            expected = "order 'ring' or 'time', and copy=True"
+            raise UsageError("get the full buffer", "", expected, f"{order!r} and copy={copy}")
         with self._lock:
             if self._ring is None or self._boundaries is None:
                 return {}
@@ -164,11 +174,10 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         boundaries = self._boundaries
         assert boundaries is not None
         offset = 1 if self.output_key_tp1 else 0
-        goes_to_ends = (
-            bool(offset) and self.start_mode == "uniform" and (self.at_end == "mark" or self._finals is not None)
-        )
+        goes_to_ends = self._goes_to_ends
         if self.start_mode == "trajectory":
-            drawn = boundaries.draw_by_trajectory(num_windows, length + offset, self.generator)
+            goes_on = self._may_go_on if goes_to_ends else None
+            drawn = boundaries.draw_by_trajectory(num_windows, length + offset, self.generator, goes_on)
         elif goes_to_ends:
             drawn = boundaries.draw(num_windows, length, self.generator, self._rule_to_ends(length))
             offset = 0
@@ -182,6 +191,29 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             raise _no_window(length, offset)
         lane, last = drawn
         return unflatten(self._gather(ring, lane, last - offset, length, goes_to_ends))
+
+    @property
+    def _goes_to_ends(self) -> bool:
+        """Whether windows may end where their trajectory does."""
+        return bool(self.output_key_tp1) and (self.at_end == "mark" or self._known_finals is not None)
+
+    @property
+    def _known_finals(self) -> FinalRows | None:
+        """The final rows, if they hold all that is given one row later."""
+        ring, finals = self._ring, self._finals
+        if ring is None or finals is None:
+            return None
+        names = (name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION))
+        return finals if all(name in finals.schema for name in names) else None
+
+    def _may_go_on(self, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Say of ended trajectories, by their last row, whether windows may end with it."""
+        finals = self._known_finals
+        return (
+            torch.ones_like(lane, dtype=torch.bool)
+            if self.at_end == "mark" or finals is None
+            else finals.find(lane, last)[0]
+        )
 
     def _gather(
         self, ring: RingStore, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
@@ -200,24 +232,20 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
     def _rule_to_ends(self, length: int) -> Any:
         """Say which windows are inside a trajectory and have a next row, a final one, or are to be marked."""
-        ring, boundaries, finals = self._ring, self._boundaries, self._finals
+        ring, boundaries = self._ring, self._boundaries
         assert ring is not None and boundaries is not None
         is_inside = boundaries.rule(length)
 
         def is_valid(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
             ended = boundaries.ended(lane, last)
-            follows = ~ended & (last + 1 < ring.total)
-            if self.at_end == "mark":
-                follows |= ended
-            elif finals is not None:
-                follows |= ended & finals.find(lane, last)[0]
+            follows = (~ended & (last + 1 < ring.total)) | (ended & self._may_go_on(lane, last))
             return is_inside(lane, last) & follows
 
         return is_valid
 
     def _put_finals(self, later: dict[str, torch.Tensor], lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Put the final observation, or else the last row, behind ended trajectories; tell which are known."""
-        ring, boundaries, finals = self._ring, self._boundaries, self._finals
+        ring, boundaries, finals = self._ring, self._boundaries, self._known_finals
         assert ring is not None and boundaries is not None
         ended = boundaries.ended(lane, last)
         is_known = ~ended
@@ -225,11 +253,11 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             has_final, at = finals.find(lane, last)
             is_known |= has_final
         for name in later:
-            fits = finals is not None and name in finals.schema
             own = ring.column(name).index_select(0, ring.place(lane[ended], last[ended]))
-            if finals is not None and fits:
-                own[has_final[ended]] = finals.take(name, at[ended & has_final])
-            later[name].view(len(lane), -1, *later[name].shape[1:])[ended, -1] = own
+            if finals is not None:
+                signed(own)[has_final[ended]] = signed(finals.take(name, at[ended & has_final]))
+            rows = signed(later[name])
+            rows.view(len(lane), len(rows) // len(lane), *rows.shape[1:])[ended, -1] = signed(own)
         return is_known
 
 

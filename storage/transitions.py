@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .errors import FieldTypeError, UsageError
+from .fields import signed
 from .final_rows import FinalRows
 from .records import Key, is_count, names_below
 from .ring import RingStore
@@ -80,7 +81,8 @@ class TransitionSampler:
     ) -> None:
         self._ring, self._boundaries, self._request = ring, boundaries, request
         self._given_finals = finals
-        self._next_names = [name for key in request.next_keys for name in names_below(ring.schema, key, _ACTION)]
+        names = (name for key in request.next_keys for name in names_below(ring.schema, key, _ACTION))
+        self._next_names = list(dict.fromkeys(names))
         has_all = finals is not None and all(name in finals.schema for name in self._next_names)
         self._finals = finals if has_all else None
         self._end_names = end_names
@@ -222,8 +224,8 @@ class TransitionSampler:
         for name, leaf in following.items():
             own = self._ring.column(name).index_select(0, places)
             if self._finals is not None:
-                own[is_known] = self._finals.take(name, at[is_known])
-            leaf[rows] = own
+                signed(own)[is_known] = signed(self._finals.take(name, at[is_known]))
+            signed(leaf)[rows] = signed(own)
 
     def _stack(
         self,

@@ -211,13 +211,17 @@ class Boundaries:
         return (index if num_valid == size else index[is_valid != 0])[:num_draws]
 
     def draw_by_trajectory(
-        self, num_draws: int, length: int, generator: torch.Generator
+        self, num_draws: int, length: int, generator: torch.Generator, goes_on: Rule | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Draw a trajectory uniformly, over those whose live part has `length` rows, then a window of it uniformly."""
+        """Draw a trajectory uniformly, over those whose live part has `length` rows, then a window of it uniformly.
+
+        `goes_on` says of which ended trajectories windows may reach one row beyond the last, as if there was one.
+        """
         assert self.segments is not None, "created with keeps_segments=True"
         lane, last, age = self.segments.listed()
         oldest, total = self.ring.oldest, self.ring.total
         num_ended = len(lane)
+        beyond = torch.zeros_like(lane) if goes_on is None or not num_ended else goes_on(lane, last).long()
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             if not num_ended:
@@ -229,7 +233,8 @@ class Boundaries:
             its_lane = torch.where(is_open, of_lane, lane[place])
             its_last = torch.where(is_open, total - 1, last[place])
             num_rows = torch.where(is_open, self.next_ages[of_lane].long(), age[place])
-            return its_lane, its_last, torch.minimum(num_rows, its_last - oldest + 1)
+            more = torch.where(is_open, 0, beyond[place])
+            return its_lane, its_last + more, torch.minimum(num_rows, its_last - oldest + 1) + more
 
         def is_long_enough(candidate: torch.Tensor) -> torch.Tensor:
             return decode(candidate)[2] >= length

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import FieldTypeError, SchemaError
 from ..fields import Field, Schema
-from ..records import make_field
+from ..records import dense, make_field
 from ..ring import RingStore
 from ..stream_order import StreamOrder
 from ..tree import check_same_names, unflatten
@@ -254,10 +254,7 @@ def _tensor(name: str, leaf: Any) -> torch.Tensor:
         array: npt.NDArray[Any] = np.asarray(leaf)
         array = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
         leaf = torch.as_tensor(array)
-    found: torch.Tensor = leaf.detach()
-    if found.layout is not torch.strided or found.device.type == "meta" or found.is_quantized:
-        raise FieldTypeError(_ACTION, f"with {name!r}", "a dense tensor", f"{found.layout} on {found.device}")
-    return found
+    return dense(name, leaf, _ACTION)
 
 
 def _stack(field: Field, leaves: list[Any]) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import DictBuffer, TrajectoryDictBufferMultiDim, UsageError
+from storage import DictBuffer, TrajectoryDictBufferMultiDim, TransitionRequest, UsageError
 
 GAMMA = 0.9
 FINAL = 1_000_000
@@ -179,6 +179,74 @@ def test_windows_reach_the_end_of_a_trajectory_with_final_observations(at_end: s
     if at_end == "mark":
         marked = ~batch["next_valid"].view(-1, 3)
         assert set(first[:, 2][marked[:, 2]].tolist()) == {14.0, 19.0} and not marked[:, :2].any()
+
+
+@pytest.mark.parametrize("at_end", ["exclude", "mark"])
+@pytest.mark.parametrize("start_mode", ["uniform", "trajectory"])
+def test_final_observations_of_some_next_keys_are_none(start_mode: str, at_end: str) -> None:
+    keys = ["observation", "privileged"]
+    buffer = TrajectoryDictBufferMultiDim(
+        capacity=20, at_end=at_end, start_mode=start_mode, output_key_t=keys, output_key_tp1=keys, generator=0
+    )
+    row = torch.arange(6.0).view(6, 1)
+    ends = (torch.arange(6) % 3 == 2).view(6, 1)
+    buffer.extend({"observation": row, "privileged": row * 10, "done": ends}, final={"observation": row + 0.5})
+    batch = buffer.sample(600)
+    reached = set(batch["observation"].flatten().int().tolist())
+    assert reached == ({0, 1, 3, 4} if at_end == "exclude" else set(range(6)))
+    if at_end == "mark":
+        assert set(batch["observation"][~batch["next_valid"]].tolist()) == {2.0, 5.0}
+
+
+@pytest.mark.parametrize("kind", ["final", "mark"])
+def test_windows_by_trajectory_reach_ends_that_are_known_or_marked(kind: str) -> None:
+    buffer = TrajectoryDictBufferMultiDim(
+        capacity=40, start_mode="trajectory", at_end="mark" if kind == "mark" else "exclude", generator=0
+    )
+    lengths, row = (3, 5, 4, 2), torch.arange(17.0).view(17, 1)  # and three rows in progress
+    ends = torch.isin(torch.arange(17), torch.tensor(lengths).cumsum(0) - 1).view(17, 1)
+    buffer.extend({"observation": row, "done": ends}, final={"observation": -row} if kind == "final" else None)
+    batch = buffer.sample(3 * 30_000, 3)
+    first = batch["observation"].view(-1, 3)[:, 0].int()
+    # Three trajectories have a window, one each of 1, 3 and 2 places; that in progress ends with a row of no next.
+    share = {0: 1 / 3, 3: 1 / 9, 4: 1 / 9, 5: 1 / 9, 8: 1 / 6, 9: 1 / 6}
+    counts = torch.bincount(first, minlength=17)
+    expected = torch.zeros(17, dtype=torch.float64)
+    expected[list(share)] = torch.tensor(list(share.values()), dtype=torch.float64) * 30_000
+    assert counts[expected == 0].sum() == 0
+    wanted = expected > 0
+    assert float(((counts - expected)[wanted] ** 2 / expected[wanted]).sum()) < 20.5  # chi-square at 0.1 %, 5 degrees
+    at_ends = batch["observation"].view(-1, 3)[:, 2:] == torch.tensor([[2.0, 7.0, 11.0]])
+    last_next = batch["next"]["observation"].view(-1, 3)[:, 2]
+    sign = -1 if kind == "final" else 1
+    assert (last_next[at_ends.any(1)] == sign * batch["observation"].view(-1, 3)[at_ends.any(1), 2]).all()
+    if kind == "mark":
+        assert torch.equal(~batch["next_valid"].view(-1, 3)[:, 2], at_ends.any(1))
+
+
+def test_a_request_and_options_are_not_given_together() -> None:
+    buffer = DictBuffer(capacity=3, end_key="done")
+    buffer.extend({"observation": torch.zeros(2, 1), "done": torch.zeros(2, 1)})
+    with pytest.raises(UsageError, match="expected a request or options, got both, gamma, nonsense"):
+        buffer.sample_transitions(2, TransitionRequest(), gamma=0.5, nonsense=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("at_end", ["exclude", "mark"])
+def test_unsigned_observations_reach_ends(dtype: torch.dtype, at_end: str) -> None:
+    row = torch.arange(6).view(6, 1)
+    record = {"observation": row.to(dtype), "done": row % 3 == 2}
+    final = {"observation": (row + 60).to(dtype)}
+    buffer = DictBuffer(capacity=8, end_key="done", generator=0)
+    windows = TrajectoryDictBufferMultiDim(capacity=8, at_end=at_end, generator=0)
+    for one in (buffer, windows):
+        one.extend(record, final=final)
+    for batch in (buffer.sample_transitions(200, at_end=at_end), windows.sample(200)):
+        own, later = batch["observation"].long(), batch["next"]["observation"].long()
+        assert batch["next"]["observation"].dtype is dtype and set(own.flatten().tolist()) == set(range(6))
+        assert torch.equal(later, torch.where(own % 3 == 2, own + 60, own + 1))
+    stacked = buffer.sample_transitions(50, num_frames=2, next_keys=("observation", ("observation",)))
+    assert stacked["next"]["observation"].shape == (50, 2, 1)
 
 
 def test_transitions_need_to_know_what_ends_them() -> None:

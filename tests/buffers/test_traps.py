@@ -14,10 +14,13 @@ import torch
 from rollout_data import load_expert_trajectories
 from storage import (
     DictBuffer,
+    FieldTypeError,
+    NaiveReplayBuffer,
     RolloutDataError,
     SchemaError,
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
+    UsageError,
     ZBuffer,
     load_buffer,
 )
@@ -323,3 +326,49 @@ def test_warnings_are_ours() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert issubclass(SchemaError, RolloutDataError)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_leaves_that_memory_does_not_say_alone_are_resolved_or_refused() -> None:
+    buffer = DictBuffer(capacity=8, end_key="done")
+    done = torch.zeros(2, 1)
+    value = torch.tensor([[1 + 2j], [3 - 4j]], dtype=torch.complex64)
+    buffer.extend({"x": value.conj(), "y": value.conj().imag, "done": done})
+    assert torch.equal(buffer.storage["x"][:2], torch.conj_physical(value))
+    assert buffer.storage["y"][:2].flatten().tolist() == [-2.0, 4.0]
+    quantized = torch.quantize_per_tensor(torch.ones(2, 1), 0.1, 0, torch.quint8)
+    with pytest.raises(FieldTypeError, match=r"with 'y': expected a dense tensor, got torch.strided quantized"):
+        buffer.extend({"x": value, "y": quantized, "done": torch.ones(2, 1)})
+    assert len(buffer) == 2 and buffer._boundaries.next_ages.tolist() == [2]
+    items = NaiveReplayBuffer(4)
+    items.push({"x": value[0].conj()})
+    assert items.sample(1)[0]["x"].item() == 1 - 2j
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_a_leaf_without_elements_is_kept(num_envs: int) -> None:
+    buffer = DictBuffer(capacity=8, num_envs=num_envs, end_key="done", generator=0)
+    rows = {"x": torch.ones(4, 3), "none": torch.ones(4, 0), "done": torch.tensor([[0], [0], [1], [1]])}
+    for _ in range(2):
+        buffer.extend(rows, final={"none": torch.ones(4, 0), "x": torch.zeros(4, 3)})
+    assert buffer.sample_transitions(5, next_keys=("x", "none"))["next"]["none"].shape == (5, 0)
+    windows = TrajectoryDictBufferMultiDim(
+        capacity=8, output_key_t=["none"], output_key_tp1=["none"], end_key="done", generator=0
+    )
+    windows.extend(rows, final={"none": torch.ones(4, 0)})
+    assert windows.sample(4, 2)["next"]["none"].shape == (4, 0)
+
+
+def test_windows_longer_than_the_ring_and_impossible_orders_are_refused() -> None:
+    with pytest.raises(UsageError, match="a seq_length of at most capacity, 5, got 8"):
+        TrajectoryDictBufferMultiDim(capacity=5, seq_length=8)
+    buffer = TrajectoryDictBufferMultiDim(capacity=5, seq_length=2)
+    for options in ({"order": "nonsense"}, {"copy": False}):
+        with pytest.raises(UsageError, match="order 'ring' or 'time', and copy=True"):
+            buffer.get_full_buffer(**options)
+
+
+def test_final_rows_that_are_no_mapping_are_refused_by_name() -> None:
+    buffer = DictBuffer(capacity=5, end_key="done")
+    with pytest.raises(SchemaError, match="expected a nested mapping of tensors, got Tensor"):
+        buffer.extend({"x": torch.ones(1, 1), "done": torch.ones(1, 1)}, final=torch.ones(1, 1))
