@@ -131,9 +131,7 @@ def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separ
         "_idx": buffer._idx,
         "_is_full": buffer._is_full,
         "generator": random_state(buffer.generator),
-        "total": 0 if ring is None else ring.total,
-        "accepted_share": buffer._accepted_share(),
-        "num_lanes": None if ring is None else ring.num_lanes,
+        **buffer._counters(),
         **buffer._config(),
     }
     with replace_folder(folder, OWN_NAMES) as new:
@@ -232,8 +230,7 @@ def _restore_rows(buffer: RingBuffer, file: ColumnFile, config: Mapping[str, Any
         for first, part in file.rows():
             yield first, {name: rows if num_lead == 2 else rows.unsqueeze(1) for name, rows in part.items()}
 
-    share = float(config.get("accepted_share", 1.0))
-    buffer._restore(file.schema(num_lead), num_lanes, total, share, parts())
+    buffer._restore(file.schema(num_lead), num_lanes, total, config, parts())
 
 
 def _total(config: Mapping[str, Any], live: int, num_slots: int, rows_per_slot: int, where: str) -> int:
@@ -250,6 +247,15 @@ def _total(config: Mapping[str, Any], live: int, num_slots: int, rows_per_slot: 
     if total % num_slots != cursor or min(total, num_slots) != live:
         raise SchemaError("load", where, f"a total that fits {live} rows and slot {cursor}", str(total))
     return total
+
+
+def oldest_ages(counters: Mapping[str, Any], num_lanes: int, most: int) -> torch.Tensor:
+    """Give the ages of each lane's oldest row; in saves without them it begins its trajectory."""
+    ages = torch.tensor(counters.get("oldest_ages", [0] * num_lanes))
+    if ages.dtype is not torch.int64 or ages.shape != (num_lanes,) or not bool(((ages >= 0) & (ages <= most)).all()):
+        expected = f"oldest_ages of {num_lanes} lanes, 0 to {most}"
+        raise SchemaError("load a state", "", expected, repr(counters["oldest_ages"])[:100])
+    return ages
 
 
 def _write_finals(

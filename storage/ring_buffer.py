@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy.typing as npt
 import torch
 
-from .buffer_files import all_or_nothing, load_buffer_folder, save_buffer_folder
+from .buffer_files import all_or_nothing, load_buffer_folder, oldest_ages, save_buffer_folder
 from .end_flags import Places, array_ends, end_places, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
@@ -166,9 +166,7 @@ class RingBuffer:
         with self._lock:
             state: dict[str, Any] = {"config": self._config(), "generator": self.generator.get_state().clone()}
             if self._ring is not None:
-                state["total"] = self._ring.total
-                state["accepted_share"] = self._accepted_share()
-                state["num_lanes"] = self._ring.num_lanes
+                state.update(self._counters())
                 state["columns"] = self._ring.copy_slots(0, self._ring.num_live)
                 if self._finals is not None:
                     state["final_keys"], state["final_columns"] = self._finals.live()
@@ -199,7 +197,7 @@ class RingBuffer:
                     expected = f"{lead[0]} rows of {lead[1]} lanes"
                     raise SchemaError("load a state", f"with {name!r}", expected, f"shape {list(leaf.shape)}")
             schema = Schema(declare(name, leaf) for name, leaf in columns.items())
-            self._restore(schema, num_lanes, total, float(state["accepted_share"]), [(0, columns)])
+            self._restore(schema, num_lanes, total, state, [(0, columns)])
             if "final_keys" in state:
                 self._restore_finals(state["final_keys"], state["final_columns"])
 
@@ -332,15 +330,27 @@ class RingBuffer:
             raise BufferEmptyError(action, f"from a {type(self).__name__}", "rows", "none", "Call extend() first")
         return self._ring
 
-    def _accepted_share(self) -> float:
-        return 1.0 if self._boundaries is None else self._boundaries.rejection.share
+    def _counters(self) -> dict[str, Any]:
+        """Give what the rows themselves do not say, as JSON."""
+        ring, boundaries = self._ring, self._boundaries
+        found: dict[str, Any] = {
+            "total": 0 if ring is None else ring.total,
+            "accepted_share": 1.0 if boundaries is None else boundaries.rejection.share,
+            "num_lanes": None if ring is None else ring.num_lanes,
+        }
+        if ring is not None and boundaries is not None:
+            lanes = torch.arange(ring.num_lanes, device=ring.device)
+            # Where the oldest row stands in its trajectory, whose first rows may be gone; more than a ring is as much.
+            ages = boundaries.age(lanes, torch.full_like(lanes, ring.oldest)).clamp(max=ring.num_slots)
+            found["oldest_ages"] = ages.tolist()
+        return found
 
     def _restore(
         self,
         schema: Schema,
         num_lanes: int,
         total: int,
-        share: float,
+        counters: Mapping[str, Any],
         parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]],
     ) -> None:
         """Fill a new ring with rows as they lay, `[slots, lanes, *event]`, and find where trajectories end."""
@@ -352,8 +362,9 @@ class RingBuffer:
         ring.total = total
         if boundaries is None:
             return
-        boundaries.rejection.share = share
         live, oldest = ring.num_live, ring.oldest
+        boundaries.rejection.share = float(counters.get("accepted_share", 1.0))
+        boundaries.next_ages.copy_(oldest_ages(counters, num_lanes, min(oldest, ring.num_slots)))
         columns = [ring.slots_view(name)[:live] for name in ring.schema]
         ends = tensor_ends(columns, self._end_places, num_lanes)
         ring.total = oldest

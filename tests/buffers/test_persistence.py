@@ -133,6 +133,42 @@ def test_a_buffer_whose_final_rows_all_died_loads(tmp_path: Path, is_cleared: bo
         assert is_end.any() and (drawn["next"]["o"][is_end] == -1).all()
 
 
+@pytest.mark.parametrize("num_rows", [3, 6, 11])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_frames_are_stacked_as_before_where_the_ring_cut_a_trajectory(
+    tmp_path: Path, num_envs: int, num_rows: int
+) -> None:
+    def filled() -> DictBuffer:
+        buffer = DictBuffer(capacity=4 * num_envs, num_envs=num_envs, end_key="done", generator=0)
+        ends = torch.zeros(num_rows, num_envs, 1)
+        ends[1::4, 0] = 1  # one lane is cut elsewhere than the other
+        data = {"o": torch.arange(float(num_rows * num_envs)).view(num_rows, num_envs, 1), "done": ends}
+        buffer.extend({name: leaf.flatten(0, 1) for name, leaf in data.items()})
+        return buffer
+
+    def stacks(buffer: DictBuffer) -> set[tuple[float, ...]]:
+        drawn = buffer.sample_transitions(300, next_keys=("o",), num_frames=2, at_end="mark")
+        return {tuple(frames.flatten().tolist()) for frames in drawn["o"]}
+
+    buffer, restored = filled(), filled()
+    buffer.save(tmp_path / "b")
+    restored.load_state_dict(buffer.state_dict())
+    expected = stacks(buffer)
+    loaded = load_buffer(tmp_path / "b")
+    loaded.save(tmp_path / "again")
+    for other in (loaded, load_buffer(tmp_path / "again"), restored):
+        assert stacks(other) == expected
+    path = tmp_path / "b" / "config.json"
+    config = json.loads(path.read_text())
+    for wrong in (None, 1, [-1] * num_envs, [5] * num_envs, [0] * (num_envs + 1), [0.5] * num_envs, "0"):
+        path.write_text(json.dumps({**config, "oldest_ages": wrong}))
+        with pytest.raises(RolloutDataError):
+            load_buffer(tmp_path / "b")
+    del config["oldest_ages"]  # as earlier saves are
+    path.write_text(json.dumps(config))
+    assert stacks(load_buffer(tmp_path / "b")) >= expected
+
+
 def test_saving_twice_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     dict_buffer(3).save(tmp_path / "b")
     dict_buffer(9).save(tmp_path / "b")
