@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import DataFileError
@@ -53,7 +53,8 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
     """Give an empty folder to write to; it takes the place of `folder` when the block ends without an error.
 
     A crash leaves the old content or the new one; between the two renames at the end the old content
-    stands beside its place, where `existing_folder` finds it.
+    stands beside its place, where `existing_folder` finds it. Several may replace the same folder: the last
+    one's content stays. Within the block no folder may be replaced this way.
 
     Args:
         folder: The folder; a link is followed.
@@ -70,12 +71,13 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
         for path in (*made.rglob("*"), made):
             sync_path(path)
         previous = _previous(target)
-        if target.exists():
+        with _only_one_in(target.parent):
+            if target.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                os.replace(target, previous)  # a crash right here is mended by the reader
+            os.replace(made, target)
+            sync_path(target.parent)
             shutil.rmtree(previous, ignore_errors=True)
-            os.replace(target, previous)  # a crash right here is mended by the reader
-        os.replace(made, target)
-        sync_path(target.parent)
-        shutil.rmtree(previous, ignore_errors=True)
 
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
@@ -86,12 +88,14 @@ def existing_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def _check_replaceable(target: Path, named: str | os.PathLike[str], own_names: Collection[str]) -> None:
-    if not target.exists():
+    try:  # asked once: another saver may rename it at any time
+        others = sorted(set(os.listdir(target)) - set(own_names))
+        got = f"a folder with {others[0]!r} in it" if others else ""
+    except FileNotFoundError:
         return
-    is_folder = target.is_dir()
-    others = sorted({path.name for path in target.iterdir()} - set(own_names)) if is_folder else []
-    if others or not is_folder:
-        got = f"a folder with {others[0]!r} in it" if others else "a file"
+    except NotADirectoryError:
+        got = "a file"
+    if got:
         raise DataFileError("save to", repr(str(named)), "a new folder or an earlier save", got, "Choose another place")
 
 
@@ -103,15 +107,30 @@ def _made_beside(target: Path) -> Iterator[Path]:
     while True:
         made = target.with_name(f".{target.name}.new-{secrets.token_hex(4)}")
         made.mkdir()
-        handle = os.open(made, os.O_RDONLY)
+        try:
+            handle = os.open(made, os.O_RDONLY)
+        except FileNotFoundError:  # taken for abandoned
+            continue
         fcntl.flock(handle, fcntl.LOCK_EX)
-        if made.exists():  # not taken for abandoned between its making and its lock
+        if made.exists():  # not taken for abandoned meanwhile
             break
         os.close(handle)
     try:
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
+        os.close(handle)
+
+
+@contextmanager
+def _only_one_in(folder: Path) -> Iterator[None]:
+    """Let one thread of all processes at a time into the block, where the file system has locks for that."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
         os.close(handle)
 
 

@@ -6,8 +6,11 @@ import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYetError
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,3 +178,47 @@ def test_two_savers_do_not_remove_each_others_work(tmp_path: Path) -> None:
         put_file(tmp_path / "kept", "second")
         assert (tmp_path / "kept").read_text() == "second" and first.exists()
     assert (tmp_path / "kept").read_text() == "first" and names(tmp_path) == ["kept"]
+
+
+def test_a_folder_that_is_taken_for_abandoned_at_once_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Path.mkdir
+    made: list[Path] = []
+
+    def taken(path: Path, *arguments: Any, **options: Any) -> None:
+        make(path, *arguments, **options)
+        if path.name.startswith(".kept.new-"):
+            made.append(path)
+            if len(made) == 1:  # the other saver looks between the making and the lock
+                durable._remove_abandoned(tmp_path / "kept")
+
+    monkeypatch.setattr(Path, "mkdir", taken)
+    put_file(tmp_path / "kept", "new")
+    assert len(made) == 2 and (tmp_path / "kept").read_text() == "new" and names(tmp_path) == ["kept"]
+
+
+def test_two_savers_do_not_rename_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes when the first has put the old folder aside, and waits until the new one is there."""
+    put(tmp_path / "kept", "old")
+    replace = os.replace
+    others: list[Future[None]] = []
+
+    def replaced(source: Path, target: Path) -> None:
+        replace(source, target)
+        if not others:
+            others.append(ThreadPoolExecutor(1).submit(put, tmp_path / "kept", "second"))
+            with pytest.raises(NotYetError):
+                others[0].result(0.2)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    put(tmp_path / "kept", "first")
+    others[0].result(20)
+    assert (tmp_path / "kept" / "a").read_text() == "second" and names(tmp_path) == ["kept"]
+
+
+def test_a_folder_that_another_saver_puts_aside_just_now_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda _: True)  # a moment ago
+    durable._check_replaceable(tmp_path / "kept", "kept", OWN)
