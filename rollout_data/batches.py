@@ -21,7 +21,7 @@ from .block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from .cursor import Bools, Int64s, Plan
 from .frames import FrameStore
 from .index import Runs
-from .layout import RowLayout
+from .layout import RowLayout, joined
 from .transition import Transition
 
 #: Fields that have a place of their own in a `Transition`; all others are extras.
@@ -205,8 +205,6 @@ def view_rows(
     )
 
 
-#: What torch can join with other dtypes, of those that it cannot; the same values, but for uint64 beyond 2**63.
-_JOINABLE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 #: What torch can write single rows of, of those that it cannot; the same bytes.
 _WRITABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -240,14 +238,9 @@ def _group(layout: RowLayout, group: str, rows: dict[str, torch.Tensor], flatten
         return _field(layout, group, rows)
     if not flatten:
         return unflatten({name[len(group) + 1 :]: _field(layout, name, rows) for name in names})
-    joined = layout.joined_view(names, rows[layout.column_of[names[0]].name])
-    if joined is not None:
-        return joined
-    leading = rows[layout.column_of[names[0]].name].dim() - 1
-    parts = [_field(layout, name, rows) for name in names]
-    if len({part.dtype for part in parts}) > 1:
-        parts = [part.to(_JOINABLE.get(part.dtype, part.dtype)) for part in parts]
-    return torch.cat([part.flatten(leading) if part.dim() > leading else part.unsqueeze(-1) for part in parts], dim=-1)
+    first = rows[layout.column_of[names[0]].name]
+    view = layout.joined_view(names, first)
+    return joined([_field(layout, name, rows) for name in names], first.dim() - 1) if view is None else view
 
 
 def map_batch(function: Any, batch: Transition) -> Transition:

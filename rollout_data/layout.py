@@ -7,8 +7,9 @@ kept in chunks, gets a column of its own, so that reading the others does not dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ LARGE_FIELD_BYTES = 4096
 PACKED = "frames"
 #: Rows are padded to this many bytes, so that every dtype can be viewed in place.
 ROW_ALIGNMENT = 8
+#: What torch can join with other dtypes, of those that it cannot; the same values, but for uint64 beyond 2**63.
+_JOINABLE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,26 @@ class RowLayout:
             position += field.row_bytes
         part = rows[..., offset:position]
         return part if first.torch_dtype == torch.uint8 else part.view(first.torch_dtype)
+
+
+def joined(
+    parts: Sequence[torch.Tensor],
+    leading: int,
+    allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Join components `[..., *shape]` with `leading` axes before their shapes along the last axis: `[..., D]`.
+
+    Components of several dtypes are promoted as torch does. The result lies in new memory, or in what
+    `allocate(shape, dtype)` gives.
+    """
+    if len({part.dtype for part in parts}) > 1:
+        parts = [part.to(_JOINABLE.get(part.dtype, part.dtype)) for part in parts]
+    rows = [part.flatten(leading) if part.dim() > leading else part.unsqueeze(-1) for part in parts]
+    if allocate is None:
+        return torch.cat(rows, dim=-1)
+    dtype = reduce(torch.promote_types, (part.dtype for part in rows))
+    shape = (*rows[0].shape[:-1], sum(part.shape[-1] for part in rows))
+    return torch.cat(rows, dim=-1, out=allocate(shape, dtype))
 
 
 def _padded(num_bytes: int) -> int:

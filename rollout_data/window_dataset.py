@@ -54,6 +54,9 @@ class WindowDataset(Dataset[dict[str, Any]]):
             trajectory) alone, not on the folder. `pack` makes other writers, hence other splits.
         next_observations: Add `next_observation` (and `next_privileged_observation`): one frame later, after the
             last frame the recorded final observation.
+        flatten_observations: Join the components of an observation along the last axis in `obs_segments` order, as
+            `RolloutDataset` does, `[B, L, D]`; its masks are one then, and `delta` has to ask for the same frames of
+            all of them. Statistics stay those of the components.
         contiguous: Give every field contiguous memory of its own, rather than a view of rows.
         verify_on_open: Check every checksum when a block is first seen.
         chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
@@ -82,6 +85,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
         validation_fraction: float = 0.1,
         seed: int = 0,
         next_observations: bool = False,
+        flatten_observations: bool = False,
         contiguous: bool = False,
         verify_on_open: bool = False,
         chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
@@ -95,6 +99,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
         self._fields = fields if fields is None or isinstance(fields, str) else list(fields)
         self._split = SplitOptions(split, validation_fraction, whole("seed", seed, 0))
         self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
+        self._flatten_observations = bool(flatten_observations)
         self._verify_on_open = verify_on_open
         self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self._opened_as: tuple[dict[str, int] | None, int] | None = None
@@ -118,8 +123,9 @@ class WindowDataset(Dataset[dict[str, Any]]):
                 "open the windows again", f"of {self.data_dir!r}", expected, "others", "Open the dataset anew"
             )
         self._opened_as = state
+        layout, next_observations = self._store.layouts[DATA], self._next_observations
         self.plan: WindowPlan = plan_windows(
-            self._store.layouts[DATA], self.length, self._delta, self._fields, self._next_observations
+            layout, self.length, self._delta, self._fields, next_observations, self._flatten_observations
         )
         self._check_names()
         first, last, pads = self.plan.first_delta, self.plan.last_delta, self.padding != "none"
@@ -178,6 +184,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
         """The fields of a batch in words: equal for datasets whose batches can be put together."""
         schema = self._store.layouts[DATA].schema
         words = [f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"]
+        words += [f"{name} joined" for name in self.plan.joins]
         for field in self.plan.fields:
             what = f"{schema[field.source].dtype}{list(schema[field.source].shape)}" if field.column else "bool[]"
             words.append(f"{field.name} {what} at {field.deltas.tolist()}")

@@ -61,12 +61,13 @@ class WindowPlan:
         fields: In the order of the schema, then flags, then next observations.
         shapes: Frames to read; columns that need the same ones share one.
         columns: Column -> position in `shapes`.
-        is_uniform: All fields have the same deltas.
+        joins: Name in the batch -> the components that are joined under it, in the order of the schema.
     """
 
     fields: tuple[WindowField, ...]
     shapes: tuple[WindowShape, ...]
     columns: Mapping[str, int]
+    joins: Mapping[str, tuple[WindowField, ...]]
 
     @property
     def first_delta(self) -> int:
@@ -84,6 +85,7 @@ def plan_windows(
     delta: Mapping[str, Int64s] | None,
     fields: Sequence[str] | None,
     next_observations: bool,
+    flatten_observations: bool = False,
 ) -> WindowPlan:
     """Plan windows.
 
@@ -93,10 +95,12 @@ def plan_windows(
         delta: Field, or what its name begins with ("observation") -> frames relative to the anchor.
         fields: Names, or what they begin with; None is all.
         next_observations: Add `next_observation` and `next_privileged_observation` of the observations chosen.
+        flatten_observations: Join the components of each of them.
 
     Raises:
         MissingFieldError: A name is not a field.
-        UsageError: No field is left, or no observation where the next ones are wanted.
+        UsageError: No field is left, no observation where the next ones are wanted, or components are to be joined
+            that have other frames.
     """
     known = [*layout.schema, *(flag for flag in FLAGS if flag not in layout.schema)]
     given = delta or {}
@@ -113,10 +117,10 @@ def plan_windows(
         if not nexts:
             raise UsageError("read next observations", "", "an observation among the fields", ", ".join(names))
         wanted += [(NEXT + name, name, deltas[name] + 1) for name in nexts]
-    return _plan(layout, wanted)
+    return _plan(layout, wanted, flatten_observations)
 
 
-def _plan(layout: RowLayout, wanted: list[tuple[str, str, Int64s]]) -> WindowPlan:
+def _plan(layout: RowLayout, wanted: list[tuple[str, str, Int64s]], flatten_observations: bool) -> WindowPlan:
     needed: dict[str, list[int]] = {}
     for _, source, deltas in wanted:
         if source in layout.schema:
@@ -138,7 +142,23 @@ def _plan(layout: RowLayout, wanted: list[tuple[str, str, Int64s]]) -> WindowPla
             continue
         column = layout.column_of[source].name
         fields.append(WindowField(name, source, deltas, column, _rows(deltas, shapes[columns[column]].deltas)))
-    return WindowPlan(tuple(fields), tuple(shapes), columns)
+    return WindowPlan(tuple(fields), tuple(shapes), columns, _joins(fields) if flatten_observations else {})
+
+
+def _joins(fields: Sequence[WindowField]) -> dict[str, tuple[WindowField, ...]]:
+    """Group the components of observations; what was recorded flat is no component."""
+    groups: dict[str, tuple[WindowField, ...]] = {}
+    for field in fields:
+        name = field.name.split("/")[0]
+        if name == field.name or field.source.split("/")[0] not in OBSERVATIONS:
+            continue
+        first = groups.setdefault(name, (field,))[0]
+        if not np.array_equal(field.deltas, first.deltas):
+            got = f"{field.deltas.tolist()}, and {first.deltas.tolist()} of {first.name!r}"
+            raise UsageError("join the component", repr(field.name), "the same frames of all components", got)
+        if first is not field:
+            groups[name] += (field,)
+    return groups
 
 
 def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:

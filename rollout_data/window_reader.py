@@ -17,8 +17,8 @@ from storage.tree import unflatten
 from .block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from .frames import FrameStore, MappedFrames
 from .index import Int64s, Runs
-from .layout import RowLayout
-from .window_fields import DONE, OBSERVATIONS, WindowField, WindowPlan
+from .layout import Column, RowLayout, joined
+from .window_fields import DONE, NEXT, OBSERVATIONS, WindowField, WindowPlan
 from .window_index import WindowShape
 
 #: Gives memory of a shape and dtype.
@@ -60,6 +60,17 @@ class WindowReader:
         self._has_chunks = any(self._layout.columns[name].is_coded for name in plan.columns)
         self._of_batch: dict[tuple[int, int], tuple[Int64s, Int64s]] = {}
         self._views = {field.name: _view(field, plan, self._layout) for field in plan.fields}
+        self._views |= {name: _joined_view(fields, plan, self._layout) for name, fields in plan.joins.items()}
+        name_of = {field.name: name for name, fields in plan.joins.items() for field in fields}
+        #: What a batch has, and the fields that are given as they are.
+        self._names = list(dict.fromkeys(name_of.get(field.name, field.name) for field in plan.fields))
+        self._singles = [field for field in plan.fields if field.name not in name_of]
+        own = [field for field in plan.fields if not field.is_next]
+        #: Name in a mask -> a field that it is that of; joined components have the same.
+        self._of_mask = {name_of.get(field.name, field.name): field for field in own}
+        self._of_next_mask = {
+            name_of.get(field.name, field.name).removeprefix(NEXT): field for field in plan.fields if field.is_next
+        }
         self._reach = {field.name: (int(field.deltas.min()), int(field.deltas.max())) for field in plan.fields}
         self._reach_read = [shape.reach for shape in plan.shapes]
         #: What most batches have no frame of.
@@ -75,7 +86,10 @@ class WindowReader:
         """
         at = _Places(place, anchor, self._lengths[place])
         rows = _Rows(self._gather(at, allocate), len(at.anchor))
-        flat = {field.name: self._field(field, rows, at) for field in self.plan.fields}
+        flat = {field.name: self._field(field, rows, at) for field in self._singles}
+        if self.plan.joins:
+            flat |= {name: self._joined(name, fields, rows, at, allocate) for name, fields in self.plan.joins.items()}
+            flat = {name: flat[name] for name in self._names}
         if self._contiguous:
             flat = {name: value.contiguous() for name, value in flat.items()}
         return {**unflatten(flat), **self._masks(at)}
@@ -145,7 +159,7 @@ class WindowReader:
     def _field(self, field: WindowField, rows: _Rows, at: _Places) -> torch.Tensor:
         if not field.column:
             return self._flag(field, at)
-        has_final = at.is_final(field.deltas) & self._final_of(field, at) if field.is_next else None
+        has_final = self._has_final_at(field, at)
         if (view := self._views[field.name]) is not None and (has_final is None or not has_final.any()):
             return view(rows)
         num_frames, of_column = len(self.plan.shapes[self.plan.columns[field.column]].deltas), rows.of[field.column]
@@ -154,6 +168,15 @@ class WindowReader:
         if has_final is not None and has_final.any():
             part = self._with_finals(field, part, at, *np.nonzero(has_final))
         return self._layout.decoded(field.source, part)
+
+    def _joined(
+        self, name: str, fields: Sequence[WindowField], rows: _Rows, at: _Places, allocate: Allocate
+    ) -> torch.Tensor:
+        """Components as one `[B, L, D]`: a view where they stand side by side."""
+        has_final = self._has_final_at(fields[0], at)
+        if (view := self._views[name]) is not None and (has_final is None or not has_final.any()):
+            return view(rows)
+        return joined([self._field(field, rows, at) for field in fields], 2, allocate)
 
     def _flag(self, field: WindowField, at: _Places) -> torch.Tensor:
         """`done` or `timeout`: bool `[B, L]`, True on a trajectory's last frame."""
@@ -180,21 +203,24 @@ class WindowReader:
         rows.numpy()[window, step, start : start + size] = values[:, source : source + size]
         return rows
 
+    def _has_final_at(self, field: WindowField, at: _Places) -> np.ndarray | None:
+        """bool `[B, L]`, the row is a true last observation; None for fields that have none."""
+        return at.is_final(field.deltas) & self._final_of(field, at) if field.is_next else None
+
     def _final_of(self, field: WindowField, at: _Places) -> np.ndarray:
         """bool `[B, 1]`: the true last observation was recorded."""
         return self._has_final[field.source.split("/")[0]][at.place][:, None]
 
     def _masks(self, at: _Places) -> dict[str, Any]:
-        own = [field for field in self.plan.fields if not field.is_next]
         if self._mask_is_one:
-            found: dict[str, Any] = {MASK: torch.from_numpy(self._inside(own[0], at))}
+            found: dict[str, Any] = {MASK: torch.from_numpy(self._inside(next(iter(self._of_mask.values())), at))}
         else:
-            found = {MASK: unflatten({field.name: torch.from_numpy(self._inside(field, at)) for field in own})}
+            own = {name: torch.from_numpy(self._inside(field, at)) for name, field in self._of_mask.items()}
+            found = {MASK: unflatten(own)}
         nexts = {}
-        for field in self.plan.fields:
-            if field.is_next:
-                is_there = self._inside(field, at) | (at.is_final(field.deltas) & self._final_of(field, at))
-                nexts[field.source] = torch.from_numpy(is_there)
+        for name, field in self._of_next_mask.items():
+            is_there = self._inside(field, at) | (at.is_final(field.deltas) & self._final_of(field, at))
+            nexts[name] = torch.from_numpy(is_there)
         return {**found, NEXT_MASK: unflatten(nexts)} if nexts else found
 
     def _inside(self, field: WindowField, at: _Places) -> np.ndarray:
@@ -258,18 +284,40 @@ def _view(field: WindowField, plan: WindowPlan, layout: RowLayout) -> Callable[[
         or layout.schema[field.source].dtype != (stored := layout.stored[field.source]).dtype
     ):
         return None
-    dtype, column = stored.torch_dtype, layout.columns[field.column]
-    num_frames = len(plan.shapes[plan.columns[field.column]].deltas)
+    column, start = layout.columns[field.column], layout.columns[field.column].offsets[field.source]
+    return _strided(field, plan, column, start, stored.torch_dtype, stored.shape)
+
+
+def _joined_view(
+    fields: Sequence[WindowField], plan: WindowPlan, layout: RowLayout
+) -> Callable[[_Rows], torch.Tensor] | None:
+    """Make a function that views raw fields that stand side by side as one; None where that cannot be."""
+    first = fields[0]
+    column = layout.columns[first.column]
+    row = torch.empty((1, column.row_bytes), dtype=torch.uint8)
+    view = layout.joined_view([field.source for field in fields], row)
+    if view is None or not isinstance(first.rows, slice):
+        return None
+    start = int(view.storage_offset()) * view.element_size()
+    return _strided(first, plan, column, start, view.dtype, tuple(view.shape[1:]))
+
+
+def _strided(
+    field: WindowField, plan: WindowPlan, column: Column, start: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Callable[[_Rows], torch.Tensor]:
+    """Make a function that views `[B, L, *shape]` from byte `start` of the rows of a field's column."""
+    assert isinstance(field.rows, slice)
+    num_frames = len(plan.shapes[plan.columns[column.name]].deltas)
     row = column.row_bytes // dtype.itemsize
-    first = field.rows.start * row + column.offsets[field.source] // dtype.itemsize
+    first = field.rows.start * row + start // dtype.itemsize
     inner = [1]
-    for size in stored.shape[:0:-1]:
+    for size in shape[:0:-1]:
         inner.insert(0, inner[0] * size)
-    strides = (num_frames * row, (field.rows.step or 1) * row, *(inner if stored.shape else ()))
-    sizes = (len(field.deltas), *stored.shape)
+    strides = (num_frames * row, (field.rows.step or 1) * row, *(inner if shape else ()))
+    sizes = (len(field.deltas), *shape)
 
     def view(rows: _Rows) -> torch.Tensor:
-        typed, start = rows.typed(column.name, dtype)
-        return typed.as_strided((rows.num_windows, *sizes), strides, start + first)
+        typed, offset = rows.typed(column.name, dtype)
+        return typed.as_strided((rows.num_windows, *sizes), strides, offset + first)
 
     return view
