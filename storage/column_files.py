@@ -34,6 +34,8 @@ CHUNK_BYTES = 8 << 20
 _NUM_READERS = 4
 #: So much is written before flushing begins.
 _FLUSH_BYTES = 128 << 20
+#: Bytes that one of a compressed dataset may stand for; deflate makes 1032 of it at most.
+_MAX_GAIN = 1100
 #: Attribute of datasets whose numpy type does not say the dtype.
 _DTYPE_TAG = "torch_dtype"
 _CRC_TAG = "crc32"
@@ -287,8 +289,10 @@ class ColumnFile:
             raise UnsafeFileError("load", where, "data in the file itself", "a reference to other files")
         if not found.shape:
             raise CorruptFileError("load", where, "rows", f"shape {found.shape}")
-        if found.chunks is None and found.size * found.dtype.itemsize > self.path.stat().st_size:
-            raise CorruptFileError("load", where, "a file that holds its data", f"{self.path.stat().st_size} bytes")
+        file_bytes = self.path.stat().st_size
+        packed_bytes = 0 if found.chunks is None else min(found.id.get_storage_size(), file_bytes)
+        if found.size * found.dtype.itemsize > max(file_bytes, packed_bytes * _MAX_GAIN):
+            raise CorruptFileError("load", where, "a file that holds its data", f"{file_bytes} bytes")
         return found
 
     def _dtype(self, key: str) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 import torch
 
@@ -103,3 +105,19 @@ def test_a_state_on_its_way_through_torch_save_stays_itself(tmp_path: Path) -> N
         other = make()
         other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         assert equal(buffer.state_dict(), other.state_dict()), name
+
+
+def test_a_small_file_that_declares_much_is_refused_and_one_that_packs_well_loads(tmp_path: Path) -> None:
+    MAKERS["z"]().save(tmp_path / "z")
+    path = tmp_path / "z" / "buffer.hdf5"
+    with h5py.File(path, "r+") as file:
+        del file["z"]
+        file.create_dataset("z", (5, 1 << 22), np.float64, chunks=(1, 1024), compression="gzip")
+    with pytest.raises(RolloutDataError, match="holds its data"):
+        load_buffer(tmp_path / "z")
+    config = json.loads((tmp_path / "z" / "config.json").read_text())
+    (tmp_path / "z" / "config.json").write_text(json.dumps({**config, "dim": 1 << 18}))
+    with h5py.File(path, "w") as file:  # a thousandth of its size
+        file.create_dataset("z", data=np.zeros((5, 1 << 18)), chunks=(1, 1 << 18), compression="gzip")
+        assert path.stat().st_size < (5 << 21) // 500
+    assert not load_buffer(tmp_path / "z").sample(3).any()
