@@ -181,6 +181,7 @@ class ColumnFile:
 
     def __init__(self, path: Path, separator: str) -> None:
         self.path = path
+        _check_is_file(path)
         try:
             self._file = h5py.File(path, "r")
         except OSError as cause:
@@ -314,6 +315,7 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a folder's `config.json`."""
     path = existing_folder(folder) / CONFIG_NAME
+    _check_is_file(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as cause:
@@ -323,6 +325,12 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__)
     return found
+
+
+def _check_is_file(path: Path) -> None:
+    """Refuse a pipe or device, which would be waited for; that nothing is there, opening says."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CorruptFileError("open", repr(str(path)), "a file", "something else")
 
 
 def _file_dtype(field: Field) -> np.dtype[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,26 @@ def test_a_small_file_that_declares_much_is_refused_and_one_that_packs_well_load
         file.create_dataset("z", data=np.zeros((5, 1 << 18)), chunks=(1, 1 << 18), compression="gzip")
         assert path.stat().st_size < (5 << 21) // 500
     assert not load_buffer(tmp_path / "z").sample(3).any()
+
+
+@pytest.mark.parametrize("name", ["config.json", "buffer.hdf5", "finals.hdf5"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    MAKERS["DictBuffer"]().save(tmp_path / "b")
+    path = tmp_path / "b" / name
+    path.unlink()
+    os.mkfifo(path)
+    errors: list[RolloutDataError] = []
+
+    def load() -> None:
+        try:
+            load_buffer(tmp_path / "b")
+        except RolloutDataError as error:
+            errors.append(error)
+
+    loading = threading.Thread(target=load, daemon=True)
+    loading.start()
+    loading.join(20)
+    has_waited = loading.is_alive()
+    if has_waited:  # let it go
+        os.close(os.open(path, os.O_RDWR))
+    assert not has_waited and f"{name}': expected a file" in str(errors[0])
