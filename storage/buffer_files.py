@@ -7,6 +7,7 @@ same, load too.
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +40,7 @@ _FINAL_KEYS = "row_key"
 _Buffer = TypeVar("_Buffer", bound="RingBuffer")
 
 #: What values of wrong kinds make Python raise.
-_NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
+_NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, MemoryError)
 #: Last part of `__target__` -> what opens the folder. Classes add themselves with `can_load`.
 LOADERS: dict[str, Callable[..., Any]] = {}
 
@@ -111,8 +112,9 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
     """Report what a folder's content makes Python raise as damage to the folder."""
     try:
         yield
-    except _NONSENSE as cause:
-        if isinstance(cause, RolloutDataError):
+    except (*_NONSENSE, OSError) as cause:
+        is_no_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM  # mapping so much was refused
+        if isinstance(cause, RolloutDataError) or not (is_no_memory or isinstance(cause, _NONSENSE)):
             raise
         got = f"{type(cause).__name__}: {cause}"
         raise CorruptFileError("load", repr(str(path)), "what save() wrote", got) from cause
@@ -247,6 +249,14 @@ def _total(config: Mapping[str, Any], live: int, num_slots: int, rows_per_slot: 
     if total % num_slots != cursor or min(total, num_slots) != live:
         raise SchemaError("load", where, f"a total that fits {live} rows and slot {cursor}", str(total))
     return total
+
+
+def accepted_share(counters: Mapping[str, Any]) -> float:
+    """Give the share of candidates that were accepted lately."""
+    share = float(counters.get("accepted_share", 1.0))
+    if not 0 < share <= 1:
+        raise SchemaError("load a state", "", "an accepted_share above 0, at most 1", str(share))
+    return max(share, 1e-3)  # no smaller one is ever saved
 
 
 def oldest_ages(counters: Mapping[str, Any], num_lanes: int, most: int) -> torch.Tensor:

@@ -320,7 +320,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as cause:
         raise MissingFolderError("load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none") from cause
-    except (OSError, ValueError) as cause:
+    except (OSError, ValueError, RecursionError) as cause:
         raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)) from cause
     if not isinstance(found, dict):
         raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy.typing as npt
 import torch
 
-from .buffer_files import all_or_nothing, load_buffer_folder, oldest_ages, save_buffer_folder
+from .buffer_files import accepted_share, all_or_nothing, load_buffer_folder, oldest_ages, save_buffer_folder
 from .end_flags import Places, array_ends, end_places, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
@@ -363,7 +363,7 @@ class RingBuffer:
         if boundaries is None:
             return
         live, oldest = ring.num_live, ring.oldest
-        boundaries.rejection.share = float(counters.get("accepted_share", 1.0))
+        boundaries.rejection.share = accepted_share(counters)
         boundaries.next_ages.copy_(oldest_ages(counters, num_lanes, min(oldest, ring.num_slots)))
         columns = [ring.slots_view(name)[:live] for name in ring.schema]
         ends = tensor_ends(columns, self._end_places, num_lanes)

@@ -77,7 +77,7 @@ def test_a_state_that_does_not_fit_changes_nothing(name: str, wrong: str) -> Non
     assert equal(before, buffer.state_dict())
 
 
-@pytest.mark.parametrize("value", [None, "nonsense", -1, [], {"a": 1}])
+@pytest.mark.parametrize("value", [None, "nonsense", -1, [], {"a": 1}, float("inf"), float("nan"), 1 << 44, 1 << 60])
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_config_entry_of_a_wrong_kind_is_reported_or_means_something(
     tmp_path: Path, name: str, value: object
@@ -146,3 +146,24 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
     if has_waited:  # let it go
         os.close(os.open(path, os.O_RDWR))
     assert not has_waited and f"{name}': expected a file" in str(errors[0])
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.5, float("nan"), float("inf")])
+def test_a_share_of_accepted_draws_that_cannot_be_is_refused(tmp_path: Path, share: float) -> None:
+    buffer = MAKERS["DictBuffer"]()
+    with pytest.raises(SchemaError, match="accepted_share above 0, at most 1"):
+        buffer.load_state_dict({**buffer.state_dict(), "accepted_share": share})
+    buffer.save(tmp_path / "b")
+    path = tmp_path / "b" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "accepted_share": share}))
+    with pytest.raises(SchemaError, match="accepted_share above 0, at most 1"):
+        load_buffer(tmp_path / "b")
+    path.write_text(json.dumps({**config, "accepted_share": 5e-324}))
+    assert len(load_buffer(tmp_path / "b").sample_transitions(64, next_keys=("observation",))["reward"]) == 64
+
+
+def test_a_config_that_is_nested_too_deep_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(RolloutDataError, match="expected JSON"):
+        load_buffer(tmp_path)
