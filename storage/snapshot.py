@@ -39,6 +39,8 @@ FORMAT = "rollout-data snapshot"
 VERSION = 1
 CONFIG, COLUMNS = "config.json", "columns.hdf5"
 _CHUNK_BYTES = 16 * 1024 * 1024
+#: What values of wrong kinds make Python and torch raise.
+_NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _Store = TypeVar("_Store", bound="Snapshotted")
 
 #: Name -> class, for everything that can be loaded by `load_store`.
@@ -111,6 +113,8 @@ class Snapshotted:
         for key in ("class", "arguments", "numbers", "tensors"):
             if key not in state:
                 raise MissingFieldError("load a state", "", f"the key {key!r}", ", ".join(map(repr, state)))
+            if key != "class" and not isinstance(state[key], Mapping):
+                raise SchemaError("load a state", f"with {key!r}", "a mapping", type(state[key]).__name__)
         self._check_state(state["class"], state["arguments"])
         self._take_state(state["numbers"], state["tensors"])
 
@@ -148,12 +152,16 @@ class Snapshotted:
         if kind is None or not issubclass(kind, cls):
             options = nearest(str(config["class"]), (name for name, known in STORES.items() if issubclass(known, cls)))
             raise ForeignFileError("load a store from", repr(str(directory)), options, repr(config["class"]))
-        made = kind._from_arguments(config["arguments"], _device(config.get("device", "cpu"), device))
-        tensors = read_columns(Path(directory), config)
+        wanted = None if device is None else torch.device(device)
         try:
-            made._take_state(config["numbers"], tensors)
-        except SchemaError as cause:
-            raise CorruptFileError("load a store from", repr(str(directory)), "a whole state", str(cause)) from cause
+            made = kind._from_arguments(config["arguments"], _device(config["device"], wanted))
+            made._take_state(config["numbers"], read_columns(Path(directory), config))
+        except _NONSENSE as cause:
+            is_ours = isinstance(cause, RolloutDataError) and not isinstance(cause, SchemaError)
+            if is_ours or isinstance(cause, torch.cuda.OutOfMemoryError):
+                raise
+            got = str(cause) if isinstance(cause, SchemaError) else f"{type(cause).__name__}: {cause}"
+            raise CorruptFileError("load a store from", repr(str(directory)), "a whole state", got) from cause
         return made
 
     def _copy_state(self) -> State:
@@ -170,10 +178,13 @@ class Snapshotted:
             for name in self._get_state().numbers:
                 if name not in numbers:
                     raise MissingFieldError("load a state", f"without {name!r}")
+            for name, tensor in tensors.items():
+                if not isinstance(tensor, torch.Tensor):
+                    raise SchemaError("load a state", f"with {name!r}", "a tensor", type(tensor).__name__)
             try:
                 torch.Generator(self.rng.device).set_state(tensors["rng"])
                 self._set_state(numbers, {name: _onto(x, self.device, name) for name, x in tensors.items()})
-            except (KeyError, RuntimeError, TypeError) as cause:
+            except _NONSENSE as cause:
                 if isinstance(cause, RolloutDataError):
                     raise
                 raise SchemaError("load a state", "", "what state_dict() gave", f"{cause}") from cause
@@ -208,14 +219,16 @@ def read_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as cause:
         raise DataFileError("load a store from", repr(str(directory)), f"a folder with {CONFIG}", "none") from cause
-    except (ValueError, OSError) as cause:
+    except (ValueError, OSError, RecursionError) as cause:
         raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)) from cause
     if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:
         got = f"{config.get('format')} {config.get('version')}" if isinstance(config, dict) else type(config).__name__
         raise ForeignFileError("load a store from", repr(str(directory)), f"{FORMAT} {VERSION}", got)
-    for key in ("class", "arguments", "numbers", "columns"):
-        if key not in config:
-            raise CorruptFileError("read", repr(str(path)), f"the key {key!r}", "none")
+    config.setdefault("device", "cpu")
+    for key, kind in {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}.items():
+        if not isinstance(config.get(key), kind):
+            got = type(config[key]).__name__ if key in config else "none"
+            raise CorruptFileError("read", repr(str(path)), f"{key!r} as a {kind.__name__}", got)
     return config
 
 

@@ -310,7 +310,7 @@ class ManagedBuffer(Snapshotted):
         """Check what `_store_state` gave; give what `ItemStore.restore` takes. Nothing is changed."""
         total = numbers["total"]
         schema = None if numbers["schema"] is None else Schema.from_json(numbers["schema"])
-        if not isinstance(total, int) or total < 0:
+        if not isinstance(total, int) or not 0 <= total < 1 << 62:
             raise SchemaError("load a state", "", "a total >= 0", repr(total))
         live = min(total, capacity)
         columns = {}
@@ -355,7 +355,7 @@ class ManagedBuffer(Snapshotted):
 
     def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         own = self.rng.get_state()
-        if "rng" in tensors and tensors["rng"].shape != own.shape:  # of a generator on another kind of device
+        if isinstance(tensors.get("rng"), torch.Tensor) and tensors["rng"].shape != own.shape:  # of a generator on another kind of device
             tensors = {**tensors, "rng": own}
         super()._take_state(numbers, tensors)
 

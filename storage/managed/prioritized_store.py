@@ -27,6 +27,7 @@ _ROW_TENSORS = {"weights": torch.float64, "priorities": torch.float64, "row_ids"
 _ROW_TENSORS |= {"uses": torch.int64, "collected": torch.int64}
 #: What slots have that nobody wrote, where it is not 0.
 _BLANK = {"row_ids": NONE, "collected": UNKNOWN}
+_LARGEST = torch.finfo(torch.float64).max
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,10 @@ class PrioritizedStore:
         bad = ~(torch.isfinite(found["weights"]) & (found["weights"] >= 0))
         if bool((bad | ((found["row_ids"] == NONE) & (found["weights"] > 0))).any()):
             raise SchemaError("load a state", "with 'weights'", "finite weights >= 0 of items", "others")
+        for name in ("max_priority", "num_draws", "num_dead_updates"):
+            value = numbers[name]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
+                raise SchemaError("load a state", f"with {name!r}", "a finite number >= 0", repr(value))
         text = numbers["used_data"]
         if (text is None) != (self.used is None):
             raise SchemaError("load a state", "", f"tracked data: {self.used is not None}", f"{text is not None}")
