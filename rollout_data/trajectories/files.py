@@ -167,6 +167,7 @@ class TrajectoryBlock:
         fragments = header.fragments
         is_whole = (
             header.sequence == trajectory_id
+            and len(fragments) == num_envs  # before the lists below, whose length the index alone tells
             and self.layout.schema == header.schema
             and fragments["length"].tolist() == [num_steps] * num_envs
             and fragments["row"].tolist() == list(range(0, num_envs * num_steps, num_steps))
