@@ -71,7 +71,12 @@ def file_keys(names: list[str], separator: str) -> dict[str, str]:
             if separator in part:
                 expected = f"keys without the separator {separator!r}"
                 raise SchemaError("save the field", repr(name), expected, repr(part), "Give another separator")
-    return {name: name.replace("/", separator) for name in names}
+    keys = {name: name.replace("/", separator) for name in names}
+    for name, key in keys.items():
+        # HDF5 would end the first too early, take the second for the folder itself, and knows no others.
+        if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
+            raise SchemaError("save the field", repr(name), "a key that is text, not '.', without null", repr(key))
+    return keys
 
 
 def write_columns(

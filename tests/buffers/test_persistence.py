@@ -326,6 +326,15 @@ def test_compressed_and_big_endian_columns_of_other_writers_load(
     assert np.array_equal(storage["flag"].numpy(), values > 20) and not storage["unwritten"].any()
 
 
+@pytest.mark.parametrize("key", ["a\0b", ".", "\udc80"])
+def test_a_key_that_a_file_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path, key: str) -> None:
+    buffer = DictBuffer(capacity=4)
+    buffer.extend({key: torch.ones(2, 3), "y": torch.ones(2, 3)})
+    with pytest.raises(ValueError, match="cannot save the field"):
+        buffer.save(tmp_path / "b")
+    assert not list(tmp_path.iterdir())
+
+
 def test_references_are_not_taken_for_rows(tmp_path: Path) -> None:
     dict_buffer().save(tmp_path / "b")
     with h5py.File(tmp_path / "b" / "finals.hdf5", "r+") as file:
