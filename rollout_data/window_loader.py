@@ -18,6 +18,7 @@ from storage.prefetch import PipelinedDataCollector
 from .base import whole
 from .index import Int64s
 from .sharding import current_shard
+from .window_batch import collate_windows
 from .window_dataset import WindowDataset
 from .window_mixture import WindowMixture
 
@@ -151,4 +152,4 @@ class _Batches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number in self._range:
             first = number * self._batch_size
-            yield self._dataset.__getitems__(self._order[first : first + self._batch_size])
+            yield collate_windows(self._dataset.__getitems__(self._order[first : first + self._batch_size]))

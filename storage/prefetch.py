@@ -10,7 +10,7 @@ import atexit
 import dataclasses
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -24,14 +24,19 @@ T = TypeVar("T")
 def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
     """Move every tensor in nested mappings, tuples, lists and dataclasses to `device`; other leaves stay.
 
-    From the CPU to CUDA the copy goes through pinned memory (`pin`), the only asynchronous way.
+    From the CPU to CUDA the copy goes through pinned memory (`pin`), the only asynchronous way. Mappings keep their
+    type where it can be made from a dict of the same keys, and arrive as dicts where not. A mapping other than a dict
+    that has a `to` of its own, as a `TensorDict` has, moves itself: by `item.to(device, non_blocking=True)`.
     """
     if isinstance(item, torch.Tensor):
         if device.type == "cuda" and item.device.type == "cpu" and pin:
             item = item.pin_memory()
         return item.to(device, non_blocking=True)
+    if _moves_itself(item):
+        return item.to(device, non_blocking=True)
     if isinstance(item, Mapping):
-        return {key: to_device(value, device, pin) for key, value in item.items()}
+        moved = {key: to_device(value, device, pin) for key, value in item.items()}
+        return moved if type(item) is dict else _made_like(item, moved)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
         return type(item)(*(to_device(value, device, pin) for value in item))
     if isinstance(item, (tuple, list)):
@@ -40,6 +45,24 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
         values = {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if field.init}
         return dataclasses.replace(item, **{name: to_device(value, device, pin) for name, value in values.items()})
     return item
+
+
+def _moves_itself(item: Any) -> bool:
+    """True for a `TensorDict`, a tensorclass and what else has their two methods; they have a batch size to keep."""
+    if isinstance(item, (dict, type)):
+        return False
+    return callable(getattr(item, "to", None)) and callable(getattr(item, "keys", None))
+
+
+def _made_like(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Make a mapping of the type of `item` from a dict; that dict where its constructor does not take one."""
+    make: Any = type(item)
+    try:
+        made = make(item.default_factory, moved) if isinstance(item, defaultdict) else make(moved)
+    except (TypeError, ValueError):
+        return moved
+    is_alike = len(made) == len(moved) and all(key in made and made[key] is value for key, value in moved.items())
+    return made if is_alike else moved
 
 
 class _Stopped(Exception):
@@ -97,7 +120,7 @@ class PipelinedDataCollector(Generic[T]):
     Args:
         iterable: The source; iterated in the producer's thread. Iterating again starts it anew.
             It must not change an item after it has yielded it (`transform` may copy).
-        device: Where the tensors of an item (nested mappings, tuples, lists, dataclasses) are moved to.
+        device: Where the tensors of an item (nested mappings, tuples, lists, dataclasses) are moved to: `to_device`.
         prefetch_count: How many finished items may wait, at least 1.
         pin: Copy to CUDA through pinned memory, asynchronously to the consumer's work.
         transform: Applied to each item in the producer's thread, before the move.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from storage.errors import UsageError
 from storage.prefetch import PipelinedDataCollector, to_device
+from storage.tree import flatten
 
 Pair = namedtuple("Pair", "first second")
 
@@ -182,6 +184,74 @@ def test_tensors_are_moved_wherever_they_are() -> None:
     assert moved["c"].value.device.type == "meta" and moved["c"].name == "y"
     assert moved["b"][1][0] == "x" and moved["b"][1][1].second == 3
     assert item["a"].device.type == "cpu"
+
+
+class Sized(Mapping):
+    """Has a batch size, and moves itself, as a `TensorDict` does."""
+
+    def __init__(self, values: dict[str, torch.Tensor], batch_size: list[int]) -> None:
+        self.values_by_name, self.batch_size, self.calls = values, batch_size, []
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.values_by_name[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+    def to(self, device: torch.device, non_blocking: bool) -> Sized:
+        moved = Sized({key: value.to(device) for key, value in self.items()}, self.batch_size)
+        moved.calls = [non_blocking]
+        return moved
+
+
+class Named(OrderedDict):
+    """A dict that cannot be made from one."""
+
+    def __init__(self, name: str, values: Any) -> None:
+        super().__init__(values)
+        self.name = name
+
+
+class Prefixed(dict):
+    """A dict that makes others of what it is given."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({f"x_{key}": value for key, value in values.items()})
+
+
+def test_a_mapping_that_can_move_itself_does_so() -> None:
+    for item in PipelinedDataCollector([Sized({"a": torch.ones(3)}, [3])] * 2, "meta"):
+        assert type(item) is Sized and item.batch_size == [3] and item.calls == [True]
+        assert item["a"].device.type == "meta"
+    nested = to_device({"a": (Sized({"b": torch.ones(3)}, [3]),)}, torch.device("meta"))
+    assert nested["a"][0]["b"].device.type == "meta" and nested["a"][0].calls == [True]
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        (OrderedDict(b=torch.ones(1), a=torch.ones(2)), OrderedDict),
+        (defaultdict(list, b=torch.ones(1), a={"c": torch.ones(2)}), defaultdict),
+        (UserDict(b=torch.ones(1)), UserDict),
+        (MappingProxyType({"b": torch.ones(1)}), MappingProxyType),
+        (Named("n", {"b": torch.ones(1)}), dict),
+        (Prefixed({"b": torch.ones(1)}), dict),
+        ({"b": torch.ones(1)}, dict),
+    ],
+)
+def test_mappings_keep_their_type_where_they_can_be_made_from_a_dict(item: Any, kind: type) -> None:
+    before = dict(item)
+    moved = to_device(item, torch.device("meta"))
+    assert type(moved) is kind and list(moved) == list(item)
+    assert all(leaf.device.type == "meta" for leaf in flatten(dict(moved)).values())
+    assert (
+        all(leaf.device.type == "cpu" for leaf in flatten(dict(item)).values()) and dict(item).keys() == before.keys()
+    )
+    if kind is defaultdict:
+        assert moved["new"] == [] and "new" not in item
 
 
 @pytest.mark.parametrize("prefetch_count", [0, -1, True, 1.5])

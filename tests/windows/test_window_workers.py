@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from rollout_data import WindowDataset, WindowMixture, window_batch
+from rollout_data import WindowDataset, WindowLoader, WindowMixture, window_batch
 from rollout_data.window_batch import NUM_PLACES, SharedMemory
 from storage.errors import MissingFieldError
 from tests.files import recorded
@@ -90,7 +90,8 @@ def test_copies_of_a_batch_are_plain_dicts(dataset, take):
 def test_batches_are_plain_dicts_that_a_pytree_looks_into(dataset, num_workers):
     mixture = WindowMixture([dataset, dataset])
     for windows in (dataset, mixture):
-        for batch in DataLoader(windows, 4, num_workers=num_workers, collate_fn=windows.collate):
+        loader = DataLoader(windows, 4, num_workers=num_workers, collate_fn=windows.collate)
+        for batch in (*loader, *WindowLoader(windows, 4)):
             assert type(batch) is dict and all(type(leaf) is torch.Tensor for leaf in tree_leaves(batch))
             check_same(tree_map(lambda leaf: leaf.clone(), batch), batch)
     check_same(next(iter(DataLoader(dataset, 4, collate_fn=dataset.collate))), dataset.__getitems__(range(4)))
