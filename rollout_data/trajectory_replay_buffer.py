@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from storage.monitors import PerformanceMonitor
 from .trajectories.arguments import check_at_least, check_names, check_rank, check_seed
 from .trajectories.cache import TrajectoryCache
 from .trajectories.checkpoint import save_to, shard
-from .trajectories.files import TrajectoryBlock, check_format, unpack
+from .trajectories.files import check_format, unpack
 from .trajectories.gather import Gatherer
-from .trajectories.index import Counters, Entry, check_json, folded, read_folder, write_index
+from .trajectories.index import Counters, Entry, check_json, folded, read_folder
 from .trajectories.live import LiveTrajectories, check_fields
 from .trajectories.rows import Trajectory, TrajectoryLayout, layout_of, put_together, take_apart
 from .trajectories.sampling import Request, draw_sample
@@ -47,7 +46,9 @@ class TrajectoryReplayBuffer:
         auto_save_path: A folder of this buffer alone.
         trajectory_format: "h5" writes our block files, of which single rows are read; "pt" writes
             `torch.save` files and "pkl" pickles, both read whole, for other tools.
-        max_trajectories: Older ones than so many are given up, their auto-saved files deleted; None for no limit.
+        max_trajectories: Older ones than so many are given up; None for no limit. Their auto-saved files are
+            deleted once as many newer ones are on the disk and in its index, so that a crash leaves the former or
+            the latter.
         drop_first: Leaves that may have `T + e` rows, one before the first step of each of e epochs.
         drop_last: Leaves that may have `T + e` rows, one after the last step of each.
         trusted: Read pickles, which may run any code. Needed for "pkl".
@@ -303,6 +304,7 @@ class TrajectoryReplayBuffer:
                 self._live, self._cache = live, cache
                 if self._saver is not None:
                     self._saver.num_earlier = 0
+                    self._saver.name(live.entries.values())
                 if counters.rng is not None:
                     self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
                 self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step
@@ -319,6 +321,7 @@ class TrajectoryReplayBuffer:
                 self._cache.put_rows(entry.trajectory_id, [(layout, rows)])
             if self._saver is not None:
                 entry.rows = rows
+                self._saver.saved.expect(entry)
         if self._saver is not None:
             self._saver.submit(entry)  # may wait, hence without the lock
         return entry.trajectory_id
@@ -340,8 +343,6 @@ class TrajectoryReplayBuffer:
         for old in self._live.append(entry):
             if self._cache is not None:
                 self._cache.drop(old.trajectory_id)
-            if old.path is not None and self._is_own(old):
-                old.path.unlink(missing_ok=True)
 
     def _empty_state(self) -> tuple[LiveTrajectories, TrajectoryCache | None]:
         # Without files the cache is the store, and what goes is decided here.
@@ -357,35 +358,23 @@ class TrajectoryReplayBuffer:
     def _forget_all(self) -> None:
         self._live, self._cache = self._empty_state()
         self._gatherer.close()
+        if self._saver is not None:
+            self._saver.saved.forget()
 
     def _start_saving(self, rank: int, world_size: int) -> None:
         folder = self.auto_save_path / f"rank_{rank}" if world_size > 1 else self.auto_save_path
         self._saver = TrajectorySaver(
-            folder.resolve(), self.trajectory_format, self._max_pending, self._take_file, self._save_index, self._timed
+            folder.resolve(),
+            self.trajectory_format,
+            self._max_pending,
+            self.max_trajectories,
+            self._lock,
+            lambda trajectory_id: self._live.moved(trajectory_id),  # of what is live by then
+            self._counters,
+            self._timed,
         )
         # Never over the files of an earlier run.
         self._next_id += -(-self._saver.first_free_id // world_size) * world_size
-
-    def _take_file(self, entry: Entry, path: Path, block: TrajectoryBlock | None) -> bool:
-        """Note that an entry has its file; called in the thread of the saver."""
-        with self._lock:
-            if self._live.entries.get(entry.trajectory_id) is not entry:
-                entry.rows = None
-                return self._is_closed or not self.max_trajectories
-            entry.path, entry.block, entry.rows = path, block, None
-            self._live.moved(entry.trajectory_id)
-            return True
-
-    def _save_index(self) -> None:
-        assert self._saver is not None
-        with self._lock:
-            saved = [entry.as_filed() for entry in self._live.entries.values() if self._is_own(entry)]
-            counters = self._counters()
-        write_index(self._saver.folder, saved, counters)
-
-    def _is_own(self, entry: Entry) -> bool:
-        """Tell whether an entry has its file in the folder of this buffer."""
-        return self._saver is not None and entry.path is not None and entry.path.parent == self._saver.folder
 
     def _counters(self) -> Counters:
         return Counters(self.seed, self._next_id, self.trajectory_format, self.rng.get_state())

@@ -1,7 +1,8 @@
 """Save trajectories one after another in the background, and keep the folder's index true.
 
 One rule: a trajectory stays readable in memory until its file is there, also when writing fails; a
-failure is raised once by whoever asks next, and what was not written is tried again.
+failure is raised once by whoever asks next, and what was not written is tried again. A file goes only
+after an index without it is on the disk, and the index names newer ones in its place.
 """
 
 from __future__ import annotations
@@ -9,18 +10,75 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 
 from storage.background import BackgroundWorker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
 from .files import TrajectoryBlock, file_name, find_files, write_trajectory
-from .index import Entry
+from .index import Counters, Entry, write_index
 
 #: Writing the index takes at most about this share of the thread's time, however long the index is.
 _INDEX_SHARE = 0.1
+
+
+class SavedTrajectories:
+    """Which trajectories of a folder the index is to name: of those that have their files the newest.
+
+    They lag behind what is live in memory, by what waits to be written: what memory has given up already is
+    named until as many newer ones have their files. Called under the lock of the buffer.
+
+    Args:
+        capacity: How many; None for any number.
+
+    Attributes:
+        entries: Id -> entry, oldest first.
+        superfluous: Files to delete once an index that does not name them is written.
+    """
+
+    def __init__(self, capacity: int | None) -> None:
+        self._capacity = capacity
+        self.entries: dict[int, Entry] = {}
+        self.superfluous: set[Path] = set()
+        #: Id of what waits for its file -> is it still to be named then?
+        self._expected: dict[int, bool] = {}
+
+    def expect(self, entry: Entry) -> None:
+        """Note that an entry is to be written."""
+        self._expected[entry.trajectory_id] = True
+
+    def forget(self) -> None:
+        """Name none of these any more, nor those that wait; their files stay."""
+        self.entries = {}
+        self._expected = dict.fromkeys(self._expected, False)
+
+    def add(self, entry: Entry) -> bool:
+        """Take an entry that has its file now; False if it is neither to be named nor kept."""
+        if not self._expected.pop(entry.trajectory_id):
+            return self._capacity is None
+        self.entries[entry.trajectory_id] = entry
+        later = [one for one in self.entries if one > entry.trajectory_id] if self._is_late(entry) else []
+        for one in later:  # it failed at first, and they were written before it
+            self.entries[one] = self.entries.pop(one)
+        while self._capacity is not None and len(self.entries) > self._capacity:
+            oldest = self.entries.pop(next(iter(self.entries)))
+            assert oldest.path is not None
+            self.superfluous.add(oldest.path)
+        return True
+
+    def delete(self, paths: Iterable[Path]) -> None:
+        """Delete files that the index on the disk does not name, unless they are wanted again."""
+        for path in paths:
+            if path in self.superfluous:
+                path.unlink(missing_ok=True)
+                self.superfluous.discard(path)
+
+    def _is_late(self, entry: Entry) -> bool:
+        newest = [*islice(reversed(self.entries), 2)]
+        return len(newest) > 1 and newest[1] > entry.trajectory_id
 
 
 class TrajectorySaver:
@@ -30,13 +88,16 @@ class TrajectorySaver:
         folder: Where to; made at once.
         file_format: "h5", "pt" or "pkl".
         max_pending: How many entries may wait; `submit` waits beyond that.
-        on_saved: Called with an entry and its file, in the thread; gives False if nobody wants it any more.
-        save_index: Writes the index of what is saved; called in the thread.
+        capacity: How many trajectories the folder keeps; None for any number.
+        lock: That of the buffer, under which its entries change.
+        on_saved: Called with an id whose entry has its file now, in the thread, under the lock.
+        counters: Gives what the index says besides; called in the thread, under the lock.
         timed: Gives what measures a block of this name.
 
     Attributes:
         first_free_id: Above the ids of the files that an earlier run has left.
         num_earlier: How many those are that nobody has loaded or been told of.
+        saved: What the index is to name; called under the lock.
     """
 
     def __init__(
@@ -44,21 +105,24 @@ class TrajectorySaver:
         folder: Path,
         file_format: str,
         max_pending: int,
-        on_saved: Callable[[Entry, Path, TrajectoryBlock | None], bool],
-        save_index: Callable[[], None],
+        capacity: int | None,
+        lock: threading.RLock,
+        on_saved: Callable[[int], object],
+        counters: Callable[[], Counters],
         timed: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self.folder, self.file_format = folder, file_format
         folder.mkdir(parents=True, exist_ok=True)
         earlier = [number for number, _ in find_files(folder)]
         self.num_earlier, self.first_free_id = len(earlier), max(earlier, default=-1) + 1
-        self._on_saved, self._save_index, self._timed = on_saved, save_index, timed
+        self.saved = SavedTrajectories(capacity)
+        self._on_saved, self._counters, self._timed = on_saved, counters, timed
         self._worker = BackgroundWorker(f"the trajectories of {str(folder)!r}", max_pending)
         self._worker.submit(_nothing)  # starts the thread: while the interpreter exits none can be
-        self._lock = threading.Lock()
+        self._lock = lock
         self._failure: BaseException | None = None
         self._unsaved: list[Entry] = []
-        self._index_due_s = 0.0
+        self._index_due_s, self._num_named = 0.0, 0
 
     @property
     def num_pending(self) -> int:
@@ -73,8 +137,17 @@ class TrajectorySaver:
             advice = "the index will not name them. Load that folder first to go on with them"
             warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
+    def name(self, entries: Iterable[Entry]) -> None:
+        """Let the index name what was loaded from this folder, oldest first, and nothing before it."""
+        self.saved.forget()
+        self.saved.entries = {one.trajectory_id: one for one in entries if self.has(one)}
+
+    def has(self, entry: Entry) -> bool:
+        """Tell whether an entry has its file in this folder."""
+        return entry.path is not None and entry.path.parent == self.folder
+
     def submit(self, entry: Entry) -> None:
-        """Queue an entry, whose `rows` are not changed any more; waits while too many are queued."""
+        """Queue an entry that `saved` expects, with `rows` that nobody changes; waits while too many are queued."""
         self._worker.submit(lambda: self._save(entry))
 
     def check(self) -> None:
@@ -115,10 +188,16 @@ class TrajectorySaver:
                 write_trajectory(path, entry.trajectory_id, entry.layout, entry.rows, entry.shape, entry.info)
             is_block = path.suffix == ".h5"
             block = TrajectoryBlock(path, entry.trajectory_id, entry.shape) if is_block else None
-            if not self._on_saved(entry, path, block):
+            with self._lock:
+                entry.path, entry.block, entry.rows = path, block, None
+                is_kept = self.saved.add(entry)
+                self._on_saved(entry.trajectory_id)
+            if not is_kept:
                 path.unlink(missing_ok=True)
-            # The last of a burst always writes it: then nothing saved is missing in it.
-            if self._worker.num_pending <= 1 or time.monotonic() >= self._index_due_s:
+            # The last of a burst always writes it: then nothing saved is missing in it. Files that are to go do not
+            # pile up beside one that names fewer than are kept.
+            is_short = self.saved.superfluous and self._num_named < len(self.saved.entries)
+            if is_short or self._worker.num_pending <= 1 or time.monotonic() >= self._index_due_s:
                 self._write_index()
         except BaseException as failure:  # noqa: BLE001 - handed to the caller
             with self._lock:
@@ -129,7 +208,13 @@ class TrajectorySaver:
     def _write_index(self) -> None:
         start = time.monotonic()
         try:
-            self._save_index()
+            with self._lock:
+                named = [entry.as_filed() for entry in self.saved.entries.values()]
+                superfluous, counters = list(self.saved.superfluous), self._counters()
+            write_index(self.folder, named, counters)
+            self._num_named = len(named)
+            with self._lock:
+                self.saved.delete(superfluous)
         except (OSError, RolloutDataError) as failure:
             with self._lock:
                 self._failure = self._failure or failure

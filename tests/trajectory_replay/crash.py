@@ -17,13 +17,16 @@ WORK = "tests.trajectory_replay.crash:collect_until_killed"
 
 def collect_until_killed(folder: Path, seed: int) -> None:
     torch.set_num_threads(1)
-    begun, saved, kept = (Counter(folder / f".{name}") for name in ("begun", "saved", "kept"))
+    begun, saved, kept, limit = (Counter(folder / f".{name}") for name in ("begun", "saved", "kept", "limit"))
+    max_trajectories = 3 if seed % 5 % 2 else None
+    limit.set(max_trajectories or 0)
     buffer = TrajectoryReplayBuffer(
         auto_save=True,
         auto_save_path=folder / "auto",
         trajectory_format=["h5", "pt"][seed % 2],
         max_pending_saves=1 + seed % 4,
         cache_size=2,
+        max_trajectories=max_trajectories,
     )
     number = 0
     while True:
@@ -40,8 +43,12 @@ def collect_until_killed(folder: Path, seed: int) -> None:
 
 
 def check_what_is_left(folder: Path) -> tuple[int, int]:
-    """Check that both folders load and are no older than what was waited for; give how many each holds."""
-    begun, saved, kept = (Counter.read(folder / f".{name}") for name in ("begun", "saved", "kept"))
+    """Check that both folders load and are no older than what was waited for; give how many each holds.
+
+    A folder holds the newest so many up to one, however many were on their way: as many as are kept, or all, of
+    which there are no more then.
+    """
+    begun, saved, kept, limit = (Counter.read(folder / f".{name}") for name in ("begun", "saved", "kept", "limit"))
     held = []
     for name, least in (("auto", saved), ("checkpoint", kept)):
         try:
@@ -53,9 +60,12 @@ def check_what_is_left(folder: Path) -> tuple[int, int]:
             assert not least, f"{name} held {least}"
             held.append(0)
             continue
-        assert least <= len(buffer) <= begun
-        assert buffer.trajectory_ids == list(range(len(buffer)))
-        for number in range(len(buffer)):
+        stop = max(buffer.trajectory_ids, default=-1) + 1
+        assert least <= stop <= begun
+        assert buffer.trajectory_ids == list(range(max(0, stop - limit) if limit else 0, stop))
+        if limit and len([*(folder / name).glob("trajectory_[0-9]*")]) > limit + 1:
+            assert len(buffer) == limit
+        for number in buffer.trajectory_ids:
             assert equal(buffer.get(number), trajectory(number, 2 + number % 4, 2))
         if len(buffer):
             drawn(buffer, 50)

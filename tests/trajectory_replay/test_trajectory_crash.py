@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from rollout_data.trajectories import saving
+from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
 from tests.nursery import kill_one, nursery
 from tests.trajectory_replay.crash import WORK, check_what_is_left
+from tests.trajectory_replay.recorded import trajectory
 
 
 def test_killed_collectors_leave_folders_that_load(tmp_path: Path) -> None:
@@ -15,3 +23,68 @@ def test_killed_collectors_leave_folders_that_load(tmp_path: Path) -> None:
             kill_one(process, tmp_path / str(seed), seed, longest_s=0.4)
             held.append(check_what_is_left(tmp_path / str(seed)))
     assert any(auto for auto, _ in held)
+
+
+@pytest.mark.parametrize("index_share", [0.1, 1e-9])
+def test_at_every_step_the_folder_loads_as_many_as_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index_share: float
+) -> None:
+    """Also where memory has given up all that is on the disk, and where the index is seldom written."""
+    seen: list[list[int]] = []
+
+    def look() -> None:
+        if not (tmp_path / "trajectory_index.json").exists():
+            assert not seen
+            return
+        found = TrajectoryReplayBuffer(sample_window_size=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # every file that is listed is there
+            found.load_checkpoint(tmp_path)
+        seen.append(found.trajectory_ids)
+        assert len(found) == 3 or len(list(tmp_path.glob("*.h5"))) <= 4
+
+    def watched(step: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            look()
+            step(*arguments)
+            look()
+
+        return run
+
+    monkeypatch.setattr(saving, "_INDEX_SHARE", index_share)
+    monkeypatch.setattr(saving, "write_trajectory", watched(saving.write_trajectory))
+    monkeypatch.setattr(saving, "write_index", watched(saving.write_index))
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, max_trajectories=3) as buffer:
+        for number in range(20):
+            buffer.add(trajectory(number, 2, 2))
+        buffer.flush()
+        assert buffer.trajectory_ids == [17, 18, 19]
+        look()
+    stops = [max(ids) + 1 for ids in seen]
+    assert stops == sorted(stops) and stops[-1] == 20
+    assert all(ids == list(range(max(0, stop - 3), stop)) for ids, stop in zip(seen, stops, strict=True))
+    assert len(list(tmp_path.glob("*.h5"))) == 3
+
+
+def test_what_could_not_be_written_at_first_takes_its_place_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, is_full = saving.write_trajectory, [True]
+
+    def fails(path: Path, trajectory_id: int, *others: Any) -> None:
+        if is_full[0] and trajectory_id == 1:
+            raise OSError(28, "No space left on device")
+        write(path, trajectory_id, *others)
+
+    monkeypatch.setattr(saving, "write_trajectory", fails)
+    for limit, expected in ((None, [0, 1, 2, 3]), (3, [1, 2, 3]), (2, [2, 3])):
+        is_full[0], folder = True, tmp_path / str(limit)
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder, max_trajectories=limit) as buffer:
+            buffer.add_trajectories([trajectory(number, 2, 2) for number in range(4)])
+            with pytest.raises(saving.BackgroundError):
+                buffer.flush()
+            is_full[0] = False
+        found = TrajectoryReplayBuffer()
+        found.load_checkpoint(folder)
+        assert found.trajectory_ids == expected
+        assert len(list(folder.glob("*.h5"))) == len(expected)
