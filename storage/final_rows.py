@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 import torch
 
+from .errors import SchemaError
 from .fields import Schema
 from .ring import RingStore
+from .windows import Boundaries
 
 _FIRST_ROOM = 64
 
@@ -77,11 +79,26 @@ class FinalRows:
         kept = slice(self._first, self._last)
         return self._keys[kept].clone(), {name: x[kept].clone() for name, x in self._columns.items()}
 
-    def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `live` gave."""
+    def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor], boundaries: Boundaries) -> None:
+        """Take back what `live` gave.
+
+        Raises:
+            SchemaError: It is not of rows that ended a trajectory here, or has other shapes or dtypes.
+        """
+        ring, action = self._ring, "load final rows"
+        if keys.dtype is not torch.int64 or keys.dim() != 1:
+            raise SchemaError(action, "", "their keys as [num] int64", f"{keys.dtype} {list(keys.shape)}")
+        for name, leaf in leaves.items():
+            field, shape = self.schema[name], [len(keys), *self.schema[name].shape]
+            if list(leaf.shape) != shape or leaf.dtype is not field.torch_dtype:
+                expected = f"{field.torch_dtype} {shape}"
+                raise SchemaError(action, f"with {name!r}", expected, f"{leaf.dtype} {list(leaf.shape)}")
+        keys = keys.to(ring.device)
+        lane, row_id = keys % ring.num_lanes, torch.div(keys, ring.num_lanes, rounding_mode="floor")
+        is_ended = (row_id >= ring.oldest) & (row_id < ring.total) & boundaries.ended(lane, row_id)
+        if not bool(is_ended.all()) or not bool((keys[1:] > keys[:-1]).all()):
+            raise SchemaError(action, "", "ascending keys of rows that ended a trajectory", "others")
         self.clear()
-        lane = keys.to(self._ring.device) % self._ring.num_lanes
-        row_id = torch.div(keys.to(self._ring.device), self._ring.num_lanes, rounding_mode="floor")
         self.append(lane, row_id, leaves)
 
     def _drop_dead(self) -> None:

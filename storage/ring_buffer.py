@@ -372,10 +372,11 @@ class RingBuffer:
         ring.total = total
 
     def _restore_finals(self, keys: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
-        ring = self._ring
-        assert ring is not None
+        ring, boundaries = self._ring, self._boundaries
+        if ring is None or boundaries is None:
+            raise SchemaError("load final rows", "", "a buffer with end_key, and rows", "one without")
         self._finals = FinalRows(ring, Schema(ring.schema[name] for name in columns))
-        self._finals.restore(keys, columns)
+        self._finals.restore(keys, columns, boundaries)
 
     def _given(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Bring a result to the device that results go to."""

@@ -167,3 +167,35 @@ def test_a_config_that_is_nested_too_deep_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(RolloutDataError, match="expected JSON"):
         load_buffer(tmp_path)
+
+
+WRONG_FINALS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "negative": lambda keys, rows: (keys - 100, rows),
+    "not yet written": lambda keys, rows: (keys + 100, rows),
+    "of rows that did not end": lambda keys, rows: (keys + 1, rows),
+    "floats": lambda keys, rows: (keys.float(), rows),
+    "descending": lambda keys, rows: (keys.flip(0), rows),
+    "twice": lambda keys, rows: (keys[:1].repeat(len(keys)), rows),
+    "one row for all": lambda keys, rows: (keys, rows[:1]),
+    "one column for all": lambda keys, rows: (keys, rows[:, :1]),
+    "another dtype": lambda keys, rows: (keys, rows.double()),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FINALS)
+def test_final_rows_that_are_not_of_these_rows_are_refused(tmp_path: Path, wrong: str) -> None:
+    buffer = MAKERS["DictBuffer"]()
+    state = buffer.state_dict()
+    keys, rows = state["final_keys"], state["final_columns"]["observation/a"]
+    assert len(keys) > 1
+    keys, rows = WRONG_FINALS[wrong](keys, rows)
+    with pytest.raises(SchemaError):
+        buffer.load_state_dict({**state, "final_keys": keys, "final_columns": {"observation/a": rows}})
+    assert equal(buffer.state_dict(), state)
+    buffer.save(tmp_path / "b")
+    with h5py.File(tmp_path / "b" / "finals.hdf5", "r+") as file:
+        for name, leaf in (("row_key", keys.unsqueeze(1)), ("observation-a", rows)):
+            del file[name]
+            file[name] = leaf.numpy()
+    with pytest.raises(RolloutDataError):
+        load_buffer(tmp_path / "b")
