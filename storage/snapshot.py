@@ -215,6 +215,7 @@ def write_snapshot(directory: Path, config: Mapping[str, Any], tensors: Mapping[
 def read_config(directory: Path) -> dict[str, Any]:
     """Read and check `config.json` of a snapshot folder."""
     path = existing_folder(directory) / CONFIG
+    _check_is_file(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as cause:
@@ -236,6 +237,7 @@ def read_columns(directory: Path, config: Mapping[str, Any]) -> dict[str, torch.
     """Read all tensors of a snapshot onto the CPU; sizes are checked before anything is allocated."""
     path = existing_folder(directory) / COLUMNS
     found: dict[str, torch.Tensor] = {}
+    _check_is_file(path)
     try:
         with h5py.File(path, "r") as file, open(path, "rb", buffering=0) as raw:
             size = path.stat().st_size
@@ -251,6 +253,12 @@ def read_columns(directory: Path, config: Mapping[str, Any]) -> dict[str, torch.
             "read", repr(str(path)), "an HDF5 file with the columns of its config", str(cause)
         ) from cause
     return found
+
+
+def _check_is_file(path: Path) -> None:
+    """Refuse what is there and is no file: opening a pipe would wait for ever."""
+    if path.exists() and not path.is_file():
+        raise CorruptFileError("read", repr(str(path)), "a regular file", "something else")
 
 
 def _write_columns(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:

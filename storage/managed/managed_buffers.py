@@ -354,8 +354,8 @@ class ManagedBuffer(Snapshotted):
         return {"replay_buffer_size": self.replay_buffer_size, "name": self.name, "rate_limiter": limiter}
 
     def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        own = self.rng.get_state()
-        if isinstance(tensors.get("rng"), torch.Tensor) and tensors["rng"].shape != own.shape:  # of a generator on another kind of device
+        own, given = self.rng.get_state(), tensors.get("rng")
+        if isinstance(given, torch.Tensor) and given.shape != own.shape:  # of a generator on another kind of device
             tensors = {**tensors, "rng": own}
         super()._take_state(numbers, tensors)
 

@@ -15,16 +15,12 @@ from hypothesis import strategies as st
 
 from storage import (
     ActionLabelRollout,
-    AdvancedReplayBuffer,
-    EpisodeReplayBuffer,
     HiddenStates,
-    NaiveReplayBuffer,
     QueueRolloutStorage,
     ReplayBuffer,
     RolloutStorage,
     SarsaRolloutStorage,
     SchemaError,
-    UsageError,
     durable,
     load_store,
 )
@@ -301,72 +297,6 @@ def test_a_changed_config_is_reported(tmp_path, change, error):
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     with pytest.raises(error):
         RolloutStorage.load(tmp_path / "kept")
-
-
-NONSENSE = [None, float("nan"), float("inf"), -1, 2**60, 10**400, [], {}, [5], "x", 1.5]
-
-
-def stores():
-    made = [make("queue", "part"), ReplayBuffer(3, 4, generator=0)]
-    for cls in (NaiveReplayBuffer, AdvancedReplayBuffer, EpisodeReplayBuffer):
-        item = {"x": torch.ones(2), "name": "a"}
-        made.append(cls(4, generator=0))
-        made[-1].append([item, item] if cls is EpisodeReplayBuffer else item)
-    return made
-
-
-def places_in(content, keys):
-    """Name each of `keys`, and what is directly in it: a level, or two."""
-    return [(key, *below) for key in keys for below in [(), *([(x,) for x in content[key]] * (key != "columns"))]]
-
-
-def changed(content, place, value):
-    one = content[place[0]]
-    return {**content, place[0]: value if len(place) == 1 else {**one, place[1]: value}}
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_values_of_wrong_kinds_in_a_config_are_reported_or_harmless(tmp_path, number):
-    store = stores()[number]
-    store.save(tmp_path / "kept")
-    path = tmp_path / "kept" / snapshots.CONFIG
-    config = json.loads(path.read_text())
-    for place in [("class",), ("device",), *places_in(config, ("arguments", "numbers", "columns"))]:
-        for value in NONSENSE:
-            path.write_text(json.dumps(changed(config, place, value)))
-            try:
-                load_store(tmp_path / "kept")
-            except (DataFileError, UsageError) as error:
-                assert str(error).startswith("cannot ")
-            else:
-                assert len(place) == 2, (place, value)
-    path.write_text("[" * 100_000)
-    with pytest.raises(CorruptFileError):
-        load_store(tmp_path / "kept")
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_values_of_wrong_kinds_in_a_state_are_reported_or_harmless(number):
-    store = stores()[number]
-    state = store.state_dict()
-    for place in [("class",), *places_in(state, ("arguments", "numbers", "tensors"))]:
-        for value in NONSENSE:
-            try:
-                stores()[number].load_state_dict(changed(state, place, value))
-            except UsageError as error:
-                assert str(error).startswith("cannot ")
-            else:
-                assert place[0] in ("arguments", "numbers") and len(place) == 2, (place, value)
-
-
-@pytest.mark.parametrize("name", ["max_priority", "num_draws"])
-def test_a_number_that_cannot_be_is_reported(name):
-    store = stores()[3]
-    state = store.state_dict()
-    for value in (float("nan"), float("inf"), -1, 10**400, True, None):
-        with pytest.raises(SchemaError, match=f"with '{name}': expected a finite number >= 0"):
-            store.load_state_dict({**state, "numbers": {**state["numbers"], name: value}})
-    assert store.sample(1) is not None
 
 
 def test_missing_and_foreign_folders_give_one_clear_error(tmp_path):
