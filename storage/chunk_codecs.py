@@ -41,6 +41,8 @@ STAGES: dict[str, tuple[str, ...]] = {
     "shuffle": ("shuffle", "split", "bitshuffle"),
     "packer": ("lz4", "lz4hc", "zstd", "blosc2", "blosc2zstd"),
 }
+#: What a chain must keep to, in the words of errors.
+CHAIN_ORDER = f"stages in the order {'+'.join(STAGES)}, each at most once"
 #: First byte of a chunk.
 _PLAIN, _PACKED = 0, 1
 
@@ -197,19 +199,19 @@ def chunk_codec(name: str) -> ChunkCodec:
     """Give the codec of a chain, checked; "raw" or "" keeps values as they are.
 
     Raises:
-        UsageError: An unknown stage, or stages in another order; the text lists what may stand there.
+        UsageError: An unknown stage, or stages in another order; the text says what is known, or the order.
     """
     found: dict[str, Any] = {}
-    kinds = list(STAGES)
+    kinds, before = list(STAGES), ""
     for stage in [part for part in name.split("+") if name not in ("", "raw")]:
         match = _QUANTIZER.fullmatch(stage)
-        kind = next((kind for kind in kinds if stage in STAGES[kind] or (match and kind == "quantizer")), None)
+        kind = next((kind for kind in STAGES if stage in STAGES[kind] or (match and kind == "quantizer")), None)
         if kind is None:
-            options = [option for kind in kinds for option in STAGES[kind]]
-            raise UsageError(
-                "use the codec", repr(name), nearest(stage, options) if options else "no more", repr(stage)
-            )
-        kinds = kinds[kinds.index(kind) + 1 :]
+            options = [option for kind in STAGES for option in STAGES[kind]]
+            raise UsageError("use the codec", repr(name), nearest(stage, options), repr(stage))
+        if kind not in kinds:
+            raise UsageError("use the codec", repr(name), CHAIN_ORDER, f"{stage!r} after {before!r}")
+        kinds, before = kinds[kinds.index(kind) + 1 :], stage
         found[kind] = _linear(name, match) if match else stage
     codec = ChunkCodec(name or "raw", **found)
     if codec._is_blosc2 and codec.shuffle == "split":

@@ -15,7 +15,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from .chunk_codecs import STAGES, chunk_codec
+from .chunk_codecs import CHAIN_ORDER, STAGES, chunk_codec
 from .errors import FieldTypeError, UsageError, nearest
 from .fields import DTYPES, Field
 from .quantizers import IMAGE_MAX_ERROR, decode_image, encode_image
@@ -91,6 +91,11 @@ def find_codec(name: str) -> Codec:
     unknown = [word for word in chain.split("+") if word.partition("(")[0] not in CODEC_WORDS]
     if unknown or not chain:
         raise UsageError("use the codec", repr(name), nearest((unknown or [name])[0], CODEC_WORDS), repr(name))
+    if AUTO in chain.split("+"):
+        raise UsageError("use the codec", repr(name), f"{AUTO!r} alone", repr(name))
+    late = next((word for word in name.split("+")[1:] if word in CODECS and chain != raw.name), None)
+    if late is not None:
+        raise UsageError("use the codec", repr(name), CHAIN_ORDER, f"{late!r} after {name.partition('+')[0]!r}")
     chunks = chunk_codec(chain)
     if values.stored_dtype is not None and not chunks.is_lossless:
         raise UsageError("use the codec", repr(name), "one quantizer", "two")
@@ -124,7 +129,8 @@ def check_codec(field: Field) -> None:
     codec = codec_of(field)
     dtype = DTYPES[field.dtype][0]
     if codec.stored_dtype is not None and not (dtype.is_floating_point or field.dtype == codec.stored_dtype):
-        raise FieldTypeError(f"code the field as {codec.name!r}", repr(field.name), "a floating dtype", field.dtype)
+        expected = f"a floating dtype or {codec.stored_dtype}"
+        raise FieldTypeError(f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype)
     if codec.chunks not in (None, AUTO):
         is_float = dtype.is_floating_point and field.dtype != "bfloat16"
         if not (chunk_codec(codec.chunks or "").is_lossless or is_float):

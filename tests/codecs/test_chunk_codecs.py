@@ -202,16 +202,28 @@ def test_a_block_of_lz4_is_decoded_into_place_or_refused(monkeypatch):
             lz4_blocks.decompress_into(np.zeros(0, np.uint8), out)
 
 
+#: What a chain must keep to, in words.
+ORDER = "stages in the order quantizer+delta+shuffle+packer, each at most once"
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("lz5", "cannot use the codec 'lz5': expected 'lz4'"),
-        ("lz4+shuffle", "cannot use the codec 'lz4+shuffle': expected no more, got 'shuffle'."),
-        ("shuffle+shuffle", "cannot use the codec 'shuffle+shuffle': expected"),
+        ("lz4+shuffle", f"cannot use the codec 'lz4+shuffle': expected {ORDER}, got 'shuffle' after 'lz4'."),
+        ("normalized_image+lz4+delta", f"expected {ORDER}, got 'delta' after 'lz4'."),
+        (
+            "shuffle+shuffle",
+            f"cannot use the codec 'shuffle+shuffle': expected {ORDER}, got 'shuffle' after 'shuffle'.",
+        ),
+        ("lz4+uint16(0,1)", f"expected {ORDER}, got 'uint16(0,1)' after 'lz4'."),
+        ("lz4+normalized_image", f"expected {ORDER}, got 'normalized_image' after 'lz4'."),
+        ("normalized_image+normalized_image", f"expected {ORDER}, got 'normalized_image' after 'normalized_image'."),
+        ("lz4+delt", "cannot use the codec 'lz4+delt': expected 'delta'"),
         ("uint16(3,1)+lz4", "expected uint16(low,high), finite numbers with low < high, got 'uint16(3,1)'."),
         ("uint16(a,b)", "expected uint16(low,high), finite numbers with low < high"),
         ("normalized_image+uint16", "cannot use the codec 'normalized_image+uint16': expected one quantizer, got two."),
-        ("auto+lz4", "cannot use the codec 'auto+lz4'"),
+        ("auto+lz4", "cannot use the codec 'auto+lz4': expected 'auto' alone, got 'auto+lz4'."),
         ("", "cannot use the codec ''"),
         ("+lz4", "cannot use the codec '+lz4'"),
     ],
@@ -248,7 +260,8 @@ def test_each_codec_says_whether_and_how_much_it_loses():
 def test_codecs_take_the_dtypes_that_they_can_give_back(codec, dtype, is_right):
     field = Field("a", (3,), dtype, codec)
     if not is_right:
-        with pytest.raises(FieldTypeError, match=r"cannot code the field as .* 'a': expected .*float"):
+        wanted = "a floating dtype or uint8" if "image" in codec else "float16, float32 or float64"
+        with pytest.raises(FieldTypeError, match=rf"cannot code the field as .* 'a': expected {wanted}, got {dtype}"):
             check_codec(field)
         return
     check_codec(field)

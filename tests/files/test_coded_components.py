@@ -311,7 +311,7 @@ def test_flat_observations_are_cut_into_coded_segments(tmp_path):
     ("codec", "kind", "text"),
     [
         ("uint16+lz4", FieldTypeError, "cannot code the field as 'uint16+lz4' 'observation/a'"),
-        ("normalized_image+lz4", FieldTypeError, "expected a floating dtype, got int64."),
+        ("normalized_image+lz4", FieldTypeError, "expected a floating dtype or uint8, got int64."),
     ],
 )
 def test_a_codec_that_cannot_give_back_the_dtype_is_refused_before_anything_is_written(tmp_path, codec, kind, text):
