@@ -34,10 +34,12 @@ from .errors import (
     nearest,
 )
 from .fields import DTYPES, dtype_name
+from .records import COMPLEX_DTYPES
 
 FORMAT = "rollout-data snapshot"
 VERSION = 1
 CONFIG, COLUMNS = "config.json", "columns.hdf5"
+_DTYPES = {**DTYPES, **COMPLEX_DTYPES}
 _CHUNK_BYTES = 16 * 1024 * 1024
 #: What values of wrong kinds make Python and torch raise.
 _NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -266,8 +268,9 @@ def _write_columns(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[dict
     columns: list[dict[str, Any]] = []
     with h5py.File(path, "w") as file, ThreadPoolExecutor(1) as pool:
         for name, tensor in tensors.items():
-            dtype = dtype_name(tensor.dtype, repr(name))
-            dataset = file.create_dataset(name, tuple(tensor.shape), DTYPES[dtype][1])
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = dtype if dtype in COMPLEX_DTYPES else dtype_name(tensor.dtype, repr(name))
+            dataset = file.create_dataset(name, tuple(tensor.shape), _DTYPES[dtype][1])
             crc: Future[int] | None = None
             rows = max(1, _CHUNK_BYTES // max(1, tensor[:1].nbytes if tensor.dim() else tensor.nbytes))
             for start in range(0, len(tensor) if tensor.dim() else 1, rows):
@@ -292,7 +295,7 @@ def _to_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:
 
 def _find(file: h5py.File, column: Mapping[str, Any], file_size: int, path: Path) -> int:
     """Find where a column's bytes stand in the file; refuse anything that is not plainly there."""
-    shape, (_, numpy_dtype) = tuple(column["shape"]), DTYPES[column["dtype"]]
+    shape, (_, numpy_dtype) = tuple(column["shape"]), _DTYPES[column["dtype"]]
     dataset = file[column["name"]]
     num_bytes = prod(shape) * numpy_dtype.itemsize
     offset = dataset.id.get_offset() if isinstance(dataset, h5py.Dataset) else None
@@ -304,7 +307,7 @@ def _find(file: h5py.File, column: Mapping[str, Any], file_size: int, path: Path
 
 
 def _read_column(raw: Any, column: Mapping[str, Any], offset: int, path: Path) -> torch.Tensor:
-    torch_dtype, _ = DTYPES[column["dtype"]]
+    torch_dtype, _ = _DTYPES[column["dtype"]]
     tensor = torch.empty(column["shape"], dtype=torch_dtype)
     data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
     raw.seek(offset)

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import ClosedError, CorruptFileError, SchemaError, UsageError
-from ..fields import Schema
+from ..fields import Field, Schema
+from ..records import COMPLEX_DTYPES, make_field
 from ..samplers import generator_on
 from ..snapshot import Snapshotted
 from .buffer_monitor import BufferMonitor
@@ -309,7 +310,7 @@ class ManagedBuffer(Snapshotted):
     ) -> tuple[int, Schema | None, frozenset[str], dict[str, torch.Tensor], Any]:
         """Check what `_store_state` gave; give what `ItemStore.restore` takes. Nothing is changed."""
         total = numbers["total"]
-        schema = None if numbers["schema"] is None else Schema.from_json(numbers["schema"])
+        schema = None if numbers["schema"] is None else _schema_of(numbers["schema"])
         if not isinstance(total, int) or not 0 <= total < 1 << 62:
             raise SchemaError("load a state", "", "a total >= 0", repr(total))
         live = min(total, capacity)
@@ -363,3 +364,13 @@ class ManagedBuffer(Snapshotted):
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
         made: Any = cls
         return made(**arguments, device=device, generator=0)  # the saved random state comes next
+
+
+def _schema_of(items: Iterable[Mapping[str, Any]]) -> Schema:
+    """Build a schema from `to_json`'s form, of any dtype that a buffer can hold."""
+    return Schema(
+        make_field(item["name"], item["shape"], item["dtype"])
+        if item.get("dtype") in COMPLEX_DTYPES
+        else Field.from_json(item)
+        for item in items
+    )

@@ -112,3 +112,22 @@ def test_a_pipe_in_the_place_of_a_file_is_reported_at_once(tmp_path, name):
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             thread.join(0.01)
             os.close(handle)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("cls", [NaiveReplayBuffer, AdvancedReplayBuffer, EpisodeReplayBuffer])
+def test_complex_items_are_kept(tmp_path, cls, dtype):
+    items = [{"x": torch.randn(3, dtype=dtype), "y": torch.ones(2)} for _ in range(2)]
+    store = cls(4, generator=0)
+    store.append(items) if cls is EpisodeReplayBuffer else store.extend(items)
+    given = cls(4, generator=1)
+    given.load_state_dict(store.state_dict())
+    store.save(tmp_path / "kept")
+    first, *others = [one.sample(1)[0] for one in (store, given, load_store(tmp_path / "kept"))]
+    for other in others:
+        x, y = (one[0]["x"] if cls is EpisodeReplayBuffer else one["x"] for one in (first, other))
+        assert y.dtype == dtype and torch.equal(x, y)
+    path = tmp_path / "kept" / snapshots.COLUMNS
+    path.write_bytes(path.read_bytes().replace(items[0]["x"].numpy().tobytes(), bytes(items[0]["x"].nbytes)))
+    with pytest.raises(CorruptFileError, match="checksum"):
+        load_store(tmp_path / "kept")
