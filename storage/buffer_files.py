@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from .column_files import (
     CONFIG_NAME,
     FINALS_NAME,
     OWN_NAMES,
+    SAVE_ID,
     ColumnFile,
     file_keys,
     read_config,
@@ -32,6 +34,9 @@ from .errors import CorruptFileError, ForeignFileError, RolloutDataError, Rollou
 from .fields import Field, Schema
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .final_rows import FinalRows
     from .ring_buffer import RingBuffer
 
 FORMAT, VERSION = "rollout-data buffer", 1
@@ -130,6 +135,8 @@ def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separ
         "version": VERSION,
         "device": str(buffer.device),
         "nested_key_separator": separator,
+        SAVE_ID: secrets.token_hex(8),
+        "has_finals": buffer._finals is not None,
         "_idx": buffer._idx,
         "_is_full": buffer._is_full,
         "generator": random_state(buffer.generator),
@@ -146,17 +153,23 @@ def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separ
             return rows if buffer._has_lanes_in_file else rows.squeeze(1)
 
         lead = (ring.num_lanes,) if buffer._has_lanes_in_file else ()
-        write_columns(new / COLUMNS_NAME, ring.schema, ring.num_live, lead, read, keys)
+        write_columns(new / COLUMNS_NAME, ring.schema, ring.num_live, lead, read, keys, config[SAVE_ID])
         if buffer._finals is not None:
-            row_keys, columns = buffer._finals.live()
-            _write_finals(buffer, new / FINALS_NAME, row_keys, columns, separator)
+            _write_finals(buffer._finals, new / FINALS_NAME, separator, config[SAVE_ID])
 
 
 def load_buffer_folder(cls: type[_Buffer], path: str | os.PathLike[str], device: torch.device | str | None) -> _Buffer:
     """Make a buffer of what `save_buffer_folder`, or an earlier system, wrote."""
     config = read_config(path)
-    with as_damage(path):
-        return _load(cls, path, config, device)
+    try:
+        with as_damage(path):
+            return _load(cls, path, config, device)
+    except RolloutDataError:
+        newer = read_config(path)
+        if newer.get(SAVE_ID) == config.get(SAVE_ID):
+            raise
+    with as_damage(path):  # another process saved meanwhile, and the files were not all of one save
+        return _load(cls, path, newer, device)
 
 
 def _load(
@@ -175,10 +188,10 @@ def _load(
         if config.get("total", 0):
             raise CorruptFileError("load", repr(str(path)), f"the file {COLUMNS_NAME}", "none")
     else:
-        with ColumnFile(folder / COLUMNS_NAME, separator) as file:
+        with ColumnFile(folder / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
             _restore_rows(buffer, file, config, path)
-        if (folder / FINALS_NAME).exists():
-            with ColumnFile(folder / FINALS_NAME, separator) as file:
+        if config.get("has_finals", (folder / FINALS_NAME).exists()):
+            with ColumnFile(folder / FINALS_NAME, separator, config.get(SAVE_ID)) as file:
                 columns = {field.name: _column(file, field) for field in file.schema(1).values()}
             buffer._restore_finals(columns.pop(_FINAL_KEYS).squeeze(1), columns)
     if "generator" in config:
@@ -268,11 +281,8 @@ def oldest_ages(counters: Mapping[str, Any], num_lanes: int, most: int) -> torch
     return ages
 
 
-def _write_finals(
-    buffer: RingBuffer, path: Any, row_keys: torch.Tensor, columns: Mapping[str, torch.Tensor], separator: str
-) -> None:
-    finals = buffer._finals
-    assert finals is not None
+def _write_finals(finals: FinalRows, path: Path, separator: str, save_id: str) -> None:
+    row_keys, columns = finals.live()
     schema = Schema([Field(_FINAL_KEYS, (1,), "int64"), *finals.schema.values()])
     leaves = {_FINAL_KEYS: row_keys.unsqueeze(1), **columns}
     keys = file_keys(list(schema), separator) if separator not in _FINAL_KEYS else {name: name for name in schema}
@@ -280,4 +290,4 @@ def _write_finals(
     def read(name: str, first: int, last: int) -> torch.Tensor:
         return leaves[name][first:last]
 
-    write_columns(path, schema, len(row_keys), (), read, keys)
+    write_columns(path, schema, len(row_keys), (), read, keys, save_id)

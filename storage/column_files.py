@@ -39,6 +39,8 @@ _MAX_GAIN = 1100
 #: Attribute of datasets whose numpy type does not say the dtype.
 _DTYPE_TAG = "torch_dtype"
 _CRC_TAG = "crc32"
+#: Entry of the config, and attribute of each file, that says which save they are of.
+SAVE_ID = "save_id"
 
 
 class MissingFolderError(DataFileError, FileNotFoundError):
@@ -80,7 +82,13 @@ def file_keys(names: list[str], separator: str) -> dict[str, str]:
 
 
 def write_columns(
-    path: Path, schema: Schema, num_rows: int, lead: tuple[int, ...], read: ReadRows, keys: Mapping[str, str]
+    path: Path,
+    schema: Schema,
+    num_rows: int,
+    lead: tuple[int, ...],
+    read: ReadRows,
+    keys: Mapping[str, str],
+    save_id: str = "",
 ) -> None:
     """Write `[num_rows, *lead, *event]` datasets, with checksums, a chunk at a time.
 
@@ -91,11 +99,14 @@ def write_columns(
         lead: Axes between the rows and the event.
         read: Gives parts of a column, from any device; called in order.
         keys: Names in the file.
+        save_id: Tells files of one save from those of another; "" for none.
     """
     with h5py.File(path, "w", libver=("v110", "v110"), track_order=True) as file, _Appender(path) as appender:
         datasets = {
             name: _create(file, keys[name], (num_rows, *lead, *field.shape), field) for name, field in schema.items()
         }
+        if save_id:
+            file.attrs[SAVE_ID] = save_id
         file.flush()
         for name, field in schema.items():
             row_bytes = max(1, field.row_bytes * int(np.prod(lead, dtype=np.int64)))
@@ -179,18 +190,24 @@ class ColumnFile:
     Args:
         path: The file.
         separator: Joins levels of names in it.
+        save_id: Of the save that the file should be of, if that is known and the file tells.
 
     Raises:
         CorruptFileError, UnsafeFileError: Naming the file and the dataset.
     """
 
-    def __init__(self, path: Path, separator: str) -> None:
+    def __init__(self, path: Path, separator: str, save_id: object = None) -> None:
         self.path = path
         _check_is_file(path)
         try:
-            self._file = h5py.File(path, "r")
+            self._file = h5py.File(path, "r", driver="sec2")  # whose handle is a descriptor
         except OSError as cause:
             raise CorruptFileError("open", repr(str(path)), "an HDF5 file", str(cause).splitlines()[0]) from cause
+        found = self._file.attrs.get(SAVE_ID)
+        if save_id is not None and found is not None and str(found) != save_id:
+            self.close()
+            raise CorruptFileError("load", repr(str(path)), f"a file of the save {save_id!r}", f"one of {str(found)!r}")
+        self._handle = self._file.id.get_vfd_handle()
         self._datasets = {key: self._dataset(key) for key in self._file}
         self.names = {key.replace(separator, "/"): key for key in self._datasets}
         self.shapes = {name: self._datasets[key].shape for name, key in self.names.items()}
@@ -241,9 +258,9 @@ class ColumnFile:
 
     @contextmanager
     def _ahead(self) -> Iterator[_Ahead]:
-        """Open the file once, with a few threads, for however many datasets are read from it side by side."""
-        with open(self.path, "rb", buffering=0) as file, ThreadPoolExecutor(_NUM_READERS) as pool:
-            yield _Ahead(file.fileno(), pool)
+        """Start a few threads, for however many datasets are read side by side from the file that is open."""
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            yield _Ahead(self._handle, pool)
 
     def _checked_chunks(self, name: str, step: int, ahead: _Ahead) -> Iterator[tuple[int, torch.Tensor]]:
         key = self.names[name]
@@ -295,7 +312,7 @@ class ColumnFile:
             raise UnsafeFileError("load", where, "data in the file itself", "a reference to other files")
         if not found.shape:
             raise CorruptFileError("load", where, "rows", f"shape {found.shape}")
-        file_bytes = self.path.stat().st_size
+        file_bytes = os.fstat(self._handle).st_size
         packed_bytes = 0 if found.chunks is None else min(found.id.get_storage_size(), file_bytes)
         if found.size * found.dtype.itemsize > max(file_bytes, packed_bytes * _MAX_GAIN):
             raise CorruptFileError("load", where, "a file that holds its data", f"{file_bytes} bytes")

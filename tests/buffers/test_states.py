@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from storage import SchemaError, load_buffer
+from storage import DictBuffer, SchemaError, buffer_files, load_buffer
 from storage.errors import RolloutDataError
 
 from .test_persistence import MAKERS
@@ -198,4 +198,47 @@ def test_final_rows_that_are_not_of_these_rows_are_refused(tmp_path: Path, wrong
             del file[name]
             file[name] = leaf.numpy()
     with pytest.raises(RolloutDataError):
+        load_buffer(tmp_path / "b")
+
+
+def of_one_value(value: float, ends: list[int]) -> DictBuffer:
+    buffer = DictBuffer(capacity=4, end_key="done")
+    rows = {"o": torch.full((len(ends), 1), value), "done": torch.tensor(ends).unsqueeze(1)}
+    buffer.extend(rows, final={"o": rows["o"] + 100})
+    return buffer
+
+
+@pytest.mark.parametrize("when", ["buffer.hdf5", "finals.hdf5"])
+@pytest.mark.parametrize("has_finals", [True, False])
+def test_a_save_while_another_process_loads_is_loaded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, has_finals: bool
+) -> None:
+    of_one_value(1.0, [0, 1, 0, 0]).save(tmp_path / "b")
+    newer = of_one_value(2.0, [0, 1, 0, 0, 0, int(has_finals)])
+    inner, num_saves = buffer_files.ColumnFile, []
+
+    def later(path: Path, *arguments: Any) -> Any:
+        if path.name == when and not num_saves:
+            num_saves.append(1)
+            newer.save(tmp_path / "b")
+        return inner(path, *arguments)
+
+    monkeypatch.setattr(buffer_files, "ColumnFile", later)
+    loaded = load_buffer(tmp_path / "b")
+    assert num_saves and equal(loaded.state_dict(), newer.state_dict())
+
+
+@pytest.mark.parametrize("name", ["buffer.hdf5", "finals.hdf5"])
+def test_a_file_of_another_save_is_refused_and_files_of_unknown_ones_load(tmp_path: Path, name: str) -> None:
+    mine, other = of_one_value(1.0, [0, 1, 0, 0]), of_one_value(2.0, [0, 1, 0, 0])
+    mine.save(tmp_path / "b")
+    other.save(tmp_path / "other")
+    (tmp_path / "other" / name).replace(tmp_path / "b" / name)
+    with pytest.raises(RolloutDataError, match="a file of the save"):
+        load_buffer(tmp_path / "b")
+    with h5py.File(tmp_path / "b" / name, "r+") as file:
+        del file.attrs["save_id"]  # as earlier saves are
+    assert len(load_buffer(tmp_path / "b")) == 4
+    (tmp_path / "b" / "finals.hdf5").unlink()
+    with pytest.raises(RolloutDataError, match="finals"):
         load_buffer(tmp_path / "b")
