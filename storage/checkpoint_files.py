@@ -37,6 +37,8 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
 _ADVICE = "The file is damaged or was cut off"
+#: What nonsense makes unpickling raise, besides its own error and what torch raises.
+_NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, struct.error)
 
 
 def as_path(path: Any, action: str) -> Path:
@@ -119,7 +121,8 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", wei
 
     Raises:
         MissingCheckpointError: There is neither file.
-        CorruptFileError: The file is cut off, a checksum is wrong, or it declares more than it can hold.
+        CorruptFileError: The file is cut off, a checksum is wrong, it declares more than it can hold, or
+            holds no pickle.
         ForeignFileError: It is neither a zip archive of `torch.save` nor an LZ4 frame.
         UnsafeFileError: It holds something else than weights.
     """
@@ -181,8 +184,13 @@ def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, n
             got = str(cause).splitlines()[-1] if "WeightsUnpickler error" in str(cause) else "something else"
             raise UnsafeFileError("load the checkpoint", where, "tensors and plain containers", got, advice) from cause
         except (RuntimeError, EOFError) as cause:
-            expected = "what torch.save makes"
-            raise DataFileError("load the checkpoint", repr(str(found)), expected, str(cause)) from cause
+            expected, got = "what torch.save makes", str(cause) or "nothing"
+            raise DataFileError("load the checkpoint", repr(str(found)), expected, got) from cause
+        except _NONSENSE as cause:
+            if isinstance(cause, AttributeError) and not weights_only:
+                raise  # a class that is not here is no damage
+            expected, got = "what torch.save makes", f"{type(cause).__name__}: {cause}"
+            raise CorruptFileError("load the checkpoint", repr(str(found)), expected, got, _ADVICE) from cause
 
 
 def _find(path: str | os.PathLike[str]) -> Path:

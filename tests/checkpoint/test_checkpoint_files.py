@@ -249,6 +249,19 @@ def test_a_pickle_that_declares_a_larger_storage_than_there_is(tmp_path: Path) -
             load_checkpoint(tmp_path / "b.pt")
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x02junk", b"\x80\x02.", b"\x80\x02r\xff\xff\xff\x7f.", b"\x80\x02h\x05."]
+)
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_pickle_that_is_none_is_one_clear_error(tmp_path: Path, content: bytes, weights_only: bool) -> None:
+    torch.save({"w": torch.ones(10)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(tmp_path / "b.pt", "w") as target:
+        for member in source.infolist():
+            target.writestr(member.filename, content if member.filename.endswith("data.pkl") else source.read(member))
+    with pytest.raises(DataFileError, match=r"^cannot load the checkpoint '.*b.pt': expected .*, got ."):
+        load_checkpoint(tmp_path / "b.pt", weights_only=weights_only)
+
+
 @pytest.mark.parametrize("content", [b"", b"abc", b"hello world, this is no checkpoint", bytes(100)])
 def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ForeignFileError, match=r"expected a zip archive of torch.save or an LZ4 frame"):
