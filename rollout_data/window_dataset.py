@@ -6,6 +6,7 @@ batch of one. What a window is made of is `window_fields.py`'s, which windows th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 
 from storage.buffer_pool import BufferPool
 from storage.checksums import crc32
-from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError, nearest
 from storage.tree import map_leaves
 
 from .base import whole
@@ -65,6 +66,9 @@ class WindowDataset(Dataset[dict[str, Any]]):
     gathered for it. `mask` says which frames exist: bool `[B, L]`, or with `delta` a mask for each field, nested like
     the fields. `next_mask`, nested likewise, is False where no true next observation was recorded.
 
+    Without any window it is empty, and warns (`RolloutDataWarning`) of why: the split has no trajectory, or none is
+    long enough.
+
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
 
@@ -104,6 +108,8 @@ class WindowDataset(Dataset[dict[str, Any]]):
         self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self._opened_as: tuple[dict[str, int] | None, int] | None = None
         self._open()
+        if not len(self):
+            warnings.warn(self._why_empty(), RolloutDataWarning, stacklevel=2)
 
     def _open(self) -> None:
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
@@ -142,6 +148,18 @@ class WindowDataset(Dataset[dict[str, Any]]):
         for field in self.plan.fields:
             if field.name.split("/")[0] in (MASK, NEXT_MASK):
                 raise UsageError("read windows", f"with the field {field.name!r}", "another name", "that of the masks")
+
+    def _why_empty(self) -> str:
+        """Say why there is no window."""
+        where, num = f"there is no window in {str(self.data_dir)!r}", len(self.trajectories)
+        if not num and self._split.split is None:
+            return f"{where}: no trajectory was kept"
+        if not num:
+            total, fraction = int(self._store.index.is_present().sum()), self._split.validation_fraction
+            return f"{where}: split {self._split.split!r} has none of {total} trajectories ({fraction} for validation)"
+        needed = f"the {self._windows.least_length} frames that one needs (length {self.length}, stride {self.stride})"
+        longest = f"the longest of {num} has {int(self._windows.lengths.max())}"
+        return f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled dataset opens its files anew where it arrives."""

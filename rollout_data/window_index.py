@@ -93,7 +93,9 @@ class WindowIndex:
     ) -> None:
         self.trajectories, self.lengths, self.stride = trajectories, lengths, stride
         self.first_anchor = 0 if pads else max(0, -first_delta)
-        num_anchors = lengths - self.first_anchor - (0 if pads else max(0, last_delta))
+        #: Frames that a trajectory has at least, of which there is a window.
+        self.least_length = self.first_anchor + 1 + (0 if pads else max(0, last_delta))
+        num_anchors = lengths - (self.least_length - 1)
         counts = np.maximum(0, -(-num_anchors // stride))
         self.first_window = np.append(0, np.cumsum(counts))
 

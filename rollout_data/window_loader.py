@@ -6,13 +6,14 @@ the number of batches that were delivered.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from storage.errors import UsageError
+from storage.errors import RolloutDataWarning, UsageError
 from storage.prefetch import PipelinedDataCollector
 
 from .base import whole
@@ -41,6 +42,8 @@ class WindowLoader:
         device: Where batches are delivered.
         num_ahead: Batches that are read ahead.
 
+    A loader whose epochs have no batch warns (`RolloutDataWarning`), unless its dataset has no window and did.
+
     Raises:
         UsageError: An argument is wrong; an iteration goes on after another one was begun.
     """
@@ -60,6 +63,12 @@ class WindowLoader:
         self.shuffle, self.seed, self.drop_last = bool(shuffle), whole("seed", seed, 0), bool(drop_last)
         self.device, self.num_ahead = torch.device(device), whole("num_ahead", num_ahead, 1)
         self._epoch = self._num_delivered = 0
+        if len(dataset) and not len(self):
+            shard = current_shard()
+            share = f"rank {shard.number} of {shard.total} has" if shard.total > 1 else "there are"
+            about = f"batch_size {self.batch_size}, drop_last {self.drop_last}"
+            text = f"a WindowLoader has no batch: {share} too few of {len(dataset)} windows ({about})"
+            warnings.warn(text, RolloutDataWarning, stacklevel=2)
         #: Counts iterations that were begun and jumps: an iteration from before is over.
         self._turn = 0
 

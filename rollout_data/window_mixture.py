@@ -43,6 +43,8 @@ class WindowMixture(Dataset[dict[str, Any]]):
         if not self.datasets:
             raise UsageError("mix datasets", "", "at least one", "none")
         sizes = np.array([len(dataset) for dataset in self.datasets], np.int64)
+        if not sizes.any():
+            raise UsageError("mix datasets", "", "windows in at least one", "none")
         try:
             given = sizes.astype(np.float64) if weights is None else np.asarray(weights, np.float64)
         except (TypeError, ValueError):

@@ -195,6 +195,7 @@ def test_a_folder_for_reading_only_costs_time_and_nothing_else(tmp_path, counted
     assert not list(tmp_path.glob(".statistics*"))
 
 
+@pytest.mark.filterwarnings("ignore:there is no window")
 def test_wrong_levels_and_no_frames_are_refused(tmp_path):
     recorded.record(tmp_path, [4])
     for wrong in ([1.5], 0.5, [0.5, "a"], [None], [float("nan")]):

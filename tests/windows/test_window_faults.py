@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from rollout_data import RolloutDataWarning, WindowDataset
+from rollout_data import RolloutDataWarning, WindowDataset, WindowLoader, WindowMixture
 from rollout_data.block_file import open_block
 from storage.errors import CorruptFileError, DataFileError, MissingFieldError, RolloutDataError, UsageError
 from tests.files import coded, recorded
@@ -78,6 +78,47 @@ def test_a_damaged_block_is_reported_and_its_trajectories_are_left_out(folder):
         dataset = WindowDataset(folder, 2)
     assert len(dataset.problems) == 1 and isinstance(dataset.problems[0], RolloutDataError)
     assert 0 < dataset.num_trajectories < whole.num_trajectories
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"length": 10}, "the 10 frames that one needs (length 10, stride 1), the longest of 3 has 9. Ask for fewer"),
+        ({"delta": {"action": [-6, 0]}, "length": 5, "stride": 2}, "the 11 frames that one needs (length 5, stride 2)"),
+        ({"split": "validation", "padding": "zero"}, "split 'validation' has none of 3 trajectories (0.1 for"),
+        ({"split": "train", "validation_fraction": 1}, "split 'train' has none of 3 trajectories (1 for validation)"),
+    ],
+)
+def test_that_there_is_no_window_is_said_once_and_why(folder, options, text):
+    with pytest.warns(RolloutDataWarning) as caught:
+        dataset = WindowDataset(folder, **options)
+    assert len(caught) == 1 and text in str(caught[0].message) and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert len(copy) == 0 and copy.__getitems__([])["action"].shape[0] == 0
+        assert list(WindowLoader(dataset, 4)) == [] and list(DataLoader(dataset, 4, collate_fn=dataset.collate)) == []
+    with pytest.raises(UsageError, match="cannot mix datasets: expected windows in at least one, got none"):
+        WindowMixture([dataset, dataset])
+
+
+def test_a_trajectory_that_is_just_long_enough_has_a_window_without_a_warning(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(WindowDataset(folder, 9)) == 1
+        assert len(WindowDataset(folder, 4, delta={"action": [-5, 0]}, fields=["action", "reward"])) == 1
+        assert len(WindowDataset(folder, 99, padding="repeat")) == 21
+
+
+def test_a_loader_without_a_batch_says_so(folder):
+    dataset = WindowDataset(folder, 9)
+    with pytest.warns(
+        RolloutDataWarning, match=r"no batch: there are too few of 1 windows \(batch_size 4, drop_last T"
+    ):
+        assert list(WindowLoader(dataset, 4, drop_last=True)) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(WindowLoader(dataset, 4)) == len(WindowLoader(dataset, 1, drop_last=True)) == 1
 
 
 @pytest.mark.parametrize("number", [2**64 - 1, 2**63])

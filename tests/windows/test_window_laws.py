@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data import RolloutWriter, WindowDataset
+from rollout_data import RolloutDataWarning, RolloutWriter, WindowDataset
 from rollout_data.chunk_files import ChunkFiles
 from tests.files import coded, recorded
 from tests.formats import folders
@@ -50,6 +50,7 @@ def check(dataset: WindowDataset, done: list[recorded.Recorded], deltas: dict[st
             assert (batch["next_mask"]["observation"][k].numpy() == mask).all()
 
 
+@pytest.mark.filterwarnings("ignore:there is no window")
 @settings(max_examples=40)
 @given(
     lengths=LENGTHS,
@@ -74,6 +75,7 @@ def test_windows_equal_those_of_a_naive_model(
         assert dataset.num_frames == sum(lengths) and dataset.num_trajectories == len(lengths)
 
 
+@pytest.mark.filterwarnings("ignore:there is no window")
 @settings(max_examples=40)
 @given(
     lengths=LENGTHS,
@@ -102,12 +104,23 @@ def test_the_last_window_of_a_trajectory_is_there(tmp_path):
     recorded.record(tmp_path, [6])
     dataset = WindowDataset(tmp_path, 2)
     assert dataset.__getitems__(range(len(dataset)))["observation"][:, 0, 1].tolist() == [0, 1, 2, 3, 4]
-    assert len(WindowDataset(tmp_path, 6)) == 1 and len(WindowDataset(tmp_path, 7)) == 0
+    assert len(WindowDataset(tmp_path, 6)) == 1
+    with pytest.warns(RolloutDataWarning):
+        assert len(WindowDataset(tmp_path, 7)) == 0
 
 
 def test_a_still_open_trajectory_has_windows_and_ends_by_timeout(tmp_path):
     done = recorded.record(tmp_path, [4, 5], ends=["terminated", "open"])
     check(WindowDataset(tmp_path, 2), done, {"observation": [0, 1], "done": [0, 1], "timeout": [0, 1]}, 1, "none")
+
+
+def test_a_recording_of_which_nothing_was_kept_has_no_window(tmp_path):
+    with RolloutWriter(tmp_path, 1, success_only=True, durable=False) as writer:
+        for step in range(4):
+            writer.add(observation=np.ones((1, 3)), action=np.zeros((1, 2)), done=[step == 3], timeout=[False])
+            writer.flush()
+    with pytest.warns(RolloutDataWarning, match="no trajectory was kept"):
+        assert len(WindowDataset(tmp_path)) == 0
 
 
 def test_dropped_and_undecided_trajectories_have_no_windows(tmp_path):
@@ -179,6 +192,7 @@ def test_several_folders_are_one_dataset(tmp_path):
     assert seen == {(one.number, t) for one in first + second for t in range(one.length - 2)}
 
 
+@pytest.mark.filterwarnings("ignore:there is no window")
 @settings(max_examples=25)
 @given(
     num=st.integers(1, 40),

@@ -227,6 +227,7 @@ def test_a_mixture_goes_through_loaders(mixture):
     assert numbers_of(loader) != numbers_of(loader)
 
 
+@pytest.mark.filterwarnings("ignore:there is no window")
 def test_members_that_do_not_fit_are_refused(folder, tmp_path):
     first = WindowDataset(folder, 3)
     with pytest.raises(UsageError, match="number 1: expected the fields and deltas of number 0"):
