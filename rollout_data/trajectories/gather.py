@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from storage.buffer_pool import BufferPool
+from storage.fields import signed
 from storage.row_cut import gather_rows
 from storage.tree import unflatten
 
@@ -70,7 +71,7 @@ class Gatherer:
                 for name, part in layout.cut(rows, wanted, contiguous=False).items():
                     if name not in out:
                         out[name] = torch.empty((len(which), *part.shape[1:]), dtype=part.dtype)
-                    out[name][torch.from_numpy(chosen)] = part
+                    signed(out[name])[torch.from_numpy(chosen)] = signed(part)
         return unflatten({name: out[name] for name in wanted})
 
     def load(self, entry: Entry) -> Rows:

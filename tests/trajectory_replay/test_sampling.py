@@ -363,3 +363,14 @@ def test_a_closed_buffer_says_so(tmp_path: Path, kind: str) -> None:
     for call in (lambda: buffer.sample(1), lambda: buffer.add(trajectory(1)), lambda: buffer.save_checkpoint(tmp_path)):
         with pytest.raises(ClosedError):
             call()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.bool])
+def test_trajectories_of_other_keys_are_drawn_together_in_every_dtype(dtype: torch.dtype) -> None:
+    buffer = TrajectoryReplayBuffer()
+    for value, more in ((0, ()), (1, ("extra",))):
+        leaf = torch.full((3, 2, 4), value).to(dtype)
+        buffer.add({"rewards": torch.full((3, 2), float(value)), "leaf": leaf, **dict.fromkeys(more, leaf)})
+    batch = buffer.sample(50)
+    assert set(batch) == {"rewards", "leaf"} and batch["leaf"].dtype is dtype and batch["rewards"].unique().numel() == 2
+    assert torch.equal(batch["leaf"].long(), batch["rewards"].view(-1, 1).expand(50, 4).long())
