@@ -32,6 +32,8 @@ INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
 LEGACY_INDEX_NAME = "trajector_index.json"
 _FORMAT, _VERSION = "rollout-data trajectories", 1
 _CHECKSUM = "crc32"
+#: The names of files have room for 18 digits.
+_MAX_COUNTER = 10**18
 
 
 class MissingTrajectoriesError(DataFileError, FileNotFoundError):
@@ -140,7 +142,7 @@ def check_json(info: Mapping[str, Any], where: str) -> None:
     for name, leaf in info.items():
         try:
             json.dumps(leaf)
-        except (TypeError, ValueError) as cause:
+        except (TypeError, ValueError, RecursionError) as cause:
             raise SchemaError("store the leaf", f"{name!r} {where}", "what JSON can hold", str(cause)) from cause
 
 
@@ -175,10 +177,10 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
 def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
     name = INDEX_NAME if (folder / INDEX_NAME).is_file() else LEGACY_INDEX_NAME
     index = _read_json(folder / name)
-    _check_checksum(index, folder / name)
-    is_ours = index.get("format") == _FORMAT
-    summary = index.get("counters") if is_ours else _read_json(folder / METADATA_NAME, optional=True)
     try:
+        _check_checksum(index, folder / name)
+        is_ours = index.get("format") == _FORMAT
+        summary = index.get("counters") if is_ours else _read_json(folder / METADATA_NAME, optional=True)
         items = index["trajectory_index"]
         ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # whatever it names twice is one
         file_format = str(dict(summary or {}).get("trajectory_format", FORMATS[0]))
@@ -188,6 +190,8 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
             file_format if file_format in FORMATS else FORMATS[0],
             _rng_of(dict(summary or {}).get("rng")),
         )
+        if counters.next_id >= _MAX_COUNTER:
+            raise ValueError(f"a trajectory_counter of {counters.next_id}")
         files, entries, missing = find_files(folder), [], []
         for one in ids:
             formats = [counters.file_format, *FORMATS]
@@ -196,7 +200,7 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
                 missing.append(one)
             else:
                 entries.append(_read_entry(path, one, items[str(one)], trusted, verify))
-    except (KeyError, TypeError, ValueError, AttributeError) as cause:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as cause:
         if isinstance(cause, DataFileError):
             raise
         got = f"{type(cause).__name__}: {cause}"
@@ -245,6 +249,8 @@ def _check_checksum(index: dict[str, Any], path: Path) -> None:
 
 
 def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # opening a pipe would wait for whoever writes into it
+        raise CorruptFileError("read", repr(str(path)), "a JSON object", "no regular file")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as cause:

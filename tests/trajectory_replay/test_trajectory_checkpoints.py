@@ -260,6 +260,9 @@ def test_damage_is_reported_and_changes_nothing(tmp_path: Path, file_format: str
         lambda index: index["trajectory_index"]["1"].update(shape=[1, 1 << 60], num_samples=1 << 60),
         lambda index: index["trajectory_index"]["1"].update(num_samples="x"),
         lambda index: index["counters"].update(rng="AAAA"),
+        lambda index: index["counters"].update(seed=float("inf")),
+        lambda index: index["counters"].update(trajectory_counter=float("inf")),
+        lambda index: index["counters"].update(trajectory_counter=10**18),
         lambda index: index["trajectory_id_list"].append("../../x"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 from rollout_data.trajectories.index import INDEX_NAME, Entry, read_folder
 from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import CorruptFileError, DataFileError, SchemaError
 from tests.trajectory_replay.recorded import drawn, equal, trajectory
 
 
@@ -88,9 +90,9 @@ def test_a_file_that_vanished_is_named_with_its_trajectory(tmp_path: Path, file_
             buffer.add(trajectory(one, 2, 2))
         buffer.save_checkpoint(tmp_path / "a")
     options = {"auto_save": True, "auto_save_path": tmp_path / "auto", "enable_cache": False}
-    with TrajectoryReplayBuffer(**options) as buffer:  # reads what it has loaded where it lies
+    with TrajectoryReplayBuffer(**options) as buffer:
         buffer.load_checkpoint(tmp_path / "a")
-        path, state = tmp_path / "a" / f"trajectory_1_w1.{file_format}", buffer.rng.get_state()
+        path, state = tmp_path / "auto" / f"trajectory_1_w1.{file_format}", buffer.rng.get_state()
         path.rename(tmp_path / "kept")
         calls = {
             "sample": lambda: buffer.sample(100),
@@ -140,3 +142,43 @@ def test_a_file_that_vanished_between_listing_and_reading_is_named(
     monkeypatch.setattr(index, "find_files", find_and_lose)
     with pytest.raises(DataFileError, match=r"cannot read the trajectory 0 in .*trajectory_0_w0\.h5"):
         TrajectoryReplayBuffer().load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("key", ["num_samples", "weights_version"])
+def test_an_infinite_number_in_an_index_is_one_error(tmp_path: Path, key: str) -> None:
+    path = saved(tmp_path / "a") / INDEX_NAME
+    index = json.loads(path.read_text())
+    del index["crc32"]
+    index["trajectory_index"]["1"][key] = float("inf")
+    path.write_text(json.dumps(index))
+    with pytest.raises(CorruptFileError, match=rf"^cannot load trajectories from '{path}': .*OverflowError"):
+        TrajectoryReplayBuffer().load_checkpoint(path.parent)
+
+
+def test_a_leaf_of_many_levels_cannot_be_added() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    buffer = TrajectoryReplayBuffer()
+    with pytest.raises(SchemaError, match=r"'deep' of a trajectory"):
+        buffer.add({**trajectory(0), "deep": deep})
+    assert len(buffer) == 0
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "trajector_index.json"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    """In a folder of another system; run apart, so that waiting would end."""
+    folder = saved(tmp_path / "a")
+    index = json.loads((folder / INDEX_NAME).read_text())
+    for key in ("crc32", "format"):
+        del index[key]
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    if name != "metadata.json":
+        (folder / INDEX_NAME).rename(folder.parent / "elsewhere")
+        folder = folder.rename(tmp_path / "rank_0").parent
+    pipe = next(folder.rglob("metadata.json")).with_name(name)
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    code = "import sys; from rollout_data import TrajectoryReplayBuffer as B; B().load_checkpoint(sys.argv[1])"
+    ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=60)
+    assert f"CorruptFileError: cannot read {str(pipe)!r}: expected a JSON object, got no regular file" in ran.stderr
