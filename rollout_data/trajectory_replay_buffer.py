@@ -281,7 +281,10 @@ class TrajectoryReplayBuffer:
             verify: Compare the checksums of all rows; otherwise only what is needed to find them.
 
         The random state is restored; sharded, each rank gets one of its own derived from it. With `auto_save`
-        the files stay in `directory` and are read from there.
+        the files get a second name in the folder of this buffer, or are copied where the file system has no links:
+        `directory` is not needed any more, and the index names them. Those whose ids other trajectories there
+        have are read from `directory` all the same, but not named, with a warning; there is one too of
+        trajectories there that are not among these, whose files stay.
 
         Raises:
             UsageError: Bad rank or world size.
@@ -292,6 +295,8 @@ class TrajectoryReplayBuffer:
         rank, step = (local_rank, world_size) if is_distributed else (0, 1)
         self._check_usable("load a checkpoint")
         with self._timed("load_checkpoint"):
+            if self._saver is not None:
+                self._saver.wait()
             entries, counters = read_folder(folder, self.trusted, verify)
             live, cache = self._empty_state()
             for entry in live.kept(shard([one for one in entries if one.is_recent(min_weights_version)], rank, step)):
@@ -300,11 +305,13 @@ class TrajectoryReplayBuffer:
                     cache.put_rows(entry.trajectory_id, [(entry.layout, self._gatherer.load(entry))])
             with self._lock:
                 self._check_usable("load a checkpoint")
+                if self._saver is not None:
+                    self._saver.adopt(live.entries.values(), folder, is_distributed)
                 self._forget_all()
                 self._live, self._cache = live, cache
                 if self._saver is not None:
-                    self._saver.num_earlier = 0
                     self._saver.name(live.entries.values())
+                    self._saver.warn_of_earlier()
                 if counters.rng is not None:
                     self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
                 self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step

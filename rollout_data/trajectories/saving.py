@@ -7,18 +7,22 @@ after an index without it is on the disk, and the index names newer ones in its 
 
 from __future__ import annotations
 
+import filecmp
+import os
+import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 
 from storage.background import BackgroundWorker
+from storage.durable import replace_file, sync_path
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
-from .files import TrajectoryBlock, file_name, find_files, write_trajectory
+from .files import TrajectoryBlock, file_name, find_files, naming, write_trajectory
 from .index import Counters, Entry, write_index
 
 #: Writing the index takes at most about this share of the thread's time, however long the index is.
@@ -49,6 +53,10 @@ class SavedTrajectories:
     def expect(self, entry: Entry) -> None:
         """Note that an entry is to be written."""
         self._expected[entry.trajectory_id] = True
+
+    def expects(self, trajectory_id: int) -> bool:
+        """Tell whether a file of this id is still to come."""
+        return trajectory_id in self._expected
 
     def forget(self) -> None:
         """Name none of these any more, nor those that wait; their files stay."""
@@ -96,7 +104,6 @@ class TrajectorySaver:
 
     Attributes:
         first_free_id: Above the ids of the files that an earlier run has left.
-        num_earlier: How many those are that nobody has loaded or been told of.
         saved: What the index is to name; called under the lock.
     """
 
@@ -113,8 +120,9 @@ class TrajectorySaver:
     ) -> None:
         self.folder, self.file_format = folder, file_format
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = [number for number, _ in find_files(folder)]
-        self.num_earlier, self.first_free_id = len(earlier), max(earlier, default=-1) + 1
+        #: Ids of the files of an earlier run that nobody has loaded or been told of.
+        self._earlier = {number for number, _ in find_files(folder)}
+        self.first_free_id = max(self._earlier, default=-1) + 1
         self.saved = SavedTrajectories(capacity)
         self._on_saved, self._counters, self._timed = on_saved, counters, timed
         self._worker = BackgroundWorker(f"the trajectories of {str(folder)!r}", max_pending)
@@ -131,16 +139,55 @@ class TrajectorySaver:
 
     def warn_of_earlier(self) -> None:
         """Say once, to who called the caller, that the index will not name the files of an earlier run."""
-        number, self.num_earlier = self.num_earlier, 0
+        number, self._earlier = len(self._earlier), set()
         if number:
             text = f"{number} trajectories of an earlier run are in {str(self.folder)!r}"
             advice = "the index will not name them. Load that folder first to go on with them"
             warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
+    def wait(self) -> None:
+        """Wait until what was submitted has its file, or has failed."""
+        self._worker.drain()
+
+    def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
+        """Give what was loaded from elsewhere a file here too, so that the index can name it; under the lock.
+
+        A hard link, or a copy where the file system has none; entries are read from here then. After an error
+        nothing has changed.
+
+        Args:
+            entries: What was loaded.
+            directory: Where from. What else is in this folder's own tree stays with the ranks that saved it, ...
+            is_share: ... unless only this rank has loaded it.
+        """
+        is_own = self.folder.is_relative_to(directory.resolve())
+        others = [] if is_own and not is_share else [one for one in entries if not self.has(one)]
+        there: dict[int, list[Path]] = {}
+        for (number, _), path in find_files(self.folder).items() if others else ():
+            there.setdefault(number, []).append(path)
+        made: list[Path] = []
+        try:
+            places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]
+            if made:
+                sync_path(self.folder)
+        except BaseException:
+            for path in made:
+                path.unlink(missing_ok=True)
+            raise
+        for entry, place in zip(others, places, strict=True):
+            if place is not None:
+                entry.path, entry.block = place
+        self._earlier -= self._earlier if is_own else {one.trajectory_id for one in entries if self.has(one)}
+        if number := places.count(None):
+            text = f"{number} trajectories of {str(directory)!r} have the ids of others in {str(self.folder)!r}"
+            advice = "the index there will not name them. Choose an auto_save_path of its own for this run"
+            warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
+
     def name(self, entries: Iterable[Entry]) -> None:
-        """Let the index name what was loaded from this folder, oldest first, and nothing before it."""
+        """Let the index name those of these that are in this folder, oldest first, and nothing before."""
         self.saved.forget()
         self.saved.entries = {one.trajectory_id: one for one in entries if self.has(one)}
+        self.saved.superfluous -= {one.path for one in self.saved.entries.values() if one.path is not None}
 
     def has(self, entry: Entry) -> bool:
         """Tell whether an entry has its file in this folder."""
@@ -179,6 +226,24 @@ class TrajectorySaver:
             self.flush()
         finally:
             self._worker.close()
+
+    def _place(self, entry: Entry, there: list[Path], made: list[Path]) -> tuple[Path, TrajectoryBlock | None] | None:
+        """Give the file here of a loaded entry, made if need be; None if its id is that of another."""
+        number, source = entry.trajectory_id, entry.path
+        assert source is not None
+        path = there[0] if there else self.folder / file_name(number, entry.weights_id, source.suffix[1:])
+        with naming(number, source):
+            if there or self.saved.expects(number):
+                is_same = len(there) == 1 and path.suffix == source.suffix
+                if not is_same or not (path.samefile(source) or filecmp.cmp(path, source, shallow=False)):
+                    return None
+            else:
+                made.append(path)
+                if entry.block is not None and entry.block.trajectory_id != number:  # a block names its trajectory
+                    write_trajectory(path, number, entry.layout, entry.block.rows(), entry.shape, entry.info)
+                else:
+                    _give(source, path)
+        return path, None if entry.block is None else TrajectoryBlock(path, number, entry.shape)
 
     def _save(self, entry: Entry) -> None:
         try:
@@ -220,6 +285,17 @@ class TrajectorySaver:
                 self._failure = self._failure or failure
         stop = time.monotonic()
         self._index_due_s = stop + (stop - start) / _INDEX_SHARE
+
+
+def _give(source: Path, target: Path) -> None:
+    """Give a file a second name, or a copy that is there as a whole or not at all."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        with replace_file(target) as new:
+            shutil.copyfile(source, new)
 
 
 def _nothing() -> None:

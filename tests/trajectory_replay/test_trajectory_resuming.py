@@ -1,0 +1,162 @@
+"""What is loaded from one folder and auto-saved to another is there too, and nothing there is lost silently."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from storage.errors import RolloutDataWarning
+from tests.trajectory_replay.recorded import drawn, equal, trajectory
+
+FORMATS = ["h5", "pt"]
+
+
+def saving(folder: Path, **options: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder, **options)
+
+
+def check(folder: Path, numbers: list[int]) -> None:
+    """Check that a folder holds these trajectories, under these ids."""
+    found = TrajectoryReplayBuffer(sample_window_size=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.load_checkpoint(folder)
+    assert found.trajectory_ids == numbers
+    assert all(equal(found.get(one), trajectory(one, 2, 2)) for one in numbers)
+
+
+def add(buffer: TrajectoryReplayBuffer, numbers: range) -> None:
+    for number in numbers:
+        assert buffer.add(trajectory(number, 2, 2)) == number
+
+
+@pytest.fixture(params=["linked", "copied"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the file system has links."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    if request.param == "copied":
+        monkeypatch.setattr(os, "link", refuse)
+    return bool(request.param == "linked")
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_a_run_that_goes_on_from_a_checkpoint_of_its_folder_keeps_that(
+    tmp_path: Path, file_format: str, links: bool
+) -> None:
+    with saving(tmp_path / "auto", trajectory_format=file_format) as buffer:
+        add(buffer, range(5))
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    files = sorted((tmp_path / "auto").iterdir())
+    with saving(tmp_path / "auto", trajectory_format=file_format) as buffer:
+        buffer.load_checkpoint(tmp_path / "checkpoint")
+        check(tmp_path / "auto", [0, 1, 2, 3, 4])
+        buffer.flush()
+        check(tmp_path / "auto", [0, 1, 2, 3, 4])
+        assert sorted((tmp_path / "auto").iterdir()) == files
+        add(buffer, range(5, 7))
+        shutil.rmtree(tmp_path / "checkpoint")
+        drawn(buffer, 100)
+    check(tmp_path / "auto", list(range(7)))
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_what_is_loaded_is_in_the_new_folder(tmp_path: Path, file_format: str, links: bool) -> None:
+    with saving(tmp_path / "old", trajectory_format=file_format) as buffer:
+        add(buffer, range(5))
+    with saving(tmp_path / "new", max_trajectories=4) as buffer:
+        buffer.load_checkpoint(tmp_path / "old")
+        buffer.flush()
+        check(tmp_path / "new", [1, 2, 3, 4])
+        add(buffer, range(5, 6))
+        buffer.flush()
+        check(tmp_path / "new", [2, 3, 4, 5])
+        check(tmp_path / "old", [0, 1, 2, 3, 4])
+        shutil.rmtree(tmp_path / "old")
+        drawn(buffer, 100)
+    check(tmp_path / "new", [2, 3, 4, 5])
+    assert len(list((tmp_path / "new").iterdir())) == 4 + 2
+    one = next((tmp_path / "new").glob("trajectory_2_*"))
+    assert one.stat().st_nlink == 1
+
+
+def test_later_trajectories_of_an_earlier_run_are_told_of(tmp_path: Path) -> None:
+    with saving(tmp_path / "auto") as buffer:
+        add(buffer, range(3))
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        add(buffer, range(3, 5))
+    with saving(tmp_path / "auto") as buffer:
+        with pytest.warns(RolloutDataWarning, match="^2 trajectories of an earlier run are in .* will not name them"):
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+        add(buffer, range(5, 6))
+    check(tmp_path / "auto", [0, 1, 2, 5])
+    assert len(list((tmp_path / "auto").glob("*.h5"))) == 6
+
+
+def test_other_trajectories_of_the_same_ids_are_not_overwritten(tmp_path: Path) -> None:
+    with saving(tmp_path / "auto") as buffer:
+        add(buffer, range(2))
+    other = TrajectoryReplayBuffer()
+    for number in range(10, 13):
+        other.add(trajectory(number, 2, 2))
+    other.save_checkpoint(tmp_path / "checkpoint")
+    with saving(tmp_path / "auto") as buffer:
+        with pytest.warns(RolloutDataWarning) as caught:
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+        told = [str(one.message) for one in caught]
+        assert len(told) == 2 and all(one.filename == __file__ for one in caught)
+        assert "2 trajectories of" in told[0] and "have the ids of others in" in told[0]
+        assert told[1].startswith("2 trajectories of an earlier run")
+        check(tmp_path / "auto", [0, 1])
+        assert set((drawn(buffer, 200) // 10_000).tolist()) == {10, 11, 12}
+        buffer.add(trajectory(13, 2, 2))
+    found = TrajectoryReplayBuffer()
+    found.load_checkpoint(tmp_path / "auto")
+    assert found.trajectory_ids == [2, 3] and equal(found.get(2), trajectory(12, 2, 2))
+
+
+def test_a_load_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = TrajectoryReplayBuffer()
+    add(buffer, range(3))
+    buffer.save_checkpoint(tmp_path / "checkpoint")
+    link = os.link
+
+    def vanishing(source: Path, target: Path) -> None:
+        if "trajectory_2" in source.name:
+            source.unlink()
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", vanishing)
+    with saving(tmp_path / "auto") as buffer:
+        with pytest.raises(FileNotFoundError, match="trajectory 2 in"):
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+        assert len(buffer) == 0 and not list((tmp_path / "auto").glob("*.h5"))
+        assert buffer.add(trajectory(9, 2, 2)) == 0
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_ranks_that_go_on_hold_everything_once(tmp_path: Path, is_distributed: bool) -> None:
+    ranks = [saving(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+    for count, number in ((1, 0), (4, 1)):
+        for one in range(number, number + 2 * count, 2):
+            assert ranks[number].add(trajectory(one, 2, 2)) == one
+    for buffer in ranks:
+        buffer.close()
+    ranks = [saving(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+    for rank, buffer in enumerate(ranks):
+        buffer.load_checkpoint(tmp_path, is_distributed, rank, 2)
+        assert len(buffer) == ([2, 3][rank] if is_distributed else 5)
+    for buffer in ranks:
+        buffer.close()
+    found = TrajectoryReplayBuffer()
+    found.load_checkpoint(tmp_path)
+    assert sorted(found.trajectory_ids) == [0, 1, 3, 5, 7]
