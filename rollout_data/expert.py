@@ -20,6 +20,10 @@ from storage.errors import CorruptFileError, DataFileError, FieldTypeError, Unsa
 #: Turns the array under `observation` into nested observations.
 ObsMapper = Callable[[torch.Tensor], Mapping[str, Any]]
 _OBSERVATION = "observation"
+#: Groups in groups.
+_MAX_DEPTH = 64
+#: DEFLATE gives no more for a byte; zeros that nobody wrote take none.
+_MAX_EXPANSION, _MAX_UNWRITTEN_BYTES = 1100, 1 << 26
 
 
 class MissingMotionError(DataFileError, FileNotFoundError):
@@ -86,8 +90,13 @@ def read_motion(path: Path) -> list[dict[str, Any]]:
     with file:
         if "num_episodes" not in file.attrs:
             raise CorruptFileError("read", repr(str(path)), "the attribute 'num_episodes'", "none")
+        try:
+            num_episodes = int(file.attrs["num_episodes"])
+        except (OSError, OverflowError, TypeError, ValueError) as cause:
+            expected = "a number in the attribute 'num_episodes'"
+            raise CorruptFileError("read", repr(str(path)), expected, str(cause)) from cause
         episodes = []
-        for number in range(int(file.attrs["num_episodes"])):
+        for number in range(num_episodes):
             group = _member(file, f"ep_{number}", path)
             if not isinstance(group, h5py.Group):
                 raise CorruptFileError("read", repr(str(path)), f"a group 'ep_{number}'", "a dataset")
@@ -95,11 +104,14 @@ def read_motion(path: Path) -> list[dict[str, Any]]:
         return episodes
 
 
-def _read_group(group: h5py.Group, path: Path) -> dict[str, Any]:
+def _read_group(group: h5py.Group, path: Path, depth: int = 1) -> dict[str, Any]:
+    if depth > _MAX_DEPTH:
+        raise CorruptFileError("read", repr(str(path)), f"at most {_MAX_DEPTH} groups in groups", "more, or a cycle")
     found: dict[str, Any] = {}
     for name in group:
         member = _member(group, name, path)
-        found[name] = _read_group(member, path) if isinstance(member, h5py.Group) else _read_dataset(member, path)
+        is_group = isinstance(member, h5py.Group)
+        found[name] = _read_group(member, path, depth + 1) if is_group else _read_dataset(member, path)
     return found
 
 
@@ -116,17 +128,32 @@ def _member(group: h5py.Group, name: str, path: Path) -> Any:
 
 
 def _read_dataset(dataset: h5py.Dataset, path: Path) -> Any:
-    if h5py.check_string_dtype(dataset.dtype) is not None:
-        value = dataset.asstr()[()]
-        return value if isinstance(value, str) else str(value.flat[0])
-    if dataset.dtype.kind not in "biuf":
-        where = f"{dataset.name!r} of {str(path)!r}"
+    where = f"{dataset.name!r} of {str(path)!r}"
+    is_text = h5py.check_string_dtype(dataset.dtype) is not None
+    if not is_text and dataset.dtype.kind not in "biuf":
         raise FieldTypeError("read the dataset", where, "numbers", str(dataset.dtype))
-    array = np.asarray(dataset[()])
+    if dataset.size is None or (is_text and not dataset.size):  # the one has no shape, the other no first text
+        raise CorruptFileError("read the dataset", where, "values", "none")
+    _check_size(dataset, where, path)
+    try:
+        if is_text:
+            return str(dataset.asstr()[(0,) * dataset.ndim])
+        array = np.asarray(dataset[()])
+    except (OSError, ValueError) as cause:
+        raise CorruptFileError("read the dataset", where, "what can be read", str(cause)) from cause
     if array.dtype.kind == "f":
         array = array.astype(np.float32, copy=False)
     tensor = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)))
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+
+
+def _check_size(dataset: h5py.Dataset, where: str, path: Path) -> None:
+    """Raise before memory is taken for more than what is stored can hold."""
+    num_stored = min(dataset.id.get_storage_size(), path.stat().st_size)
+    most = max(num_stored * (_MAX_EXPANSION if dataset.chunks else 1), _MAX_UNWRITTEN_BYTES)
+    if dataset.nbytes > most:
+        got = f"{dataset.nbytes} bytes in {num_stored}"
+        raise CorruptFileError("read the dataset", where, f"at most {most} bytes", got)
 
 
 def _mapped(episode: dict[str, Any], mapper: ObsMapper | None, path: Path) -> dict[str, Any]:

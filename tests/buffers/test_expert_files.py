@@ -1,0 +1,64 @@
+"""Motion files that nobody should have made: each is one error that names the file, whatever it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from rollout_data import load_expert_trajectories
+from storage import TrajectoryDictBuffer
+from storage.errors import CorruptFileError
+
+
+def load(folder: Path, change: Callable[[Any], Any]) -> TrajectoryDictBuffer:
+    with h5py.File(folder / "a.h5", "w") as file:
+        file.attrs["num_episodes"] = 1
+        file["ep_0/observation"] = np.arange(8.0).reshape(4, 2)
+        change(file)
+    (folder / "list.txt").write_text("a.h5\n")
+    return load_expert_trajectories(folder / "list.txt", folder, 2, "cpu")
+
+
+def declare(file: Any, shape: tuple[int, ...], **options: Any) -> None:
+    file["ep_0"].create_dataset("x", shape, dtype="f4", **options)
+
+
+def link_to_itself(file: Any) -> None:
+    file["ep_0/again"] = file["ep_0"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda file: declare(file, (1 << 50, 256)),
+        lambda file: declare(file, (1 << 50, 256), chunks=(64, 256), compression="gzip"),
+        lambda file: file["ep_0"].create_dataset("x", (1 << 40,), dtype="S100"),
+        link_to_itself,
+        lambda file: file.attrs.create("num_episodes", float("nan")),
+        lambda file: file.attrs.create("num_episodes", float("inf")),
+        lambda file: file.attrs.create("num_episodes", np.array([1, 2])),
+        lambda file: file["ep_0"].create_dataset("x", data=np.array(b"\xff\xfe")),
+        lambda file: file["ep_0"].create_dataset("x", (0,), dtype=h5py.string_dtype()),
+        lambda file: file["ep_0"].create_dataset("x", data=h5py.Empty("f4")),
+    ],
+)
+def test_a_hostile_motion_is_one_clear_error(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    with pytest.raises(CorruptFileError, match=r"^cannot read .*a\.h5'"):
+        load(tmp_path, change)
+
+
+def test_zeros_take_as_little_room_as_they_like(tmp_path: Path) -> None:
+    def write(file: Any) -> None:
+        declare(file, (4, 3))  # never written
+        zeros = np.zeros((4, 1 << 20), np.float32)
+        file["ep_0"].create_dataset("packed", data=zeros, chunks=(1, 1 << 20), compression="gzip")
+
+    full = load(tmp_path, write).get_full_buffer()
+    assert torch.equal(full["x"], torch.zeros(4, 3)) and full["packed"].shape == (4, 1 << 20)
+    assert not full["packed"].any()
