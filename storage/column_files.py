@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -55,13 +56,6 @@ ReadRows = Callable[[str, int, int], torch.Tensor]
 AddUp = Callable[[Any, int], int]
 #: (first row, rows, the sum up to their end).
 _Chunk = tuple[int, npt.NDArray[Any], int]
-
-
-class _Ahead(NamedTuple):
-    """What chunks are read ahead with: an open file, and threads that read any part of it."""
-
-    handle: int
-    pool: ThreadPoolExecutor
 
 
 def file_keys(names: list[str], separator: str) -> dict[str, str]:
@@ -243,8 +237,8 @@ class ColumnFile:
         """
         row_bytes = sum(_row_bytes(self._datasets[key]) for key in self.names.values())
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
-        with self._ahead() as ahead:
-            for parts in zip(*(self._checked_chunks(name, step, ahead) for name in self.names), strict=True):
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            for parts in zip(*(self._checked_chunks(name, step, pool) for name in self.names), strict=True):
                 yield parts[0][0], {name: part for name, (_, part) in zip(self.names, parts, strict=True)}
 
     def chunks(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
@@ -253,23 +247,17 @@ class ColumnFile:
         The rows are there until the next ones are asked for, which are read meanwhile: two chunks are in memory.
         """
         step = max(1, CHUNK_BYTES // max(1, _row_bytes(self._datasets[self.names[name]])))
-        with self._ahead() as ahead:
-            yield from self._checked_chunks(name, step, ahead)
-
-    @contextmanager
-    def _ahead(self) -> Iterator[_Ahead]:
-        """Start a few threads, for however many datasets are read side by side from the file that is open."""
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            yield _Ahead(self._handle, pool)
+            yield from self._checked_chunks(name, step, pool)
 
-    def _checked_chunks(self, name: str, step: int, ahead: _Ahead) -> Iterator[tuple[int, torch.Tensor]]:
+    def _checked_chunks(self, name: str, step: int, pool: ThreadPoolExecutor) -> Iterator[tuple[int, torch.Tensor]]:
         key = self.names[name]
         dataset = self._datasets[key]
         is_bfloat16 = self._dtype(key) == "bfloat16"
         expected, crc = dataset.attrs.get(_CRC_TAG), 0
         add_up = crc32 if expected is not None else _no_sum
         is_plain = _is_plain(dataset)
-        parts = self._raw_chunks(dataset, step, add_up, ahead) if is_plain else _decoded_chunks(dataset, step, add_up)
+        parts = self._raw_chunks(dataset, step, add_up, pool) if is_plain else _decoded_chunks(dataset, step, add_up)
         for start, part, crc_so_far in parts:
             crc = crc_so_far
             tensor = torch.from_numpy(np.ascontiguousarray(part.astype(part.dtype.newbyteorder("="), copy=False)))
@@ -277,7 +265,9 @@ class ColumnFile:
         if expected is not None and crc != int(expected):
             raise CorruptFileError("load", f"{name!r} of {str(self.path)!r}", f"checksum {expected:08x}", f"{crc:08x}")
 
-    def _raw_chunks(self, dataset: h5py.Dataset, step: int, add_up: AddUp, ahead: _Ahead) -> Iterator[_Chunk]:
+    def _raw_chunks(
+        self, dataset: h5py.Dataset, step: int, add_up: AddUp, pool: ThreadPoolExecutor
+    ) -> Iterator[_Chunk]:
         """Read rows from where they stand in the file, a chunk ahead."""
         place, row_bytes = dataset.id.get_offset(), _row_bytes(dataset)
         room = [np.empty((min(step, len(dataset)), *dataset.shape[1:]), dataset.dtype) for _ in range(2)]
@@ -286,18 +276,18 @@ class ColumnFile:
             part = room[start // step % 2][: len(dataset) - start]
             data, done = _bytes(part), 0
             while done < len(data):
-                count = os.preadv(ahead.handle, [data[done:]], place + start * row_bytes + done)
+                count = os.preadv(self._handle, [data[done:]], place + start * row_bytes + done)
                 if not count:
                     expected = f"{len(dataset)} rows of {dataset.name!r}"
                     raise CorruptFileError("read", repr(str(self.path)), expected, "fewer")
                 done += count
             return part, add_up(data, crc)
 
-        following = ahead.pool.submit(read, 0, 0)
+        following = pool.submit(read, 0, 0)
         for start in range(0, len(dataset), step):
             part, crc = following.result()
             if start + step < len(dataset):
-                following = ahead.pool.submit(read, start + step, crc)
+                following = pool.submit(read, start + step, crc)
             yield start, part, crc
 
     def _dataset(self, key: str) -> h5py.Dataset:
@@ -337,9 +327,13 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a folder's `config.json`."""
     path = existing_folder(folder) / CONFIG_NAME
-    _check_is_file(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            text = _text(path)
+        except FileNotFoundError:  # perhaps it was replaced at this moment: look again
+            path = existing_folder(folder) / CONFIG_NAME
+            text = _text(path)
+        found = json.loads(text)
     except FileNotFoundError as cause:
         raise MissingFolderError("load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none") from cause
     except (OSError, ValueError, RecursionError) as cause:
@@ -349,10 +343,16 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
+def _text(path: Path) -> str:
+    _check_is_file(path)
+    return path.read_text(encoding="utf-8")
+
+
 def _check_is_file(path: Path) -> None:
     """Refuse a pipe or device, which would be waited for; that nothing is there, opening says."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise CorruptFileError("open", repr(str(path)), "a file", "something else")
+    with suppress(OSError):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CorruptFileError("open", repr(str(path)), "a file", "something else")
 
 
 def _file_dtype(field: Field) -> np.dtype[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from storage import DictBuffer, SchemaError, buffer_files, load_buffer
+from storage import DictBuffer, SchemaError, buffer_files, column_files, load_buffer
 from storage.errors import RolloutDataError
 
 from .test_persistence import MAKERS
@@ -242,3 +242,17 @@ def test_a_file_of_another_save_is_refused_and_files_of_unknown_ones_load(tmp_pa
     (tmp_path / "b" / "finals.hdf5").unlink()
     with pytest.raises(RolloutDataError, match="finals"):
         load_buffer(tmp_path / "b")
+
+
+def test_a_folder_that_is_replaced_while_its_config_is_read_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_one_value(1.0, [0, 1, 0, 0]).save(tmp_path / "b")
+    inner, num_asked = column_files.existing_folder, []
+
+    def moved_at_first(folder: Any) -> Path:
+        num_asked.append(1)
+        return inner(folder) if len(num_asked) > 1 else tmp_path / ".b.previous"
+
+    monkeypatch.setattr(column_files, "existing_folder", moved_at_first)
+    assert len(load_buffer(tmp_path / "b")) == 4
