@@ -77,6 +77,8 @@ def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as cause:
         raise MissingMotionError("read the motion list", repr(str(path)), "a text file", "none") from cause
+    except UnicodeDecodeError as cause:
+        raise CorruptFileError("read the motion list", repr(str(path)), "UTF-8", str(cause)) from cause
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     return [(number, line) for number, line in lines if line and not line.startswith("#")]
 

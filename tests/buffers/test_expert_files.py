@@ -62,3 +62,9 @@ def test_zeros_take_as_little_room_as_they_like(tmp_path: Path) -> None:
     full = load(tmp_path, write).get_full_buffer()
     assert torch.equal(full["x"], torch.zeros(4, 3)) and full["packed"].shape == (4, 1 << 20)
     assert not full["packed"].any()
+
+
+def test_a_list_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(CorruptFileError, match=r"^cannot read the motion list '.*list\.txt': expected UTF-8"):
+        load_expert_trajectories(tmp_path / "list.txt", tmp_path, 2, "cpu")
