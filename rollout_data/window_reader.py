@@ -159,7 +159,7 @@ class WindowReader:
     def _field(self, field: WindowField, rows: _Rows, at: _Places) -> torch.Tensor:
         if not field.column:
             return self._flag(field, at)
-        has_final = self._has_final_at(field, at)
+        has_final = self._has_final_at(field, at) if field.is_next else None
         if (view := self._views[field.name]) is not None and (has_final is None or not has_final.any()):
             return view(rows)
         num_frames, of_column = len(self.plan.shapes[self.plan.columns[field.column]].deltas), rows.of[field.column]
@@ -173,7 +173,7 @@ class WindowReader:
         self, name: str, fields: Sequence[WindowField], rows: _Rows, at: _Places, allocate: Allocate
     ) -> torch.Tensor:
         """Components as one `[B, L, D]`: a view where they stand side by side."""
-        has_final = self._has_final_at(fields[0], at)
+        has_final = self._has_final_at(fields[0], at) if fields[0].is_next else None
         if (view := self._views[name]) is not None and (has_final is None or not has_final.any()):
             return view(rows)
         return joined([self._field(field, rows, at) for field in fields], 2, allocate)
@@ -203,9 +203,9 @@ class WindowReader:
         rows.numpy()[window, step, start : start + size] = values[:, source : source + size]
         return rows
 
-    def _has_final_at(self, field: WindowField, at: _Places) -> np.ndarray | None:
-        """bool `[B, L]`, the row is a true last observation; None for fields that have none."""
-        return at.is_final(field.deltas) & self._final_of(field, at) if field.is_next else None
+    def _has_final_at(self, field: WindowField, at: _Places) -> np.ndarray:
+        """bool `[B, L]`, the row is a true last observation."""
+        return at.is_final(field.deltas) & self._final_of(field, at)
 
     def _final_of(self, field: WindowField, at: _Places) -> np.ndarray:
         """bool `[B, 1]`: the true last observation was recorded."""
@@ -219,8 +219,7 @@ class WindowReader:
             found = {MASK: unflatten(own)}
         nexts = {}
         for name, field in self._of_next_mask.items():
-            is_there = self._inside(field, at) | (at.is_final(field.deltas) & self._final_of(field, at))
-            nexts[name] = torch.from_numpy(is_there)
+            nexts[name] = torch.from_numpy(self._inside(field, at) | self._has_final_at(field, at))
         return {**found, NEXT_MASK: unflatten(nexts)} if nexts else found
 
     def _inside(self, field: WindowField, at: _Places) -> np.ndarray:
