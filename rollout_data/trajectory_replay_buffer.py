@@ -17,6 +17,7 @@ import torch
 from storage.checkpoint_files import as_path
 from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.monitors import PerformanceMonitor
+from storage.records import Key
 
 from .trajectories.arguments import check_at_least, check_names, check_rank, check_seed
 from .trajectories.cache import TrajectoryCache
@@ -169,7 +170,7 @@ class TrajectoryReplayBuffer:
     def sample(
         self,
         num_chunks: int,
-        keys: Collection[str] | None = None,
+        keys: Collection[Key] | None = None,
         *,
         min_weights_version: int | None = None,
         contiguous: bool = False,
@@ -178,7 +179,8 @@ class TrajectoryReplayBuffer:
 
         Args:
             num_chunks: How many, >= 1.
-            keys: Flat names of the leaves wanted; None for those that every trajectory of the window has.
+            keys: The leaves wanted, by flat name ("obs/state") or tuple (("obs", "state")), or inner mappings for all
+                below them; None for those that every trajectory of the window has.
             min_weights_version: Draw only from trajectories of this policy version or a later one.
             contiguous: Make every tensor contiguous; otherwise small ones are views into packed rows.
 
@@ -188,6 +190,7 @@ class TrajectoryReplayBuffer:
         Raises:
             BufferEmptyError: There is nothing to draw from.
             MissingFieldError: A drawn trajectory does not have a key (a `KeyError`).
+            UsageError: `keys` is no list of keys; a str is none.
             DataFileError: A trajectory's file is gone or damaged.
 
         After an error the random state is what it was.

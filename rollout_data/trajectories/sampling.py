@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from storage.errors import MissingFieldError, nearest
+from storage.errors import MissingFieldError, UsageError, nearest
+from storage.records import Key, flat_name
 
 from .cache import TrajectoryCache
 from .gather import Gatherer
@@ -24,7 +25,7 @@ class Request(NamedTuple):
     """What is asked for; see `TrajectoryReplayBuffer.sample`."""
 
     num_steps: int
-    names: Collection[str] | None = None
+    keys: Collection[Key] | None = None
     min_weights_version: int | None = None
     is_contiguous: bool = False
 
@@ -36,36 +37,51 @@ def draw_sample(
 
     Raises:
         BufferEmptyError: There is nothing to draw from.
-        MissingFieldError: No trajectory that may be drawn has a name, or one that was drawn does not.
+        MissingFieldError: No trajectory that may be drawn has a key, or one that was drawn does not.
+        SchemaError, UsageError: A key is neither a str nor a tuple of them, or the keys are no collection of them.
     """
     window = live.window(cache, request.min_weights_version)
-    _check_names(window, request.names)
+    names = None if request.keys is None else _names_of(window, request.keys)
     before = rng.get_state()
     try:
         if cache is not None and window.is_one_block:
             rows = window.draw_rows(request.num_steps, rng)
-            return gatherer.sample_one_block(window, cache, rows, request.names, request.is_contiguous)
+            return gatherer.sample_one_block(window, cache, rows, names, request.is_contiguous)
         which, row = window.draw(request.num_steps, rng)
-        _check_drawn(window, request.names, which)
+        _check_drawn(window, names, which)
         if cache is not None and not window.is_cached and gatherer.fill(window, cache, which):
             # The same steps, where they lie now.
             moved = live.window(cache, request.min_weights_version)
             row += moved.shift[which] - window.shift[which]
             window = moved
-        return gatherer.sample(window, cache, which, row, request.names, request.is_contiguous)
+        return gatherer.sample(window, cache, which, row, names, request.is_contiguous)
     except BaseException:  # Ctrl-C too
         rng.set_state(before)
         raise
 
 
-def _check_names(window: Window, names: Collection[str] | None) -> None:
-    """Raise if no trajectory of a window has one of the names."""
-    for name in names or ():
-        if not any(name in layout.names for layout in window.layouts):
+def _names_of(window: Window, keys: Collection[Key]) -> tuple[str, ...]:
+    """List the leaves that keys mean: each itself, or all below it that any trajectory of a window has."""
+    is_list = isinstance(keys, Collection) and not isinstance(keys, str)
+    if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
+        raise UsageError("choose the keys of a sample", "", "a list of keys", repr(keys))
+    found: dict[str, None] = {}
+    for key in keys:
+        name = flat_name(key)
+        below = [name] if any(name in layout.names for layout in window.layouts) else _below(window, name)
+        if not below:
             raise _missing(name, window.layouts[0], window.entries[0])
+        found.update(dict.fromkeys(below))
+    return tuple(found)
 
 
-def _check_drawn(window: Window, names: Collection[str] | None, which: Int64s) -> None:
+def _below(window: Window, group: str) -> list[str]:
+    """List the leaves of a nested mapping that any trajectory has, in the order of their schemas."""
+    names = dict.fromkeys(name for layout in window.layouts for name in layout.names)
+    return [name for name in names if name.startswith(f"{group}/")]
+
+
+def _check_drawn(window: Window, names: tuple[str, ...] | None, which: Int64s) -> None:
     """Raise if a drawn trajectory does not have one of the names."""
     if len(window.layouts) > 1:
         for name in names or ():
