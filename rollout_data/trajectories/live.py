@@ -59,7 +59,13 @@ class LiveTrajectories:
         return gone
 
     def kept(self, entries: list[Entry]) -> list[Entry]:
-        """Say which of these would be live if they were appended now, with nothing before."""
+        """Say which of these, oldest first, would be live if they were appended now, with nothing before.
+
+        Those that several ranks have saved come one rank after the other: their ids, which all ranks count up
+        side by side, tell when. One folder tells by the order in which it lists them.
+        """
+        if len({entry.path.parent for entry in entries if entry.path is not None}) > 1:
+            entries = sorted(entries, key=lambda entry: entry.trajectory_id)
         return entries if self._capacity is None else entries[-self._capacity :]
 
     def moved(self, trajectory_id: int) -> None:

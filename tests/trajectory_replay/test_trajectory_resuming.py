@@ -160,3 +160,23 @@ def test_ranks_that_go_on_hold_everything_once(tmp_path: Path, is_distributed: b
     found = TrajectoryReplayBuffer()
     found.load_checkpoint(tmp_path)
     assert sorted(found.trajectory_ids) == [0, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_the_newest_of_several_ranks_are_the_newest_of_all(tmp_path: Path, limit: int | None) -> None:
+    ranks = [saving(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+    for number in range(10):
+        assert ranks[number % 2].add(trajectory(number, 2, 2)) == number
+    for buffer in ranks:
+        buffer.close()
+    found = TrajectoryReplayBuffer(sample_window_size=4, max_trajectories=limit)
+    found.load_checkpoint(tmp_path)
+    expected = list(range(10))[-(limit or 4) :]
+    assert found.trajectory_ids == expected
+    assert set((drawn(found, 300) // 10_000).tolist()) == set(expected)
+    whole = TrajectoryReplayBuffer(sample_window_size=0)
+    whole.load_checkpoint(tmp_path)
+    assert whole.trajectory_ids == list(range(10))
+    share = TrajectoryReplayBuffer(sample_window_size=0)
+    share.load_checkpoint(tmp_path, True, 1, 2)
+    assert share.trajectory_ids == [1, 3, 5, 7, 9]  # what this rank has saved
