@@ -31,7 +31,7 @@ _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
 #: Candidates that are listed at once, which bounds the memory of listing.
 _NUM_LISTED = 1 << 20
 #: Ages stop here, far above any window, so that they never overflow.
-_MAX_AGE = 1 << 30
+_MAX_AGE = 1 << 29
 
 
 class Boundaries:
