@@ -15,6 +15,7 @@ from storage.errors import BufferEmptyError, SchemaError
 from storage.fields import Field
 
 from .cache import TrajectoryCache
+from .files import id_in_name
 from .index import Entry
 from .table import TrajectoryTable
 from .window import Window
@@ -62,9 +63,12 @@ class LiveTrajectories:
         """Say which of these, oldest first, would be live if they were appended now, with nothing before.
 
         Those that several ranks have saved come one rank after the other: their ids, which all ranks count up
-        side by side, tell when. One folder tells by the order in which it lists them.
+        side by side, tell when; not so if ranks have given the same ids, for which new ones stand here. One
+        folder tells by the order in which it lists them.
         """
-        if len({entry.path.parent for entry in entries if entry.path is not None}) > 1:
+        paths = [entry.path for entry in entries if entry.path is not None]
+        ids = [entry.trajectory_id for entry in entries]
+        if len({path.parent for path in paths}) > 1 and ids == [id_in_name(path) for path in paths]:
             entries = sorted(entries, key=lambda entry: entry.trajectory_id)
         return entries if self._capacity is None else entries[-self._capacity :]
 
