@@ -24,8 +24,10 @@ MIN_PIECE_S = 0.00002
 #: What a thread takes at a time lasts about this long: short beside a call, long beside taking it.
 TAKEN_S = 0.0002
 #: After so many calls the way that was slower is tried again: machines change their mind. Several threads are tried
-#: more often, as they lose little where a neighbour is busy and gain much when it is gone.
-CALLS_BETWEEN_TRIALS, CALLS_BETWEEN_SPLITS = 32, 8
+#: more often where they lose little, as where a neighbour is busy; as seldom as 64 where they took twice the time.
+CALLS_BETWEEN_TRIALS, CALLS_BETWEEN_SPLITS, MOST_CALLS_BETWEEN_SPLITS = 32, 8, 64
+#: What trying several threads may cost the calls between two trials, as a part of their time.
+_TRIAL_COST = 0.02
 #: Several threads must take at most this part of the time of one: the fastest calls hide what waiting costs the others.
 MIN_GAIN = 0.9
 #: The fastest of so many calls counts, so that one that was interrupted decides nothing.
@@ -103,7 +105,10 @@ class WorkSplit:
         if len(together) < _NUM_KEPT or len(alone) < _NUM_KEPT:
             return len(together) <= len(alone)
         is_faster = min(together) < MIN_GAIN * min(alone)
-        return is_faster != (calls % (CALLS_BETWEEN_TRIALS if is_faster else CALLS_BETWEEN_SPLITS) == 0)
+        if is_faster:
+            return calls % CALLS_BETWEEN_TRIALS != 0
+        wait = int((self._times[kind, True][-1] / min(alone) - 1) / _TRIAL_COST)
+        return calls % min(max(wait, CALLS_BETWEEN_SPLITS), MOST_CALLS_BETWEEN_SPLITS) == 0
 
     def _keep(self, kind: Hashable, splits: bool, seconds_per_byte: float) -> None:
         self._times.setdefault((kind, splits), deque(maxlen=_NUM_KEPT)).append(seconds_per_byte)

@@ -66,8 +66,15 @@ def test_threads_that_gain_next_to_nothing_are_not_worth_their_waiting(monkeypat
     assert 0 < found[20:].count(2) <= 10
 
 
+def test_trying_several_threads_costs_next_to_nothing_where_they_are_much_slower(monkeypatch):
+    found = chosen(WorkSplit(2), monkeypatch, 0.010, 0.024, 300)
+    assert 0 < found[20:].count(2) <= 280 // 64 + 1
+
+
 def test_a_change_of_the_machine_is_noticed(monkeypatch):
     split = WorkSplit(2)
+    chosen(split, monkeypatch, 0.010, 0.030, 60)
+    assert chosen(split, monkeypatch, 0.010, 0.005, 120)[-20:].count(2) >= 18
     chosen(split, monkeypatch, 0.010, 0.030, 60)
     assert chosen(split, monkeypatch, 0.010, 0.005, 120)[-20:].count(2) >= 18
 
