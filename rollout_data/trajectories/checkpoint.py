@@ -5,15 +5,13 @@ One rule: a checkpoint lists exactly the files that are in it, and a crash leave
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from storage.durable import replace_folder
 
-from .files import file_name, find_files, naming, write_trajectory
+from .files import file_name, find_files, link_file, naming, write_trajectory
 from .index import INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME, Counters, Entry, write_index
 from .rows import Rows
 
@@ -39,7 +37,7 @@ def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Cal
                 write_trajectory(target, entry.trajectory_id, entry.layout, rows_of(entry), entry.shape, entry.info)
             else:
                 with naming(entry.trajectory_id, entry.path):
-                    _link(entry.path, target)
+                    link_file(entry.path, target)
         write_index(made, entries, counters)
 
 
@@ -47,13 +45,3 @@ def shard(entries: list[Any], rank: int, world_size: int) -> list[Any]:
     """Give one rank's contiguous share; shares differ by one at most."""
     start, stop = (len(entries) * number // world_size for number in (rank, rank + 1))
     return entries[start:stop]
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it; neither is changed in place by anyone."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -282,3 +283,14 @@ def _content(trajectory_id: int, layout: TrajectoryLayout, rows: Rows, shape: tu
         reward_sums=np.zeros((num_envs, 0)),
         rows={DATA: data, FINAL: nothing},
     )
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Give a file a second name, or a copy that is there as a whole or not at all; nobody changes either in place."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        with replace_file(target) as new:
+            shutil.copyfile(source, new)

@@ -8,8 +8,6 @@ after an index without it is on the disk, and the index names newer ones in its 
 from __future__ import annotations
 
 import filecmp
-import os
-import shutil
 import threading
 import time
 import warnings
@@ -19,10 +17,10 @@ from itertools import islice
 from pathlib import Path
 
 from storage.background import BackgroundWorker
-from storage.durable import replace_file, sync_path
+from storage.durable import sync_path
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
-from .files import TrajectoryBlock, file_name, find_files, naming, write_trajectory
+from .files import TrajectoryBlock, file_name, find_files, link_file, naming, write_trajectory
 from .index import Counters, Entry, write_index
 
 #: Writing the index takes at most about this share of the thread's time, however long the index is.
@@ -170,7 +168,7 @@ class TrajectorySaver:
             places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]
             if made:
                 sync_path(self.folder)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing is left that no index will name
             for path in made:
                 path.unlink(missing_ok=True)
             raise
@@ -242,7 +240,7 @@ class TrajectorySaver:
                 if entry.block is not None and entry.block.trajectory_id != number:  # a block names its trajectory
                     write_trajectory(path, number, entry.layout, entry.block.rows(), entry.shape, entry.info)
                 else:
-                    _give(source, path)
+                    link_file(source, path)
         return path, None if entry.block is None else TrajectoryBlock(path, number, entry.shape)
 
     def _save(self, entry: Entry) -> None:
@@ -285,17 +283,6 @@ class TrajectorySaver:
                 self._failure = self._failure or failure
         stop = time.monotonic()
         self._index_due_s = stop + (stop - start) / _INDEX_SHARE
-
-
-def _give(source: Path, target: Path) -> None:
-    """Give a file a second name, or a copy that is there as a whole or not at all."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, or one without links
-        with replace_file(target) as new:
-            shutil.copyfile(source, new)
 
 
 def _nothing() -> None:
