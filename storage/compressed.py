@@ -110,8 +110,9 @@ class CompressedTensorDict(Mapping[str, Any]):
         return len(dict.fromkeys(name.split("/")[0] for name in self._leaves))
 
     def __contains__(self, key: object) -> bool:
+        given: Any = key
         try:
-            name = _flat_name(key)  # type: ignore[arg-type]
+            name = _flat_name(given)
         except UsageError:
             return False
         return name in self._leaves or any(one.startswith(name + "/") for one in self._leaves)

@@ -69,7 +69,8 @@ class RingStore:
         self._arrays = [_array(column) for column in self._columns.values()]
         #: Whether `write_arrays` may be used: the memory is on the CPU, and numpy knows every dtype.
         self.takes_arrays = all(array is not None for array in self._arrays)
-        self._lane_arrays = [array[0] for array in self._arrays if array is not None]
+        self._known_arrays = [array for array in self._arrays if array is not None]
+        self._lane_arrays = [array[0] for array in self._known_arrays]
         #: The newest steps of many lanes, where side by side they take fewer writes than fields.
         takes_steps = num_lanes > 1 and self.takes_arrays and len(self.groups) < len(schema)
         self._held = HeldSteps(schema, self.groups, self._bases) if takes_steps else None
@@ -130,8 +131,8 @@ class RingStore:
                 self._held.settle()
         else:
             self.settle()
-            for array, leaf in zip(self._arrays, leaves, strict=True):
-                array[:, slot : slot + num_rows] = leaf.swapaxes(0, 1)  # type: ignore[index]
+            for array, leaf in zip(self._known_arrays, leaves, strict=True):
+                array[:, slot : slot + num_rows] = leaf.swapaxes(0, 1)
         if slot < self.num_guards:
             self._copy_guards(slot, slot + num_rows)
         self.total += num_rows

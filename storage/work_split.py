@@ -126,8 +126,8 @@ def _in_parts(function: Callable[[int, int], None], num_pieces: int, step: int, 
                 except IndexError:
                     return
                 function(start, min(start + step, num_pieces))
-        except BaseException:
-            waiting.clear()  # what the others would do is not wanted any more
+        except BaseException:  # Ctrl-C too: what the others would do is not wanted any more
+            waiting.clear()
             raise
 
     others: list[Future[None]] = []
