@@ -140,7 +140,8 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
         (
             {"obs_disassemble_mapping": {"depth": "normalized_image"}},
             {"observation": {"depth": np.zeros((N, 3), int)}},
-            "cannot code the field as 'normalized_image' 'observation/depth': expected a floating dtype or uint8, got int64.",
+            "cannot code the field as 'normalized_image' 'observation/depth': "
+            "expected a floating dtype or uint8, got int64.",
         ),
         ({}, {"frames": np.zeros(N)}, "cannot store the field 'frames'"),
         (
