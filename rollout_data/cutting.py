@@ -101,19 +101,22 @@ def cut(marks: Marks, carry: Carry) -> tuple[np.ndarray, Carry]:
     versions = marks.versions
     table["policy_version"] = versions.reshape(-1)[first] if isinstance(versions, np.ndarray) else versions
     after = _next_carry(carry, table, carry.next_trajectory + len(started))
-    return np.concatenate([early, _without_dropped(table, group, heads, group_is_new, carry)]), after
+    table = _without_dropped(table, group, heads, group_is_new, carry)
+    return np.concatenate([early, table]) if len(early) else table, after
 
 
 def _fragment_bounds(marks: Marks) -> tuple[np.ndarray, np.ndarray]:
     """First and last frame of each fragment, as `env * T + t`, in that order."""
-    bits = marks.bits
-    present = (bits & PRESENT) > 0
-    joined = present[:, 1:] & present[:, :-1] & ((bits[:, :-1] & ENDS) == 0)  # frame t goes on at t + 1
+    bits, num_steps = marks.bits.reshape(-1), marks.bits.shape[1]
+    present = bits >= PRESENT
+    joined = (bits & (PRESENT | ENDS) == PRESENT)[:-1] & present[1:]  # frame k goes on at k + 1
+    joined[num_steps - 1 :: num_steps or 1] = False  # which is another env's
     if isinstance(marks.versions, np.ndarray):
-        joined &= marks.versions[:, 1:] == marks.versions[:, :-1]
+        versions = marks.versions.reshape(-1)
+        joined &= versions[1:] == versions[:-1]
     is_first, is_last = present.copy(), present
-    is_first[:, 1:] &= ~joined
-    is_last[:, :-1] &= ~joined
+    is_first[1:] &= ~joined
+    is_last[:-1] &= ~joined
     return np.flatnonzero(is_first), np.flatnonzero(is_last)
 
 

@@ -9,7 +9,6 @@ import time
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from storage.buffer_pool import BufferPool
 from storage.fields import Schema
@@ -177,16 +176,20 @@ class Staging:
         """Sum the rewards of each fragment: `[F, R]` float64."""
         if REWARD not in self.schema:
             return np.zeros((len(fragments), 0))
-        width = self.schema[REWARD].num_elements
-        values = self._data.field(REWARD, self.num_steps).transpose(0, 1).to(torch.float64).reshape(-1, width).numpy()
+        width, num_rows = self.schema[REWARD].num_elements, self.num_envs * self.num_steps
+        rewards = self._data.arrays[REWARD][: self.num_steps]
+        if self.schema[REWARD].dtype == "bfloat16":
+            rewards = self._data.field(REWARD, self.num_steps).float().numpy()
+        values = np.zeros((num_rows + 1, width))  # the last row is where the last fragment ends
         sums = np.zeros((len(fragments), width))
         long = np.flatnonzero(fragments["length"] > 0)
-        if len(long):
-            start = fragments["row"][long]
-            bounds = np.stack([start, start + fragments["length"][long]], axis=1).reshape(-1)
-            padded = np.concatenate([values, np.zeros((1, width))])
-            with np.errstate(all="ignore"):  # NaN and Inf rewards are data
-                sums[long] = np.add.reduceat(padded, bounds, axis=0)[::2]
+        bounds = np.empty((len(long), 2), np.int64)
+        bounds[:, 0] = fragments["row"][long]
+        bounds[:, 1] = bounds[:, 0] + fragments["length"][long]
+        with np.errstate(all="ignore"):  # NaN and Inf rewards are data
+            values[:num_rows] = rewards.swapaxes(0, 1).reshape(num_rows, width)
+            if len(long):
+                sums[long] = np.add.reduceat(values, bounds.reshape(-1), axis=0)[::2]
         return sums
 
     def _used_places(self, fragments: np.ndarray) -> np.ndarray:
