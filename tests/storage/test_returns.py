@@ -122,6 +122,33 @@ def test_other_dtypes_take_the_torch_way(dtype):
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance, check_dtype=False)
 
 
+@pytest.mark.parametrize("num_rewards", [1, 2, 9])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float16])
+def test_dones_of_any_dtype_end_every_reward_head(dtype, num_rewards):
+    rewards, values, last_values, dones = random_rollout(40, 5, num_rewards)
+    expected = naive_advantage(rewards, values, next_values_of(values, last_values, dones), dones, 0.9, 0.8)
+    got = rollout_advantage(rewards, values, last_values, dones.to(dtype), 0.9, 0.8)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_results_go_into_the_tensors_given_even_where_values_want_gradients():
+    rewards, values, last_values, dones = random_rollout(30, 4)
+    expected = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
+    out, table = torch.empty_like(rewards), torch.zeros(30, 4, 3)
+    got = rollout_advantage(
+        rewards, values.clone().requires_grad_(), last_values, dones, 0.9, 0.8, out=out, returns=table[..., 1:2]
+    )
+    assert got is out and torch.equal(out, expected)
+    assert torch.equal(table[..., 1:2], expected + values) and not table[..., ::2].any()
+
+
+def test_a_result_with_gaps_is_refused():
+    rewards, values, last_values, dones = random_rollout(4, 3)
+    with pytest.raises(SchemaError) as caught:
+        rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8, out=torch.zeros(4, 3, 2)[..., :1])
+    assert str(caught.value) == "cannot compute returns: expected a contiguous out, got one with strides (6, 2, 1)."
+
+
 def test_gamma_zero_gives_the_reward_minus_the_value():
     rewards, values, last_values, dones = random_rollout(7, 5, 2)
     got = rollout_advantage(rewards, values, last_values, dones, 0.0, 0.9)
