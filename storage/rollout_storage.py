@@ -30,14 +30,13 @@ from .errors import BufferEmptyError, RolloutOverflowError, SchemaError, UsageEr
 from .hidden_states import SavedStates, StateStructure
 from .mini_batches import (
     GENERATE,
-    WIDE_ROW_BYTES,
-    WIDE_ROW_BYTES_ONCE,
     EnvGroups,
     RowGather,
     batch_bounds,
     check_counts,
     make_generator,
     row_batches,
+    wide_row_bytes,
 )
 from .returns import (
     Scalar,
@@ -292,7 +291,7 @@ class RolloutStorage(Snapshotted):
             self._delivery.wait_for_writes()
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
-            gather = RowGather(columns, self._delivery, WIDE_ROW_BYTES_ONCE if once else WIDE_ROW_BYTES)
+            gather = RowGather(columns, self._delivery, wide_row_bytes(1 if once else num_epochs))
         batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.rng, self.device, once)
         while True:
             with self._lock, torch.no_grad():

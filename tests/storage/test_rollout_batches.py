@@ -51,6 +51,27 @@ def test_each_epoch_visits_every_row_once(num_mini_batches, drop_last, reshuffle
         assert len(seen) == (24 // num_mini_batches * num_mini_batches if drop_last else 24)
 
 
+@pytest.mark.parametrize("num_epochs", [1, 2, 3])
+def test_fewer_epochs_are_the_first_ones_of_many(num_epochs):
+    """Wide and narrow rows, gathered side by side or apart: which way is taken must not show."""
+    storages = [RolloutStorage(3, 4, (40,), (300,), (ACTIONS,), generator=7) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(4):
+        seen = {
+            "observations": torch.randn(3, 40, generator=generator),
+            "critic_observations": torch.randn(3, 300, generator=generator),
+        }
+        for storage in storages:
+            storage.add_transitions(make_transition(step, 3, **seen))
+    for storage in storages:
+        storage.compute_returns(torch.zeros(3), 0.9, 0.9)
+    few, many = (list(storage.mini_batch_generator(2, n)) for storage, n in zip(storages, (num_epochs, 5), strict=True))
+    assert len(few) == 2 * num_epochs and len(many) == 10
+    for some, same in zip(few, many[: len(few)], strict=True):
+        for name in ("obs", "critic_obs", "actions", "values", "advantages", "returns", "old_sigma"):
+            assert torch.equal(getattr(some, name), getattr(same, name)), name
+
+
 def test_i10_every_epoch_has_its_own_permutation_and_leaves_others_out():
     storage = fill(make_storage(5, 5))
     storage.compute_returns(torch.zeros(5), 0.9, 0.9)
