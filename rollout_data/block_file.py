@@ -7,12 +7,12 @@ rename publishes them, and nothing is modified afterwards. `FORMAT.md` is the sp
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -152,37 +152,41 @@ class _Helper:
     """Calls a function in a thread beside the `with` block, from when it is wanted; a failure is raised at the end.
 
     Not a `ThreadPoolExecutor`, which refuses work while the interpreter exits: then, or where no thread can
-    be started any more, the block does all of the work.
+    be started any more, the block does all of the work. Nor a `threading.Thread`, whose start waits for the
+    thread to begin: 0.2 ms and more, in which tables could be written.
     """
 
     def __init__(self, function: Callable[[], object], is_wanted: Callable[[], bool]) -> None:
         self._function, self._is_wanted = function, is_wanted
         self._is_asked = num_processors() < 2
         self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._at_work = threading.Lock()
 
     def ask(self) -> None:
         """Start the thread if it is wanted now and was not before."""
         if self._is_asked or not self._is_wanted():
             return
         self._is_asked = True
-        thread = threading.Thread(target=self._call, name="block", daemon=True)
-        with suppress(RuntimeError):
-            thread.start()
-            self._thread = thread
+        self._at_work.acquire()
+        try:
+            _thread.start_new_thread(self._call, ())
+        except RuntimeError:
+            self._at_work.release()
 
     def _call(self) -> None:
         try:
             self._function()
         except BaseException as error:  # noqa: BLE001 - handed to the caller
             self._failure = error
+        finally:
+            self._at_work.release()
 
     def __enter__(self) -> _Helper:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        with self._at_work:  # or after it
+            pass
         if self._failure is not None and (error is None or isinstance(error, Exception)):
             raise self._failure  # a full disk stops both; the thread's own words for it are the clearer ones
 

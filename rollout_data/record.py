@@ -103,7 +103,7 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
     Names are brought to ours ("actions" -> "action"); None means not given.
     """
     merged: dict[str, Any] = {}
-    for source in (items_of(transition), dict(keywords)):
+    for source in (items_of(transition), keywords):
         for name, value in source.items():
             if value is None or name in _DERIVED:
                 continue

@@ -46,6 +46,7 @@ class StepBuffer:
         self.max_errors: dict[str, float] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self.arrays: dict[str, np.ndarray] = {}
+        self._flat: dict[str, np.ndarray] = {}
         self.reserve(capacity)
 
     def reserve(self, capacity: int, used: int = 0) -> None:
@@ -57,23 +58,40 @@ class StepBuffer:
             if used:
                 tensor[:used] = self._tensors[name][:used]
             self._tensors[name], self.arrays[name] = tensor, as_array(tensor)
+            self._flat[name] = self.arrays[name].reshape(capacity, -1)
         self.capacity = capacity
 
     def put(self, start: int, fields: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         """Copy `[T, *lead, *shape]` of every field to the steps from `start` on; coded, unless it is an array."""
-        arrays = {name: self._coded(name, values) for name, values in fields.items()}
+        num_steps = len(next(iter(fields.values())))
+        if not num_steps:
+            return
+        pairs = [self._pair(name, start, self._coded(name, values)) for name, values in fields.items()]
+        if num_steps == 1:  # without more ado: its code comes from memory when an environment has computed meanwhile
+            for target, source in pairs:
+                target[:] = source
+            return
 
         # numpy, not torch: with two threads and a busy neighbour torch's copies took 4 ms instead of 0.2.
         def copy(low: int, high: int) -> None:
-            for name, array in arrays.items():
-                np.copyto(self.arrays[name][start + low : start + high], array[low:high], casting="no")
+            for target, source in pairs:
+                np.copyto(target[low:high], source[low:high], casting="no")
 
-        num_steps = len(next(iter(arrays.values())))
-        num_bytes = sum(array.nbytes for array in arrays.values())
-        if num_steps > 1 and num_bytes >= _MIN_SPLIT_BYTES:
+        num_bytes = sum(source.nbytes for _, source in pairs)
+        if num_bytes >= _MIN_SPLIT_BYTES:
             _splits.run(copy, num_steps, num_bytes)
         else:
             copy(0, num_steps)
+
+    def _pair(self, name: str, start: int, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give the steps from `start` on and what goes there, where possible with one axis for each step's values.
+
+        So numpy copies a step at a time, which took 5 ms for 50 MB: rows of envs took 6, as did all at once.
+        """
+        stop = start + len(source)
+        if not source.flags.c_contiguous:
+            return self.arrays[name][start:stop], source
+        return self._flat[name][start:stop], source.reshape(len(source), -1)
 
     def _coded(self, name: str, values: torch.Tensor | np.ndarray) -> np.ndarray:
         if not isinstance(values, torch.Tensor):

@@ -310,15 +310,14 @@ class RolloutWriter:
             self._step_form = form_of(values, schema, self._parts, self.num_envs) if is_step else None
         else:
             self._check_rewards(rollout)
-        start = 0
-        while start < rollout.num_steps:
+        start, num_steps = 0, rollout.num_steps
+        while start < num_steps:
             staging = self._staging_with_room()
-            stop = min(rollout.num_steps, start + staging.room)
-            part = rollout.steps(start, stop)
+            stop = min(num_steps, start + staging.room)
+            part = rollout if stop - start == num_steps else rollout.steps(start, stop)
             self._last_ns = max(self._last_ns + 1, time.time_ns())
-            bits = staging.put(part, self._last_ns, self.success_only)
-            self._last_ns += part.num_steps - 1
-            self._tally.count(bits)
+            self._tally.count(staging.put(part, self._last_ns, self.success_only))
+            self._last_ns += stop - start - 1
             self._num_accepted += part.present.size if part.is_plain else int(np.count_nonzero(part.present))
             self._journal.accept(self._num_accepted)
             start = stop
@@ -380,9 +379,11 @@ class RolloutWriter:
 
 
 def _keywords(given: dict[str, Any]) -> dict[str, Any]:
-    """Give the keyword values of `add` from its locals."""
+    """Give the keyword values of `add` that were given, from its locals."""
     extras = given.pop("extras")
-    return {name: value for name, value in given.items() if name not in ("self", "transition", "include")} | extras
+    del given["self"], given["transition"]
+    given.pop("include", None)
+    return {name: value for name, value in given.items() if value is not None} | extras
 
 
 _open_writers: set[RolloutWriter] = set()
