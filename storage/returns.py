@@ -1,15 +1,16 @@
 """Returns and advantages as pure functions: GAE, n-step returns, discounted sums, normalization.
 
 One rule: every backward recursion here is `x[t] += decay[t] * x[t + 1]`, and `_scan_piece_` is the
-only code that runs it. It takes one of two ways by shape: row by row where a row is wide, and
-recursive doubling (Hillis and Steele 1986) where rows are narrow and there are many of them.
+only code that runs it: row by row, and where rows are narrow and many, first by recursive doubling
+(Hillis and Steele 1986), after which what were several rows are one.
 What is called `lib` is numpy, where numpy can compute it, or torch: numpy's calls take half the time.
 Time is the first axis everywhere. Who stores what is not known here.
 """
 
 from __future__ import annotations
 
-from math import log2, prod
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -290,36 +291,50 @@ def _scan_piece_(lib: Any, x: Any, decay: Any) -> None:
     num_steps, width = len(x), prod(x.shape[1:])
     if num_steps < 2 or not width:
         return
-    call, element = _COST_NUMPY if lib is np else _COST_CUDA if x.is_cuda else _COST_TORCH
-    rounds = 3 * log2(num_steps)
-    by_rows = 2 * (call + width * element)
-    by_doubling = rounds * (call / num_steps + width * element)
-    scan = _scan_by_doubling_ if by_doubling < by_rows else _scan_by_rows_
-    scan(lib, x.reshape(num_steps, width), decay.reshape(num_steps, width))
+    cost = _COST_NUMPY if lib is np else _COST_CUDA if x.is_cuda else _COST_TORCH
+    x, decay, reach = x.reshape(num_steps, width), decay.reshape(num_steps, width), 1
+    if num_rounds := _num_rounds(num_steps, width, *cost):
+        decay, reach = _double_(lib, x, decay, num_rounds)
+    _scan_by_rows_(lib, x, decay, reach)
 
 
-def _scan_by_rows_(lib: Any, x: Any, decay: Any) -> None:
-    product = lib.empty_like(x[0])
-    later = x[-1]
-    for t in range(len(x) - 2, -1, -1):
-        row = x[t]
-        lib.multiply(decay[t], later, out=product)
-        lib.add(row, product, out=row)
-        later = row
+@lru_cache(maxsize=256)
+def _num_rounds(num_steps: int, width: int, call: float, element: float) -> int:
+    """How often to double the reach before what is left is scanned: as the measured costs say."""
+
+    def cost(rounds: int) -> float:
+        by_doubling = 3 * rounds * (call + num_steps * width * element)
+        return by_doubling + 2 * (num_steps / 2**rounds - 1) * (call + 2**rounds * width * element)
+
+    return min(range(num_steps.bit_length()), key=cost)
 
 
-def _scan_by_doubling_(lib: Any, x: Any, decay: Any) -> None:
-    """After the round with `reach` k, `x[t]` sums 2k steps and `decay[t]` is their product."""
-    num_steps, reach = len(x), 1
-    product, spare = lib.empty_like(x), lib.empty_like(x)
-    while reach < num_steps:
-        n = num_steps - reach
+def _double_(lib: Any, x: Any, decay: Any, num_rounds: int) -> tuple[Any, int]:
+    """Make `x[t]` the sum of the next `reach` steps; give the products of their decays, and `reach`."""
+    reach, product, spare = 1, lib.empty_like(x), lib.empty_like(x)
+    for _ in range(num_rounds):
+        n = len(x) - reach
         lib.multiply(decay[:n], x[reach:], out=product[:n])
         lib.add(x[:n], product[:n], out=x[:n])
-        if 2 * reach < num_steps:
-            lib.multiply(decay[:n], decay[reach:], out=spare[:n])
-            decay, spare = spare, decay
-        reach *= 2
+        lib.multiply(decay[:n], decay[reach:], out=spare[:n])
+        decay, spare, reach = spare, decay, 2 * reach
+    return decay, reach
+
+
+def _scan_by_rows_(lib: Any, x: Any, decay: Any, reach: int) -> None:
+    """Run `x[t] += decay[t] * x[t + reach]` from the last step to the first, `reach` steps at a time."""
+    later = x[-reach:]
+    product = lib.empty_like(later)
+    first = len(x) % reach
+    for start in range(len(x) - 2 * reach, -1, -reach):
+        row = x[start : start + reach]
+        lib.multiply(decay[start : start + reach], later, out=product)
+        lib.add(row, product, out=row)
+        later = row
+    if first:
+        row, product = x[:first], product[:first]
+        lib.multiply(decay[:first], x[reach : reach + first], out=product)
+        lib.add(row, product, out=row)
 
 
 def _write_alive(dones: Any, factor: Any, out: Any) -> None:
