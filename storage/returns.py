@@ -303,8 +303,9 @@ def _num_rounds(num_steps: int, width: int, call: float, element: float) -> int:
     """How often to double the reach before what is left is scanned: as the measured costs say."""
 
     def cost(rounds: int) -> float:
+        reach = 1 << rounds
         by_doubling = 3 * rounds * (call + num_steps * width * element)
-        return by_doubling + 2 * (num_steps / 2**rounds - 1) * (call + 2**rounds * width * element)
+        return by_doubling + 2 * (num_steps / reach - 1) * (call + reach * width * element)
 
     return min(range(num_steps.bit_length()), key=cost)
 
