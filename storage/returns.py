@@ -1,39 +1,33 @@
 """Returns and advantages as pure functions: GAE, n-step returns, discounted sums, normalization.
 
-One rule: every backward recursion here is `x[t] += decay[t] * x[t + 1]`, and `_scan_piece_` is the
-only code that runs it: row by row, and where rows are narrow and many, first by recursive doubling
-(Hillis and Steele 1986), after which what were several rows are one.
-What is called `lib` is numpy, where numpy can compute it, or torch: numpy's calls take half the time.
+One rule: every backward recursion here is `x[t] += decay[t] * x[t + 1]`, and `scans.py` runs it.
 Time is the first axis everywhere. Who stores what is not known here.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
 from .errors import FieldTypeError, SchemaError, UsageError, nearest
-
-Scalar = float | torch.Tensor
+from .scans import (
+    Scalar,
+    arrays,
+    as_quiet_as_torch,
+    decay_of,
+    factor_of,
+    like_of,
+    rows_per_piece,
+    scan_,
+    scan_piece_,
+    write_alive,
+)
 
 #: What `boot[t]` is where a time-out cut the trajectory, by the name of the rule.
 TRUNCATION_RULES = {"cut": "0", "value": "values[t]", "final": "bootstrap_values[t]"}
 #: Axes over which advantages are normalized, by the name of the rule.
 NORMALIZATIONS: dict[str | None, tuple[int, ...] | None] = {"global": (0, 1, 2), "per_reward": (0, 1), None: None}
-
-_CHUNK_ELEMENTS = 1 << 16  # 256 KiB of float32: what is swept several times stays in the L2 cache
-_CHUNK_ELEMENTS_CUDA = 1 << 20  # there starting a sweep takes longer than what it sweeps
-_NUMPY_FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
-_NUMPY_DTYPES = (torch.uint8, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, *_NUMPY_FLOATS)
-_MANY_HEADS = 8
-# Measured cost of one elementwise call and of one element in it, in microseconds, on two machines.
-_COST_NUMPY = (0.65, 0.00020)
-_COST_TORCH = (1.5, 0.00015)
-_COST_CUDA = (5.0, 0.000005)
 
 
 def generalized_advantage(
@@ -58,8 +52,8 @@ def generalized_advantage(
         `[T, N, R]` of the dtype and on the device of `rewards`; a new tensor.
     """
     _check_same_shapes(rewards, values=values, next_values=next_values)
-    advantages = torch.addcmul(rewards, next_values, _like(gamma, rewards)).sub_(values).contiguous()
-    _scan_(advantages, _decay(dones, advantages, gamma * lam))
+    advantages = torch.addcmul(rewards, next_values, like_of(gamma, rewards)).sub_(values).contiguous()
+    scan_(advantages, decay_of(dones, advantages, gamma * lam))
     return advantages
 
 
@@ -86,26 +80,27 @@ def rollout_advantage(
     advantages = torch.empty_like(rewards, memory_format=torch.contiguous_format) if out is None else out
     if not advantages.is_contiguous():
         raise SchemaError("compute returns", "", "a contiguous out", f"one with strides {advantages.stride()}")
-    lib, (x, r, v, next_values, d, sums) = _arrays(advantages, rewards, values, last_values, dones, returns)
-    discount, trace = (_factor(factor, advantages, lib) for factor in (gamma, lam))
-    rows = _rows_per_piece(x)
+    lib, (x, r, v, next_values, d, sums) = arrays(advantages, rewards, values, last_values, dones, returns)
+    discount, trace = (factor_of(factor, advantages, lib) for factor in (gamma, lam))
+    rows = rows_per_piece(x)
     decay = lib.empty_like(x[:rows])
     # From the end, in pieces that stay in the cache from the first of these passes to the last.
-    for start in reversed(range(0, len(x), rows)):
-        stop = min(start + rows, len(x))
-        piece, value, weight = x[start:stop], v[start:stop], decay[: stop - start]
-        _write_alive(d[start:stop], discount, weight)
-        lib.multiply(weight[:-1], value[1:], out=piece[:-1])
-        lib.multiply(weight[-1], next_values, out=piece[-1])
-        piece += r[start:stop]
-        piece -= value
-        weight *= trace
-        if stop < len(x):
-            lib.add(piece[-1], weight[-1] * x[stop], out=piece[-1])
-        _scan_piece_(lib, piece, weight)
-        if sums is not None:  # here, while both are still in the cache
-            lib.add(piece, value, out=sums[start:stop])
-        next_values = value[0]
+    with as_quiet_as_torch():
+        for start in reversed(range(0, len(x), rows)):
+            stop = min(start + rows, len(x))
+            piece, value, weight = x[start:stop], v[start:stop], decay[: stop - start]
+            write_alive(d[start:stop], discount, weight)
+            lib.multiply(weight[:-1], value[1:], out=piece[:-1])
+            lib.multiply(weight[-1], next_values, out=piece[-1])
+            piece += r[start:stop]
+            piece -= value
+            weight *= trace
+            if stop < len(x):
+                lib.add(piece[-1], weight[-1] * x[stop], out=piece[-1])
+            scan_piece_(lib, piece, weight)
+            if sums is not None:  # here, while both are still in the cache
+                lib.add(piece, value, out=sums[start:stop])
+            next_values = value[0]
     return advantages
 
 
@@ -139,7 +134,7 @@ def with_bootstrap(
     if source is None or not bool(cut.any()):
         return rewards
     # where, not multiplication: rows that nobody meant may hold anything, NaN too.
-    return torch.where(cut, rewards + source * _like(gamma, rewards), rewards)
+    return torch.where(cut, rewards + source * like_of(gamma, rewards), rewards)
 
 
 def check_bootstrap(
@@ -173,7 +168,7 @@ def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -
         `[T, N, R]`, a new tensor.
     """
     sums = rewards.clone(memory_format=torch.contiguous_format)
-    _scan_(sums, _decay(dones, sums, gamma))
+    scan_(sums, decay_of(dones, sums, gamma))
     return sums
 
 
@@ -200,7 +195,7 @@ def n_step_returns(
     _check_same_shapes(rewards, values=values)
     if num_steps < 1:
         raise UsageError("compute n-step returns", "", "num_steps >= 1", str(num_steps))
-    decay = _decay(dones, rewards, gamma)
+    decay = decay_of(dones, rewards, gamma)
     ahead = torch.cat([values[1:], last_values.unsqueeze(0)])
     returns = torch.addcmul(rewards, decay, ahead)
     for _ in range(min(num_steps, len(rewards)) - 1):
@@ -273,119 +268,6 @@ def _real_tensor(name: str, value: Any) -> torch.Tensor:
         got = f"{given.layout} {given.dtype} on {given.device}"
         raise FieldTypeError("compute returns", "", f"{name} a dense tensor of real numbers", got)
     return given
-
-
-def _scan_(x: torch.Tensor, decay: torch.Tensor) -> None:
-    """Run `x[t] += decay[t] * x[t + 1]` from the last step to the first, in place; `decay` is spent."""
-    lib, (sums, weight) = _arrays(x, decay)
-    num_steps, rows = len(sums), _rows_per_piece(sums)
-    for start in reversed(range(0, num_steps, rows)):
-        stop = min(start + rows, num_steps)
-        if stop < num_steps:
-            sums[stop - 1 : stop] += weight[stop - 1] * sums[stop]
-        _scan_piece_(lib, sums[start:stop], weight[start:stop])
-
-
-def _scan_piece_(lib: Any, x: Any, decay: Any) -> None:
-    """Scan contiguous `[T, ...]` without neighbours; `decay` is spent."""
-    num_steps, width = len(x), prod(x.shape[1:])
-    if num_steps < 2 or not width:
-        return
-    cost = _COST_NUMPY if lib is np else _COST_CUDA if x.is_cuda else _COST_TORCH
-    x, decay, reach = x.reshape(num_steps, width), decay.reshape(num_steps, width), 1
-    if num_rounds := _num_rounds(num_steps, width, *cost):
-        decay, reach = _double_(lib, x, decay, num_rounds)
-    _scan_by_rows_(lib, x, decay, reach)
-
-
-@lru_cache(maxsize=256)
-def _num_rounds(num_steps: int, width: int, call: float, element: float) -> int:
-    """How often to double the reach before what is left is scanned: as the measured costs say."""
-
-    def cost(rounds: int) -> float:
-        reach = 1 << rounds
-        by_doubling = 3 * rounds * (call + num_steps * width * element)
-        return by_doubling + 2 * (num_steps / reach - 1) * (call + reach * width * element)
-
-    return min(range(num_steps.bit_length()), key=cost)
-
-
-def _double_(lib: Any, x: Any, decay: Any, num_rounds: int) -> tuple[Any, int]:
-    """Make `x[t]` the sum of the next `reach` steps; give the products of their decays, and `reach`."""
-    reach, product, spare = 1, lib.empty_like(x), lib.empty_like(x)
-    for _ in range(num_rounds):
-        n = len(x) - reach
-        lib.multiply(decay[:n], x[reach:], out=product[:n])
-        lib.add(x[:n], product[:n], out=x[:n])
-        lib.multiply(decay[:n], decay[reach:], out=spare[:n])
-        decay, spare, reach = spare, decay, 2 * reach
-    return decay, reach
-
-
-def _scan_by_rows_(lib: Any, x: Any, decay: Any, reach: int) -> None:
-    """Run `x[t] += decay[t] * x[t + reach]` from the last step to the first, `reach` steps at a time."""
-    later = x[-reach:]
-    product = lib.empty_like(later)
-    first = len(x) % reach
-    for start in range(len(x) - 2 * reach, -1, -reach):
-        row = x[start : start + reach]
-        lib.multiply(decay[start : start + reach], later, out=product)
-        lib.add(row, product, out=row)
-        later = row
-    if first:
-        row, product = x[:first], product[:first]
-        lib.multiply(decay[:first], x[reach : reach + first], out=product)
-        lib.add(row, product, out=row)
-
-
-def _write_alive(dones: Any, factor: Any, out: Any) -> None:
-    """Write `factor` where not done, else 0."""
-    # For flags of 0 and 1 this is as exact as a comparison; torch does it 5 times as fast, numpy as fast.
-    if dones.shape[-1] == 1 < out.shape[-1] <= _MANY_HEADS:
-        for head in range(out.shape[-1]):  # 3 times as fast as one call that repeats each flag a few times
-            out[..., head] = dones[..., 0]
-    else:
-        out[...] = dones
-    out *= -factor
-    out += factor
-
-
-def _decay(dones: torch.Tensor, like: torch.Tensor, factor: Scalar) -> torch.Tensor:
-    decay = torch.empty_like(like, memory_format=torch.contiguous_format)
-    lib, (weight, flags) = _arrays(decay, dones)
-    _write_alive(flags, _factor(factor, like, lib), weight)
-    return decay
-
-
-def _arrays(first: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[Any]]:
-    """Give numpy and arrays over the memory of the tensors; or torch and the tensors, where numpy cannot do it."""
-    tensors = [first, *others]
-    if first.dtype not in _NUMPY_FLOATS or not all(x is None or _is_numpy(x) for x in tensors):
-        return torch, tensors
-    return np, [x if x is None else x.numpy(force=True) for x in tensors]
-
-
-def _is_numpy(x: torch.Tensor) -> bool:
-    return x.is_cpu and x.dtype in _NUMPY_DTYPES
-
-
-def _rows_per_piece(x: Any) -> int:
-    limit = _CHUNK_ELEMENTS_CUDA if isinstance(x, torch.Tensor) and x.is_cuda else _CHUNK_ELEMENTS
-    width: int = prod(x.shape[1:])
-    return max(1, limit // max(1, width))
-
-
-def _factor(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
-    """Give one number, or one for each place in a row: repeating short rows would cost ten times as much."""
-    if lib is np and not isinstance(factor, torch.Tensor):
-        return np.asarray(factor, _NUMPY_FLOATS[like.dtype])
-    found = _like(factor, like)
-    found = found if found.dim() == 0 else found.expand(like.shape[1:]).contiguous()
-    return found.numpy(force=True) if lib is np else found
-
-
-def _like(factor: Scalar, like: torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
 
 
 def _check_same_shapes(rewards: torch.Tensor, **others: torch.Tensor) -> None:

@@ -39,7 +39,6 @@ from .mini_batches import (
     wide_row_bytes,
 )
 from .returns import (
-    Scalar,
     check_bootstrap,
     check_rules,
     checked_factor,
@@ -48,6 +47,7 @@ from .returns import (
     rollout_advantage,
     with_bootstrap,
 )
+from .scans import Scalar
 from .snapshot import Snapshotted, State
 from .transition import MiniBatch, Transition
 from .tree import unflatten

@@ -44,6 +44,7 @@ HOUSE = {
         "buffer_files",
         "sum_tree",
         "segment_tree",
+        "scans",
         "returns",
         "padding",
         "lz4_blocks",

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import returns
+from storage import scans
 from storage.errors import SchemaError, UsageError
 from storage.returns import (
     discounted_sums,
@@ -89,8 +89,8 @@ def test_both_forms_equal_the_naive_loop_for_any_shape(
     rewards, values, last_values, dones = random_rollout(num_steps, num_envs, num_rewards, done_rate, num_steps)
     next_values = next_values_of(values, last_values, dones)
     expected = naive_advantage(rewards, values, next_values, dones, gamma, lam)
-    old = returns._CHUNK_ELEMENTS
-    returns._CHUNK_ELEMENTS = chunk_elements  # so that small shapes are worked on in several pieces too
+    old = scans._CHUNK_ELEMENTS
+    scans._CHUNK_ELEMENTS = chunk_elements  # so that small shapes are worked on in several pieces too
     try:
         for got in (
             rollout_advantage(rewards, values, last_values, dones, gamma, lam),
@@ -98,7 +98,7 @@ def test_both_forms_equal_the_naive_loop_for_any_shape(
         ):
             torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
     finally:
-        returns._CHUNK_ELEMENTS = old
+        scans._CHUNK_ELEMENTS = old
 
 
 @pytest.mark.parametrize("shape", [(1000, 1, 1), (2048, 3, 2), (24, 4096, 1), (300, 700, 1)])
@@ -106,7 +106,7 @@ def test_both_forms_equal_the_naive_loop_for_any_shape(
 def test_any_number_of_doublings_before_the_scan_agrees_on_large_shapes(monkeypatch, shape, num_rounds):
     rewards, values, last_values, dones = random_rollout(*shape, done_rate=0.02)
     fast = rollout_advantage(rewards, values, last_values, dones, 0.99, 0.95)
-    monkeypatch.setattr(returns, "_num_rounds", lambda num_steps, *_: min(num_rounds, num_steps.bit_length() - 1))
+    monkeypatch.setattr(scans, "_num_rounds", lambda num_steps, *_: min(num_rounds, num_steps.bit_length() - 1))
     other = rollout_advantage(rewards, values, last_values, dones, 0.99, 0.95)
     torch.testing.assert_close(fast, other, atol=1e-5, rtol=1e-5)
 
@@ -229,6 +229,17 @@ def test_nan_in_one_env_stays_in_that_env():
     rewards[500, 1] = float("nan")
     got = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
     assert got[:501, 1].isnan().all() and not got[501:, 1].isnan().any() and not got[:, [0, 2]].isnan().any()
+
+
+def test_infinities_stay_in_their_env_without_a_warning(recwarn):
+    rewards, values, last_values, dones = random_rollout(300, 3, done_rate=0)
+    rewards[200, 1], dones[150, 1] = float("inf"), 1  # infinity times 0 is no number, of which numpy would warn
+    for got in (
+        rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8),
+        discounted_sums(rewards, dones, 0.9),
+    ):
+        assert got[151:201, 1].isposinf().all() and got[201:, 1].isfinite().all() and got[:, [0, 2]].isfinite().all()
+    assert not recwarn.list
 
 
 def test_wrong_shapes_and_rules_give_exact_errors():
