@@ -382,8 +382,7 @@ def _keywords(given: dict[str, Any]) -> dict[str, Any]:
     """Give the keyword values of `add` that were given, from its locals."""
     extras = given.pop("extras")
     del given["self"], given["transition"]
-    given.pop("include", None)
-    return {name: value for name, value in given.items() if value is not None} | extras
+    return {name: value for name, value in given.items() if value is not None and name != "include"} | extras
 
 
 _open_writers: set[RolloutWriter] = set()
