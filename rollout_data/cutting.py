@@ -108,7 +108,7 @@ def cut(marks: Marks, carry: Carry) -> tuple[np.ndarray, Carry]:
 def _fragment_bounds(marks: Marks) -> tuple[np.ndarray, np.ndarray]:
     """First and last frame of each fragment, as `env * T + t`, in that order."""
     bits, num_steps = marks.bits.reshape(-1), marks.bits.shape[1]
-    present = bits >= PRESENT
+    present = bits >= PRESENT  # the highest bit
     joined = (bits & (PRESENT | ENDS) == PRESENT)[:-1] & present[1:]  # frame k goes on at k + 1
     joined[num_steps - 1 :: num_steps or 1] = False  # which is another env's
     if isinstance(marks.versions, np.ndarray):
