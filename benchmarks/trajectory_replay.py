@@ -88,7 +88,7 @@ def from_memory(buffer: TrajectoryReplayBuffer, number: int) -> Case:
         Contender("trajectory by trajectory", lambda: _by_trajectory(number), PEER),
         Contender("torchrl", lambda: _torchrl(number), PEER),
     )
-    return Case(f"sample {BATCH}, all cached", contenders, BATCH * NUM_WORDS * 4)
+    return Case(f"sample {BATCH}, all cached", contenders, BATCH * NUM_WORDS * 4, warm_up_s=4.0)
 
 
 def from_files(buffer: TrajectoryReplayBuffer, number: int) -> Case:

@@ -22,7 +22,7 @@ from .errors import UsageError
 from .fields import Schema
 from .held_steps import HeldSteps
 from .host_arrays import zeroed
-from .row_cut import MIN_POOLED_ROWS, RowCut, Target, gather_near, gather_rows
+from .row_cut import RowCut, Rows, Target
 from .row_layout import Group, lay_out
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
@@ -58,8 +58,6 @@ class RingStore:
         self._bases = [
             zeroed((self.num_lanes, self.stride, group.width), group.unit, self.device) for group in self.groups
         ]
-        is_on_cpu = self.device.type == "cpu"
-        self._flat = [base.view(-1, base.shape[2]).numpy() if is_on_cpu else None for base in self._bases]
         self._sources: dict[tuple[int, int], torch.Tensor] = {}
         self._cuts: dict[tuple[bool, bool], RowCut] = {}
         found: dict[str, torch.Tensor] = {}
@@ -184,25 +182,18 @@ class RingStore:
         """Make what cuts `rows`, or with `apart` those of `windows`, into fields; once for many samples."""
         if not apart and not self.num_guards and any(target.row for target in targets):
             raise UsageError("cut rows", "and those that follow", "a ring with guards", "one without")
-        return RowCut(self.groups, targets, contiguous, nested, self.device, apart)
+        return RowCut(self.groups, targets, contiguous, nested, self.device, apart, self._pool)
 
-    def rows(self, places: torch.Tensor, cut: RowCut) -> list[Any]:
-        """Copy what `cut` needs of rows, and of those that follow them: `[len(places), width]` per group, packed."""
+    def rows(self, places: torch.Tensor, cut: RowCut) -> list[Rows | None]:
+        """Copy what `cut` needs of rows, and of those that follow them: of each group, packed."""
         if self._held is not None:
-            self._settle_for(places, max(cut.lengths))
-        found: list[Any] = []
-        for place, length in enumerate(cut.lengths):
-            flat = self._flat[place]
-            if not length:
-                found.append(None)
-            elif length == 1 and flat is not None and places.shape[0] * flat.strides[0] < MIN_POOLED_ROWS:
-                # Few rows: numpy starts sooner, and waits less for each ("clip" only spares it the check).
-                found.append(flat.take(places.numpy(), 0, mode="clip"))
-            else:
-                found.append(gather_rows(self._source(place, length), places, self._pool))
-        return found
+            self._settle_for(places, cut.reach)
+        return [
+            cut.gather(place, self._source(place, width), places) if width else None
+            for place, width in enumerate(cut.widths)
+        ]
 
-    def windows(self, places: torch.Tensor, length: int, cut: RowCut, never_wraps: bool = False) -> list[Any]:
+    def windows(self, places: torch.Tensor, length: int, cut: RowCut, never_wraps: bool = False) -> list[Rows | None]:
         """Copy what `cut`, made with `apart`, needs of windows, and of the same windows one row later.
 
         Args:
@@ -214,7 +205,7 @@ class RingStore:
         Returns:
             Of each group `[len(places) * length, width]`, packed, time fastest; then the same one row later.
         """
-        reach = length + any(following for _, following in cut.wanted)
+        reach = length + cut.reach - 1
         is_one_piece = never_wraps or reach <= self.num_guards + 1
         if is_one_piece:
             self._settle_for(places, reach)
@@ -223,15 +214,15 @@ class RingStore:
             self.settle()
             rows_of = self._unrolled(places, reach)
             starts = [rows_of[:, :length].flatten(), rows_of[:, reach - length :].flatten()]
-        found: list[Any] = [None] * (2 * len(self.groups))
+        found: list[Rows | None] = [None] * (2 * len(self.groups))
         for place, (group, wanted) in enumerate(zip(self.groups, cut.wanted, strict=True)):
             rows = [row for row in (0, 1) if wanted[row]]
             if rows:
-                source = self._source(place, length if is_one_piece else 1)
-                for row, moved in zip(
-                    rows, gather_near(source, [starts[row] for row in rows], self._pool), strict=True
-                ):
-                    found[place + row * len(self.groups)] = moved.reshape(-1, group.width)
+                source = self._source(place, (length if is_one_piece else 1) * group.width)
+                at = [place + row * len(self.groups) for row in rows]
+                moved = cut.gather_near(at, source, [starts[row] for row in rows])
+                for one, part in zip(at, moved, strict=True):
+                    found[one] = part
         return found
 
     def column(self, name: str) -> torch.Tensor:
@@ -291,13 +282,13 @@ class RingStore:
         steps = torch.arange(length, device=places.device)
         return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
 
-    def _source(self, place: int, length: int) -> torch.Tensor:
-        """See a group's memory as all of its windows, one per row; those from the guards on are not asked for."""
-        found = self._sources.get((place, length))
+    def _source(self, place: int, units: int) -> torch.Tensor:
+        """See a group's memory as all pieces of so many units that start with a row; the last ones are too short."""
+        found = self._sources.get((place, units))
         if found is None:
             width, base = self.groups[place].width, self._bases[place]
-            found = base.as_strided((self.num_lanes * self.stride - length + 1, length * width), (width, 1))
-            self._sources[place, length] = found
+            num_rows = self.num_lanes * self.stride - -(-units // width) + 1
+            found = self._sources[place, units] = base.as_strided((num_rows, units), (width, 1))
         return found
 
 

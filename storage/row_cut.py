@@ -15,12 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .buffer_pool import BufferPool
+from .buffer_pool import BufferPool, Reused
 from .row_layout import Group, Part
 from .tree import unflatten
 
-#: `[n, width]` as they were gathered: an array on the CPU, a tensor elsewhere.
-Rows = Any
 #: From so many bytes on rows come from a pool: the C allocator may map and unmap such blocks each time, which made a
 #: sample of 256 rows 10 times slower where other libraries had shaped its heap.
 MIN_POOLED_ROWS = 128 * 1024
@@ -34,6 +32,34 @@ _UNITS: dict[torch.dtype, np.dtype[Any]] = {
 _TURN_BYTES = 3 << 19
 #: What stands in for bfloat16, which numpy does not know.
 _BITS = np.dtype("<i2")
+_BYTES = np.dtype("u1")
+#: So many sizes of samples have memory ready for them.
+_MAX_READY = 8
+
+#: What memory is for: the place of a cut, how many rows of which width and dtype, and the width as which they are cut.
+_Key = tuple[int, int, int, torch.dtype, int]
+
+
+class Rows(NamedTuple):
+    """Rows of one group.
+
+    Attributes:
+        tensor: As they were gathered: `[n, width]`, each a row, two side by side or a window.
+        leaves: On the CPU the fields that are cut from them, `[rows, *shape]`, which share their memory.
+        array: `tensor` as an array, where it is to be filled.
+    """
+
+    tensor: torch.Tensor
+    leaves: list[npt.NDArray[Any]]
+    array: npt.NDArray[Any] | None = None
+
+    def fill(self, source: torch.Tensor, index: torch.Tensor) -> None:
+        """Copy rows `index` of `source`, `[any, width]`."""
+        array = self.array
+        if array is None or array.nbytes >= MIN_POOLED_ROWS or not source.is_contiguous():
+            torch.index_select(source, 0, index, out=self.tensor)
+        else:  # few rows: numpy starts sooner, and waits less for each ("clip" only spares it a check)
+            source.numpy().take(index.numpy(), 0, array, "clip")
 
 
 class Target(NamedTuple):
@@ -45,19 +71,28 @@ class Target(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One leaf of the result, or (`view` below 0) one more dict."""
+    """One leaf of the result, or (`place` below 0) one more dict."""
 
     #: Which dict it goes into, and as what.
     node: int
     key: str
-    #: Which of the views it is cut from, which part of it, and what makes it a tensor.
-    view: int = -1
-    part: Any = None
+    #: Which rows it is cut from, which of their leaves it is, and what makes it a tensor.
+    place: int = -1
+    leaf: int = 0
     make: Callable[[npt.NDArray[Any]], torch.Tensor] = torch.from_numpy
 
 
+class _Leaf(NamedTuple):
+    """Where a field stands in rows, in items of its dtype, and its shape."""
+
+    dtype: np.dtype[Any]
+    first: int
+    last: int
+    shape: tuple[int, ...]
+
+
 class RowCut:
-    """How gathered rows of some groups become a nested dict of fields, which share the rows' memory.
+    """How rows of some groups are gathered, and become a nested dict of fields that share their memory.
 
     Args:
         groups: What lies side by side; the rows of each come apart.
@@ -65,13 +100,19 @@ class RowCut:
         contiguous: Whether the fields are copied out of the rows instead.
         nested: Whether "a/b" is given as `{"a": {"b": ...}}`.
         device: Where the rows are.
-        apart: Whether second rows are handed in as arrays of their own, behind those of all groups, instead of
-            side by side with the first ones.
+        apart: Whether second rows are gathered on their own, and stand behind those of all groups, instead of side by
+            side with the first ones.
+        pool: Where memory comes from.
 
     Attributes:
         targets: What is wanted, each name once.
         wanted: For each group, whether first and whether second rows are wanted.
-        lengths: For each group, how many consecutive rows are wanted side by side: 0, 1 or 2.
+        widths: For each group, how much is wanted from the start of a row on, in its units; without `apart` more than
+            a row where the next is wanted too, up to the last field of that.
+        reach: How many rows behind each other are wanted, 1 or 2.
+
+    What it gathers lies in memory that is used again when nobody holds a field of it any more. It is called, from
+    the gathering to the cutting, under the lock of what it gathers from.
     """
 
     def __init__(
@@ -82,33 +123,117 @@ class RowCut:
         nested: bool = True,
         device: torch.device | str = "cpu",
         apart: bool = False,
+        pool: BufferPool | None = None,
     ) -> None:
         self._groups, self._contiguous, self._nested, self._apart = groups, contiguous, nested, apart
+        self._pool = BufferPool() if pool is None else pool
+        self._is_on_cpu = torch.device(device).type == "cpu"
         self.targets = list({target.name: target for target in targets}.values())
         found = {part.field.name: (place, part) for place, group in enumerate(groups) for part in group.parts}
         asked = {(found[target.field][0], target.row) for target in self.targets}
         self.wanted = [((place, 0) in asked, (place, 1) in asked) for place in range(len(groups))]
-        self.lengths = [2 if following else int(own) for own, following in self.wanted]
-        #: Of which group, and as which dtype, rows are seen.
-        self._views: list[tuple[int, np.dtype[Any]]] = []
+        self.reach = 1 + any(following for _, following in self.wanted)
+        self.widths = [self._width(place, found) for place in range(len(groups))]
+        #: What is cut from rows: those of each group, then, with `apart`, the second ones of each.
+        self._leaves: list[list[_Leaf]] = [[] for _ in range(2 * len(groups))]
         self._steps: list[_Step] = []
-        self._is_on_cpu = torch.device(device).type == "cpu"
+        #: What was asked for last, and the memory that is ready for what was asked for twice.
+        self._last: _Key | None = None
+        self._ready: dict[_Key, Reused[Rows]] = {}
         if self._is_on_cpu:
             self._plan(found)
 
-    def __call__(self, rows: Sequence[Rows]) -> dict[str, Any]:
-        """Cut `[n, width]` rows, one of each group (None where nothing is wanted)."""
+    def __call__(self, rows: Sequence[Rows | None]) -> dict[str, Any]:
+        """Cut rows of all groups, and, with `apart`, second rows of all; None where nothing is wanted."""
         if not self._is_on_cpu:
             return self._by_torch(rows)
-        views = [rows[place].view(dtype) for place, dtype in self._views]
+        leaves = [() if one is None else one.leaves for one in rows]
         nodes: list[dict[str, Any]] = [{}]
-        for node, key, view, part, make in self._steps:
-            if view >= 0:
-                nodes[node][key] = make(views[view][part])
+        for node, key, place, leaf, make in self._steps:
+            if place >= 0:
+                nodes[node][key] = make(leaves[place][leaf])
             else:
                 nodes.append({})
                 nodes[node][key] = nodes[-1]
         return nodes[0]
+
+    def seen(self, place: int, rows: torch.Tensor) -> Rows:
+        """Take rows `[n, width]` that were gathered elsewhere."""
+        return Rows(rows, self._leaves_of(place, rows.numpy()) if self._is_on_cpu else [])
+
+    def gather(self, place: int, source: torch.Tensor, index: torch.Tensor) -> Rows:
+        """Copy rows of `source`, `[n, width]`, which sees a group's memory; on a device into a new tensor."""
+        if not self._is_on_cpu:
+            return Rows(torch.index_select(source, 0, index), [])
+        rows = self.room(place, index.shape[0], source, source.shape[1])
+        rows.fill(source, index)
+        return rows
+
+    def gather_near(self, places: Sequence[int], source: torch.Tensor, starts: Sequence[torch.Tensor]) -> list[Rows]:
+        """Copy windows, rows of `source`, for several lists of starts; those at one position lie near each other.
+
+        They are gathered in turns of so many as stay in a processor's cache, so that memory is waited for once.
+
+        Args:
+            places: Whether a list is for first rows (the group's number) or for second ones (behind all groups).
+            source: `[n, length * width]`, a group's memory.
+            starts: Indices into it.
+        """
+        num = len(starts[0])
+        if not self._is_on_cpu:
+            width = self._groups[places[0] % len(self._groups)].width
+            return [Rows(torch.index_select(source, 0, start).view(-1, width), []) for start in starts]
+        rows = [self.room(place, num, source, self._groups[place % len(self._groups)].width) for place in places]
+        per_turn = num if len(starts) == 1 else max(1, _TURN_BYTES // (source.shape[1] * source.element_size()))
+        turns = [slice(None)] if num <= per_turn else [slice(at, at + per_turn) for at in range(0, num, per_turn)]
+        for turn in turns:
+            for start, one in zip(starts, rows, strict=True):
+                torch.index_select(source, 0, start[turn], out=one.tensor[turn])
+        return rows
+
+    def room(self, place: int, num: int, source: torch.Tensor, row_width: int) -> Rows:
+        """Give memory for `num` rows of `source` on the CPU, seen as rows of `row_width`."""
+        key = place, num, source.shape[1], source.dtype, row_width
+        ready = self._ready.get(key)
+        if ready is not None:
+            return ready.take()
+        unit = _UNITS[source.dtype]
+        make, num_bytes = partial(self._room, key, unit), num * source.shape[1] * unit.itemsize
+        if key != self._last:  # what is asked for only once shares the memory of the pool
+            self._last = key
+            return make(self._pool.array((num_bytes,), _BYTES, MIN_POOLED_ROWS))[0]
+        if len(self._ready) >= _MAX_READY:
+            del self._ready[next(iter(self._ready))]
+        ready = self._ready[key] = Reused(num_bytes, make)
+        return ready.take()
+
+    def _room(
+        self, key: _Key, unit: np.dtype[Any], memory: npt.NDArray[np.uint8]
+    ) -> tuple[Rows, list[npt.NDArray[Any]]]:
+        place, num, width, _, row_width = key
+        array = memory.view(unit).reshape(num, width)
+        rows = Rows(torch.from_numpy(array), self._leaves_of(place, array.reshape(-1, row_width)), array)
+        return rows, rows.leaves
+
+    def _leaves_of(self, place: int, rows: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """See `[n, width]` rows as the fields that are cut from them."""
+        views = {leaf.dtype: rows.view(leaf.dtype) for leaf in self._leaves[place]}
+        return [
+            views[leaf.dtype][:, leaf.first : leaf.last].reshape(len(rows), *leaf.shape) for leaf in self._leaves[place]
+        ]
+
+    def _width(self, place: int, found: dict[str, tuple[int, Part]]) -> int:
+        """Say how much of a row, and of the one behind it, is wanted; on a device both whole."""
+        group, (own, following) = self._groups[place], self.wanted[place]
+        if self._apart or not following:
+            return group.width if own or following else 0
+        if not self._is_on_cpu:
+            return 2 * group.width
+        parts = (found[target.field] for target in self.targets if target.row)
+        stop = max(part.stop for at, part in parts if at == place)
+        # As each of the dtypes, rows have a whole number of items.
+        largest = max(group.unit.itemsize, *(part.field.numpy_dtype.itemsize for part in group.parts))
+        return group.width + -(-stop // largest) * largest // group.unit.itemsize
 
     def _plan(self, found: dict[str, tuple[int, Part]]) -> None:
         """List the steps that `__call__` takes."""
@@ -130,65 +255,35 @@ class RowCut:
                 start += self._groups[place].row_bytes
             is_bfloat16 = part.field.dtype == "bfloat16"
             dtype = _BITS if is_bfloat16 else part.field.numpy_dtype
-            if (place, dtype) not in self._views:
-                self._views.append((place, dtype))
-            view = self._views.index((place, dtype))
-            first = start // dtype.itemsize
-            columns = (slice(None), slice(first, first + part.field.num_elements))
-            make = _maker(part.field.shape, is_bfloat16, self._contiguous)
-            self._steps.append(_Step(nodes[tuple(parents)], last, view, columns, make))
+            first, leaves = start // dtype.itemsize, self._leaves[place]
+            leaves.append(_Leaf(dtype, first, first + part.field.num_elements, part.field.shape))
+            make = _maker(is_bfloat16, self._contiguous)
+            self._steps.append(_Step(nodes[tuple(parents)], last, place, len(leaves) - 1, make))
 
-    def _by_torch(self, rows: Sequence[Rows]) -> dict[str, Any]:
+    def _by_torch(self, rows: Sequence[Rows | None]) -> dict[str, Any]:
         """Do the same on a device."""
         found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
         names = [[target.field for target in self.targets if target.row == row] for row in (0, 1)]
+        tensors = [torch.empty(0) if one is None else one.tensor for one in rows]
         for place, (group, wanted) in enumerate(zip(self._groups, self.wanted, strict=True)):
             if wanted[1] and not self._apart:
-                parts = group.pair_views(rows[place], names[1], self._contiguous)
+                parts = group.pair_views(tensors[place], names[1], self._contiguous)
                 found[0].update(parts[0])
                 found[1].update(parts[1])
                 continue
             for row in (0, 1):
                 if wanted[row]:
-                    moved = rows[place + row * len(self._groups)]
+                    moved = tensors[place + row * len(self._groups)]
                     found[row].update(group.views(moved, self._contiguous, names[row]))
         flat = {target.name: found[target.row][target.field] for target in self.targets}
         return unflatten(flat) if self._nested else flat
 
 
-def _maker(shape: tuple[int, ...], is_bfloat16: bool, contiguous: bool) -> Callable[[npt.NDArray[Any]], torch.Tensor]:
-    """Give what turns `[n, elements]` of rows into a tensor `[n, *shape]`."""
-    is_plain = len(shape) == 1 and not is_bfloat16 and not contiguous
-    return torch.from_numpy if is_plain else partial(_made, shape, is_bfloat16, contiguous)
+def _maker(is_bfloat16: bool, contiguous: bool) -> Callable[[npt.NDArray[Any]], torch.Tensor]:
+    """Give what makes a leaf a tensor."""
+    return partial(_made, is_bfloat16, contiguous) if is_bfloat16 or contiguous else torch.from_numpy
 
 
-def _made(shape: tuple[int, ...], is_bfloat16: bool, contiguous: bool, part: npt.NDArray[Any]) -> torch.Tensor:
-    part = part.reshape(len(part), *shape)
-    leaf = torch.from_numpy(np.ascontiguousarray(part) if contiguous else part)
-    return leaf.view(torch.bfloat16) if is_bfloat16 else leaf
-
-
-def gather_rows(source: torch.Tensor, places: torch.Tensor, pool: BufferPool) -> Rows:
-    """Copy `[len(places), width]` rows of `source` into memory of `pool`; on a device, into a new tensor."""
-    if source.device.type != "cpu":
-        return torch.index_select(source, 0, places)
-    rows = pool.array((places.shape[0], source.shape[1]), _UNITS[source.dtype], MIN_POOLED_ROWS)
-    torch.index_select(source, 0, places, out=torch.from_numpy(rows))
-    return rows
-
-
-def gather_near(source: torch.Tensor, places: Sequence[torch.Tensor], pool: BufferPool) -> list[Rows]:
-    """Do what `gather_rows` does for several lists of places, of which those at one position lie near each other.
-
-    They are gathered in turns of so many rows as stay in a processor's cache, so that memory is waited for once.
-    """
-    num_rows, per_turn = len(places[0]), max(1, _TURN_BYTES // (source.shape[1] * source.element_size()))
-    if num_rows <= per_turn or len(places) == 1 or source.device.type != "cpu":
-        return [gather_rows(source, one, pool) for one in places]
-    found = [pool.array((num_rows, source.shape[1]), _UNITS[source.dtype], MIN_POOLED_ROWS) for _ in places]
-    outs = [torch.from_numpy(rows) for rows in found]
-    for first in range(0, num_rows, per_turn):
-        turn = slice(first, first + per_turn)
-        for place, out in zip(places, outs, strict=True):
-            torch.index_select(source, 0, place[turn], out=out[turn])
-    return found
+def _made(is_bfloat16: bool, contiguous: bool, leaf: npt.NDArray[Any]) -> torch.Tensor:
+    found = torch.from_numpy(np.ascontiguousarray(leaf) if contiguous else leaf)
+    return found.view(torch.bfloat16) if is_bfloat16 else found

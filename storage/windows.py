@@ -55,6 +55,8 @@ class Boundaries:
         is_cpu = ring.device.type == "cpu"
         self._arrays = (self.ages.numpy(), self.next_ages.numpy()) if is_cpu else None
         self._flat_ages = self._arrays[0].reshape(-1) if self._arrays is not None else np.empty(0, np.int32)
+        #: What candidates are drawn into, as a tensor and as an array.
+        self._candidates = torch.empty(0, dtype=torch.int64), np.empty(0, np.int64)
 
     def note(self, ends: torch.Tensor) -> None:
         """Note rows that are about to be written: `ends` is `[n, lanes]` bool. Call it before the ring's `write`."""
@@ -177,11 +179,11 @@ class Boundaries:
     def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> torch.Tensor | None:
         """Draw windows inside one trajectory as `draw` does; give where in the ring's memory their first rows lie."""
         ring = self.ring
-        if self._arrays is not None and ring.num_live >= length:
+        if self._arrays is not None:
             index = self._draw_at_once(num_draws, length, generator)
             if index is not None:
                 slot, lane = (index, None) if ring.num_lanes == 1 else np.divmod(index, ring.num_lanes)
-                return torch.from_numpy(ring.place(lane, slot))
+                return torch.from_numpy(ring.place(lane, slot - (length - 1)))
         drawn = self.draw(num_draws, length, generator, self.rule(length))
         return None if drawn is None else ring.place(drawn[0], drawn[1] - (length - 1))
 
@@ -189,26 +191,28 @@ class Boundaries:
         """Draw as `draw` does, in one round and with numpy, which takes half the time; None if one is not enough.
 
         Candidates count through the ages as they lie, slot by slot, from that of the oldest row on: they say where
-        first rows lie, as `slot * num_lanes + lane`, where slots go on counting as the ring closes. A round that is
+        last rows lie, as `slot * num_lanes + lane`, where slots go on counting as the ring closes. A round that is
         not enough is thrown away whole. That changes no law: whether it was enough depends on how many candidates
         are valid, not on which.
         """
-        ring, lanes = self.ring, self.ring.num_lanes
-        size = int(num_draws / self.rejection.share * 1.05) + 8
-        if size > _MAX_CANDIDATES:
+        ring = self.ring
+        num_live, lanes = ring.num_live, ring.num_lanes
+        # A multiple of some, so that as a rule it is the size of the last time.
+        size = (int(num_draws / self.rejection.share * 1.05) + 39) // 32 * 32
+        if size > _MAX_CANDIDATES or num_live < length:
             return None
-        num_live = ring.num_live
-        first = (ring.total - num_live) % ring.num_slots * lanes
-        end = first + (num_live - length + 1) * lanes
-        index: npt.NDArray[np.int64] = torch.randint(first, end, (size,), generator=generator).numpy()
-        ages = self._flat_ages.take(index + (length - 1) * lanes, mode="wrap")
+        if len(self._candidates[1]) != size:
+            drawn = torch.empty(size, dtype=torch.int64)
+            self._candidates = drawn, drawn.numpy()
+        first = ((ring.total - num_live) % ring.num_slots + length - 1) * lanes
+        candidates, index = self._candidates
+        candidates.random_(first, first + (num_live - length + 1) * lanes, generator=generator)
+        ages = self._flat_ages.take(index, mode="wrap")
         # Of two rows, which are inside one trajectory unless the second is its first, the ages say so by themselves.
-        is_valid = ages if length == 2 else ages >= length - 1
-        num_valid = int(np.count_nonzero(is_valid))
+        index = index.compress(ages if length == 2 else ages >= length - 1)
+        num_valid = len(index)
         self.rejection.note(num_valid / size)
-        if num_valid < num_draws:
-            return None
-        return (index if num_valid == size else index[is_valid != 0])[:num_draws]
+        return index[:num_draws] if num_valid >= num_draws else None
 
     def draw_by_trajectory(
         self, num_draws: int, length: int, generator: torch.Generator, goes_on: Rule | None = None

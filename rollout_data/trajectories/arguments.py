@@ -22,10 +22,12 @@ def check_names(names: Any, parameter: str) -> tuple[str, ...]:
 
 def check_at_least(least: int, **values: Any) -> list[int]:
     """Give whole numbers, of Python or numpy, from `least` on as ints; raise for the first argument that is none."""
+    found = []
     for name, value in values.items():
         if not is_count(value, least):
             raise UsageError("store or sample trajectories", "", f"{name} >= {least}", repr(value))
-    return [int(value) for value in values.values()]
+        found.append(int(value))
+    return found
 
 
 def check_seed(seed: Any) -> int:

@@ -14,13 +14,12 @@ import torch
 
 from storage.buffer_pool import BufferPool
 from storage.fields import signed
-from storage.row_cut import gather_rows
 from storage.tree import unflatten
 
 from .cache import TrajectoryCache
 from .files import MappedRows, naming, read_trajectory
 from .index import Entry
-from .rows import Rows, TrajectoryLayout
+from .rows import MAX_CUTS, Cutting, Rows, TrajectoryLayout
 from .table import CACHED, ELSEWHERE, MAPPED, cached_part
 from .window import Int64s, Window
 
@@ -32,20 +31,31 @@ class Gatherer:
         self._trusted = trusted
         self.pool = BufferPool(16)
         self._mapped: dict[TrajectoryLayout, MappedRows] = {}
+        self._cuts: dict[tuple[TrajectoryLayout, tuple[str, ...], bool], Cutting] = {}
 
     def sample_one_block(
-        self, window: Window, cache: TrajectoryCache, row: torch.Tensor, names: Collection[str] | None, contiguous: bool
+        self,
+        window: Window,
+        cache: TrajectoryCache,
+        number: int,
+        rng: torch.Generator,
+        names: Collection[str] | None,
+        contiguous: bool,
     ) -> dict[str, Any]:
-        """Give rows of the one block of the cache in which all lies (see `Window.draw_rows`) like `sample`."""
+        """Draw steps where all lie in one block of the cache, and give them as `sample` does.
+
+        All that can fail comes before the draw: saving the random state would cost a fiftieth of a sample.
+        """
         layout = window.layouts[0]
-        plan = layout.cutting(window.names if names is None else tuple(names), contiguous, nested=True)
+        plan, columns = self._cutting(layout, window.names if names is None else tuple(names), contiguous)
         block = cached_part(window.entries[0], cache).block
-        return plan(
-            [
-                gather_rows(block.words(column), row, self.pool) if length else None
-                for column, length in layout.lengths(plan)
-            ]
-        )
+        sources = [None if column is None else block.words(column) for column in columns]
+        rows = [None if x is None else plan.room(place, number, x, x.shape[1]) for place, x in enumerate(sources)]
+        drawn = window.draw_rows(number, rng)
+        for source, one in zip(sources, rows, strict=True):
+            if source is not None and one is not None:
+                one.fill(source, drawn)
+        return plan(rows)
 
     def sample(
         self,
@@ -96,10 +106,21 @@ class Gatherer:
         return is_changed
 
     def close(self) -> None:
-        """Give mapped files back. Idempotent."""
+        """Give mapped files and the memory of samples back. Idempotent."""
+        self._cuts.clear()
         for mapped in self._mapped.values():
             mapped.close()
         self._mapped.clear()
+
+    def _cutting(self, layout: TrajectoryLayout, names: tuple[str, ...], contiguous: bool) -> Cutting:
+        """Say how rows are gathered and cut; the plans of many samples are kept, with their memory."""
+        key = layout, names, contiguous
+        found = self._cuts.get(key)
+        if found is None:
+            if len(self._cuts) >= MAX_CUTS:
+                self._cuts.clear()
+            found = self._cuts[key] = layout.cutting(names, contiguous, nested=True)
+        return found
 
     def _rows(
         self,

@@ -27,10 +27,11 @@ from ..layout import PACKED, RowLayout
 #: The leaves that say how many steps a trajectory has, first come first.
 LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")
 #: So many ways of cutting rows of one layout are remembered.
-_MAX_CUTS = 64
+MAX_CUTS = 64
 #: Leaves of a trajectory that are no tensors.
 INFO_TYPES = (str, int, float, bool, list)
 Rows = dict[str, torch.Tensor]
+Cutting = tuple[RowCut, list["str | None"]]
 
 
 class TrajectoryLayout:
@@ -46,7 +47,8 @@ class TrajectoryLayout:
         self.schema, self.names = schema, tuple(schema)
         self.layout = RowLayout(schema)
         self._groups = [self._group(name) for name in self.layout.columns]
-        self._cuts: dict[tuple[tuple[str, ...], bool, bool], RowCut] = {}
+        #: Of rows that were gathered elsewhere: a layout is shared by buffers with locks of their own.
+        self._cuts: dict[tuple[tuple[str, ...], bool, bool], Cutting] = {}
 
     def widths(self) -> dict[str, int]:
         """Row size of each column, in int32 words."""
@@ -73,23 +75,19 @@ class TrajectoryLayout:
         self, rows: Mapping[str, torch.Tensor], names: Collection[str], contiguous: bool, nested: bool = False
     ) -> dict[str, Any]:
         """See rows of all columns that hold `names` as these fields, `[n, *shape]`, sharing their memory."""
-        plan = self.cutting(tuple(names), contiguous, nested)
-        return plan([rows[name].numpy() if length else None for name, length in self.lengths(plan)])
-
-    def cutting(self, names: tuple[str, ...], contiguous: bool, nested: bool) -> RowCut:
-        """Say how rows are cut into these fields; the plans of many samples are kept."""
-        key = names, contiguous, nested
-        plan = self._cuts.get(key)
-        if plan is None:
-            if len(self._cuts) >= _MAX_CUTS:
+        key = tuple(names), contiguous, nested
+        found = self._cuts.get(key)
+        if found is None:
+            if len(self._cuts) >= MAX_CUTS:
                 self._cuts.clear()
-            targets = [Target(0, name, name) for name in names]
-            plan = self._cuts[key] = RowCut(self._groups, targets, contiguous, nested)
-        return plan
+            found = self._cuts[key] = self.cutting(*key)
+        plan, columns = found
+        return plan([None if name is None else plan.seen(place, rows[name]) for place, name in enumerate(columns)])
 
-    def lengths(self, plan: RowCut) -> Iterable[tuple[str, int]]:
-        """Pair each column with the number of its rows that a plan needs side by side, 0 or 1."""
-        return zip(self.layout.columns, plan.lengths, strict=True)
+    def cutting(self, names: tuple[str, ...], contiguous: bool, nested: bool) -> Cutting:
+        """Plan how rows are gathered and cut into these fields; name each column, None where it is not needed."""
+        plan = RowCut(self._groups, [Target(0, name, name) for name in names], contiguous, nested)
+        return plan, [name if width else None for name, width in zip(self.layout.columns, plan.widths, strict=True)]
 
     def columns_of(self, names: Collection[str]) -> list[str]:
         """Name the columns that hold some of `names`."""

@@ -42,11 +42,10 @@ def draw_sample(
     """
     window = live.window(cache, request.min_weights_version)
     names = None if request.keys is None else _names_of(window, request.keys)
+    if cache is not None and window.is_one_block:
+        return gatherer.sample_one_block(window, cache, request.num_steps, rng, names, request.is_contiguous)
     before = rng.get_state()
     try:
-        if cache is not None and window.is_one_block:
-            rows = window.draw_rows(request.num_steps, rng)
-            return gatherer.sample_one_block(window, cache, rows, names, request.is_contiguous)
         which, row = window.draw(request.num_steps, rng)
         _check_drawn(window, names, which)
         if cache is not None and not window.is_cached and gatherer.fill(window, cache, which):

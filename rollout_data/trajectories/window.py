@@ -55,6 +55,7 @@ class Window:
         # Trajectories that lie in a row are one run, so that few bounds are searched.
         starts = np.flatnonzero(np.diff(self.shift, prepend=self.shift[:1] - 1))
         self._run_ends, self._run_shift = self._ends[[*(starts[1:] - 1), -1]], self.shift[starts]
+        self._drawn = torch.empty(0, dtype=torch.int64)
         self._only_shift = int(self._run_shift[0]) if len(starts) == 1 else None
 
     def draw(self, number: int, rng: torch.Generator) -> tuple[Int64s, Int64s]:
@@ -65,13 +66,18 @@ class Window:
         return which, draws
 
     def draw_rows(self, number: int, rng: torch.Generator) -> torch.Tensor:
-        """Draw the same steps as `draw`, where all lie in one block: rows `[number]` of that."""
-        if self._only_shift is not None:
-            return torch.randint(self._only_shift, self._only_shift + self.num_samples, (number,), generator=rng)
-        draws = torch.randint(self.num_samples, (number,), generator=rng)
-        rows = draws.numpy()
+        """Draw the same steps as `draw`, where all lie in one block: rows `[number]` of that.
+
+        They are this window's own, and are drawn over the next time.
+        """
+        if len(self._drawn) != number:
+            self._drawn = torch.empty(number, dtype=torch.int64)
+        shift = self._only_shift
+        if shift is not None:
+            return self._drawn.random_(shift, shift + self.num_samples, generator=rng)
+        rows = self._drawn.random_(0, self.num_samples, generator=rng).numpy()
         rows += self._run_shift[np.searchsorted(self._run_ends, rows, side="right")]
-        return draws
+        return self._drawn
 
     def lacking(self, name: str, which: Int64s) -> Entry | None:
         """Give a drawn trajectory that does not have a field, if there is one."""

@@ -43,10 +43,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return is_alike and bits_of(one) == bits_of(other)
 
 
-def moved_to(device: str, rows: np.ndarray) -> np.ndarray | torch.Tensor:
-    return rows if device == "cpu" else torch.from_numpy(rows)
-
-
 @given(fields=field_lists, lanes=st.integers(1, 2), contiguous=st.booleans(), data=st.data())
 def test_every_way_out_of_a_ring_keeps_every_bit(
     fields: list, lanes: int, contiguous: bool, data: st.DataObject
@@ -70,7 +66,7 @@ def test_every_way_out_of_a_ring_keeps_every_bit(
         targets = [*(Target(0, name, name) for name in schema), *(Target(1, name, f"next/{name}") for name in names)]
         for device in ("cpu", "cuda"):  # how rows of a GPU are cut, here of the same rows
             cut = RowCut(ring.groups, targets, contiguous, device=device)
-            pairs = cut([None if moved is None else moved_to(device, moved) for moved in ring.rows(places, cut)])
+            pairs = cut(ring.rows(places, cut))
             assert list(pairs) == [*schema, "next"] if names else list(schema)
             for name, leaf in rows.items():
                 assert same_bits(pairs[name], leaf[row, lane])
@@ -82,7 +78,7 @@ def test_every_way_out_of_a_ring_keeps_every_bit(
         cut = RowCut(ring.groups, targets, contiguous, nested=False, device=device, apart=True)
         with patch("storage.row_cut._TURN_BYTES", data.draw(st.sampled_from([1, 200, 1 << 20]))):
             moved = ring.windows(ring.place(lane[:2], torch.tensor([0, 2])), 2, cut)
-        windows = cut([None if one is None else moved_to(device, one) for one in moved])
+        windows = cut(moved)
         for name, leaf in rows.items():
             assert same_bits(windows[name], torch.cat([leaf[[0, 1], lanes - 1], leaf[[2, 3], 0]]))
             assert not contiguous or windows[name].is_contiguous()
