@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import cycle
+from typing import Any
 
 import torch
 
@@ -83,6 +84,8 @@ def drawing(slots: int, lanes: int, num_windows: int) -> Case:
             Contender("sample only", lambda: ours(*size)[1], OURS),
             Contender("extend and sample", lambda: _in_turn(*ours(*size)), OURS, reach=REACH.get(num_windows)),
             Contender("torchrl", lambda: _in_turn(*_torchrl(*size)), PEER),
+            Contender("tianshou", lambda: _in_turn(*_tianshou(*size)), PEER),
+            *(Contender(name, lambda name=name: _without_windows(name), PEER) for name in ("cpprb", "SB3")),
         ),
         num_bytes=num_windows * (LENGTH + 1) * width * 4,
         warm_up_s=0.0 if slots < 1000 else 8.0,
@@ -164,3 +167,39 @@ def _torchrl(slots: int, lanes: int, num_observations: int, num_windows: int) ->
     buffer.extend(tensordict.TensorDict(columns, batch_size=[slots, lanes]).transpose(0, 1))
     row = tensordict.TensorDict(rows(1, lanes, num_observations), batch_size=[1, lanes]).transpose(0, 1)
     return lambda: buffer.extend(row), buffer.sample
+
+
+def _tianshou(slots: int, lanes: int, num_observations: int, num_windows: int) -> tuple[Call, Call]:
+    buffer, step = _tianshou_filled(slots, lanes, num_observations)
+    return lambda: buffer.add(step), lambda: buffer.sample(num_windows)
+
+
+@cache
+def _tianshou_filled(slots: int, lanes: int, num_observations: int) -> tuple[Any, Any]:
+    """Fill the other library's ring, which takes 20 s, and give a step to add."""
+    data = peers.load("tianshou", "data")
+    # Windows that begin before their episode repeat its first frame; to draw none of those (`sample_avail`) takes
+    # 20 times as long.
+    buffer = data.VectorReplayBuffer(slots * lanes, lanes, stack_num=LENGTH, ignore_obs_next=True)
+    steps = [_tianshou_step(data, lanes, num_observations) for _ in range(min(slots, 50))]
+    for slot in range(slots):
+        buffer.add(steps[slot % len(steps)])
+    return buffer, steps[0]
+
+
+def _tianshou_step(data: Any, lanes: int, num_observations: int) -> Any:
+    row = {name: column[0].numpy() for name, column in rows(1, lanes, num_observations).items()}
+    done = row["done"][:, 0]
+    return data.Batch(
+        obs=row["observation"],
+        act=row["action"],
+        rew=row["reward"][:, 0],
+        terminated=done,
+        truncated=done & False,
+        obs_next=row["observation"],
+        info={},
+    )
+
+
+def _without_windows(name: str) -> Call:
+    raise peers.PeerMissing(f"{name} draws single transitions only")

@@ -137,8 +137,8 @@ class RowCut:
         #: What is cut from rows: those of each group, then, with `apart`, the second ones of each.
         self._leaves: list[list[_Leaf]] = [[] for _ in range(2 * len(groups))]
         self._steps: list[_Step] = []
-        #: What was asked for last, and the memory that is ready for what was asked for twice.
-        self._last: _Key | None = None
+        #: What was asked for last of each group, and the memory that is ready for what was asked for twice.
+        self._last: dict[int, _Key] = {}
         self._ready: dict[_Key, Reused[Rows]] = {}
         if self._is_on_cpu:
             self._plan(found)
@@ -185,8 +185,12 @@ class RowCut:
             return [Rows(torch.index_select(source, 0, start).view(-1, width), []) for start in starts]
         rows = [self.room(place, num, source, self._groups[place % len(self._groups)].width) for place in places]
         per_turn = num if len(starts) == 1 else max(1, _TURN_BYTES // (source.shape[1] * source.element_size()))
-        turns = [slice(None)] if num <= per_turn else [slice(at, at + per_turn) for at in range(0, num, per_turn)]
-        for turn in turns:
+        if num <= per_turn:
+            for start, one in zip(starts, rows, strict=True):
+                one.fill(source, start)
+            return rows
+        for first in range(0, num, per_turn):
+            turn = slice(first, first + per_turn)
             for start, one in zip(starts, rows, strict=True):
                 torch.index_select(source, 0, start[turn], out=one.tensor[turn])
         return rows
@@ -199,8 +203,8 @@ class RowCut:
             return ready.take()
         unit = _UNITS[source.dtype]
         make, num_bytes = partial(self._room, key, unit), num * source.shape[1] * unit.itemsize
-        if key != self._last:  # what is asked for only once shares the memory of the pool
-            self._last = key
+        if key != self._last.get(place):  # what is asked for only once shares the memory of the pool
+            self._last[place] = key
             return make(self._pool.array((num_bytes,), _BYTES, MIN_POOLED_ROWS))[0]
         if len(self._ready) >= _MAX_READY:
             del self._ready[next(iter(self._ready))]
