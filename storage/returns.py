@@ -1,7 +1,8 @@
 """Returns and advantages as pure functions: GAE, n-step returns, discounted sums, normalization.
 
 One rule: every backward recursion here is `x[t] += decay[t] * x[t + 1]`, and `scans.py` runs it.
-Time is the first axis everywhere. Who stores what is not known here.
+Time is the first axis everywhere. What is computed are targets: no gradient flows through them. Who
+stores what is not known here.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ TRUNCATION_RULES = {"cut": "0", "value": "values[t]", "final": "bootstrap_values
 NORMALIZATIONS: dict[str | None, tuple[int, ...] | None] = {"global": (0, 1, 2), "per_reward": (0, 1), None: None}
 
 
+@torch.no_grad()
 def generalized_advantage(
     rewards: torch.Tensor,
     values: torch.Tensor,
@@ -57,6 +59,7 @@ def generalized_advantage(
     return advantages
 
 
+@torch.no_grad()
 def rollout_advantage(
     rewards: torch.Tensor,
     values: torch.Tensor,
@@ -71,8 +74,8 @@ def rollout_advantage(
 
     The same as `generalized_advantage` with `next_values[t] = values[t + 1]` (`last_values`
     `[N, R]` at the end) where not done, else 0; but nothing of that size is built. Value that a
-    time-out leaves behind is added to the rewards first: `with_bootstrap`. `out` (contiguous) takes the
-    result; `returns` takes the returns, which are the advantages plus the values.
+    time-out leaves behind is added to the rewards first: `with_bootstrap`. `out` (contiguous, and none of
+    the other tensors) takes the result; `returns` takes the returns, which are the advantages plus the values.
     """
     _check_same_shapes(rewards, values=values)
     if last_values.shape != rewards.shape[1:]:
@@ -156,6 +159,7 @@ def check_bootstrap(
         )
 
 
+@torch.no_grad()
 def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -> torch.Tensor:
     """Sum the discounted rewards from each step to the end of its trajectory or of the rollout.
 
@@ -172,6 +176,7 @@ def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -
     return sums
 
 
+@torch.no_grad()
 def n_step_returns(
     rewards: torch.Tensor,
     values: torch.Tensor,

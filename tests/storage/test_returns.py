@@ -141,6 +141,25 @@ def test_results_go_into_the_tensors_given_even_where_values_want_gradients():
     assert torch.equal(table[..., 1:2], expected + values) and not table[..., ::2].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # by numpy, by torch
+def test_targets_pass_no_gradient_to_what_they_are_computed_from(dtype):
+    rewards, values, last_values, dones = (x.to(dtype) for x in random_rollout(30, 4))
+
+    def targets():
+        return (
+            generalized_advantage(rewards, values, values, dones, 0.9, 0.8),
+            rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8),
+            discounted_sums(rewards, dones, 0.9),
+            n_step_returns(rewards, values, last_values, dones, 0.9, 3),
+        )
+
+    expected = targets()
+    for x in (rewards, values, last_values):
+        x.requires_grad_()
+    for got, same in zip(targets(), expected, strict=True):
+        assert not got.requires_grad and torch.equal(got, same)
+
+
 def test_a_result_with_gaps_is_refused():
     rewards, values, last_values, dones = random_rollout(4, 3)
     with pytest.raises(SchemaError) as caught:
