@@ -58,7 +58,7 @@ class RingStore:
         self._bases = [
             zeroed((self.num_lanes, self.stride, group.width), group.unit, self.device) for group in self.groups
         ]
-        self._sources: dict[tuple[int, int], torch.Tensor] = {}
+        self._sources: dict[tuple[int, int, int], torch.Tensor] = {}
         self._cuts: dict[tuple[bool, bool], RowCut] = {}
         found: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
@@ -209,7 +209,7 @@ class RingStore:
         is_one_piece = never_wraps or reach <= self.num_guards + 1
         if is_one_piece:
             self._settle_for(places, reach)
-            starts = [places, places + 1]
+            starts = [places, places]
         else:
             self.settle()
             rows_of = self._unrolled(places, reach)
@@ -218,9 +218,11 @@ class RingStore:
         for place, (group, wanted) in enumerate(zip(self.groups, cut.wanted, strict=True)):
             rows = [row for row in (0, 1) if wanted[row]]
             if rows:
-                source = self._source(place, (length if is_one_piece else 1) * group.width)
+                units = (length if is_one_piece else 1) * group.width
+                # To look a row later at the same places takes less time than to count the places up.
+                sources = [self._source(place, units, skipped=row if is_one_piece else 0) for row in rows]
                 at = [place + row * len(self.groups) for row in rows]
-                moved = cut.gather_near(at, source, [starts[row] for row in rows])
+                moved = cut.gather_near(at, sources, [starts[row] for row in rows])
                 for one, part in zip(at, moved, strict=True):
                     found[one] = part
         return found
@@ -282,13 +284,14 @@ class RingStore:
         steps = torch.arange(length, device=places.device)
         return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
 
-    def _source(self, place: int, units: int) -> torch.Tensor:
-        """See a group's memory as all pieces of so many units that start with a row; the last ones are too short."""
-        found = self._sources.get((place, units))
+    def _source(self, place: int, units: int, skipped: int = 0) -> torch.Tensor:
+        """See a group's memory as all pieces of so many units that start some rows behind a row."""
+        found = self._sources.get((place, units, skipped))
         if found is None:
             width, base = self.groups[place].width, self._bases[place]
-            num_rows = self.num_lanes * self.stride - -(-units // width) + 1
-            found = self._sources[place, units] = base.as_strided((num_rows, units), (width, 1))
+            num_rows = self.num_lanes * self.stride - -(-units // width) + 1 - skipped
+            found = base.as_strided((num_rows, units), (width, 1), skipped * width)
+            self._sources[place, units, skipped] = found
         return found
 
 

@@ -169,29 +169,32 @@ class RowCut:
         rows.fill(source, index)
         return rows
 
-    def gather_near(self, places: Sequence[int], source: torch.Tensor, starts: Sequence[torch.Tensor]) -> list[Rows]:
-        """Copy windows, rows of `source`, for several lists of starts; those at one position lie near each other.
+    def gather_near(
+        self, places: Sequence[int], sources: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]
+    ) -> list[Rows]:
+        """Copy windows, rows of `sources`, for several lists of starts; those at one position lie near each other.
 
         They are gathered in turns of so many as stay in a processor's cache, so that memory is waited for once.
 
         Args:
             places: Whether a list is for first rows (the group's number) or for second ones (behind all groups).
-            source: `[n, length * width]`, a group's memory.
+            sources: For each list, a group's memory, `[n, length * width]`.
             starts: Indices into it.
         """
-        num = len(starts[0])
+        num = starts[0].shape[0]
+        width = self._groups[places[0] % len(self._groups)].width
         if not self._is_on_cpu:
-            width = self._groups[places[0] % len(self._groups)].width
-            return [Rows(torch.index_select(source, 0, start).view(-1, width), []) for start in starts]
-        rows = [self.room(place, num, source, self._groups[place % len(self._groups)].width) for place in places]
-        per_turn = num if len(starts) == 1 else max(1, _TURN_BYTES // (source.shape[1] * source.element_size()))
+            moved = (torch.index_select(source, 0, start) for source, start in zip(sources, starts, strict=True))
+            return [Rows(one.view(-1, width), []) for one in moved]
+        rows = [self.room(place, num, source, width) for place, source in zip(places, sources, strict=True)]
+        per_turn = num if len(starts) == 1 else max(1, _TURN_BYTES // (sources[0].shape[1] * sources[0].element_size()))
         if num <= per_turn:
-            for start, one in zip(starts, rows, strict=True):
+            for source, start, one in zip(sources, starts, rows, strict=True):
                 one.fill(source, start)
             return rows
         for first in range(0, num, per_turn):
             turn = slice(first, first + per_turn)
-            for start, one in zip(starts, rows, strict=True):
+            for source, start, one in zip(sources, starts, rows, strict=True):
                 torch.index_select(source, 0, start[turn], out=one.tensor[turn])
         return rows
 
