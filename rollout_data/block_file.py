@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -153,11 +154,12 @@ class _Helper:
 
     Not a `ThreadPoolExecutor`, which refuses work while the interpreter exits: then, or where no thread can
     be started any more, the block does all of the work. Nor a `threading.Thread`, whose start waits for the
-    thread to begin: 0.2 ms and more, in which tables could be written.
+    thread to begin: 0.2 ms and more, in which tables could be written. One that begins after the end does nothing.
     """
 
     def __init__(self, function: Callable[[], object], is_wanted: Callable[[], bool]) -> None:
-        self._function, self._is_wanted = function, is_wanted
+        self._function: Callable[[], object] | None = function
+        self._is_wanted = is_wanted
         self._is_asked = num_processors() < 2
         self._failure: BaseException | None = None
         self._at_work = threading.Lock()
@@ -167,26 +169,31 @@ class _Helper:
         if self._is_asked or not self._is_wanted():
             return
         self._is_asked = True
-        self._at_work.acquire()
-        try:
+        with suppress(RuntimeError):
             _thread.start_new_thread(self._call, ())
-        except RuntimeError:
-            self._at_work.release()
 
     def _call(self) -> None:
-        try:
-            self._function()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller
-            self._failure = error
-        finally:
-            self._at_work.release()
+        with self._at_work:
+            if self._function is None:
+                return
+            try:
+                self._function()
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
+                self._failure = error
+
+    def _end(self) -> None:
+        with self._at_work:
+            self._function = None
 
     def __enter__(self) -> _Helper:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with self._at_work:  # or after it
-            pass
+        try:
+            self._end()
+        except BaseException:  # Ctrl-C: wait all the same, or it goes on to write when its file is closed
+            self._end()
+            raise
         if self._failure is not None and (error is None or isinstance(error, Exception)):
             raise self._failure  # a full disk stops both; the thread's own words for it are the clearer ones
 
