@@ -380,7 +380,7 @@ class RingBuffer:
 
     def _given(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Bring a result to the device that results go to."""
-        return on_device(tree, self.output_device)
+        return tree if self.output_device is None else on_device(tree, self.output_device)
 
 
 def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
