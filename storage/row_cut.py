@@ -33,8 +33,9 @@ _TURN_BYTES = 3 << 19
 #: What stands in for bfloat16, which numpy does not know.
 _BITS = np.dtype("<i2")
 _BYTES = np.dtype("u1")
-#: So many sizes of samples have memory ready for them.
-_MAX_READY = 8
+#: So many sizes of samples have memory ready for them, of each group; larger ones than this share that of the pool, as
+#: beside them to make it ready is next to nothing.
+_MAX_READY, _MAX_READY_BYTES = 8, 4 << 20
 
 #: What memory is for: the place of a cut, how many rows of which width and dtype, and the width as which they are cut.
 _Key = tuple[int, int, int, torch.dtype, int]
@@ -206,10 +207,11 @@ class RowCut:
             return ready.take()
         unit = _UNITS[source.dtype]
         make, num_bytes = partial(self._room, key, unit), num * source.shape[1] * unit.itemsize
-        if key != self._last.get(place):  # what is asked for only once shares the memory of the pool
+        # What is asked for only once shares the memory of the pool.
+        if key != self._last.get(place) or num_bytes > _MAX_READY_BYTES:
             self._last[place] = key
             return make(self._pool.array((num_bytes,), _BYTES, MIN_POOLED_ROWS))[0]
-        if len(self._ready) >= _MAX_READY:
+        if len(self._ready) >= _MAX_READY * len(self._leaves):
             del self._ready[next(iter(self._ready))]
         ready = self._ready[key] = Reused(num_bytes, make)
         return ready.take()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from rollout_data import TrajectoryReplayBuffer
-from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
+from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim, buffer_pool
 from storage.tree import flatten
 
 #: Rows of so many bytes and more are gathered into memory that is used again.
@@ -130,3 +131,38 @@ def test_a_sample_may_be_changed_without_changing_the_buffer_or_the_next_one(kin
             assert torch.equal(leaf, expected[name])
             leaf.zero_()
             leaf.unsqueeze_(0)
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Every buffer that is mapped from now on."""
+    allocate, found = buffer_pool._allocate, []
+
+    def noted(num_bytes: int) -> Any:
+        new = allocate(num_bytes)
+        found.append(weakref.ref(new))
+        return new
+
+    monkeypatch.setattr(buffer_pool, "_allocate", noted)
+    return found
+
+
+def test_memory_is_used_again_whatever_the_number_of_wide_fields(mapped: list[weakref.ref[Any]]) -> None:
+    buffer = DictBuffer(capacity=100, generator=0)
+    buffer.extend({str(number): torch.randn(100, 1100) for number in range(20)})
+    for _ in range(3):
+        buffer.sample(64)
+    mapped.clear()
+    for _ in range(5):
+        buffer.sample(64)
+    assert not mapped
+
+
+def test_large_samples_of_many_sizes_leave_little_memory_behind(mapped: list[weakref.ref[Any]]) -> None:
+    buffer = DictBuffer(capacity=100, generator=0)
+    buffer.extend({"wide": torch.randn(100, 1100)})
+    mapped.clear()
+    for size in range(1000, 1200, 10):
+        for _ in range(3):
+            buffer.sample(size)
+    assert 0 < sum(one() is not None for one in mapped) <= 8
