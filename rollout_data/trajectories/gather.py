@@ -40,11 +40,12 @@ class Gatherer:
         number: int,
         rng: torch.Generator,
         names: Collection[str] | None,
-        contiguous: bool,
+        contiguous: bool = False,
     ) -> dict[str, Any]:
         """Draw steps where all lie in one block of the cache, and give them as `sample` does.
 
-        All that can fail comes before the draw: saving the random state would cost a fiftieth of a sample.
+        All that can fail comes before the draw, as saving the random state would cost a fiftieth of a sample; all but
+        to make room for contiguous tensors, for which the caller saves it.
         """
         layout = window.layouts[0]
         plan, columns = self._cutting(layout, window.names if names is None else tuple(names), contiguous)

@@ -42,10 +42,12 @@ def draw_sample(
     """
     window = live.window(cache, request.min_weights_version)
     names = None if request.keys is None else _names_of(window, request.keys)
-    if cache is not None and window.is_one_block:
-        return gatherer.sample_one_block(window, cache, request.num_steps, rng, names, request.is_contiguous)
+    if cache is not None and window.is_one_block and not request.is_contiguous:
+        return gatherer.sample_one_block(window, cache, request.num_steps, rng, names)
     before = rng.get_state()
     try:
+        if cache is not None and window.is_one_block:
+            return gatherer.sample_one_block(window, cache, request.num_steps, rng, names, contiguous=True)
         which, row = window.draw(request.num_steps, rng)
         _check_drawn(window, names, which)
         if cache is not None and not window.is_cached and gatherer.fill(window, cache, which):

@@ -125,6 +125,9 @@ def test_a_sample_for_which_there_is_no_memory_has_drawn_nothing() -> None:
         with patch.object(BufferPool, "array", side_effect=MemoryError), pytest.raises(MemoryError):
             buffer.sample(50)
         assert torch.equal(buffer.rng.get_state(), state)
+        with patch("storage.row_cut.np.ascontiguousarray", side_effect=MemoryError), pytest.raises(MemoryError):
+            buffer.sample(50, contiguous=True)
+        assert torch.equal(buffer.rng.get_state(), state)
 
 
 def test_a_monitor_is_told_what_takes_time(tmp_path: Path) -> None:
