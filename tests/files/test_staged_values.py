@@ -1,0 +1,79 @@
+"""Values between `add` and the file: copied in runs, however they lie in the caller's memory; rewards summed."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_data import RolloutWriter
+from rollout_data.layout import RowLayout
+from rollout_data.step_buffer import StepBuffer, as_array
+from storage.buffer_pool import BufferPool
+from storage.fields import Field, Schema
+from tests.files.readback import blocks_of
+
+N = 3
+SCHEMA = Schema([Field("a", (2, 2), "float32"), Field("b", (), "bool"), Field("c", (5,), "bfloat16")])
+#: How a `[T, N, ...]` array may lie in memory.
+LYING = {
+    "in order": np.ascontiguousarray,
+    "envs first": lambda values: np.ascontiguousarray(values.swapaxes(0, 1)).swapaxes(0, 1),
+    "in Fortran's order": np.asfortranarray,
+    "every other": lambda values: np.repeat(values, 2, axis=1)[:, ::2],
+    "the same for all": lambda values: np.broadcast_to(values[:, :1], values.shape),
+}
+
+
+@given(
+    parts=st.lists(st.tuples(st.sampled_from([0, 1, 1, 2, 7]), st.sampled_from(sorted(LYING))), max_size=6),
+    seed=st.integers(0, 99),
+    grows=st.booleans(),
+)
+def test_steps_are_copied_however_they_lie_in_memory(parts, seed, grows):
+    generator = np.random.default_rng(seed)
+    num_steps = sum(count for count, _ in parts)
+    buffer = StepBuffer(RowLayout(SCHEMA), (N,), 1 if grows else max(1, num_steps), BufferPool())
+    expected: dict[str, list[np.ndarray]] = {name: [] for name in SCHEMA}
+    start = 0
+    for count, lying in parts:
+        fields = {}
+        for name, field in SCHEMA.items():
+            values = generator.integers(0, 2 if field.dtype == "bool" else 99, (count, N, *field.shape))
+            values = values.astype(np.uint16 if field.dtype == "bfloat16" else field.dtype)
+            fields[name] = LYING[lying](values)
+            fields[name].flags.writeable = False
+            expected[name].append(fields[name].copy())
+        buffer.reserve(start + count, start)
+        buffer.put(start, fields)
+        start += count
+    for name, copies in expected.items():
+        if copies:
+            np.testing.assert_array_equal(as_array(buffer.field(name, start)), np.concatenate(copies))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool", "int64"])
+def test_rewards_are_summed_as_they_were_given(tmp_path, dtype, shape):
+    """Trajectories of env e have e + 1 frames; NaN and Inf are data, which raise no warning."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = (torch.randn(12, N, *shape, generator=generator, dtype=torch.float64) * 50).to(getattr(torch, dtype))
+    if rewards.is_floating_point():
+        rewards[3, 1], rewards[4, 1], rewards[5, 1], rewards[7, 2] = torch.nan, torch.inf, -torch.inf, torch.inf
+    done = (torch.arange(12)[:, None] + 1) % (torch.arange(N) + 1) == 0
+    action = torch.zeros(12, N, 1)
+    with warnings.catch_warnings(), RolloutWriter(tmp_path, N, durable=False, max_pending_blocks=1) as writer:
+        warnings.simplefilter("error")
+        writer.add_rollout(observation=action, action=action, reward=rewards, done=done)
+    (block,) = blocks_of(tmp_path)
+    wide = rewards.double().numpy().reshape(12, N, -1)
+    assert len(block.fragments) == 12 + 6 + 4
+    for fragment, got in zip(block.fragments, block.reward_sums, strict=True):
+        start = int(fragment["row"]) % 12
+        with np.errstate(invalid="ignore"):
+            expected = wide[start : start + int(fragment["length"]), fragment["env"]].sum(axis=0)
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
