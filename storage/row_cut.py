@@ -59,7 +59,7 @@ class Rows(NamedTuple):
         array = self.array
         if array is None or array.nbytes >= MIN_POOLED_ROWS or not source.is_contiguous():
             torch.index_select(source, 0, index, out=self.tensor)
-        else:  # few rows: numpy starts sooner, and waits less for each ("clip" only spares it a check)
+        else:  # few rows: numpy starts sooner and waits less for each; but for "clip" it would fill a copy first
             source.numpy().take(index.numpy(), 0, array, "clip")
 
 
