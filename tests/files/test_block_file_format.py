@@ -58,6 +58,21 @@ def test_the_reader_in_format_md_reads_what_we_write(tmp_path, name):
     assert check_reference(tmp_path)
 
 
+@pytest.mark.parametrize("name", golden.RECORDINGS)
+def test_attributes_are_of_the_types_that_h5py_writes(tmp_path, name):
+    """They are written by lower functions, which is quicker; other tools shall see no difference."""
+    golden.record(name, tmp_path)
+    for path in tmp_path.glob("rollout_*.h5"):
+        with h5py.File(path) as ours, h5py.File(tmp_path / "theirs", "w", libver=("v108", "v108")) as theirs:
+            assert ours.id.get_create_plist().get_version() == theirs.id.get_create_plist().get_version()
+            for key, value in ours.attrs.items():
+                theirs.attrs[key] = value
+                one, other = ours.attrs.get_id(key), theirs.attrs.get_id(key)
+                assert one.get_type().encode() == other.get_type().encode() and one.shape == other.shape == ()
+                assert one.get_storage_size() == other.get_storage_size()
+                assert type(value) is (str if h5py.check_string_dtype(one.dtype) else np.int64)
+
+
 def test_there_are_golden_files_of_the_present_version():
     assert {path.name for path in FOLDERS if path.parent.name == "v1"} == set(golden.RECORDINGS)
 
