@@ -69,6 +69,7 @@ class RingStore:
         self.takes_arrays = all(array is not None for array in self._arrays)
         self._known_arrays = [array for array in self._arrays if array is not None]
         self._lane_arrays = [array[0] for array in self._known_arrays]
+        self._has_scalars = any(array.ndim == 1 for array in self._lane_arrays)
         #: The newest steps of many lanes, where side by side they take fewer writes than fields.
         takes_steps = num_lanes > 1 and self.takes_arrays and len(self.groups) < len(schema)
         self._held = HeldSteps(schema, self.groups, self._bases) if takes_steps else None
@@ -120,8 +121,10 @@ class RingStore:
             self.write_arrays([leaf[num_first:] for leaf in leaves])
             return
         if self.num_lanes == 1:
+            # A number takes half the time of a slice, but numpy puts no array of one item in the place of a scalar.
+            into = slot if num_rows == 1 and not self._has_scalars else slice(slot, slot + num_rows)
             for array, leaf in zip(self._lane_arrays, leaves, strict=True):
-                array[slot : slot + num_rows] = leaf
+                array[into] = leaf
         elif num_rows == 1 and self._held is not None:
             self._held.add(slot, leaves)
             # The first slots are kept twice, and after the last one the next step lies elsewhere.
