@@ -138,9 +138,9 @@ class TrajectoryDictBuffer:
         """
         length = self.seq_length if seq_length is None else seq_length
         num_windows = count_windows(batch_size, length)
-        cut = self._cuts.find(self._ring, self.output_key_t, self.output_key_tp1, self.contiguous)
         needed = length + (1 if self.output_key_tp1 else 0)
         with self._lock:
+            cut = self._cuts.find(self._ring, self.output_key_t, self.output_key_tp1, self.contiguous)
             self._order.wait(is_write=False)
             episode = self._weights(needed).draw(num_windows, self.generator)
             choices = self.lengths[episode] - needed + 1
