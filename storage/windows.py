@@ -183,7 +183,8 @@ class Boundaries:
             index = self._draw_at_once(num_draws, length, generator)
             if index is not None:
                 slot, lane = (index, None) if ring.num_lanes == 1 else np.divmod(index, ring.num_lanes)
-                return torch.from_numpy(ring.place(lane, slot - (length - 1)))
+                slot -= length - 1
+                return torch.from_numpy(ring.place(lane, slot))
         drawn = self.draw(num_draws, length, generator, self.rule(length))
         return None if drawn is None else ring.place(drawn[0], drawn[1] - (length - 1))
 
