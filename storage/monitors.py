@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,16 +27,16 @@ from .errors import UsageError, nearest
 _NUM, _SUM, _MAX, _MIN = range(4)
 
 
-class Monitor:
+class Monitor(ABC):
     """Something that can be asked: `snapshot()` for numbers, `text()` for one line."""
 
+    @abstractmethod
     def snapshot(self) -> dict[str, int | float]:
         """Give the state as a new flat dict of Python numbers; what was never recorded is left out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reset(self) -> None:
         """Forget everything."""
-        raise NotImplementedError
 
     def text(self) -> str:
         """Give the snapshot as one line: `name=value`, blanks between."""

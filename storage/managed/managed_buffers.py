@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ class _Refused(Exception):
     """There is not enough to sample."""
 
 
-class ManagedBuffer(Snapshotted):
+class ManagedBuffer(Snapshotted, ABC):
     """Items by row, under one lock.
 
     Args:
@@ -116,9 +117,9 @@ class ManagedBuffer(Snapshotted):
         """Items that were ever added, since creation or `clear`."""
         return self._store.total
 
+    @abstractmethod
     def sample_check(self, size: int, cur_learner_iter: int = 0) -> bool:
         """Tell whether `sample` would give `size` items."""
-        raise NotImplementedError
 
     def sample(
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
@@ -225,17 +226,17 @@ class ManagedBuffer(Snapshotted):
             self._undo_sample(num_items)
             raise
 
+    @abstractmethod
     def _take(self, size: int, iteration: int, sample_range: slice | None, replace: bool) -> list[Any] | None:
         """Check and draw; None if there are not enough. The lock is held, the limiter has let it pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, items: Sequence[Any]) -> Any:
         """Check items; give what `_write` takes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _write(self, read: Any) -> None:
         """Add checked items."""
-        raise NotImplementedError
 
     def _add(self, items: Sequence[Any], num_items: int) -> None:
         start_s = time.perf_counter()
@@ -334,9 +335,9 @@ class ManagedBuffer(Snapshotted):
             self.rate_limiter.load_state_dict(numbers["rate_limiter"])
         self.rng.set_state(tensors["rng"].cpu())
 
+    @abstractmethod
     def _prepare(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Check a state; give what takes it over and cannot fail."""
-        raise NotImplementedError
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         self._prepared(numbers, tensors)()

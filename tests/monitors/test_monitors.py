@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.errors import UsageError
-from storage.monitors import InTickMonitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
+from storage.monitors import InTickMonitor, Monitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
 
 NUMBERS = st.floats(-1e6, 1e6)
 
@@ -244,3 +244,12 @@ def test_snapshots_are_plotted_into_a_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least one name"):
         plot_snapshots([], tmp_path / "c.png")
     assert not (tmp_path / "c.png").exists()
+
+
+def test_a_monitor_that_gives_no_numbers_is_none() -> None:
+    class Half(Monitor):
+        def reset(self) -> None:
+            """Forget nothing."""
+
+    with pytest.raises(TypeError, match="snapshot"):
+        Half()
