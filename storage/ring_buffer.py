@@ -114,9 +114,7 @@ class RingBuffer:
     @property
     def num_bytes(self) -> int:
         """Memory that is reserved for rows and all that belongs to them."""
-        parts = [x.num_bytes for x in (self._ring, self._finals) if x is not None]
-        ages = self._boundaries.ages.nbytes if self._boundaries is not None else 0
-        return sum(parts) + ages
+        return sum(x.num_bytes for x in (self._ring, self._boundaries, self._finals) if x is not None)
 
     # Writing.
 

@@ -22,12 +22,16 @@ import numpy.typing as npt
 import torch
 
 from .host_arrays import zeroed
+from .pairs import Pairs
 from .ring import RingStore
+from .segments import Segments
 
 #: (lane, row id of the window's last row) -> whether the window is valid.
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 #: Candidates that are proposed in vain before all are listed: so many, and so many per draw.
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
+#: So many sizes of rounds have memory ready for them.
+_MAX_SIZES = 16
 #: Candidates that are listed at once, which bounds the memory of listing.
 _NUM_LISTED = 1 << 20
 #: Ages stop here, far above any window, so that they never overflow.
@@ -55,8 +59,15 @@ class Boundaries:
         is_cpu = ring.device.type == "cpu"
         self._arrays = (self.ages.numpy(), self.next_ages.numpy()) if is_cpu else None
         self._flat_ages = self._arrays[0].reshape(-1) if self._arrays is not None else np.empty(0, np.int32)
-        #: What candidates are drawn into, as a tensor and as an array.
-        self._candidates = torch.empty(0, dtype=torch.int64), np.empty(0, np.int64)
+        #: Found when pairs are first drawn, and kept from then on.
+        self._pairs: Pairs | None = None
+        #: What so many candidates are drawn into, as a tensor and as an array.
+        self._candidates: dict[int, tuple[torch.Tensor, npt.NDArray[np.int64]]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is reserved for what is known of rows."""
+        return self.ages.nbytes + (self._pairs.followed.nbytes if self._pairs is not None else 0)
 
     def note(self, ends: torch.Tensor) -> None:
         """Note rows that are about to be written: `ends` is `[n, lanes]` bool. Call it before the ring's `write`."""
@@ -78,6 +89,8 @@ class Boundaries:
             self.segments.note(ends.reshape(num_rows, -1), self.next_ages, self.ring.total)
         if num_rows == 1:
             ages[slot] = next_ages
+            if self._pairs is not None:
+                self._pairs.note(self.ring.total, ages[slot : slot + 1])
             next_ages += 1
             if has_ends:
                 next_ages[ends.reshape(-1)] = 0
@@ -98,6 +111,8 @@ class Boundaries:
             column[slot : slot + num_first] = following[:num_first]
             column[: num_rows - num_first] = following[num_first:-1]
             next_ages[:] = following[-1]
+            if self._pairs is not None:
+                self._pairs.note(self.ring.total, following[:-1].reshape(num_rows, -1))
         self._count(num_rows)
 
     def note_row(self, is_end: bool) -> None:
@@ -106,8 +121,10 @@ class Boundaries:
         ring, next_ages = self.ring, self._arrays[1]
         if is_end and self.segments is not None:
             self.segments.note(np.ones((1, 1), bool), self.next_ages, ring.total)
-        age = next_ages.item()
-        self._flat_ages[ring.total % ring.num_slots] = age
+        age, slot = next_ages.item(), ring.total % ring.num_slots
+        self._flat_ages[slot] = age
+        if self._pairs is not None:
+            self._pairs.note_row(slot, age != 0)
         next_ages[0] = 0 if is_end else age + 1
         self._count(1)
 
@@ -178,42 +195,62 @@ class Boundaries:
 
     def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> torch.Tensor | None:
         """Draw windows inside one trajectory as `draw` does; give where in the ring's memory their first rows lie."""
-        ring = self.ring
         if self._arrays is not None:
-            index = self._draw_at_once(num_draws, length, generator)
-            if index is not None:
-                slot, lane = (index, None) if ring.num_lanes == 1 else np.divmod(index, ring.num_lanes)
-                slot -= length - 1
-                return torch.from_numpy(ring.place(lane, slot))
+            places = self._draw_at_once(num_draws, length, generator)
+            if places is not None:
+                return torch.from_numpy(places)
         drawn = self.draw(num_draws, length, generator, self.rule(length))
-        return None if drawn is None else ring.place(drawn[0], drawn[1] - (length - 1))
+        return None if drawn is None else self.ring.place(drawn[0], drawn[1] - (length - 1))
 
     def _draw_at_once(self, num_draws: int, length: int, generator: torch.Generator) -> npt.NDArray[np.int64] | None:
-        """Draw as `draw` does, in one round and with numpy, which takes half the time; None if one is not enough.
+        """Draw places as `draw_places` does, in one round and with numpy: half the time; None if one is not enough.
 
-        Candidates count through the ages as they lie, slot by slot, from that of the oldest row on: they say where
-        last rows lie, as `slot * num_lanes + lane`, where slots go on counting as the ring closes. A round that is
-        not enough is thrown away whole. That changes no law: whether it was enough depends on how many candidates
-        are valid, not on which.
+        Candidates are rows as their ages lie, `slot * num_lanes + lane`: the first of two, which are asked for most
+        and are known beforehand, or else the last one, from that of the oldest window on, where slots go on counting
+        as the ring closes. A round that is not enough is thrown away whole. That changes no law: whether it was
+        enough depends on how many candidates are valid, not on which.
         """
-        ring = self.ring
-        num_live, lanes = ring.num_live, ring.num_lanes
-        # A multiple of some, so that as a rule it is the size of the last time.
-        size = (int(num_draws / self.rejection.share * 1.05) + 39) // 32 * 32
-        if size > _MAX_CANDIDATES or num_live < length:
+        ring, share = self.ring, self.rejection.share
+        slots, lanes, total = ring.num_slots, ring.num_lanes, ring.total
+        num_live, back = (slots if total > slots else total), length - 1
+        # Enough but for four standard deviations; a multiple of some, so that few sizes are asked for.
+        spare = num_draws * (1 - share)
+        size = int((num_draws + spare + 4 * spare**0.5) / share + 8) // 8 * 8
+        if size > _MAX_CANDIDATES or num_live <= back:
             return None
-        if len(self._candidates[1]) != size:
-            drawn = torch.empty(size, dtype=torch.int64)
-            self._candidates = drawn, drawn.numpy()
-        first = ((ring.total - num_live) % ring.num_slots + length - 1) * lanes
-        candidates, index = self._candidates
-        candidates.random_(first, first + (num_live - length + 1) * lanes, generator=generator)
-        ages = self._flat_ages.take(index, mode="wrap")
-        # Of two rows, which are inside one trajectory unless the second is its first, the ages say so by themselves.
-        index = index.compress(ages if length == 2 else ages >= length - 1)
+        candidates, index = self._candidates.get(size) or self._make_candidates(size)
+        if back == 1:
+            followed = self._find_pairs() if self._pairs is None else self._pairs.followed
+            candidates.random_(num_live * lanes, generator=generator)
+            index = index.compress(followed.take(index, mode="clip"))
+        else:
+            first = ((total - num_live) % slots + back) * lanes
+            candidates.random_(first, first + (num_live - back) * lanes, generator=generator)
+            index = index.compress(self._flat_ages.take(index, mode="wrap") >= back)
         num_valid = len(index)
         self.rejection.note(num_valid / size)
-        return index[:num_draws] if num_valid >= num_draws else None
+        if num_valid < num_draws:
+            return None
+        index = index[:num_draws]
+        if back == lanes == 1:
+            return index
+        if back != 1:
+            index -= back * lanes
+        slot, lane = (index, None) if lanes == 1 else np.divmod(index, lanes)
+        places: npt.NDArray[np.int64] = ring.place(lane, slot)
+        return places
+
+    def _find_pairs(self) -> npt.NDArray[np.bool_]:
+        assert self._arrays is not None
+        self._pairs = Pairs(self.ring, self._arrays[0])
+        return self._pairs.followed
+
+    def _make_candidates(self, size: int) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        if len(self._candidates) >= _MAX_SIZES:
+            self._candidates.clear()
+        candidates = torch.empty(size, dtype=torch.int64)
+        made = self._candidates[size] = candidates, candidates.numpy()
+        return made
 
     def draw_by_trajectory(
         self, num_draws: int, length: int, generator: torch.Generator, goes_on: Rule | None = None
@@ -277,60 +314,9 @@ class Boundaries:
         kept = min(num_rows, slots)
         slot = torch.arange(total + num_rows - kept, total + num_rows, device=self.ring.device) % slots
         self.ages[slot] = ages[num_rows - kept :]
+        if self._pairs is not None:
+            self._pairs.note(total + num_rows - kept, ages[num_rows - kept :].numpy())
         self.next_ages.copy_(following[-1])
-
-
-class Segments:
-    """The ended trajectories that still have live rows, oldest end first.
-
-    Args:
-        ring: The ring.
-    """
-
-    def __init__(self, ring: RingStore) -> None:
-        self._ring = ring
-        #: Lane, id of the last row, number of rows; `[3, room]`, of which `_first` to `_last` count.
-        self._rows = np.zeros((3, 64), np.int64)
-        self._first, self._last = 0, 0
-
-    def note(self, ends: npt.NDArray[np.bool_], next_ages: torch.Tensor, total: int) -> None:
-        """Note the ends `[n, lanes]` of rows that are about to be written at `total`."""
-        step, lane = np.nonzero(ends)
-        if not len(step):
-            return
-        # Sorted by lane, the previous end of each lane stands before it; the first counts from its lane's age.
-        order = np.lexsort((step, lane))
-        previous = np.empty(len(order), np.int64)
-        previous[1:] = step[order][:-1]
-        is_first = np.ones(len(order), bool)
-        is_first[1:] = lane[order][1:] != lane[order][:-1]
-        ages = next_ages.cpu().numpy().astype(np.int64)
-        previous = np.where(is_first, -1 - ages[lane[order]], previous)
-        num_rows = np.empty(len(order), np.int64)
-        num_rows[order] = step[order] - previous
-        self._append(np.stack([lane, step + total, num_rows]))
-
-    def clear(self) -> None:
-        """Forget every trajectory."""
-        self._first, self._last = 0, 0
-
-    def listed(self) -> torch.Tensor:
-        """Give those with live rows, `[3, num]` int64 on the ring's device: lane, last row, number of rows."""
-        ends = self._rows[1, self._first : self._last]
-        self._first += int(np.searchsorted(ends, self._ring.oldest))
-        return torch.from_numpy(self._rows[:, self._first : self._last]).to(self._ring.device)
-
-    def _append(self, rows: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
-        num_new = rows.shape[1]
-        if self._last + num_new > self._rows.shape[1]:
-            ends = self._rows[1, self._first : self._last]
-            self._first += int(np.searchsorted(ends, self._ring.oldest))
-            kept = self._rows[:, self._first : self._last]
-            room = np.zeros((3, 2 * (kept.shape[1] + num_new)), np.int64)
-            room[:, : kept.shape[1]] = kept
-            self._rows, self._first, self._last = room, 0, kept.shape[1]
-        self._rows[:, self._last : self._last + num_new] = rows
-        self._last += num_new
 
 
 class _Accept(Protocol):

@@ -33,6 +33,8 @@ HOUSE = {
         "row_cut",
         "held_steps",
         "ring",
+        "pairs",
+        "segments",
         "windows",
         "end_flags",
         "final_rows",

@@ -140,7 +140,9 @@ def test_transitions_equal_the_naive_ones(
 def test_memory_holds_the_observation_once() -> None:
     buffer = DictBuffer(capacity=20_000, end_key="done")
     row = {"observation": torch.zeros(1, 348), "action": torch.zeros(1, 17), "reward": torch.zeros(1, 1)}
-    buffer.extend({**row, "done": torch.zeros(1, 1, dtype=torch.bool)})
+    for _ in range(2):
+        buffer.extend({**row, "done": torch.zeros(1, 1, dtype=torch.bool)})
+    buffer.sample_transitions(1)
     minimum = 348 * 4 + 17 * 4 + 4 + 1
     assert buffer.num_bytes <= 1.02 * minimum * buffer.capacity
 
