@@ -157,14 +157,12 @@ class RolloutStorage(Snapshotted):
             states = getattr(transition, "hidden_states", None)
             leaves = self._states.check(states)
             writes = self._table.plan(transition, self.step)
-            writes += self._states.plan(states, leaves, self.step)
+            if leaves:
+                writes += self._states.plan(states, leaves, self.step)
             for target, value in writes:
-                if isinstance(value, torch.Tensor):
-                    target.copy_(value)
-                else:
-                    target.fill_(value)
-            self._num_partial_rows = 0
-            self.step += 1
+                target.copy_(value)
+            # Not as attributes, which are looked for among the columns first: a hundredth of the whole.
+            vars(self).update(step=self.step + 1, _num_partial_rows=0)
             self._delivery.note_write()
 
     @property
