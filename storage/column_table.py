@@ -17,6 +17,7 @@ from .buffer_pool import BufferPool
 from .columns import Column, schema_of
 from .errors import FieldTypeError, MissingFieldError, SchemaError
 from .fields import Field, Schema
+from .modes import lasting
 from .tree import check_same_names, flatten, unflatten
 
 _ACTION = "add a transition"
@@ -62,13 +63,12 @@ class ColumnTable:
             if not column.is_lazy:
                 self.allocate(column.fields)
 
+    @lasting
     def allocate(self, fields: Iterable[Field], with_envs: bool = True) -> None:
         """Add tensors filled with each field's fill: `[T, B, *shape]`, or `[T, *shape]` without envs."""
         for field in fields:
             shape = (self.num_rows, self.num_envs, *field.shape) if with_envs else (self.num_rows, *field.shape)
-            # A lazy column may first be brought in inference mode, and be written outside of it later.
-            with torch.inference_mode(False):
-                self.tensors[field.name] = self._empty(shape, field.torch_dtype).fill_(field.fill)
+            self.tensors[field.name] = self._empty(shape, field.torch_dtype).fill_(field.fill)
             self._fills[field.name] = field.fill
         self._rows = None
 
@@ -117,6 +117,7 @@ class ColumnTable:
             return self.plan(transition, row)
         return writes
 
+    @lasting
     def grow(self, num_rows: int) -> None:
         """Append `num_rows` steps, filled like new ones, to every tensor; what is written stays."""
         for name, tensor in self.tensors.items():
@@ -202,6 +203,7 @@ class ColumnTable:
         path = field.name[len(column.name) + 1 :]
         return _Input(column, field, column.source, path, field.torch_dtype, tuple(shapes))
 
+    @lasting
     def _split_rows(self) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
         """Cut every written column into rows once: `[B, *shape]`, and `[B]` where the shape is (1,)."""
         cut: list[list[tuple[torch.Tensor, ...]]] = []

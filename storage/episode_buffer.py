@@ -30,6 +30,7 @@ from .durable import existing_folder, replace_folder
 from .episodes import Episodes, read_episodes
 from .errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
 from .fields import Schema
+from .modes import lasting
 from .prefix_sum import PrefixSum
 from .records import Key, declare, flat_name
 from .ring import RingStore
@@ -195,7 +196,7 @@ class TrajectoryDictBuffer:
                 "columns": {name: x.squeeze(1) for name, x in columns.items()},
             }
 
-    @torch.no_grad()
+    @lasting
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, the episodes too; nothing is changed if it does not fit.
 
@@ -267,6 +268,7 @@ class TrajectoryDictBuffer:
             restore_generator(made.generator, config.get("generator", ""))
             return made
 
+    @lasting
     def _set_up(
         self,
         schema: Schema,

@@ -12,6 +12,7 @@ import torch
 
 from .errors import SchemaError
 from .fields import Schema
+from .modes import lasting
 from .ring import RingStore
 from .windows import Boundaries
 
@@ -26,6 +27,7 @@ class FinalRows:
         schema: The fields that are kept of a final row.
     """
 
+    @lasting
     def __init__(self, ring: RingStore, schema: Schema) -> None:
         self._ring = ring
         self.schema = schema
@@ -105,6 +107,7 @@ class FinalRows:
         keys = self._keys[self._first : self._last]
         self._first += int(torch.searchsorted(keys, self._ring.oldest * self._ring.num_lanes))
 
+    @lasting
     def _move(self, num_new: int) -> None:
         self._drop_dead()
         num_kept = len(self)

@@ -18,6 +18,7 @@ from .errors import BufferEmptyError, FieldTypeError, SchemaError, UsageError
 from .fields import Field, Schema
 from .mini_batches import make_generator
 from .ring import RingStore
+from .samplers import uniform
 from .snapshot import Snapshotted, State
 
 _NAMES = ("states", "next_states")
@@ -120,7 +121,7 @@ class ReplayBuffer(Snapshotted):
     def _draw(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self._lock:
             self._delivery.wait_for_writes()
-            index = torch.randint(self.num_samples, (size,), generator=self.rng, device=self.rng.device)
+            index = uniform(self.num_samples, size, self.rng)
             found = self._ring.gather(index.to(self.device))
             return found["states"], found["next_states"]
 

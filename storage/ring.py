@@ -22,6 +22,7 @@ from .errors import UsageError
 from .fields import Schema
 from .held_steps import HeldSteps
 from .host_arrays import zeroed
+from .modes import lasting
 from .row_cut import RowCut, Rows, Target
 from .row_layout import Group, lay_out
 
@@ -40,6 +41,7 @@ class RingStore:
         num_guards: Rows that are kept twice, for windows across the end of the memory.
     """
 
+    @lasting
     def __init__(
         self, num_slots: int, num_lanes: int, schema: Schema, device: torch.device | str = "cpu", num_guards: int = 1
     ) -> None:

@@ -20,6 +20,7 @@ from .end_flags import Places, array_ends, end_places, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
 from .final_rows import FinalRows
+from .modes import lasting
 from .records import Key, RecordReader, Rows, declare, is_count, leaves, normal
 from .ring import RingStore
 from .samplers import generator_on
@@ -170,7 +171,7 @@ class RingBuffer:
                     state["final_keys"], state["final_columns"] = self._finals.live()
             return state
 
-    @torch.no_grad()
+    @lasting
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` of an equal buffer gave; nothing is changed if it does not fit.
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from .buffer_pool import BufferPool, Reused
+from .modes import lasting
 from .row_layout import Group, Part
 from .tree import unflatten
 
@@ -216,6 +217,7 @@ class RowCut:
         ready = self._ready[key] = Reused(num_bytes, make)
         return ready.take()
 
+    @lasting
     def _room(
         self, key: _Key, unit: np.dtype[Any], memory: npt.NDArray[np.uint8]
     ) -> tuple[Rows, list[npt.NDArray[Any]]]:

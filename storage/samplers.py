@@ -12,6 +12,9 @@ import torch
 
 from .errors import UsageError
 
+#: Up to so many rows 32 random bits are enough; so many more bits make any more of them ask for 64.
+_MAX_SHORT, _MORE_BITS = 1 << 20, 8
+
 
 def generator_on(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator:
     """Take a generator, seed a new one on `device`, or seed one once from torch's default generator."""
@@ -26,7 +29,19 @@ def generator_on(generator: torch.Generator | int | None, device: torch.device) 
 
 def uniform(num_rows: int, num_draws: int, generator: torch.Generator) -> torch.Tensor:
     """Draw indices below `num_rows` uniformly with replacement: `[num_draws]` int64."""
-    return torch.randint(num_rows, (num_draws,), generator=generator, device=generator.device)
+    return fill_uniform(torch.empty(num_draws, dtype=torch.int64, device=generator.device), num_rows, generator)
+
+
+def fill_uniform(out: torch.Tensor, num_rows: int, generator: torch.Generator, first: int = 0) -> torch.Tensor:
+    """Fill `out`, int64, with indices of `num_rows` from `first` on, uniformly but for one part in 4096; give it.
+
+    torch takes the remainder of 32 random bits for less than 2 ** 28 rows, so that the first ones would come oftener,
+    by up to `num_rows / 2 ** 32`. For more than 2 ** 20 it is asked for a number out of more, for which it takes 64.
+    """
+    if num_rows <= _MAX_SHORT:
+        return out.random_(first, first + num_rows, generator=generator)
+    out.random_(num_rows << _MORE_BITS, generator=generator).bitwise_right_shift_(_MORE_BITS)
+    return out.add_(first) if first else out
 
 
 def permutation(num_rows: int, generator: torch.Generator) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from .columns import Column, flatten_column
 from .errors import MissingFieldError, SchemaError, UsageError
 from .mini_batches import GENERATE
+from .modes import lasting
 from .rollout_storage import RolloutStorage
 from .snapshot import State
 from .transition import SarsaMiniBatch, Transition
@@ -47,6 +48,7 @@ class SarsaRolloutStorage(RolloutStorage):
 
     MiniBatch = SarsaMiniBatch
 
+    @lasting
     def __init__(
         self,
         *arguments: Any,

@@ -34,6 +34,7 @@ from .errors import (
     nearest,
 )
 from .fields import DTYPES, dtype_name
+from .modes import lasting
 from .records import COMPLEX_DTYPES
 
 FORMAT = "rollout-data snapshot"
@@ -174,6 +175,7 @@ class Snapshotted:
                 state.arguments, state.numbers, {name: x.detach().clone() for name, x in state.tensors.items()}
             )
 
+    @lasting
     def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a state whose arguments were checked; raise `SchemaError` if it is not whole."""
         with self._lock:

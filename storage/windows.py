@@ -3,7 +3,7 @@
 One rule: the age of a row is the number of rows since its trajectory began; a window of L rows
 that ends at row e is valid if and only if `age[e] >= L - 1` and its first row is live. No list of
 boundaries is kept or searched, so that neither writing nor drawing costs more in a larger ring.
-Only this file knows window bounds.
+Only this file knows window bounds, and `pairs.py` those of two rows.
 
 Draws are by rejection: candidates are uniform over a superset of what is valid, each is accepted
 if it is valid, and the first accepted ones are taken. Accepted candidates are independent and
@@ -22,8 +22,10 @@ import numpy.typing as npt
 import torch
 
 from .host_arrays import zeroed
+from .modes import lasting
 from .pairs import Pairs
 from .ring import RingStore
+from .samplers import fill_uniform, uniform
 from .segments import Segments
 
 #: (lane, row id of the window's last row) -> whether the window is valid.
@@ -47,6 +49,7 @@ class Boundaries:
             costs one synchronization per write.
     """
 
+    @lasting
     def __init__(self, ring: RingStore, keeps_segments: bool = False) -> None:
         self.ring = ring
         #: Of every slot and lane; time first, so that a step of many lanes is written in one piece.
@@ -213,19 +216,18 @@ class Boundaries:
         ring, share = self.ring, self.rejection.share
         slots, lanes, total = ring.num_slots, ring.num_lanes, ring.total
         num_live, back = (slots if total > slots else total), length - 1
-        # Enough but for four standard deviations; a multiple of some, so that few sizes are asked for.
-        spare = num_draws * (1 - share)
-        size = int((num_draws + spare + 4 * spare**0.5) / share + 8) // 8 * 8
+        # Four standard deviations more than are enough on average; a multiple of some, so that few sizes are asked for.
+        size = int((num_draws + 4 * (num_draws * (1 - share)) ** 0.5) / share + 8) // 8 * 8
         if size > _MAX_CANDIDATES or num_live <= back:
             return None
         candidates, index = self._candidates.get(size) or self._make_candidates(size)
         if back == 1:
             followed = self._find_pairs() if self._pairs is None else self._pairs.followed
-            candidates.random_(num_live * lanes, generator=generator)
+            fill_uniform(candidates, num_live * lanes, generator)
             index = index.compress(followed.take(index, mode="clip"))
         else:
             first = ((total - num_live) % slots + back) * lanes
-            candidates.random_(first, first + (num_live - back) * lanes, generator=generator)
+            fill_uniform(candidates, (num_live - back) * lanes, generator, first)
             index = index.compress(self._flat_ages.take(index, mode="wrap") >= back)
         num_valid = len(index)
         self.rejection.note(num_valid / size)
@@ -245,10 +247,11 @@ class Boundaries:
         self._pairs = Pairs(self.ring, self._arrays[0])
         return self._pairs.followed
 
+    @lasting
     def _make_candidates(self, size: int) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
         if len(self._candidates) >= _MAX_SIZES:
             self._candidates.clear()
-        candidates = torch.empty(size, dtype=torch.int64)
+        candidates = torch.empty(size, dtype=torch.int64, device="cpu")
         made = self._candidates[size] = candidates, candidates.numpy()
         return made
 
@@ -305,6 +308,8 @@ class Boundaries:
 
     def _note_many(self, ends: torch.Tensor, total: int) -> None:
         num_rows, slots = len(ends), self.ring.num_slots
+        if not num_rows:  # a buffer that was cleared is loaded
+            return
         ends = ends.to(self.ring.device)
         steps = torch.arange(1, num_rows + 1, dtype=torch.int32, device=self.ring.device).unsqueeze(1)
         # After row t: the number of rows up to the last end, 0 if none ended yet.
@@ -348,7 +353,7 @@ class Rejection:
         while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
             # A few percent more than needed on average: a second round costs more than they do.
             size = min(int(missing / self.share * 1.05) + 8, _MAX_CANDIDATES)
-            candidate = torch.randint(num_candidates, (size,), generator=generator, device=device)
+            candidate = uniform(num_candidates, size, generator)
             accepted = candidate[accept(candidate)]
             self.note(accepted.shape[0] / size)
             num_proposed += size
@@ -361,7 +366,7 @@ class Rejection:
         listed = _list(num_candidates, accept, device)
         if not len(listed):
             return None
-        found.append(listed[torch.randint(len(listed), (missing,), generator=generator, device=device)])
+        found.append(listed[uniform(len(listed), missing, generator)])
         return torch.cat(found)
 
 

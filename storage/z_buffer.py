@@ -26,6 +26,7 @@ from .column_files import (
 from .durable import existing_folder, replace_folder
 from .errors import BufferEmptyError, CorruptFileError, SchemaError, UsageError
 from .fields import DTYPES, Field, Schema, dtype_name
+from .modes import lasting
 from .records import is_count
 from .ring import RingStore
 from .samplers import generator_on, uniform
@@ -115,7 +116,7 @@ class ZBuffer:
             rows = self._ring.copy_slots(0, len(self))[_NAME].squeeze(1)
             return {**self._config(), "generator": self.generator.get_state().clone(), _NAME: rows}
 
-    @torch.no_grad()
+    @lasting
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` of an equal buffer gave; nothing is changed if it does not fit.
 

@@ -18,6 +18,7 @@ import torch
 
 from storage.buffer_pool import BufferPool
 from storage.errors import MissingFieldError, UsageError
+from storage.modes import lasting
 from storage.records import is_count
 from storage.tree import flatten, unflatten
 
@@ -51,6 +52,7 @@ class _Memory:
             self._map = larger
         self.words = self._view(capacity)
 
+    @lasting
     def _view(self, capacity: int) -> torch.Tensor:
         words = np.frombuffer(self._map, np.int32, capacity * self._width)
         return torch.from_numpy(words).view(capacity, self._width)

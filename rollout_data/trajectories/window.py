@@ -11,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from storage.modes import lasting
+from storage.samplers import fill_uniform, uniform
+
 from .index import Entry
 from .rows import TrajectoryLayout
 from .table import CACHED, Rows
@@ -55,12 +58,12 @@ class Window:
         # Trajectories that lie in a row are one run, so that few bounds are searched.
         starts = np.flatnonzero(np.diff(self.shift, prepend=self.shift[:1] - 1))
         self._run_ends, self._run_shift = self._ends[[*(starts[1:] - 1), -1]], self.shift[starts]
-        self._drawn = torch.empty(0, dtype=torch.int64)
+        self._drawn = _room(0)
         self._only_shift = int(self._run_shift[0]) if len(starts) == 1 else None
 
     def draw(self, number: int, rng: torch.Generator) -> tuple[Int64s, Int64s]:
         """Draw steps uniformly, with replacement: `[number]` trajectory (position here) and row (see `source`)."""
-        draws = torch.randint(self.num_samples, (number,), generator=rng).numpy()
+        draws = uniform(self.num_samples, number, rng).numpy()
         which = np.searchsorted(self._ends, draws, side="right")
         draws += self.shift[which]
         return which, draws
@@ -71,11 +74,11 @@ class Window:
         They are this window's own, and are drawn over the next time.
         """
         if len(self._drawn) != number:
-            self._drawn = torch.empty(number, dtype=torch.int64)
+            self._drawn = _room(number)
         shift = self._only_shift
         if shift is not None:
-            return self._drawn.random_(shift, shift + self.num_samples, generator=rng)
-        rows = self._drawn.random_(0, self.num_samples, generator=rng).numpy()
+            return fill_uniform(self._drawn, self.num_samples, rng, shift)
+        rows = fill_uniform(self._drawn, self.num_samples, rng).numpy()
         rows += self._run_shift[np.searchsorted(self._run_ends, rows, side="right")]
         return self._drawn
 
@@ -87,3 +90,8 @@ class Window:
                 if len(drawn):
                     return self.entries[int(drawn[0])]
         return None
+
+
+@lasting
+def _room(number: int) -> torch.Tensor:
+    return torch.empty(number, dtype=torch.int64, device="cpu")

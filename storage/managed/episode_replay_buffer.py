@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import SchemaError, UsageError
+from ..samplers import uniform
 from ..snapshot import State
 from ..tree import unflatten
 from .item_ids import SLOT, UNIQUE_ID, check_count, check_range, without_given
@@ -128,7 +129,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
             if not len(ends) or not ends[-1]:
                 longest = f"a longest episode of {lengths.max(initial=0)}"
                 raise UsageError("sample windows", f"from {self.name!r}", f"an episode of {length} steps", longest)
-            number = torch.randint(int(ends[-1]), (num_windows,), generator=self.rng, device=self.device).cpu().numpy()
+            number = uniform(int(ends[-1]), num_windows, self.rng).cpu().numpy()
             episode = ends.searchsorted(number, side="right")
             starts = np.array([one.first for one in self._episodes], np.int64)
             first = starts[episode] + number - np.concatenate([[0], ends])[episode]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..host_arrays import library, own
+from ..modes import lasting
 from ..sum_tree import BLOCK, SumTree
 
 _SHIFT = BLOCK.bit_length() - 1
@@ -25,6 +26,7 @@ class LeastWeight:
         tree: Whoever writes to it tells `note`.
     """
 
+    @lasting
     def __init__(self, tree: SumTree) -> None:
         self._blocks = tree.blocks_view()
         self._least = torch.full((self._blocks.shape[0],), inf, dtype=torch.float64, device=tree.device)

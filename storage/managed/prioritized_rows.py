@@ -15,6 +15,7 @@ import torch
 
 from ..errors import UsageError
 from ..host_arrays import column_of, own, tensor_of
+from ..modes import lasting
 from ..sum_tree import SumTree
 from .least_weight import LeastWeight
 
@@ -73,6 +74,7 @@ class PrioritizedRows:
         num_draws: Draws so far, which is how far beta has come.
     """
 
+    @lasting
     def __init__(self, capacity: int, rule: PriorityRule, device: torch.device | str = "cpu") -> None:
         self.rule = rule
         self.device = torch.device(device)

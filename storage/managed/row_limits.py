@@ -14,6 +14,7 @@ import torch
 
 from ..errors import UsageError
 from ..host_arrays import column_of, own
+from ..modes import lasting
 from ..sum_tree import MinTree
 
 #: `collected` of a row that does not say when; it is never stale.
@@ -34,6 +35,7 @@ class RowLimits:
         device: Where the counters are.
     """
 
+    @lasting
     def __init__(
         self,
         capacity: int,

@@ -21,7 +21,7 @@ from storage import (
     load_buffer,
     motion_priorities,
 )
-from storage.samplers import Weighted, mixture, permutation, recent
+from storage.samplers import Weighted, fill_uniform, mixture, permutation, recent, uniform
 
 MOTIONS = Path(__file__).parents[1] / "data" / "humenv"
 
@@ -88,6 +88,19 @@ def test_motion_priorities_follow_their_modes() -> None:
     for wrong in ({"mode": "expo"}, {"min_value": 3.0}):
         with pytest.raises(ValueError):
             motion_priorities(scores, **wrong)
+
+
+@pytest.mark.parametrize("num_rows", [3 << 26, 5 << 25, 1 << 20, (1 << 20) + 1, 3 << 40])
+def test_the_first_of_very_many_rows_come_no_oftener_than_the_last(num_rows: int) -> None:
+    generator, num_draws = torch.Generator().manual_seed(0), 1_000_000
+    # The rows that the remainder of 32 bits would favour, or some of them.
+    num_first = (1 << 32) % num_rows if num_rows < 1 << 32 else num_rows // 3
+    drawn = uniform(num_rows, num_draws, generator)
+    moved = fill_uniform(torch.empty(num_draws, dtype=torch.int64), num_rows, generator, first=7)
+    for found in (drawn, moved - 7):
+        assert int(found.min()) >= 0 and int(found.max()) < num_rows
+        share = num_first / num_rows
+        assert abs(int((found < num_first).sum()) - num_draws * share) <= 4 * (num_draws * share * (1 - share)) ** 0.5
 
 
 def test_samplers_draw_what_they_say() -> None:

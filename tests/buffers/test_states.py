@@ -256,3 +256,19 @@ def test_a_folder_that_is_replaced_while_its_config_is_read_loads(
 
     monkeypatch.setattr(column_files, "existing_folder", moved_at_first)
     assert len(load_buffer(tmp_path / "b")) == 4
+
+
+def test_a_buffer_that_was_cleared_is_loaded_empty_and_goes_on(tmp_path: Path) -> None:
+    buffer = DictBuffer(capacity=5, end_key="done", generator=0)
+    rows = {"x": torch.arange(7.0).view(-1, 1), "done": torch.zeros(7, 1, dtype=torch.bool)}
+    buffer.extend(rows)
+    buffer.clear()
+    buffer.save(tmp_path / "cleared")
+    of_state = DictBuffer(capacity=5, end_key="done", generator=1)
+    of_state.load_state_dict(buffer.state_dict())
+    for loaded in (of_state, DictBuffer.load(tmp_path / "cleared")):
+        assert loaded.empty()
+        loaded.extend(rows)
+        buffer.clear()
+        buffer.extend(rows)
+        assert torch.equal(loaded.get_full_buffer()["x"], buffer.get_full_buffer()["x"])
