@@ -79,7 +79,7 @@ class RolloutFileBase(IterableDataset, ABC):
         self.data_dir = data_dir
         self.num_envs = whole("num_envs", num_envs, 1, _MAX_ENVS)
         self._wanted_device = _as_device(device) if device is not None else None
-        self.all_env_ids = torch.arange(self.num_envs)
+        self.all_env_ids = torch.arange(self.num_envs, device="cpu")
         self._is_started = False
 
     @property

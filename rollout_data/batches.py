@@ -28,7 +28,7 @@ from .transition import Transition
 OBSERVATION, PRIVILEGED, ACTION, REWARD = "observation", "privileged_observation", "action", "reward"
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Gathered:
     def _allocate(self, num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
         shape = (num_rows, row_bytes // 4)
         if device.type == "cpu" and self.device.type == "cuda":
-            return torch.empty(shape, dtype=torch.int32, pin_memory=True)
+            return torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True)
         if device.type == "cpu":
             return self.reader.pool.empty(shape, torch.int32)
         return torch.empty(shape, dtype=torch.int32, device=device)

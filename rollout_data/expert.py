@@ -145,7 +145,7 @@ def _read_dataset(dataset: h5py.Dataset, path: Path) -> Any:
         raise CorruptFileError("read the dataset", where, "what can be read", str(cause)) from cause
     if array.dtype.kind == "f":
         array = array.astype(np.float32, copy=False)
-    tensor = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)))
+    tensor = torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C", ndmin=0))
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 

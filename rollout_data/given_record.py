@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from storage.errors import SchemaError, UsageError
+from storage.modes import as_given
 
 from .transition import Transition
 
@@ -50,10 +51,10 @@ def _recorded_done(batch: Transition) -> Any:
     """
     if batch.done is None or batch.is_first is None:
         return batch.done
-    done = torch.as_tensor(batch.done)
+    done = as_given(batch.done)
 
     def flag(name: str) -> torch.Tensor:
-        tensor = torch.as_tensor(getattr(batch, name))
+        tensor = as_given(getattr(batch, name))
         if tensor.numel() != done.numel():
             expected = f"shape {tuple(done.shape)} as of 'done'"
             raise SchemaError("add a record", f"with the flag {name!r}", expected, str(tuple(tensor.shape)))

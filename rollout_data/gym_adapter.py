@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from storage.errors import UsageError
+from storage.modes import as_given
 
 
 @dataclass
@@ -261,10 +262,10 @@ class PolicyAdapter:
     def __call__(self, observation: Any) -> Any:
         if not isinstance(self.policy, torch.nn.Module):
             return self.act(observation)
-        parameter = next(self.policy.parameters(), torch.zeros(()))
+        parameter = next(self.policy.parameters(), torch.zeros((), device="cpu"))
 
         def to_tensor(value: Any) -> torch.Tensor:
-            tensor = torch.as_tensor(value)
+            tensor = as_given(value)
             return tensor.to(parameter.device, parameter.dtype if tensor.is_floating_point() else tensor.dtype)
 
         return self.act(_mapped(to_tensor, observation))

@@ -104,7 +104,7 @@ class _Place:
     def __init__(self, key: _Key, num_bytes: int) -> None:
         self.key, self.num_bytes = key, num_bytes
         storage = torch.UntypedStorage._new_shared(_HEADER_BYTES + num_bytes)
-        self.memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         self.flags = self.memory[:_HEADER_BYTES].zero_().numpy()
         self._part: weakref.ref[np.ndarray] | None = None
 
@@ -154,7 +154,7 @@ class _Filling:
         self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if self._memory is not None and self.num_bytes <= self._size and num_bytes:
             return self._memory[start : start + num_bytes].view(dtype).view(tuple(shape))
-        tensor = torch.empty(tuple(shape), dtype=dtype)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         self._given.add(tensor.untyped_storage().data_ptr())
         return tensor
 
@@ -201,7 +201,7 @@ def _arrive(key: _Key, form: dict[str, Any], memory: torch.Tensor | None) -> dic
     def view(leaf: Any) -> Any:
         if not isinstance(leaf, _Spot):
             return leaf
-        return torch.empty(0, dtype=leaf.dtype).set_(storage, leaf.offset, leaf.shape, leaf.stride)
+        return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage, leaf.offset, leaf.shape, leaf.stride)
 
     arrived: dict[str, Any] = map_leaves(view, form)
     return arrived

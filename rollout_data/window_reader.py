@@ -293,7 +293,7 @@ def _joined_view(
     """Make a function that views raw fields that stand side by side as one; None where that cannot be."""
     first = fields[0]
     column = layout.columns[first.column]
-    row = torch.empty((1, column.row_bytes), dtype=torch.uint8)
+    row = torch.empty((1, column.row_bytes), dtype=torch.uint8, device="cpu")
     view = layout.joined_view([field.source for field in fields], row)
     if view is None or not isinstance(first.rows, slice):
         return None

@@ -58,6 +58,9 @@ class _Loadable(Protocol):
 
 
 _Class = TypeVar("_Class", bound=type[_Loadable])
+_Made = TypeVar("_Made")
+#: A folder that is saved anew each time while it is read is read so often; a read takes about as long as a save.
+_MAX_READS = 1000
 
 
 class UnknownBufferError(ForeignFileError, ValueError):
@@ -160,16 +163,28 @@ def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separ
 
 def load_buffer_folder(cls: type[_Buffer], path: str | os.PathLike[str], device: torch.device | str | None) -> _Buffer:
     """Make a buffer of what `save_buffer_folder`, or an earlier system, wrote."""
+    return load_one_save(path, lambda config: _load(cls, path, config, device))
+
+
+def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]], _Made]) -> _Made:
+    """Load a folder by its config; again, as long as another process saves meanwhile and the files are not of one save.
+
+    Args:
+        path: The folder.
+        load: Loads what a config says; raises if a file is of another save.
+    """
     config = read_config(path)
-    try:
-        with as_damage(path):
-            return _load(cls, path, config, device)
-    except RolloutDataError:
-        newer = read_config(path)
-        if newer.get(SAVE_ID) == config.get(SAVE_ID):
-            raise
-    with as_damage(path):  # another process saved meanwhile, and the files were not all of one save
-        return _load(cls, path, newer, device)
+    for _ in range(_MAX_READS):
+        try:
+            with as_damage(path):
+                return load(config)
+        except (RolloutDataError, OSError):
+            newer = read_config(path)
+            if newer.get(SAVE_ID) == config.get(SAVE_ID):
+                raise
+            config = newer
+    with as_damage(path):
+        return load(config)
 
 
 def _load(
@@ -201,7 +216,7 @@ def _load(
 
 def _column(file: ColumnFile, field: Field) -> torch.Tensor:
     """Read a dataset whole; none of its rows may be there."""
-    empty = torch.empty((0, *field.shape), dtype=field.torch_dtype)
+    empty = torch.empty((0, *field.shape), dtype=field.torch_dtype, device="cpu")
     return torch.cat([empty, *(part.clone() for _, part in file.chunks(field.name))])
 
 
@@ -223,7 +238,7 @@ def random_state(generator: torch.Generator) -> str:
 
 def restore_generator(generator: torch.Generator, state: str) -> None:
     """Set a generator's state, if it is one of the same kind (CUDA's are not the CPU's)."""
-    saved = torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8)
+    saved = torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8, device="cpu")
     if saved.shape == generator.get_state().shape:
         generator.set_state(saved)
 
@@ -274,7 +289,7 @@ def accepted_share(counters: Mapping[str, Any]) -> float:
 
 def oldest_ages(counters: Mapping[str, Any], num_lanes: int, most: int) -> torch.Tensor:
     """Give the ages of each lane's oldest row; in saves without them it begins its trajectory."""
-    ages = torch.tensor(counters.get("oldest_ages", [0] * num_lanes))
+    ages = torch.tensor(counters.get("oldest_ages", [0] * num_lanes), device="cpu")
     if ages.dtype is not torch.int64 or ages.shape != (num_lanes,) or not bool(((ages >= 0) & (ages <= most)).all()):
         expected = f"oldest_ages of {num_lanes} lanes, 0 to {most}"
         raise SchemaError("load a state", "", expected, repr(counters["oldest_ages"])[:100])

@@ -68,7 +68,7 @@ class BufferPool:
     def take(self, num_bytes: int) -> torch.Tensor:
         """Give `[num_bytes]` uint8 on the CPU with arbitrary content."""
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         # The slice holds its buffer, the tensor's storage holds the slice; the storage is exactly as large as asked.
         return torch.from_numpy(self._lend(num_bytes))
 
@@ -76,7 +76,7 @@ class BufferPool:
         """Give a contiguous tensor like `torch.empty(shape, dtype=dtype)`, from pooled memory."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return self.take(num_bytes).view(dtype).view(tuple(shape))
 
     def array(

@@ -107,7 +107,8 @@ def write_columns(
             step = max(1, CHUNK_BYTES // row_bytes)
             place = datasets[name].id.get_offset() or 0
             # Two rooms, for all chunks: fresh memory for each would cost as much as writing it.
-            rooms = [torch.empty((min(step, num_rows), *lead, *field.shape), dtype=field.torch_dtype) for _ in range(2)]
+            shape = (2, min(step, num_rows), *lead, *field.shape)
+            rooms = torch.empty(shape, dtype=field.torch_dtype, device="cpu")
             crc = 0
             for number, start in enumerate(range(0, num_rows, step)):
                 part = rooms[number % 2][: num_rows - start].copy_(read(name, start, min(start + step, num_rows)))

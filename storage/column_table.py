@@ -236,7 +236,7 @@ class ColumnTable:
         if isinstance(value, torch.Tensor):
             return value
         try:
-            return torch.as_tensor(value if isinstance(value, (int, float, bool)) else np.asarray(value))
+            return torch.as_tensor(value if isinstance(value, (int, float, bool)) else np.asarray(value), device="cpu")
         except (TypeError, ValueError, RuntimeError) as cause:
             got = type(value).__name__
             raise FieldTypeError(

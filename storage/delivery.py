@@ -33,7 +33,7 @@ class Delivery:
         if self.device.type != "cpu":
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if self.output_device.type == "cuda":
-            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
         return self._pool.empty(shape, dtype)
 
     def note_write(self) -> None:

@@ -51,7 +51,8 @@ class DictBuffer(RingBuffer):
     def storage(self) -> dict[str, Any]:
         """All slots of every field, `[capacity, *event]`, as a nested dict; {} before the first `extend`.
 
-        They share memory with the buffer, except with several environments, of which this is a copy.
+        They share memory with the buffer, except with several environments, of which this is a copy. They are for
+        reading: rows that are kept twice, and where trajectories end, do not follow what is written there.
         """
         with self._lock:
             ring = self._ring

@@ -7,6 +7,7 @@ leaves its episode, because its start is drawn among the starts that the episode
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .buffer_files import all_or_nothing, as_damage, can_load, device_for, random_state, restore_generator
+from .buffer_files import all_or_nothing, can_load, device_for, load_one_save, random_state, restore_generator
 from .column_files import (
     COLUMNS_NAME,
     CONFIG_NAME,
     OWN_NAMES,
+    SAVE_ID,
     ColumnFile,
     file_keys,
-    read_config,
     write_columns,
     write_config,
 )
@@ -30,7 +31,7 @@ from .durable import existing_folder, replace_folder
 from .episodes import Episodes, read_episodes
 from .errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
 from .fields import Schema
-from .modes import lasting
+from .modes import as_given, lasting
 from .prefix_sum import PrefixSum
 from .records import Key, declare, flat_name
 from .ring import RingStore
@@ -159,10 +160,13 @@ class TrajectoryDictBuffer:
             priorities: `[num]`, finite and >= 0.
             idxs: `[num]` episodes; of one that stands twice the last value counts. None for all.
         """
-        values = torch.as_tensor(priorities).detach().to("cpu", torch.float64).flatten()
-        places = torch.arange(self.num_episodes) if idxs is None else torch.as_tensor(idxs).detach().cpu().flatten()
+        values = as_given(priorities).detach().to("cpu", torch.float64).flatten()
+        everyone = torch.arange(self.num_episodes, device="cpu")
+        places = everyone if idxs is None else as_given(idxs).detach().cpu().flatten()
         action = "update priorities"
-        if len(values) != len(places) or (len(places) and (places.is_floating_point() or places.dtype is torch.bool)):
+        if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
+            raise UsageError(action, "", "integers as indices", str(places.dtype), "A mask has nonzero()")
+        if len(values) != len(places):
             raise UsageError(action, "", f"{len(places)} priorities, one per index", str(len(values)))
         for wrong, expected, shown in (
             (~torch.isfinite(values) | (values < 0), "finite priorities >= 0", values),
@@ -231,6 +235,7 @@ class TrajectoryDictBuffer:
                 "_is_full": True,
                 **self._config(),
                 "nested_key_separator": separator,
+                SAVE_ID: secrets.token_hex(8),
                 "priorities": self.priorities.tolist(),
                 "generator": random_state(self.generator),
             }
@@ -239,34 +244,38 @@ class TrajectoryDictBuffer:
             def read(name: str, first: int, last: int) -> torch.Tensor:
                 return self._ring.slots_view(name)[first:last, 0]
 
-            write_columns(new / COLUMNS_NAME, self._ring.schema, self.capacity, (), read, keys)
+            write_columns(new / COLUMNS_NAME, self._ring.schema, self.capacity, (), read, keys, config[SAVE_ID])
 
     @classmethod
     def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
         """Make a buffer from what `save` wrote; the device argument wins over the saved one."""
-        config = read_config(path)
-        with as_damage(path):
-            separator = config.get("nested_key_separator", "-")
-            missing = [name for name in ("lengths", "priorities", *_OPTIONS) if name not in config]
-            if missing:
-                raise CorruptFileError("load", repr(str(path)), f"{missing[0]!r} in its config.json", "none")
-            made = cls.__new__(cls)
-            made._lock, made.output_device = threading.RLock(), None
-            with ColumnFile(existing_folder(path) / COLUMNS_NAME, separator) as file:
-                if file.num_rows != sum(config["lengths"]):
-                    raise SchemaError("load", repr(str(path)), f"{sum(config['lengths'])} frames", f"{file.num_rows}")
-                options = {name: config[name] for name in _OPTIONS}
-                made._set_up(file.schema(1), config["lengths"], device_for(config.get("device"), device), options, None)
-                for name in file.names:
-                    for first, rows in file.chunks(name):
-                        made._ring.put_slots(first, {name: rows.unsqueeze(1)})
-            made._know(config)
-            made.priorities = torch.tensor(config["priorities"], dtype=torch.float32, device=made.device)
-            if made.priorities.shape != made.lengths.shape or not bool((made.priorities >= 0).all()):
-                expected = f"{made.num_episodes} priorities >= 0 in its config.json"
-                raise CorruptFileError("load", repr(str(path)), expected, str(config["priorities"])[:60])
-            restore_generator(made.generator, config.get("generator", ""))
-            return made
+        return load_one_save(path, lambda config: cls._of_save(path, config, device))
+
+    @classmethod
+    def _of_save(
+        cls: type[_Self], path: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
+    ) -> _Self:
+        separator = config.get("nested_key_separator", "-")
+        missing = [name for name in ("lengths", "priorities", *_OPTIONS) if name not in config]
+        if missing:
+            raise CorruptFileError("load", repr(str(path)), f"{missing[0]!r} in its config.json", "none")
+        made = cls.__new__(cls)
+        made._lock, made.output_device = threading.RLock(), None
+        with ColumnFile(existing_folder(path) / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
+            if file.num_rows != sum(config["lengths"]):
+                raise SchemaError("load", repr(str(path)), f"{sum(config['lengths'])} frames", f"{file.num_rows}")
+            options = {name: config[name] for name in _OPTIONS}
+            made._set_up(file.schema(1), config["lengths"], device_for(config.get("device"), device), options, None)
+            for name in file.names:
+                for first, rows in file.chunks(name):
+                    made._ring.put_slots(first, {name: rows.unsqueeze(1)})
+        made._know(config)
+        made.priorities = torch.tensor(config["priorities"], dtype=torch.float32, device=made.device)
+        if made.priorities.shape != made.lengths.shape or not bool((made.priorities >= 0).all()):
+            expected = f"{made.num_episodes} priorities >= 0 in its config.json"
+            raise CorruptFileError("load", repr(str(path)), expected, str(config["priorities"])[:60])
+        restore_generator(made.generator, config.get("generator", ""))
+        return made
 
     @lasting
     def _set_up(

@@ -90,7 +90,7 @@ def _take_apart(columns: dict[str, Any], motion_name: str) -> tuple[dict[str, An
         return columns, value, file_name
     if getattr(value, "ndim", 1) == 0:
         return {name: leaf for name, leaf in columns.items() if name != motion_name}, value.item(), file_name
-    first = torch.as_tensor(value)[:1].flatten().tolist()
+    first = torch.as_tensor(value, device="cpu")[:1].flatten().tolist()
     return columns, (first[0] if len(first) == 1 else first or None), file_name
 
 
@@ -99,7 +99,7 @@ def _read_one(reader: RecordReader, columns: dict[str, Any], end_name: str, numb
         raise UsageError(_ACTION, f"of episode {number}", "columns", "none")
     length = len(next(iter(columns.values())))
     if end_name not in columns:
-        columns = {**columns, end_name: torch.zeros((length, 1), dtype=torch.bool)}
+        columns = {**columns, end_name: torch.zeros((length, 1), dtype=torch.bool, device="cpu")}
     try:
         rows = reader.read(unflatten(columns))
     except SchemaError as error:

@@ -41,7 +41,7 @@ class HeldSteps:
         self.most = max(1, min(_MAX_STEPS, *limits))
         #: Steps that are held back, and the slot of the first.
         self.num, self.first = 0, 0
-        rooms = [torch.zeros((self.most, num_lanes, group.width), dtype=group.unit) for group in groups]
+        rooms = [torch.zeros((self.most, num_lanes, group.width), dtype=group.unit, device="cpu") for group in groups]
         self._moves = [(base.numpy(), room.numpy()) for base, room in zip(memory, rooms, strict=True)]
         self._steps: list[list[npt.NDArray[Any]]] = []
         for step in range(self.most):

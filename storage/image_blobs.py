@@ -82,7 +82,7 @@ class ExpectedFrames:
 
     def empty(self, lead: tuple[int, ...]) -> Any:
         if isinstance(self.dtype, torch.dtype):
-            return torch.empty((*lead, *self.shape), dtype=self.dtype)
+            return torch.empty((*lead, *self.shape), dtype=self.dtype, device="cpu")
         return np.empty((*lead, *self.shape), self.numpy_dtype)
 
     def checked(self, out: Any, lead: tuple[int, ...]) -> Any:

@@ -121,7 +121,7 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
         return generator
     if generator is not None and not isinstance(generator, Integral):
         raise UsageError("create a generator", "", "a torch.Generator, an int or None", repr(generator))
-    seed = int(torch.randint(2**63 - 1, ())) if generator is None else int(generator)
+    seed = int(torch.randint(2**63 - 1, (), device="cpu")) if generator is None else int(generator)
     return torch.Generator().manual_seed(seed)
 
 

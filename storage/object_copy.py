@@ -95,7 +95,8 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
                 start += run.room
             elif run.device.type == "cuda":
                 with torch.cuda.stream(streams[run.device]):
-                    copies |= _copy_run(run, torch.empty(run.num_bytes, dtype=torch.uint8, pin_memory=True))
+                    pinned = torch.empty(run.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                    copies |= _copy_run(run, pinned)
             else:
                 copies |= {id(tensor): tensor.detach().cpu() for tensor in run.tensors}
         for stream in streams.values():
@@ -137,7 +138,7 @@ def _copy_run(run: _Run, target: torch.Tensor) -> dict[int, torch.Tensor]:
     if run.start is None:
         tensor = run.tensors[0].detach()
         if not run.num_bytes:  # strides of no bytes cannot be viewed as another dtype
-            return {id(run.tensors[0]): torch.empty(tensor.shape, dtype=tensor.dtype)}
+            return {id(run.tensors[0]): torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")}
         return {id(run.tensors[0]): target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)}
     # torch copies wide elements a quarter faster than bytes.
     word = next(dtype for dtype in _WORDS if run.num_bytes % dtype.itemsize == 0)
@@ -147,7 +148,7 @@ def _copy_run(run: _Run, target: torch.Tensor) -> dict[int, torch.Tensor]:
     target.view(word).copy_(source, non_blocking=True)
     storage = target.untyped_storage()
     return {
-        id(tensor): torch.empty(0, dtype=tensor.dtype).set_(
+        id(tensor): torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             storage, tensor.storage_offset() - run.start // tensor.itemsize, tensor.shape, tensor.stride()
         )
         for tensor in run.tensors

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .errors import UsageError, nearest
+from .modes import as_given
 
 
 def _one_over_bin_size(scores: torch.Tensor) -> torch.Tensor:
@@ -48,7 +49,7 @@ def motion_priorities(
     if not min_value <= max_value:
         got = f"{min_value} and {max_value}"
         raise UsageError("turn scores into priorities", "", "min_value <= max_value", got)
-    values = torch.as_tensor(scores).detach()
+    values = as_given(scores).detach()
     if values.dim() != 1:
         raise UsageError("turn scores into priorities", "", "one score per trajectory, shape [E]", str(values.shape))
     values = values if values.is_floating_point() else values.to(torch.float32)

@@ -218,11 +218,7 @@ class RecordReader:
 
     def _tensor(self, name: str, value: Any) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
-            try:
-                value = torch.as_tensor(np.asarray(value))
-            except (TypeError, ValueError, RuntimeError) as cause:
-                got = type(value).__name__
-                raise FieldTypeError(_ACTION, f"with {name!r}", "a tensor or an array", got) from cause
+            value = as_tensor(value, _ACTION, f"with {name!r}")
         found = dense(name, value, _ACTION)
         if self.narrow and found.dtype == torch.float64:
             found = found.to(torch.float32)
@@ -267,13 +263,26 @@ def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
     return found
 
 
+def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
+    """View what is no tensor as one, on the CPU; copied where its bytes lie backwards or in the other order."""
+    try:
+        array = np.asarray(value)
+        if array.dtype.byteorder not in "=|" or any(stride < 0 for stride in array.strides):
+            array = np.array(array, array.dtype.newbyteorder("="), order="C")
+        return torch.as_tensor(array, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as cause:
+        got = f"{type(value).__name__}: {cause}"
+        raise FieldTypeError(action, where, "a tensor or an array of numbers", got) from cause
+
+
 def declare(name: str, value: torch.Tensor) -> Field:
     """Declare the field that a first leaf, `[n, lanes, *event]`, shows."""
     return make_field(name, value.shape[2:], value.dtype)
 
 
 def _array_dtype(field: Field) -> Any:
-    return None if field.torch_dtype is torch.bfloat16 else torch.empty(0, dtype=field.torch_dtype).numpy().dtype
+    is_known = field.torch_dtype is not torch.bfloat16
+    return torch.empty(0, dtype=field.torch_dtype, device="cpu").numpy().dtype if is_known else None
 
 
 def _fit(field: Field, value: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from .delivery import Delivery
 from .errors import BufferEmptyError, FieldTypeError, SchemaError, UsageError
 from .fields import Field, Schema
 from .mini_batches import make_generator
+from .modes import as_given
 from .ring import RingStore
 from .samplers import uniform
 from .snapshot import Snapshotted, State
@@ -89,7 +90,7 @@ class ReplayBuffer(Snapshotted):
     def _checked(self, name: str, value: Any) -> torch.Tensor:
         """Give `[n, *obs_dim]` float32 of what was handed in, or raise."""
         try:
-            x = torch.as_tensor(value)
+            x = as_given(value)
         except (TypeError, ValueError, RuntimeError) as cause:
             raise FieldTypeError("insert states", "", f"{name} as a tensor", type(value).__name__) from cause
         if not x.dim() or x.shape[1:] != self.obs_dim:

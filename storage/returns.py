@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .errors import FieldTypeError, SchemaError, UsageError, nearest
+from .modes import as_given
 from .scans import (
     Scalar,
     arrays,
@@ -265,7 +266,7 @@ def checked_factor(name: str, factor: Scalar, num_rewards: int) -> torch.Tensor:
 def _real_tensor(name: str, value: Any) -> torch.Tensor:
     """Give what a caller handed in as a dense tensor of real numbers; raise `FieldTypeError` if it is none."""
     try:
-        given = torch.as_tensor(value)
+        given = as_given(value)
     except (TypeError, ValueError, RuntimeError) as cause:
         got = type(value).__name__
         raise FieldTypeError("compute returns", "", f"{name} a number or a tensor of numbers", got) from cause

@@ -20,7 +20,7 @@ from .end_flags import Places, array_ends, end_places, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
 from .final_rows import FinalRows
-from .modes import lasting
+from .modes import as_given, lasting
 from .records import Key, RecordReader, Rows, declare, is_count, leaves, normal
 from .ring import RingStore
 from .samplers import generator_on
@@ -188,7 +188,7 @@ class RingBuffer:
             self._reader = self._new_reader()
             if "columns" not in state:
                 return
-            columns = {name: torch.as_tensor(leaf) for name, leaf in state["columns"].items()}
+            columns = {name: as_given(leaf) for name, leaf in state["columns"].items()}
             num_lanes, total = int(state["num_lanes"]), int(state["total"])
             lead = (min(total, self._num_slots), num_lanes)
             for name, leaf in columns.items():

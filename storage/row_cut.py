@@ -275,7 +275,7 @@ class RowCut:
         """Do the same on a device."""
         found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
         names = [[target.field for target in self.targets if target.row == row] for row in (0, 1)]
-        tensors = [torch.empty(0) if one is None else one.tensor for one in rows]
+        tensors = [torch.empty(0, device="cpu") if one is None else one.tensor for one in rows]
         for place, (group, wanted) in enumerate(zip(self._groups, self.wanted, strict=True)):
             if wanted[1] and not self._apart:
                 parts = group.pair_views(tensors[place], names[1], self._contiguous)

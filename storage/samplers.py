@@ -23,7 +23,7 @@ def generator_on(generator: torch.Generator | int | None, device: torch.device) 
             expected = f"one on {device.type}, where the rows are"
             raise UsageError("use the generator", "", expected, f"one on {generator.device}")
         return generator
-    seed = int(torch.randint(2**63 - 1, ())) if generator is None else int(generator)
+    seed = int(torch.randint(2**63 - 1, (), device="cpu")) if generator is None else int(generator)
     return torch.Generator(device).manual_seed(seed)
 
 

@@ -310,7 +310,7 @@ def _find(file: h5py.File, column: Mapping[str, Any], file_size: int, path: Path
 
 def _read_column(raw: Any, column: Mapping[str, Any], offset: int, path: Path) -> torch.Tensor:
     torch_dtype, _ = _DTYPES[column["dtype"]]
-    tensor = torch.empty(column["shape"], dtype=torch_dtype)
+    tensor = torch.empty(column["shape"], dtype=torch_dtype, device="cpu")
     data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
     raw.seek(offset)
     crc = 0

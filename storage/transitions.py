@@ -192,7 +192,7 @@ class TransitionSampler:
         """Replace the first row's reward by the discounted sum, and its end flags by the last step's."""
         request, name = self._request, self._reward_name
         steps = torch.arange(request.num_steps, device=first.device)
-        is_taken = steps < torch.as_tensor(num_steps).unsqueeze(1)
+        is_taken = steps < torch.as_tensor(num_steps, device=first.device).unsqueeze(1)
         # Steps that are not taken read the first row, which is always there, and weigh nothing.
         ids = torch.where(is_taken, first.unsqueeze(1) + steps, first.unsqueeze(1))
         places = self._ring.place(lane.unsqueeze(1).expand_as(ids), ids).flatten()
@@ -200,7 +200,8 @@ class TransitionSampler:
         rewards = rewards.view(*ids.shape, *rewards.shape[1:])
         weights = torch.where(is_taken, request.gamma**steps, 0).to(rewards.dtype)
         found[name] = (rewards * weights.view(*ids.shape, *[1] * (rewards.dim() - 2))).sum(1)
-        found["discount"] = (request.gamma ** torch.as_tensor(num_steps).to(torch.float32)).unsqueeze(1)
+        taken = torch.as_tensor(num_steps, dtype=torch.float32, device=first.device)
+        found["discount"] = (request.gamma**taken).unsqueeze(1)
         last = self._ring.place(lane, first + num_steps - 1)
         for end_name in self._end_names:
             found[end_name] = self._ring.column(end_name).index_select(0, last)

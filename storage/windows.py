@@ -266,7 +266,6 @@ class Boundaries:
         lane, last, age = self.segments.listed()
         oldest, total = self.ring.oldest, self.ring.total
         num_ended = len(lane)
-        beyond = torch.zeros_like(lane) if goes_on is None or not num_ended else goes_on(lane, last).long()
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             if not num_ended:
@@ -278,7 +277,7 @@ class Boundaries:
             its_lane = torch.where(is_open, of_lane, lane[place])
             its_last = torch.where(is_open, total - 1, last[place])
             num_rows = torch.where(is_open, self.next_ages[of_lane].long(), age[place])
-            more = torch.where(is_open, 0, beyond[place])
+            more = 0 if goes_on is None else (~is_open & goes_on(lane[place], last[place])).long()
             return its_lane, its_last + more, torch.minimum(num_rows, its_last - oldest + 1) + more
 
         def is_long_enough(candidate: torch.Tensor) -> torch.Tensor:

@@ -6,20 +6,21 @@ One rule: it is a ring with one field; whatever is added is detached and cast.
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from .buffer_files import all_or_nothing, as_damage, can_load, device_for, random_state, restore_generator
+from .buffer_files import all_or_nothing, can_load, device_for, load_one_save, random_state, restore_generator
 from .column_files import (
     COLUMNS_NAME,
     CONFIG_NAME,
     OWN_NAMES,
+    SAVE_ID,
     ColumnFile,
     file_keys,
-    read_config,
     write_columns,
     write_config,
 )
@@ -27,7 +28,7 @@ from .durable import existing_folder, replace_folder
 from .errors import BufferEmptyError, CorruptFileError, SchemaError, UsageError
 from .fields import DTYPES, Field, Schema, dtype_name
 from .modes import lasting
-from .records import is_count
+from .records import as_tensor, is_count
 from .ring import RingStore
 from .samplers import generator_on, uniform
 from .stream_order import StreamOrder
@@ -83,7 +84,7 @@ class ZBuffer:
     @torch.no_grad()
     def add(self, z: Any) -> None:
         """Append `[n, dim]` of any n; of more than fit the newest are kept."""
-        values = torch.as_tensor(z).detach()
+        values = (z if isinstance(z, torch.Tensor) else as_tensor(z, "add vectors", "")).detach()
         if values.dim() != 2 or values.shape[1] != self.dim or values.is_complex():
             raise SchemaError("add vectors", "", f"shape [n, {self.dim}]", f"{values.dtype} {list(values.shape)}")
         with self._lock:
@@ -140,31 +141,36 @@ class ZBuffer:
         with self._lock, replace_folder(folder, OWN_NAMES) as new:
             target = f"{type(self).__module__}.{type(self).__qualname__}"
             state = {"device": str(self.device), "generator": random_state(self.generator)}
-            write_config(new / CONFIG_NAME, {"__target__": target, **self._config(), **state})
+            save_id = secrets.token_hex(8)
+            write_config(new / CONFIG_NAME, {"__target__": target, **self._config(), **state, SAVE_ID: save_id})
 
             def read(name: str, first: int, last: int) -> torch.Tensor:
                 return self._ring.slots_view(name)[first:last, 0]
 
-            write_columns(new / COLUMNS_NAME, self._ring.schema, len(self), (), read, file_keys([_NAME], "-"))
+            write_columns(new / COLUMNS_NAME, self._ring.schema, len(self), (), read, file_keys([_NAME], "-"), save_id)
 
     @classmethod
     def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
         """Make a buffer from what `save` wrote; the device argument wins over the saved one."""
-        config = read_config(path)
-        with as_damage(path):
-            for key in ("capacity", "dim", "dtype", "total"):
-                if key not in config:
-                    raise CorruptFileError("load", repr(str(path)), f"{key!r} in its config.json", "none")
-            place = device_for(config.get("device"), device)
-            made = cls(config["capacity"], config["dim"], place, DTYPES[config["dtype"]][0])
-            with ColumnFile(existing_folder(path) / COLUMNS_NAME, "-") as file:
-                if file.num_rows > made.capacity or min(config["total"], made.capacity) != file.num_rows:
-                    raise SchemaError("load", repr(str(path)), f"at most {made.capacity} vectors", str(file.num_rows))
-                for first, rows in file.chunks(_NAME):
-                    made._ring.put_slots(first, {_NAME: rows.unsqueeze(1)})
-            made._ring.total = int(config["total"])
-            restore_generator(made.generator, config.get("generator", ""))
-            return made
+        return load_one_save(path, lambda config: cls._of_save(path, config, device))
+
+    @classmethod
+    def _of_save(
+        cls: type[_Self], path: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
+    ) -> _Self:
+        for key in ("capacity", "dim", "dtype", "total"):
+            if key not in config:
+                raise CorruptFileError("load", repr(str(path)), f"{key!r} in its config.json", "none")
+        place = device_for(config.get("device"), device)
+        made = cls(config["capacity"], config["dim"], place, DTYPES[config["dtype"]][0])
+        with ColumnFile(existing_folder(path) / COLUMNS_NAME, "-", config.get(SAVE_ID)) as file:
+            if file.num_rows > made.capacity or min(config["total"], made.capacity) != file.num_rows:
+                raise SchemaError("load", repr(str(path)), f"at most {made.capacity} vectors", str(file.num_rows))
+            for first, rows in file.chunks(_NAME):
+                made._ring.put_slots(first, {_NAME: rows.unsqueeze(1)})
+        made._ring.total = int(config["total"])
+        restore_generator(made.generator, config.get("generator", ""))
+        return made
 
     def _config(self) -> dict[str, Any]:
         sizes = {"capacity": self.capacity, "dim": self.dim, "dtype": dtype_name(self.dtype)}

@@ -18,7 +18,7 @@ import torch
 
 from storage.buffer_pool import BufferPool
 from storage.errors import MissingFieldError, UsageError
-from storage.modes import lasting
+from storage.modes import as_given, lasting
 from storage.records import is_count
 from storage.tree import flatten, unflatten
 
@@ -179,7 +179,7 @@ class TrajectoryCache:
             got = type(trajectory).__name__
             raise UsageError("cache the trajectory", str(trajectory_id), "a nested mapping of tensors", got)
         for name, leaf in flatten(trajectory).items():
-            tensor = torch.as_tensor(leaf) if isinstance(leaf, (torch.Tensor, np.ndarray)) else None
+            tensor = as_given(leaf) if isinstance(leaf, (torch.Tensor, np.ndarray)) else None
             if tensor is None or not tensor.ndim or not len(tensor):
                 got = type(leaf).__name__ if tensor is None else f"shape {list(tensor.shape)}"
                 raise UsageError("cache the trajectory", f"{trajectory_id}, key {name!r}", "rows [n, ...]", got)

@@ -189,7 +189,7 @@ class TrajectoryBlock:
         found: Rows = {}
         with naming(self.trajectory_id, self.path), open(self.path, "rb", buffering=0) as file:
             for name, width in self.layout.widths().items():
-                words = found[name] = torch.empty((self.num_rows, width), dtype=torch.int32)
+                words = found[name] = torch.empty((self.num_rows, width), dtype=torch.int32, device="cpu")
                 data: Any = words.view(-1).view(torch.uint8).numpy()
                 target, done = memoryview(data), 0
                 file.seek(self.offsets[name])
@@ -254,7 +254,8 @@ class MappedRows:
     def _gather_plainly(
         self, blocks: Sequence[TrajectoryBlock], which: Int64s, row: Int64s, columns: Sequence[str]
     ) -> Rows:
-        found = {name: torch.empty((len(which), self.layout.widths()[name]), dtype=torch.int32) for name in columns}
+        widths = self.layout.widths()
+        found = {name: torch.empty((len(which), widths[name]), dtype=torch.int32, device="cpu") for name in columns}
         for place in np.unique(which).tolist():
             chosen, block = np.flatnonzero(which == place), blocks[place]
             for name, out in found.items():

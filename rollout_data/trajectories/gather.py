@@ -81,7 +81,7 @@ class Gatherer:
                 rows = self._rows(window, cache, layout, which[chosen], row[chosen], layout.columns_of(wanted))
                 for name, part in layout.cut(rows, wanted, contiguous=False).items():
                     if name not in out:
-                        out[name] = torch.empty((len(which), *part.shape[1:]), dtype=part.dtype)
+                        out[name] = torch.empty((len(which), *part.shape[1:]), dtype=part.dtype, device="cpu")
                     signed(out[name])[torch.from_numpy(chosen)] = signed(part)
         return unflatten({name: out[name] for name in wanted})
 

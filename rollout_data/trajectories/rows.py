@@ -18,6 +18,7 @@ import torch
 from storage.buffer_pool import BufferPool
 from storage.errors import SchemaError
 from storage.fields import Field, Schema, dtype_name
+from storage.modes import as_given
 from storage.row_cut import RowCut, Target
 from storage.row_layout import Group, lay_out
 from storage.tree import flatten, unflatten
@@ -166,7 +167,7 @@ def take_apart(
         if isinstance(leaf, np.generic) or (isinstance(leaf, (np.ndarray, torch.Tensor)) and leaf.ndim == 0):
             leaf = leaf.item()
         if isinstance(leaf, (np.ndarray, torch.Tensor)):
-            tensors[name] = torch.as_tensor(leaf)
+            tensors[name] = as_given(leaf)
         elif isinstance(leaf, INFO_TYPES):
             info[name] = leaf
         elif leaf is not None:

@@ -253,7 +253,7 @@ def _tensor(name: str, leaf: Any) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
         array: npt.NDArray[Any] = np.asarray(leaf)
         array = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
-        leaf = torch.as_tensor(array)
+        leaf = torch.as_tensor(array, device="cpu")
     return dense(name, leaf, _ACTION)
 
 

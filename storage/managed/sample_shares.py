@@ -84,7 +84,8 @@ class SampleShares:
         size = check_count("sample", "batch_size", batch_size, 0)
         shares = {name: share for name, share in self._for_call(ratio).items() if share > 0}
         names, ends = list(shares), np.cumsum(list(shares.values()))
-        points = (np.arange(size) + torch.rand(size, dtype=torch.float64, generator=generator).numpy()) / max(size, 1)
+        drawn = torch.rand(size, dtype=torch.float64, generator=generator, device="cpu").numpy()
+        points = (np.arange(size) + drawn) / max(size, 1)
         places = np.minimum(np.searchsorted(ends, points * ends[-1], side="right"), len(names) - 1)
         counts = np.bincount(places, minlength=len(names)).tolist()
         return [names[place] for place in places], dict(zip(names, counts, strict=True))

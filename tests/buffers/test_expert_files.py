@@ -68,3 +68,8 @@ def test_a_list_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(CorruptFileError, match=r"^cannot read the motion list '.*list\.txt': expected UTF-8"):
         load_expert_trajectories(tmp_path / "list.txt", tmp_path, 2, "cpu")
+
+
+def test_one_value_for_a_whole_motion_is_its_id(tmp_path: Path) -> None:
+    loaded = load(tmp_path, lambda file: file["ep_0"].create_dataset("motion_id", data=7))
+    assert loaded.motion_ids == [7]

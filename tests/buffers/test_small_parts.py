@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from storage import (
     load_buffer,
     motion_priorities,
 )
+from storage.errors import FieldTypeError, UsageError
 from storage.samplers import Weighted, fill_uniform, mixture, permutation, recent, uniform
 
 MOTIONS = Path(__file__).parents[1] / "data" / "humenv"
@@ -273,3 +275,26 @@ def test_the_global_random_state_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state) and (np.random.get_state()[1] == numpy_state).all()
     same = [TrajectoryDictBuffer([{"observation": torch.rand(9, 1)}], "cpu", generator=5) for _ in range(2)]
     assert torch.equal(*(torch.stack([each.start_idx]) for each in same))
+
+
+@pytest.mark.parametrize("array", [np.arange(12.0)[::-1], np.arange(12, dtype=">i4"), np.arange(24)[::-2]])
+def test_arrays_whose_bytes_lie_backwards_are_taken(array: Any) -> None:
+    rows = array.reshape(-1, 3)
+    buffer = DictBuffer(capacity=10)
+    buffer.extend({"image": rows})
+    assert np.array_equal(buffer.get_full_buffer()["image"].numpy(), rows)
+    vectors = ZBuffer(10, 3)
+    vectors.add(rows)
+    assert np.array_equal(vectors.state_dict()["z"].numpy(), rows.astype(np.float32))
+
+
+@pytest.mark.parametrize("add", [lambda x: DictBuffer(capacity=9).extend({"x": x}), lambda x: ZBuffer(9, 3).add(x)])
+def test_an_array_that_holds_no_numbers_is_refused_with_the_reason(add: Any) -> None:
+    with pytest.raises(FieldTypeError, match="an array of numbers, got ndarray: can't convert"):
+        add(np.array([[None, 1, 2]], dtype=object))
+
+
+def test_indices_that_are_no_integers_are_refused_as_that() -> None:
+    episodes = [{"observation": torch.zeros(3, 1)}] * 2
+    with pytest.raises(UsageError, match=r"expected integers as indices, got torch\.bool\. A mask has nonzero"):
+        TrajectoryDictBuffer(episodes).update_priorities([1.0, 2.0], [True, False])

@@ -16,8 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from storage import DictBuffer, SchemaError, buffer_files, column_files, load_buffer
-from storage.errors import RolloutDataError
+from storage import (
+    DictBuffer,
+    SchemaError,
+    TrajectoryDictBuffer,
+    ZBuffer,
+    buffer_files,
+    column_files,
+    load_buffer,
+)
+from storage.errors import CorruptFileError, RolloutDataError
 
 from .test_persistence import MAKERS
 
@@ -272,3 +280,67 @@ def test_a_buffer_that_was_cleared_is_loaded_empty_and_goes_on(tmp_path: Path) -
         buffer.clear()
         buffer.extend(rows)
         assert torch.equal(loaded.get_full_buffer()["x"], buffer.get_full_buffer()["x"])
+
+
+def motions(number: int) -> TrajectoryDictBuffer:
+    """Make episodes whose every value, id and priority says which save they are of."""
+    episodes = [{"observation": torch.full((4, 3), float(number)), "motion_id": torch.full((4, 1), number)}] * 3
+    made = TrajectoryDictBuffer(episodes, generator=0)
+    made.update_priorities([1.0, 1.0, 1.0 + number])
+    return made
+
+
+def vectors(number: int) -> ZBuffer:
+    made = ZBuffer(10 + number, 3, generator=0)
+    made.add(torch.full((10 + number, 3), float(number)))
+    return made
+
+
+def finals(number: int) -> DictBuffer:
+    made = DictBuffer(capacity=10 + number, end_key="done", generator=0)
+    rows = {"observation": torch.full((4, 3), float(number)), "done": torch.ones(4, 1, dtype=torch.bool)}
+    made.extend(rows, final={"observation": rows["observation"]})
+    return made
+
+
+def number_of(loaded: Any) -> set[float]:
+    """Collect the numbers of the saves that a loaded buffer is of."""
+    if isinstance(loaded, TrajectoryDictBuffer):
+        rows = loaded.get_full_buffer()["observation"].flatten().tolist()
+        return {*rows, *map(float, loaded.motion_ids), round(float(loaded.priorities[2] / loaded.priorities[0]) - 1, 3)}
+    if isinstance(loaded, ZBuffer):
+        return {*loaded.sample(50).flatten().tolist(), float(loaded.capacity - 10)}
+    batch = loaded.sample_transitions(50)
+    rows = [*batch["observation"].flatten().tolist(), *batch["next"]["observation"].flatten().tolist()]
+    return {*rows, float(loaded.capacity - 10)}
+
+
+@pytest.mark.parametrize("make", [motions, vectors, finals])
+def test_what_is_loaded_while_another_saves_is_of_one_save(tmp_path: Path, make: Callable[[int], Any]) -> None:
+    folder, stop = tmp_path / "saved", threading.Event()
+    savers = [make(number) for number in (1, 2)]
+    savers[0].save(folder)
+
+    def save_in_turn() -> None:
+        while not stop.is_set():
+            for saver in savers:
+                saver.save(folder)
+
+    thread = threading.Thread(target=save_in_turn)
+    thread.start()
+    try:
+        seen = [number_of(load_buffer(folder)) for _ in range(40)]
+    finally:
+        stop.set()
+        thread.join()
+    assert all(len(numbers) == 1 for numbers in seen)
+
+
+@pytest.mark.parametrize("make", [motions, vectors, finals])
+def test_files_of_two_saves_are_refused(tmp_path: Path, make: Callable[[int], Any]) -> None:
+    for number in (1, 2):
+        make(1).save(tmp_path / str(number))
+    config = (tmp_path / "2" / "config.json").read_bytes()
+    (tmp_path / "1" / "config.json").write_bytes(config)
+    with pytest.raises(CorruptFileError, match="a file of the save"):
+        load_buffer(tmp_path / "1")

@@ -1,11 +1,12 @@
-"""What is made, written or drawn in inference mode, as policies run, is written and drawn outside of it later.
+"""Every class gives the same whatever torch is set to around its calls: inference mode, another default device.
 
-The same calls are made outside only, and with some of them in inference mode; they give the same.
+What is made, written or drawn in inference mode, as policies run, is written and drawn outside of it later; and what
+is asked for on the CPU is there, though tensors are made elsewhere by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -88,8 +89,9 @@ def rings() -> dict[str, list[Call]]:
             lambda buffer: buffer.sample(8),
             lambda buffer: buffer.sample(12, seq_length=3),
         )
+    episodes = [steps(4), steps(5)]
     calls["expert"] = [
-        lambda _: TrajectoryDictBuffer([steps(4), steps(5)], seq_length=2, end_key="end", generator=0),
+        lambda _: TrajectoryDictBuffer(episodes, seq_length=2, end_key="end", generator=0),
         lambda buffer: buffer.sample(8),
         lambda buffer: buffer.update_priorities([0.1, 0.9], [0, 1]),
         lambda buffer: buffer.sample(8),
@@ -214,6 +216,38 @@ def test_calls_in_inference_mode_give_what_they_give_outside(name: str, turn: st
     }[turn]
     for inside in chosen:
         assert [_frozen(result) for result in _made(calls, inside)] == expected, sorted(inside)
+
+
+class Elsewhere:
+    """An object whose methods are called while tensors are made on another device by default."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._made)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._made, name)
+        if not callable(found):
+            return found
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            with torch.device("meta"):
+                result = found(*arguments, **options)
+                return list(result) if isinstance(result, Iterator) else result
+
+        return called
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_where_tensors_are_made_by_default_changes_nothing(name: str) -> None:
+    first, *others = CALLS[name]
+    expected = [_frozen(result) for result in _made(CALLS[name], set())]
+    with torch.device("meta"):
+        made = first(None)
+    assert [_frozen(call(Elsewhere(made))) for call in others] == expected
 
 
 def _made(calls: list[Call], inside: set[int]) -> list[Any]:
