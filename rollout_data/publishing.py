@@ -8,7 +8,6 @@ published, because what follows would have a gap.
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +77,7 @@ class BlockPublisher:
         self.frames_per_chunk: int | None = None
         self._worker = BackgroundWorker(f"writer {writer!r}", max_pending=max_pending)
         self._worker.submit(lambda: None)  # starts the thread: while the interpreter exits none can be started
-        self._free_blocks = threading.Semaphore(max(1, max_pending - 1))
+        self._num_others = max(0, max_pending - 2)  # that may be pending when another one is submitted
         self._failure: BaseException | None = None
         self._is_awaited = False
         self._num_blocks = self._num_uncached = 0
@@ -92,17 +91,14 @@ class BlockPublisher:
         """
         # A Ctrl-C in here changes nothing: the steps stay staged.
         with self._waiting():
-            while not self._free_blocks.acquire(timeout=_CHECK_S):
-                self.raise_failure()  # what would have freed a place may have been discarded behind a failure
+            while not self._worker.wait_for_room(self._num_others, _CHECK_S):
+                self.raise_failure()
         try:
             staging.is_sealed = True
             self._worker.submit(partial(self._publish, staging, num_accepted))
         except BackgroundError as error:
             self._keep(error)
             self.raise_failure()
-        except BaseException:  # Ctrl-C: a place that is lost would make close() wait for ever
-            self._free_blocks.release()
-            raise
         if self._is_synchronous:
             self.settle()
 
@@ -159,24 +155,21 @@ class BlockPublisher:
         self._failure = self._failure or error.__cause__ or error
 
     def _publish(self, staging: Staging, num_accepted: int) -> None:
-        try:
-            if staging.is_published:
-                return
-            staging.is_published = True
-            content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
-            content.codecs, content.frames_per_chunk = self._codecs, self.frames_per_chunk
-            if len(content.fragments):
-                self._journal.announce(self._sequence, num_accepted)
-                write_block(self._folder, content, self._durable, in_haste=lambda: self._is_awaited)
-                self._sequence += 1
-                self._num_blocks += 1
-                self._num_uncached += 1
-            self._carry = carry
-            self._journal.publish(num_accepted)
-            if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
-                self._save_index()
-        finally:
-            self._free_blocks.release()
+        if staging.is_published:
+            return
+        staging.is_published = True
+        content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
+        content.codecs, content.frames_per_chunk = self._codecs, self.frames_per_chunk
+        if len(content.fragments):
+            self._journal.announce(self._sequence, num_accepted)
+            write_block(self._folder, content, self._durable, in_haste=lambda: self._is_awaited)
+            self._sequence += 1
+            self._num_blocks += 1
+            self._num_uncached += 1
+        self._carry = carry
+        self._journal.publish(num_accepted)
+        if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
+            self._save_index()
 
     def _save_index(self) -> None:
         """Renew the index cache; it is an accelerator, so that a failure only warns."""

@@ -13,15 +13,15 @@ import secrets
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from storage.buffer_pool import BufferPool
-from storage.errors import ClosedError, DataFileError, RolloutDataError, RolloutDataWarning, UsageError
+from storage.errors import BackgroundError, ClosedError, DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 from storage.fields import Schema
 
 from .block_header import DATA, DROPPED, OPEN, layouts_of
@@ -94,7 +94,7 @@ class RolloutWriter:
         success_only: bool = False,
         frames_per_chunk: int | None = None,
     ) -> None:
-        self._closed = True
+        self._closed, self._is_ended = True, False
         name = secrets.token_hex(4) if writer_name is None else writer_name
         counts = {"block_bytes": block_bytes, "max_pending_blocks": max_pending_blocks}
         counts |= {} if frames_per_chunk is None else {"frames_per_chunk": frames_per_chunk}
@@ -217,31 +217,29 @@ class RolloutWriter:
         self._publisher.raise_failure()
 
     def close(self) -> None:
-        """Publish everything, mark trajectories in progress as open, stop. May be called twice.
+        """Publish everything, mark trajectories in progress as open, stop. May be called twice, also after a Ctrl-C.
 
         Raises:
             BackgroundError: A block could not be written; what was published before is intact.
         """
-        if self._closed:
+        if self not in _open_writers:
             return
-        try:
-            if not self._publisher.has_failed():
+        self._closed = True
+        with suppress(BackgroundError):  # raised below; a Ctrl-C leaves all steps, to be published by the next call
+            if not self._is_ended and not self._publisher.has_failed():
                 self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
                 self._hand_over()
-        finally:
-            self._publisher.close()
-            self._journal.close()
-            self._num_nonfinite = self.num_nonfinite_rewards
-            self._closed, self._staging = True, None
-            _open_writers.discard(self)
+                self._is_ended = True
+        self._publisher.close()
+        self._journal.close()
+        self._num_nonfinite, self._staging = self.num_nonfinite_rewards, None
+        _open_writers.discard(self)
         self._publisher.raise_failure()
 
     def __enter__(self) -> RolloutWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

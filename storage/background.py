@@ -38,18 +38,20 @@ class BackgroundWorker:
         self._num_accepted = self._num_ended = 0
         self._closed = False
         self._failure: BaseException | None = None
-        self._changed = threading.Condition()
+        #: Entered by itself: at the end of `Condition.__enter__`, which is Python, a Ctrl-C would leave it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
 
     @property
     def num_pending(self) -> int:
         """Jobs that were accepted and have not ended."""
-        with self._changed:
+        with self._lock:
             return self._num_accepted - self._num_ended
 
     def submit(self, job: _Job) -> None:
         """Queue `job`; block while the queue is full; raise an earlier job's failure instead."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise ClosedError("queue a job", f"for {self.name}", "an open worker", "a closed one")
             self._changed.wait_for(lambda: len(self._jobs) < self.max_pending or self._failure is not None)
@@ -60,35 +62,45 @@ class BackgroundWorker:
             self._num_accepted += 1
             self._changed.notify_all()
 
+    def wait_for_room(self, num_pending: int, timeout: float) -> bool:
+        """Wait until at most so many jobs are pending; tell whether they are, or the time is over."""
+        with self._lock:
+            return self._changed.wait_for(lambda: self._num_accepted - self._num_ended <= num_pending, timeout)
+
     def check(self) -> None:
         """Raise an earlier job's failure, if there is one."""
         if self._failure is not None:  # asked often, and nearly always there is none: no lock for that
-            with self._changed:
+            with self._lock:
                 self._raise_failure()
 
     def drain(self) -> None:
         """Wait until every job accepted before this call has ended; raise the failure of any."""
-        with self._changed:
+        with self._lock:
             num_accepted = self._num_accepted
             self._changed.wait_for(lambda: self._num_ended >= num_accepted)
             self._raise_failure()
 
     def close(self) -> None:
         """Run what was accepted, stop the thread, raise the failure of any job. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         _open_workers.discard(self)
-        with self._changed:
+        with self._lock:
             self._raise_failure()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         _open_workers.add(self)
-        self._thread.start()
+        try:
+            self._thread = thread
+            thread.start()
+        except BaseException:  # a Ctrl-C: if it runs after all it finds that another is wanted
+            self._thread = None
+            raise
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -97,7 +109,9 @@ class BackgroundWorker:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
+                if self._thread is not threading.current_thread():
+                    return
                 self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
                 if not self._jobs:
                     return
@@ -109,7 +123,7 @@ class BackgroundWorker:
             except BaseException as error:  # noqa: BLE001 - handed to the consumer, never swallowed
                 failure = error
             del job
-            with self._changed:
+            with self._lock:
                 self._num_ended += 1
                 if failure is not None:
                     self._failure = self._failure or failure

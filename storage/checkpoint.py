@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,14 @@ class AsyncCheckpointSaver:
         # Memory of earlier copies is used again: fresh memory would make copying several times slower.
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
         self._tasks: deque[_Task] = deque()
-        self._num_accepted = 0
+        self._numbers = count()
         #: Numbers of those that have not ended: waiting, being copied or being written.
         self._pending: set[int] = set()
         self._is_closed = False
         self._failure: CheckpointError | None = None
-        self._changed = threading.Condition()
+        #: Entered by itself: at the end of `Condition.__enter__`, which is Python, a Ctrl-C would leave it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._worker = BackgroundWorker("checkpoints", max_pending=1 << 30)  # how many may wait is decided here
         self._compression = new_worker()
         _open_savers.add(self)
@@ -154,18 +157,18 @@ class AsyncCheckpointSaver:
         text = None if meta is None else _to_json(meta, target)
         if compress:
             target = target.with_name(target.name + SUFFIX)
-        number = self._take_place(target)
-        task = None
+        number, task = next(self._numbers), None
         try:
+            self._take_place(target, number)
             with self._monitor.timer("checkpoint/copy"):
                 task = _Task(copy_object(obj, self._pool), target, level if compress else None, text, number)
             if compress:
                 self._compression.submit(_nothing)  # starts the thread: while the interpreter exits none can be
-            with self._changed:
+            with self._lock:
                 self._tasks.append(task)
             self._worker.submit(self._save_next)
         except BaseException:  # Ctrl-C too: `wait` would wait for ever for what was never handed over
-            with self._changed:
+            with self._lock:
                 if task is not None and task in self._tasks:
                     self._tasks.remove(task)
             self._end_one(number, None)
@@ -182,7 +185,7 @@ class AsyncCheckpointSaver:
             WaitTimeoutError: It took longer; nothing is given up.
             CheckpointError: A save failed.
         """
-        with self._changed:
+        with self._lock:
             own = self._pending.copy()
             if not self._changed.wait_for(lambda: own.isdisjoint(self._pending), timeout):
                 got = f"{len(own & self._pending)} not written yet"
@@ -198,22 +201,22 @@ class AsyncCheckpointSaver:
         Raises:
             CheckpointError: A save failed.
         """
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify_all()
         if wait:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: not self._pending)
             self._worker.close()
             self._compression.close()
             self._pool.clear()
             _open_savers.discard(self)
-        with self._changed:
+        with self._lock:
             self._raise_failure()
 
-    def _take_place(self, target: Path) -> int:
-        """Wait until one more may be saved; give its number."""
-        with self._changed:
+    def _take_place(self, target: Path, number: int) -> None:
+        """Wait until one more may be saved, which then is pending."""
+        with self._lock:
             self._check(target)
             # One is being written and does not wait.
             while len(self._pending) > self.max_queue_size:
@@ -228,9 +231,7 @@ class AsyncCheckpointSaver:
                 else:
                     self._changed.wait()
                     self._check(target)
-            self._num_accepted += 1
-            self._pending.add(self._num_accepted)
-            return self._num_accepted
+            self._pending.add(number)
 
     def _check(self, target: Path) -> None:
         if self._is_closed:
@@ -243,13 +244,13 @@ class AsyncCheckpointSaver:
             raise failure
 
     def _end_one(self, number: int, failure: CheckpointError | None) -> None:
-        with self._changed:
+        with self._lock:
             self._pending.discard(number)
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def _save_next(self) -> None:
-        with self._changed:
+        with self._lock:
             if not self._tasks:
                 return  # it was given up
             task = self._tasks.popleft()

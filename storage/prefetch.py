@@ -75,14 +75,22 @@ class _Channel:
     def __init__(self, size: int) -> None:
         self._size = size
         self._items: deque[Any] = deque()
-        self._changed = threading.Condition()
-        self._is_stopped = False
+        #: Entered by itself: at the end of `Condition.__enter__`, which is Python, a Ctrl-C would leave it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._is_stopped = self.has_begun = False
         #: Items that the producer has begun, and that the consumer has got.
         self.num_begun = self.num_got = 0
 
+    def begin(self) -> bool:
+        """Note that the producer runs; False if it need not."""
+        with self._lock:
+            self.has_begun = not self._is_stopped
+            return self.has_begun
+
     def put(self, item: Any) -> None:
         """Append an item, waiting for room; `_Stopped` if the consumer has left."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: len(self._items) < self._size or self._is_stopped)
             if self._is_stopped:
                 raise _Stopped
@@ -90,7 +98,7 @@ class _Channel:
             self._changed.notify_all()
 
     def get(self) -> Any:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: bool(self._items) or self._is_stopped)
             if self._is_stopped:
                 raise _Stopped
@@ -104,7 +112,7 @@ class _Channel:
         return max(0, self.num_begun - self.num_got)
 
     def stop(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
             self._items.clear()
             self._changed.notify_all()
@@ -167,10 +175,15 @@ class PipelinedDataCollector(Generic[T]):
             channel = _Channel(self.prefetch_count)
             producer = _Producer(self.iterable, self.device, self.pin, self.transform, self.stamp, channel)
             thread = threading.Thread(target=producer.run, name="prefetch", daemon=True)
-            self._current = channel, thread
-            _running[thread] = channel
-            thread.start()
-        return PrefetchedItems(self, channel, thread)
+            try:
+                items = PrefetchedItems(self, channel, thread)  # first: whatever comes now, dropping it ends the thread
+                self._current = channel, thread
+                _running[thread] = channel
+                thread.start()
+            except BaseException:  # a Ctrl-C: nothing goes on
+                channel.stop()
+                raise
+        return items
 
     def close(self) -> None:
         """Stop the iteration that is going on, if any, and wait for the item being made. Idempotent."""
@@ -223,6 +236,8 @@ class _Producer:
         self._transform, self._stamp, self._channel = transform, stamp, channel
 
     def run(self) -> None:
+        if not self._channel.begin():
+            return
         try:
             self._produce()
             self._channel.put((None, _END, None, None))
@@ -267,7 +282,8 @@ _running: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKe
 
 def _stop(channel: _Channel, thread: threading.Thread) -> None:
     channel.stop()
-    if thread is not threading.current_thread():  # which the garbage collector may have chosen
+    # The garbage collector may have chosen the thread itself, and a Ctrl-C the time before it was started.
+    if thread is not threading.current_thread() and channel.has_begun:
         thread.join()
 
 

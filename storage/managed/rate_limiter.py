@@ -60,7 +60,9 @@ class RateLimiter:
         #: The largest insertion and draw so far, which say what tolerance is needed.
         self._largest = [1, 1]
         self._is_closed = False
-        self._changed = threading.Condition()
+        #: Entered by itself: at the end of `Condition.__enter__`, which is Python, a Ctrl-C would leave it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def balance(self) -> float:
@@ -77,36 +79,36 @@ class RateLimiter:
 
     def may_sample(self, num_items: int = 1) -> bool:
         """Tell whether a draw would pass at once; nothing is counted."""
-        with self._changed:
+        with self._lock:
             return self._may_sample(_checked(num_items))
 
     def may_insert(self, num_items: int = 1) -> bool:
         """Tell whether an insertion would pass at once; nothing is counted."""
-        with self._changed:
+        with self._lock:
             return self._may_insert(_checked(num_items))
 
     def undo(self, num_inserted: int = 0, num_sampled: int = 0) -> None:
         """Take back what was let pass and then did not happen."""
-        with self._changed:
+        with self._lock:
             self.num_inserted -= num_inserted
             self.num_sampled -= num_sampled
             self._changed.notify_all()
 
     def close(self) -> None:
         """Wake up and refuse whoever waits; nobody waits any more. May be called twice."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify_all()
 
     def reset(self) -> None:
         """Forget all counts."""
-        with self._changed:
+        with self._lock:
             self.num_inserted = self.num_sampled = 0
             self._changed.notify_all()
 
     def snapshot(self) -> dict[str, int | float]:
         """Give the counts, the balance and the ratio so far as plain numbers."""
-        with self._changed:
+        with self._lock:
             inserted = self.num_inserted
             ratio = self.num_sampled / inserted if inserted else 0.0
             return {
@@ -118,7 +120,7 @@ class RateLimiter:
 
     def state_dict(self) -> dict[str, int]:
         """Give the counts."""
-        with self._changed:
+        with self._lock:
             return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +128,7 @@ class RateLimiter:
         found = {name: state.get(name) for name in _STATE}
         if not all(isinstance(value, int) and value >= 0 for value in found.values()):
             raise UsageError("load a limiter's state", "", f"counts {', '.join(_STATE)}", repr(state))
-        with self._changed:
+        with self._lock:
             for name, value in found.items():
                 setattr(self, name, value)
             self._changed.notify_all()
@@ -146,7 +148,7 @@ class RateLimiter:
     def _pass(self, num_items: int, kind: int, may: Any) -> bool:
         num_items = _checked(num_items)
         limit = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        with self._changed:
+        with self._lock:
             self._check_tolerance(kind, num_items)
             while not may(num_items):
                 left = None if limit is None else limit - time.monotonic()
