@@ -266,7 +266,9 @@ def checked_factor(name: str, factor: Scalar, num_rewards: int) -> torch.Tensor:
 def _real_tensor(name: str, value: Any) -> torch.Tensor:
     """Give what a caller handed in as a dense tensor of real numbers; raise `FieldTypeError` if it is none."""
     try:
-        given = as_given(value)
+        # A number of Python's, whatever the default dtype is: in half precision 0.99 is another discount.
+        is_number = isinstance(value, float)
+        given = torch.tensor(value, dtype=torch.float64, device="cpu") if is_number else as_given(value)
     except (TypeError, ValueError, RuntimeError) as cause:
         got = type(value).__name__
         raise FieldTypeError("compute returns", "", f"{name} a number or a tensor of numbers", got) from cause

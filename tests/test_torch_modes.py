@@ -250,6 +250,26 @@ def test_where_tensors_are_made_by_default_changes_nothing(name: str) -> None:
     assert [_frozen(call(Elsewhere(made))) for call in others] == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_discount_is_the_same_number_whatever_the_default_dtype_is(dtype: torch.dtype) -> None:
+    def returns() -> Any:
+        storage = make_storage(4, 4)
+        for step in range(4):
+            storage.add_transitions(transitions[step])
+        storage.compute_returns(last_values, 0.99, 0.95, truncation="value")
+        return storage.returns, storage.advantages
+
+    time_outs = torch.tensor([True, False, True, False])
+    transitions = [make_transition(step, 4, done=time_outs, time_outs=time_outs) for step in range(4)]
+    last_values = torch.ones(4)
+    expected = _frozen(returns())
+    torch.set_default_dtype(dtype)
+    try:
+        assert _frozen(returns()) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def _made(calls: list[Call], inside: set[int]) -> list[Any]:
     """Give what each call gives; those `inside` are made in inference mode."""
     made, results = None, []
