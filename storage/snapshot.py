@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class State:
     tensors: dict[str, torch.Tensor]
 
 
-class Snapshotted:
+class Snapshotted(ABC):
     """Gives a store `state_dict`, `load_state_dict`, `save` and `load`.
 
     A subclass says in `_get_state` what it is and takes it back in `_set_state`; both hold its lock.
@@ -79,16 +80,16 @@ class Snapshotted:
         super().__init_subclass__(**options)
         STORES[cls.__name__] = cls
 
+    @abstractmethod
     def _get_state(self) -> State:
         """Take this apart; the tensors may share memory with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a state with equal arguments; the tensors are on this device and ours to keep.
 
         What does not fit raises before anything is changed.
         """
-        raise NotImplementedError
 
     @classmethod
     def _from_arguments(cls: type[_Store], arguments: Mapping[str, Any], device: torch.device) -> _Store:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ class _Refused(Exception):
     """There is not enough to sample."""
 
 
-class ManagedBuffer(Snapshotted, ABC):
+class ManagedBuffer(Snapshotted):
     """Items by row, under one lock.
 
     Args:

@@ -321,3 +321,15 @@ def test_i18_every_storage_has_the_attributes_that_its_methods_read(tmp_path):
         assert type(load_store(tmp_path / cls.__name__)) is cls
     ReplayBuffer(3, 4).save(tmp_path / "replay")
     assert type(load_store(tmp_path / "replay", device="cpu")) is ReplayBuffer
+
+
+def test_a_store_that_does_not_say_what_it_is_cannot_be_made() -> None:
+    class Nameless(snapshots.Snapshotted):
+        def _get_state(self) -> snapshots.State:
+            return snapshots.State({}, {}, {})
+
+    try:
+        with pytest.raises(TypeError, match=r"abstract method '?_set_state'?"):
+            Nameless()
+    finally:
+        del snapshots.STORES["Nameless"]
