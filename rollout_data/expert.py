@@ -16,6 +16,7 @@ import torch
 
 from storage import TrajectoryDictBuffer
 from storage.errors import CorruptFileError, DataFileError, FieldTypeError, UnsafeFileError, UsageError
+from storage.host_arrays import viewable
 
 #: Turns the array under `observation` into nested observations.
 ObsMapper = Callable[[torch.Tensor], Mapping[str, Any]]
@@ -145,7 +146,7 @@ def _read_dataset(dataset: h5py.Dataset, path: Path) -> Any:
         raise CorruptFileError("read the dataset", where, "what can be read", str(cause)) from cause
     if array.dtype.kind == "f":
         array = array.astype(np.float32, copy=False)
-    tensor = torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C", ndmin=0))
+    tensor = torch.from_numpy(viewable(array))
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 

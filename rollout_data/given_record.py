@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from storage.errors import SchemaError, UsageError
-from storage.modes import as_given
+from storage.host_arrays import as_given
 
 from .transition import Transition
 

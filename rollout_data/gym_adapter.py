@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from storage.errors import UsageError
-from storage.modes import as_given
+from storage.host_arrays import as_given
 
 
 @dataclass

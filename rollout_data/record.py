@@ -16,6 +16,7 @@ import torch
 
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 from storage.fields import Field, Schema, dtype_name
+from storage.host_arrays import viewable
 from storage.tree import check_same_names, flatten
 
 from .given_record import items_of
@@ -202,10 +203,7 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     except ValueError as cause:
         raise SchemaError("take the value of", repr(name), "an array", str(cause)) from cause
     dtype_name(array.dtype, f"of {name!r}")
-    is_odd = any(stride < 0 or stride % array.itemsize for stride in array.strides)
-    if is_odd or not array.dtype.isnative or not array.flags.writeable:
-        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-    return torch.from_numpy(array)
+    return torch.from_numpy(viewable(array))
 
 
 def declare(tensors: Mapping[str, torch.Tensor], num_lead: int, parts: ObservationParts) -> Schema:

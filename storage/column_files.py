@@ -24,6 +24,7 @@ from .checksums import crc32
 from .durable import existing_folder
 from .errors import CorruptFileError, DataFileError, SchemaError, UnsafeFileError
 from .fields import Field, Schema, dtype_name
+from .host_arrays import viewable
 from .records import make_field
 
 COLUMNS_NAME, CONFIG_NAME, FINALS_NAME = "buffer.hdf5", "config.json", "finals.hdf5"
@@ -261,7 +262,7 @@ class ColumnFile:
         parts = self._raw_chunks(dataset, step, add_up, pool) if is_plain else _decoded_chunks(dataset, step, add_up)
         for start, part, crc_so_far in parts:
             crc = crc_so_far
-            tensor = torch.from_numpy(np.ascontiguousarray(part.astype(part.dtype.newbyteorder("="), copy=False)))
+            tensor = torch.from_numpy(viewable(part))
             yield start, tensor.view(torch.bfloat16) if is_bfloat16 else tensor
         if expected is not None and crc != int(expected):
             raise CorruptFileError("load", f"{name!r} of {str(self.path)!r}", f"checksum {expected:08x}", f"{crc:08x}")

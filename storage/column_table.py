@@ -17,6 +17,7 @@ from .buffer_pool import BufferPool
 from .columns import Column, schema_of
 from .errors import FieldTypeError, MissingFieldError, SchemaError
 from .fields import Field, Schema
+from .host_arrays import as_given
 from .modes import lasting
 from .tree import check_same_names, flatten, unflatten
 
@@ -236,7 +237,7 @@ class ColumnTable:
         if isinstance(value, torch.Tensor):
             return value
         try:
-            return torch.as_tensor(value if isinstance(value, (int, float, bool)) else np.asarray(value), device="cpu")
+            return as_given(value if isinstance(value, (int, float, bool)) else np.asarray(value))
         except (TypeError, ValueError, RuntimeError) as cause:
             got = type(value).__name__
             raise FieldTypeError(

@@ -31,7 +31,8 @@ from .durable import existing_folder, replace_folder
 from .episodes import Episodes, read_episodes
 from .errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
 from .fields import Schema
-from .modes import as_given, lasting
+from .host_arrays import as_given
+from .modes import lasting
 from .prefix_sum import PrefixSum
 from .records import Key, declare, flat_name
 from .ring import RingStore

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .buffer_pool import MIN_POOLED_BYTES, BufferPool
@@ -63,3 +64,21 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
         torch.index_select(source, 0, index, out=out)
     else:
         source.take(index, axis=0, out=out, mode="clip")  # "raise" would copy twice
+
+
+def as_given(value: Any) -> torch.Tensor:
+    """View what a caller gave as a tensor: a tensor where it is, anything else on the CPU.
+
+    `torch.as_tensor` alone moves even a tensor to the default device, if there is one.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.as_tensor(viewable(value) if isinstance(value, np.ndarray) else value, device="cpu")
+
+
+def viewable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Give an array that torch can view: itself, or a copy if it is backwards, unaligned, byte-swapped or read-only."""
+    is_odd = any(stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides)
+    if not is_odd and array.dtype.isnative and array.flags.writeable:
+        return array
+    return np.array(array, array.dtype.newbyteorder("="), order="C")

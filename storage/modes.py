@@ -1,15 +1,14 @@
 """What a class keeps is made alike in every mode that the caller may be in.
 
-One rule: tensors that outlive a call are made outside of inference mode, and where they were asked for. torch lets
-nobody write to those made inside it once it is over, and whoever collects in inference mode makes the first call there
-and the next one elsewhere; and it moves even a tensor to the default device, if there is one, in `torch.as_tensor`.
+One rule: tensors that outlive a call are made outside of inference mode. torch lets nobody write to those made inside
+it once it is over, and whoever collects in inference mode makes the first call there and the next one elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -26,8 +25,3 @@ def lasting(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
             return function(*arguments, **options)
 
     return made
-
-
-def as_given(value: Any) -> torch.Tensor:
-    """View what a caller gave as a tensor: a tensor where it is, anything else on the CPU."""
-    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .errors import UsageError, nearest
-from .modes import as_given
+from .host_arrays import as_given
 
 
 def _one_over_bin_size(scores: torch.Tensor) -> torch.Tensor:

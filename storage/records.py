@@ -19,6 +19,7 @@ import torch
 
 from .errors import FieldTypeError, MissingFieldError, SchemaError
 from .fields import DTYPES, Field, Schema, dtype_name
+from .host_arrays import as_given
 from .tree import check_same_names
 
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
@@ -264,12 +265,9 @@ def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
 
 
 def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
-    """View what is no tensor as one, on the CPU; copied where its bytes lie backwards or in the other order."""
+    """View what is no tensor as one, on the CPU."""
     try:
-        array = np.asarray(value)
-        if array.dtype.byteorder not in "=|" or any(stride < 0 for stride in array.strides):
-            array = np.array(array, array.dtype.newbyteorder("="), order="C")
-        return torch.as_tensor(array, device="cpu")
+        return as_given(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as cause:
         got = f"{type(value).__name__}: {cause}"
         raise FieldTypeError(action, where, "a tensor or an array of numbers", got) from cause

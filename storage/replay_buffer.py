@@ -16,8 +16,8 @@ import torch
 from .delivery import Delivery
 from .errors import BufferEmptyError, FieldTypeError, SchemaError, UsageError
 from .fields import Field, Schema
+from .host_arrays import as_given
 from .mini_batches import make_generator
-from .modes import as_given
 from .ring import RingStore
 from .samplers import uniform
 from .snapshot import Snapshotted, State

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .errors import FieldTypeError, SchemaError, UsageError, nearest
-from .modes import as_given
+from .host_arrays import as_given
 from .scans import (
     Scalar,
     arrays,

@@ -20,7 +20,8 @@ from .end_flags import Places, array_ends, end_places, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
 from .final_rows import FinalRows
-from .modes import as_given, lasting
+from .host_arrays import as_given
+from .modes import lasting
 from .records import Key, RecordReader, Rows, declare, is_count, leaves, normal
 from .ring import RingStore
 from .samplers import generator_on

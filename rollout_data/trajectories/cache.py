@@ -18,7 +18,8 @@ import torch
 
 from storage.buffer_pool import BufferPool
 from storage.errors import MissingFieldError, UsageError
-from storage.modes import as_given, lasting
+from storage.host_arrays import as_given
+from storage.modes import lasting
 from storage.records import is_count
 from storage.tree import flatten, unflatten
 

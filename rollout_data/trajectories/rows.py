@@ -18,7 +18,7 @@ import torch
 from storage.buffer_pool import BufferPool
 from storage.errors import SchemaError
 from storage.fields import Field, Schema, dtype_name
-from storage.modes import as_given
+from storage.host_arrays import as_given
 from storage.row_cut import RowCut, Target
 from storage.row_layout import Group, lay_out
 from storage.tree import flatten, unflatten

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..errors import FieldTypeError, SchemaError
 from ..fields import Field, Schema
+from ..host_arrays import as_given
 from ..records import dense, make_field
 from ..ring import RingStore
 from ..stream_order import StreamOrder
@@ -251,9 +251,7 @@ def _declare(name: str, leaf: Any, num_lead: int) -> Field:
 
 def _tensor(name: str, leaf: Any) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
-        array: npt.NDArray[Any] = np.asarray(leaf)
-        array = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
-        leaf = torch.as_tensor(array, device="cpu")
+        leaf = as_given(np.asarray(leaf))
     return dense(name, leaf, _ACTION)
 
 

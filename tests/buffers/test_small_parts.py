@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -13,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_data import load_expert_trajectories
+from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage import (
     DictBuffer,
+    NaiveReplayBuffer,
     PrefixSum,
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
@@ -24,6 +27,7 @@ from storage import (
 )
 from storage.errors import FieldTypeError, UsageError
 from storage.samplers import Weighted, fill_uniform, mixture, permutation, recent, uniform
+from tests.storage.rollouts import make_storage, make_transition
 
 MOTIONS = Path(__file__).parents[1] / "data" / "humenv"
 
@@ -277,15 +281,52 @@ def test_the_global_random_state_is_left_alone() -> None:
     assert torch.equal(*(torch.stack([each.start_idx]) for each in same))
 
 
-@pytest.mark.parametrize("array", [np.arange(12.0)[::-1], np.arange(12, dtype=">i4"), np.arange(24)[::-2]])
-def test_arrays_whose_bytes_lie_backwards_are_taken(array: Any) -> None:
-    rows = array.reshape(-1, 3)
-    buffer = DictBuffer(capacity=10)
-    buffer.extend({"image": rows})
-    assert np.array_equal(buffer.get_full_buffer()["image"].numpy(), rows)
-    vectors = ZBuffer(10, 3)
-    vectors.add(rows)
-    assert np.array_equal(vectors.state_dict()["z"].numpy(), rows.astype(np.float32))
+def backwards() -> np.ndarray:
+    return np.arange(12.0, dtype=np.float32)[::-1].reshape(4, 3)
+
+
+def swapped() -> np.ndarray:
+    return np.arange(12, dtype=">f4").reshape(4, 3)
+
+
+def unaligned() -> np.ndarray:
+    return np.zeros(4, [("flag", "u1"), ("x", "f4", 3)])["x"]
+
+
+def read_only() -> np.ndarray:
+    array = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("make", [backwards, swapped, unaligned, read_only])
+def test_arrays_that_torch_cannot_view_are_taken_everywhere(make: Any, tmp_path: Path) -> None:
+    array = make()
+    buffer, vectors, items = DictBuffer(capacity=10), ZBuffer(10, 3), NaiveReplayBuffer(10, generator=0)
+    buffer.extend({"image": array})
+    vectors.add(array)
+    items.push([{"x": array}])
+    storage = make_storage(4, 1)
+    storage.add_transitions(make_transition(0, 4, observations=array))
+    replay = TrajectoryReplayBuffer(seed=0)
+    replay.add({"x": array.reshape(4, 1, 3), "rewards": torch.zeros(4, 1, 1)})
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.attrs["num_episodes"] = 1
+        file["ep_0/observation"] = array
+    (tmp_path / "list.txt").write_text("a.h5\n")
+    motions = load_expert_trajectories(tmp_path / "list.txt", tmp_path, 1, "cpu")
+    found = [
+        buffer.get_full_buffer()["image"],
+        vectors.state_dict()["z"],
+        items.sample(1)[0]["x"],
+        storage.observations[0],
+        motions.get_full_buffer()["observation"],
+    ]
+    assert all(np.array_equal(np.asarray(x), array) for x in found)
+    assert {tuple(row) for row in replay.sample(50)["x"].reshape(-1, 3).tolist()} <= {
+        tuple(row) for row in array.tolist()
+    }
 
 
 @pytest.mark.parametrize("add", [lambda x: DictBuffer(capacity=9).extend({"x": x}), lambda x: ZBuffer(9, 3).add(x)])
