@@ -40,6 +40,7 @@ _ALIASES = {
 }
 #: Parts of other records that a recording does not repeat: they follow from the rest.
 _DERIVED = {"next_observation", "next_observations", "next_privileged_observation", "is_first", "hidden_states"}
+_NOT_OURS = _DERIVED | set(_ALIASES)
 
 
 @dataclass(eq=False)  # not frozen: for each step that would take four times as long
@@ -103,6 +104,8 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
 
     Names are brought to ours ("actions" -> "action"); None means not given.
     """
+    if transition is None and _NOT_OURS.isdisjoint(keywords):  # as in most steps of most loops
+        return {name: value for name, value in keywords.items() if value is not None}
     merged: dict[str, Any] = {}
     for source in (items_of(transition), keywords):
         for name, value in source.items():

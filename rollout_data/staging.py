@@ -81,8 +81,11 @@ class Staging:
         start, count = self.num_steps, rollout.num_steps
         self._data.put(start, rollout.fields)
         bits = _bits(rollout, drop_terminated)
-        self._bits[start : start + count] = bits
-        self._times_ns[start : start + count] = time_ns if count == 1 else time_ns + np.arange(count)
+        if count == 1:
+            self._bits[start], self._times_ns[start] = bits[0], time_ns
+        else:
+            self._bits[start : start + count] = bits
+            self._times_ns[start : start + count] = time_ns + np.arange(count)
         finals = self._put_finals(rollout)
         # From here on the steps exist.
         version = rollout.policy_version
