@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from storage.prefetch import PipelinedDataCollector
+from storage.duplicates import Unique
+from storage.errors import UsageError
+from storage.prefetch import PipelinedDataCollector, PrefetchedItems
 
 from .resume import Position, position_of, state_at
 from .transition import Transition
@@ -16,30 +18,34 @@ if TYPE_CHECKING:
     from .rollout_dataset import RolloutDataset
 
 
-class PrefetchedBatches:
+class PrefetchedBatches(Unique):
     """Iterate over a dataset while a thread reads ahead; made by `RolloutDataset.prefetch`.
 
     Iteration continues where the dataset stands. While it goes on, the dataset belongs to the
-    thread: do not read from it. After leaving the loop the dataset is put back to what was delivered.
+    thread: do not read from it; a second iteration is refused (`UsageError`). After leaving the loop, or
+    `close()`, the dataset is put back to what was delivered.
     """
 
     def __init__(self, dataset: RolloutDataset, num_batches: int = 2, device: torch.device | str | None = None) -> None:
         self.dataset = dataset
         self._delivered: Position | None = None
+        self._items: PrefetchedItems[Any] | None = None
         target = torch.device(device) if device is not None else dataset.device
         self._collector: PipelinedDataCollector[Any] = PipelinedDataCollector(_Reader(dataset), target, num_batches)
 
     def __iter__(self) -> Iterator[Transition]:
+        if self.dataset._lent_to is not None:
+            advice = "Leave that loop or close() it, or make another dataset"
+            raise UsageError("prefetch", "from a dataset", "no other thread that reads ahead of it", "one", advice)
         self.dataset._ensure_started()
         self._delivered = position_of(self.dataset)
-        items = iter(self._collector)
+        items = self._items = self.dataset._lent_to = iter(self._collector)
         try:
             for batch, position in items:
                 self._delivered = position.value
                 yield batch
         finally:
-            items.close()
-            self.dataset._go_to(self._delivered)
+            self._end(items)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands after the last delivered batch; see `RolloutDataset.state_dict`."""
@@ -49,7 +55,17 @@ class PrefetchedBatches:
 
     def close(self) -> None:
         """Stop reading ahead. Idempotent."""
+        if self._items is not None:
+            self._end(self._items)
         self._collector.close()
+
+    def _end(self, items: PrefetchedItems[Any]) -> None:
+        """End an iteration, unless it has ended and the dataset belongs to another one."""
+        items.close()
+        if self.dataset._lent_to is items:
+            assert self._delivered is not None
+            self.dataset._go_to(self._delivered)
+            self.dataset._lent_to = None
 
 
 class _Boxed:

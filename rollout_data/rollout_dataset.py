@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from storage.errors import DatasetExhausted, RolloutDataError, UsageError, nearest
+from storage.prefetch import PrefetchedItems
 
 from .base import RolloutFileBase, whole
 from .batches import BatchOptions, BatchReader
@@ -129,6 +130,7 @@ class RolloutDataset(RolloutFileBase):
         }
         self._frame_rate_hz = frame_rate_hz
         self._epoch = 0
+        self._lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
         self._forget()
 
     def _forget(self) -> None:
@@ -146,12 +148,13 @@ class RolloutDataset(RolloutFileBase):
     def __getstate__(self) -> dict[str, Any]:
         """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
         state = self.__dict__.copy()
-        for name in ("_source", "_dealer", "_deal", "_reader", "_readahead", "_state"):
+        for name in ("_source", "_dealer", "_deal", "_reader", "_readahead", "_state", "_lent_to"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._lent_to = None
         self._forget()
         self._saved = state["_saved"]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from storage.checkpoint_files import as_path
+from storage.duplicates import Unique
 from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.monitors import PerformanceMonitor
 from storage.records import Key
@@ -33,7 +34,7 @@ from .trajectories.saving import TrajectorySaver
 _UNTIMED = nullcontext()
 
 
-class TrajectoryReplayBuffer:
+class TrajectoryReplayBuffer(Unique):
     """Keep trajectories of `[T, B, ...]` tensors and sample their steps, from any thread.
 
     Args:

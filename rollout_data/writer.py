@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from storage.buffer_pool import BufferPool
+from storage.duplicates import Unique
 from storage.errors import BackgroundError, ClosedError, DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 from storage.fields import Schema
 
@@ -36,7 +37,7 @@ from .tally import Tally
 from .writer_arguments import check_arguments
 
 
-class RolloutWriter:
+class RolloutWriter(Unique):
     """Record `[num_envs, ...]` steps or `[T, num_envs, ...]` rollouts into a data folder.
 
     Args:

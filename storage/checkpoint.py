@@ -32,6 +32,7 @@ from .checkpoint_files import (
     load_checkpoint_parallel,
     write_checkpoint,
 )
+from .duplicates import Unique
 from .errors import BackgroundError, ClosedError, RolloutDataError, UsageError, WaitTimeoutError, nearest
 from .lz4_frames import check_level, new_worker
 from .monitors import PerformanceMonitor
@@ -72,7 +73,7 @@ class _Task:
     future: Future[Path] = field(default_factory=Future)
 
 
-class AsyncCheckpointSaver:
+class AsyncCheckpointSaver(Unique):
     """Save checkpoints in the background.
 
     Args:

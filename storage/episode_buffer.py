@@ -27,6 +27,7 @@ from .column_files import (
     write_columns,
     write_config,
 )
+from .duplicates import Duplicable
 from .durable import existing_folder, replace_folder
 from .episodes import Episodes, read_episodes
 from .errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
@@ -47,7 +48,7 @@ _Self = TypeVar("_Self", bound="TrajectoryDictBuffer")
 
 
 @can_load
-class TrajectoryDictBuffer:
+class TrajectoryDictBuffer(Duplicable):
     """Expert episodes, sampled as windows of consecutive frames.
 
     Args:
@@ -260,8 +261,7 @@ class TrajectoryDictBuffer:
         missing = [name for name in ("lengths", "priorities", *_OPTIONS) if name not in config]
         if missing:
             raise CorruptFileError("load", repr(str(path)), f"{missing[0]!r} in its config.json", "none")
-        made = cls.__new__(cls)
-        made._lock, made.output_device = threading.RLock(), None
+        made = cls._bare(None)
         with ColumnFile(existing_folder(path) / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
             if file.num_rows != sum(config["lengths"]):
                 raise SchemaError("load", repr(str(path)), f"{sum(config['lengths'])} frames", f"{file.num_rows}")
@@ -276,6 +276,22 @@ class TrajectoryDictBuffer:
             expected = f"{made.num_episodes} priorities >= 0 in its config.json"
             raise CorruptFileError("load", repr(str(path)), expected, str(config["priorities"])[:60])
         restore_generator(made.generator, config.get("generator", ""))
+        return made
+
+    @classmethod
+    def _bare(cls: type[_Self], output_device: torch.device | None) -> _Self:
+        """Make one without episodes, to which they are given next."""
+        made = cls.__new__(cls)
+        made._lock, made.output_device = threading.RLock(), output_device
+        return made
+
+    def _recipe(self) -> dict[str, Any]:
+        return {"device": self.device, "output_device": self.output_device}
+
+    @classmethod
+    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
+        made = cls._bare(recipe["output_device"])
+        made.device, made.generator = recipe["device"], generator_on(0, recipe["device"])
         return made
 
     @lasting

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from .duplicates import Unique
 from .errors import UsageError
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ class _Channel:
         return self._is_stopped
 
 
-class PipelinedDataCollector(Generic[T]):
+class PipelinedDataCollector(Unique, Generic[T]):
     """Iterate over `iterable` with up to `prefetch_count` items made ahead by a thread.
 
     Args:
@@ -192,7 +193,7 @@ class PipelinedDataCollector(Generic[T]):
                 _stop(*self._current)
 
 
-class PrefetchedItems(Iterator[T]):
+class PrefetchedItems(Unique, Iterator[T]):
     """One iteration of a `PipelinedDataCollector`; dropping it, or leaving its loop, stops the producer."""
 
     def __init__(self, collector: PipelinedDataCollector[T], channel: _Channel, thread: threading.Thread) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from .buffer_files import accepted_share, all_or_nothing, load_buffer_folder, oldest_ages, save_buffer_folder
+from .duplicates import Duplicable
 from .end_flags import Places, array_ends, end_places, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
@@ -32,7 +33,7 @@ from .windows import Boundaries
 _Self = TypeVar("_Self", bound="RingBuffer")
 
 
-class RingBuffer:
+class RingBuffer(Duplicable):
     """Rows on a ring under one lock: everything but how they are given back.
 
     Args:
@@ -245,6 +246,15 @@ class RingBuffer:
             "narrow": self.narrow,
             "contiguous": self.contiguous,
         }
+
+    def _recipe(self) -> dict[str, Any]:
+        where = {"device": self.device, "output_device": self.output_device}
+        arguments = self._arguments({**self._config(), "format": ""})
+        return {**arguments, **where, "nested_key_separator": self.nested_key_separator}
+
+    @classmethod
+    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
+        return cls(**recipe, generator=0)  # the random state comes next
 
     @classmethod
     def _arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:

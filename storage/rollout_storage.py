@@ -355,6 +355,15 @@ class RolloutStorage(Snapshotted):
         # Any seed will do: the saved random state comes next, and torch's own is not to be touched.
         return cls(**{**arguments, **shapes}, device=device, generator=0)
 
+    def _recipe(self) -> dict[str, Any]:
+        return {**super()._recipe(), "output_device": self._delivery.output_device}
+
+    @classmethod
+    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
+        made = super()._from_recipe({**recipe, "output_device": None})
+        made._delivery = Delivery(made.device, recipe["output_device"])
+        return made
+
     def _get_state(self) -> State:
         with self._lock:
             self._delivery.wait_for_writes()
@@ -386,11 +395,6 @@ class RolloutStorage(Snapshotted):
         if self.step == 0:
             raise BufferEmptyError(action, "", "a rollout", "no step since the last clear()")
         if self.step < self._table.num_rows and not allow_partial and self._num_partial_rows != self.step:
-            raise UsageError(
-                action,
-                "of a partial rollout",
-                f"{self._table.num_rows} steps",
-                str(self.step),
-                "Add the rest, or call compute_returns(..., allow_partial=True)",
-            )
+            num_steps, advice = self._table.num_rows, "Add the rest, or call compute_returns(..., allow_partial=True)"
+            raise UsageError(action, "of a partial rollout", f"{num_steps} steps", str(self.step), advice)
         return self.step

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from .checksums import crc32
+from .duplicates import Duplicable
 from .durable import existing_folder, replace_folder
 from .errors import (
     CorruptFileError,
@@ -66,8 +67,8 @@ class State:
     tensors: dict[str, torch.Tensor]
 
 
-class Snapshotted(ABC):
-    """Gives a store `state_dict`, `load_state_dict`, `save` and `load`.
+class Snapshotted(Duplicable):
+    """Gives a store `state_dict`, `load_state_dict`, `save`, `load` and copies.
 
     A subclass says in `_get_state` what it is and takes it back in `_set_state`; both hold its lock.
     """
@@ -95,6 +96,17 @@ class Snapshotted(ABC):
     def _from_arguments(cls: type[_Store], arguments: Mapping[str, Any], device: torch.device) -> _Store:
         make: Any = cls
         made: _Store = make(**arguments, device=device)
+        return made
+
+    def _recipe(self) -> dict[str, Any]:
+        found = {"arguments": self._get_state().arguments, "device": self.device}
+        return found | {"output_device": vars(self).get("output_device")}
+
+    @classmethod
+    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
+        made: Any = cls._from_arguments(recipe["arguments"], recipe["device"])
+        if recipe["output_device"] is not None:
+            made.output_device = recipe["output_device"]
         return made
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from .column_files import (
     write_columns,
     write_config,
 )
+from .duplicates import Duplicable
 from .durable import existing_folder, replace_folder
 from .errors import BufferEmptyError, CorruptFileError, SchemaError, UsageError
 from .fields import DTYPES, Field, Schema, dtype_name
@@ -38,7 +39,7 @@ _NAME = "z"
 
 
 @can_load
-class ZBuffer:
+class ZBuffer(Duplicable):
     """The last `capacity` vectors.
 
     Args:
@@ -171,6 +172,13 @@ class ZBuffer:
         made._ring.total = int(config["total"])
         restore_generator(made.generator, config.get("generator", ""))
         return made
+
+    def _recipe(self) -> dict[str, Any]:
+        return {"capacity": self.capacity, "dim": self.dim, "device": self.device, "dtype": self.dtype}
+
+    @classmethod
+    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
+        return cls(**recipe, generator=0)  # the random state comes next
 
     def _config(self) -> dict[str, Any]:
         sizes = {"capacity": self.capacity, "dim": self.dim, "dtype": dtype_name(self.dtype)}

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 HOUSE = {
     "storage": [
         "errors",
+        "duplicates",
         "durable",
         "tree",
         "fields",

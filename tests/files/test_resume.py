@@ -169,6 +169,39 @@ def test_prefetching_delivers_the_same_and_its_state_is_what_was_delivered(tmp_p
         assert same(dataset.get_batch(2), plain[num_read])  # leaving the loop puts the dataset back
 
 
+@pytest.mark.parametrize("ending", ["close", "drop", "exhaust"])
+def test_one_thread_at_a_time_reads_ahead_of_a_dataset(tmp_path, ending):
+    record(tmp_path, [5, 9, 7, 3])
+
+    def opened():
+        return RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=2)
+
+    plain = drain(opened(), 2)
+    dataset = opened()
+    first = dataset.prefetch(3)
+    batches = iter(first)
+    assert same(next(batches), plain[0])
+    for other in (dataset.prefetch(), first):
+        with pytest.raises(UsageError, match="no other thread that reads ahead of it"):
+            next(iter(other))
+    copied = copy.deepcopy(dataset)  # belongs to nobody
+    assert same(next(iter(copied.prefetch())), plain[0])
+    assert same(next(batches), plain[1])
+    num_read = 2
+    if ending == "close":
+        first.close()
+    elif ending == "drop":
+        del batches
+    else:
+        num_read += len(list(batches))
+    rest = list(dataset.prefetch())
+    assert num_read + len(rest) == len(plain)
+    assert all(same(a, b) for a, b in zip(rest, plain[num_read:], strict=True))
+    if ending == "close":  # what was closed stays so, and leaves the dataset alone
+        second = dataset.prefetch()
+        assert list(batches) == list(second) == []
+
+
 def test_prefetching_hands_over_errors_at_their_place(tmp_path, monkeypatch):
     record(tmp_path, [9] * 2)
     dataset = RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=1)

@@ -1,0 +1,71 @@
+"""Copies of every store go on like the first, and alone; what owns files or threads refuses to be copied."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_data import RolloutWriter
+from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from storage import AsyncCheckpointSaver, DictBuffer, PipelinedDataCollector, RolloutStorage, UsageError
+from tests.test_torch_modes import CALLS, _frozen
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda store: pickle.loads(pickle.dumps(store)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+STORES = [name for name in CALLS if name != "TrajectoryReplayBuffer"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", STORES)
+def test_a_copy_goes_on_like_its_store_and_alone(name: str, way: str) -> None:
+    make, *calls = CALLS[name]
+    for num_before in (0, 1, 2, len(calls) // 2):
+        alone, store = make(None), make(None)
+        for call in calls[:num_before]:
+            call(alone)
+            call(store)
+        twin = WAYS[way](store)
+        assert type(twin) is type(store)
+        expected = [_frozen(call(alone)) for call in calls[num_before:]]
+        # Whatever is done with one of the two changes nothing of the other.
+        assert [_frozen(call(twin)) for call in calls[num_before:]] == expected
+        assert [_frozen(call(store)) for call in calls[num_before:]] == expected
+
+
+def test_a_copy_draws_nothing_from_torchs_own_generator() -> None:
+    buffer, storage = DictBuffer(capacity=4), RolloutStorage(2, 2, (3,), None, (1,))
+    drawn = torch.get_rng_state()
+    for way in WAYS.values():
+        way(buffer)
+        way(storage)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_copy_has_the_options_of_its_store() -> None:
+    buffer = DictBuffer(capacity=6, num_envs=2, end_key=("a", "end"), nested_key_separator="/", output_device="cpu")
+    storage = RolloutStorage(2, 2, {"x": ((3,), "uint8")}, None, (1,), output_device="cpu")
+    for way in WAYS.values():
+        twin = way(buffer)
+        assert twin.end_key == buffer.end_key and twin.nested_key_separator == "/"
+        assert (twin.num_envs, twin.output_device) == (2, torch.device("cpu"))
+        assert way(storage).observations["x"].dtype is torch.uint8
+
+
+def test_what_owns_files_or_threads_refuses_to_be_copied(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path, 2) as writer, AsyncCheckpointSaver() as saver:
+        collector = PipelinedDataCollector([1, 2, 3])
+        items = iter(collector)
+        for one in (writer, saver, collector, items, TrajectoryReplayBuffer()):
+            for way in WAYS.values():
+                with pytest.raises(UsageError, match=f"cannot pickle or copy a {type(one).__name__}, which owns"):
+                    way(one)
+        assert list(items) == [1, 2, 3]
