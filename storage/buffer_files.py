@@ -194,6 +194,9 @@ def _load(
     device: torch.device | str | None,
 ) -> _Buffer:
     folder = existing_folder(path)
+    if config.get("format", FORMAT) != FORMAT or config.get("version", VERSION) != VERSION:
+        got = f"{config.get('format')} {config.get('version')}"
+        raise ForeignFileError("load", repr(str(path)), f"{FORMAT} {VERSION}", got, "Update this package")
     if "capacity" not in config:
         raise CorruptFileError("load", repr(str(path)), "'capacity' in its config.json", "none")
     separator = config.get("nested_key_separator", _DEFAULT_SEPARATOR)

@@ -155,6 +155,7 @@ class TrajectoryDictBuffer(Duplicable):
             self._order.record(is_write=False)
         return on_device(found, self.output_device)
 
+    @lasting
     def update_priorities(self, priorities: Any, idxs: Any = None) -> None:
         """Set the priorities of some episodes, then scale all to a sum of 1.
 

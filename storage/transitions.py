@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .errors import FieldTypeError, UsageError
-from .fields import signed
+from .errors import FieldTypeError, SchemaError, UsageError
+from .fields import Schema, signed
 from .final_rows import FinalRows
 from .records import Key, is_count, names_below
 from .ring import RingStore
@@ -83,6 +83,7 @@ class TransitionSampler:
         self._given_finals = finals
         names = (name for key in request.next_keys for name in names_below(ring.schema, key, _ACTION))
         self._next_names = list(dict.fromkeys(names))
+        _check_names(ring.schema, self._next_names, request)
         has_all = finals is not None and all(name in finals.schema for name in self._next_names)
         self._finals = finals if has_all else None
         self._end_names = end_names
@@ -252,6 +253,17 @@ class TransitionSampler:
         places = self._ring.place(lane.unsqueeze(1).expand_as(ids), ids).flatten()
         frames = self._ring.column(name).index_select(0, places)
         return frames.view(*ids.shape, *frames.shape[1:])
+
+
+def _check_names(schema: Schema, next_names: list[str], request: TransitionRequest) -> None:
+    """Refuse fields that would be replaced by what a transition adds to them."""
+    added = [f"next/{name}" for name in next_names]
+    added += ["discount"] if request.num_steps > 1 else []
+    added += ["next_valid"] if request.at_end == "mark" else []
+    for name in [*added, *(["next"] if next_names else [])]:
+        if name in schema:
+            expected, got = "a name that no transition adds", "that of something that is computed"
+            raise SchemaError(_ACTION, f"with the field {name!r}", expected, got, "Add it under another name")
 
 
 def _no_transition() -> UsageError:

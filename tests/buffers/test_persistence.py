@@ -207,6 +207,10 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
         (tmp_path / "b" / "config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(ValueError):
             load_buffer(tmp_path / "b")
+    for key, value in (("version", 2), ("format", "another buffer")):
+        (tmp_path / "b" / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(DataFileError, match=f"expected rollout-data buffer 1, got .*{value}"):
+            load_buffer(tmp_path / "b")
     (tmp_path / "b" / "config.json").write_text(json.dumps(config))
     with h5py.File(tmp_path / "b" / "buffer.hdf5", "r+") as file:
         del file["reward"]

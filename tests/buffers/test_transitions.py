@@ -261,3 +261,29 @@ def test_transitions_need_to_know_what_ends_them() -> None:
             buffer = DictBuffer(capacity=3, end_key="done")
             buffer.extend({"observation": torch.zeros(2, 1), "done": torch.zeros(2, 1)})
             buffer.sample_transitions(1, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("taken", "options"),
+    [
+        ("discount", {"num_steps": 2}),
+        ("next_valid", {"at_end": "mark"}),
+        ("next", {}),
+        ("next/observation", {}),
+    ],
+)
+def test_no_field_is_replaced_by_what_a_transition_adds(taken, options):
+    first, _, rest = taken.partition("/")
+    rows = {
+        "observation": torch.arange(6.0).view(6, 1),
+        "reward": torch.ones(6, 1),
+        "done": torch.arange(6).view(6, 1) == 5,
+    }
+    rows[first] = {rest: torch.ones(6, 1)} if rest else torch.ones(6, 1)
+    buffer = DictBuffer(capacity=6, end_key="done", generator=0)
+    buffer.extend(rows)
+    with pytest.raises(UsageError, match=f"with the field '{taken}': expected a name that no transition adds"):
+        buffer.sample_transitions(4, **options)
+    others = {"num_steps": 1, "at_end": "exclude", "next_keys": ()}
+    given = buffer.sample_transitions(4, **others)[first]
+    assert torch.equal(given[rest] if rest else given, torch.ones(4, 1))
