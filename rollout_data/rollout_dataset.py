@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from storage.errors import DatasetExhausted, RolloutDataError, UsageError, nearest
+from storage.modes import lasting
 from storage.prefetch import PrefetchedItems
 
 from .base import RolloutFileBase, whole
@@ -26,7 +27,7 @@ from .passes import PassOptions, frame_range
 from .prefetch import PrefetchedBatches
 from .readahead import ReadAhead
 from .resume import Position, position_of, restore, state_at
-from .sharding import Shard, current_shard
+from .sharding import Shard, current_shard, worker_epoch
 from .sources import DataDirs, Source, absolute_paths, open_source
 from .transition import Transition
 
@@ -131,6 +132,7 @@ class RolloutDataset(RolloutFileBase):
         self._frame_rate_hz = frame_rate_hz
         self._epoch = 0
         self._lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
+        self._saved_for: torch.Tensor | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -157,6 +159,8 @@ class RolloutDataset(RolloutFileBase):
         self._lent_to = None
         self._forget()
         self._saved = state["_saved"]
+        if self._saved_for is not None and not self._saved_for.is_shared():  # it is in spawned workers
+            self._saved_for = _shared_number(int(self._saved_for[0]))
 
     # What there is
 
@@ -365,16 +369,34 @@ class RolloutDataset(RolloutFileBase):
         self._forget()
         if state.get("is_started", True):
             restore(self, state)
-            self._saved = dict(state)
+            self._saved, self._saved_for = dict(state), _shared_number(0)
 
     def __iter__(self) -> Iterator[Transition]:
-        if self._saved is not None:
+        if self._saved is not None and self._is_saved_for(worker_epoch()):
             if not self._is_started or self._shard != current_shard():  # a copy in a DataLoader worker
                 restore(self, self._saved)
             return self
         return super().__iter__()
 
+    def _is_saved_for(self, epoch: int) -> bool:
+        """Tell whether the loaded state is continued in this epoch of DataLoader workers, or in this process (0).
+
+        Workers go with their epoch and tell nobody that they have continued; so the first ones leave word.
+        """
+        assert self._saved_for is not None
+        taken = int(self._saved_for[0])
+        if taken in (0, epoch):
+            self._saved_for[0] = epoch
+            return True
+        return False
+
     def _go_to(self, position: Position) -> None:
         self._state, self._deal = position
         self._readahead = ReadAhead(self.num_envs)
         self._is_started = True
+
+
+@lasting
+def _shared_number(value: int) -> torch.Tensor:
+    """Make `[1]` int64 that processes made from this one share."""
+    return torch.full((1,), value, dtype=torch.int64, device="cpu").share_memory_()

@@ -30,6 +30,12 @@ def current_shard() -> Shard:
     return Shard(rank * worker.num_workers + worker.id, world_size * worker.num_workers)
 
 
+def worker_epoch() -> int:
+    """Give a number above 0 that the DataLoader workers of one epoch have in common; 0 outside of workers."""
+    worker = get_worker_info()
+    return 0 if worker is None else (worker.seed - worker.id) % (1 << 62) + 1
+
+
 def is_in_worker() -> bool:
     """True inside a DataLoader worker process, where CUDA must not be touched."""
     return get_worker_info() is not None

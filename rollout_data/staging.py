@@ -101,10 +101,11 @@ class Staging:
 
     def num_nonfinite_rewards(self) -> int:
         """Count the rewards that are NaN or infinite, here and in the stagings before; each step once."""
-        if REWARD in self.schema and self._num_counted < self.num_steps:
+        if self._num_counted < self.num_steps:
             new = slice(self._num_counted, self.num_steps)
-            rewards = self._data.field(REWARD, self.num_steps)[new]
-            self._num_nonfinite += num_nonfinite(rewards, self._bits[new] > 0)
+            for name in self.schema.below(REWARD):
+                rewards = self._data.field(name, self.num_steps)[new]
+                self._num_nonfinite += num_nonfinite(rewards, self._bits[new] > 0)
             self._num_counted = self.num_steps
         return self._num_nonfinite
 

@@ -143,6 +143,33 @@ def test_a_pickled_dataset_starts_from_the_beginning(tmp_path):
     assert dataset.get_batch(1).observation[0, 0, 1] == 3
 
 
+@pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
+def test_only_the_first_epoch_of_a_loader_continues_a_state(tmp_path, num_workers, persistent, copied):
+    record(tmp_path, [5, 9, 7, 3])
+
+    def opened():
+        return RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=2)
+
+    plain = drain(opened(), 2)
+    first = opened()
+    for _ in range(3):
+        first.get_batch(2)
+    dataset = opened()
+    dataset.load_state_dict(first.state_dict())
+    dataset = {"": lambda x: x, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}[copied](
+        dataset
+    )
+    options = {"num_workers": num_workers, "persistent_workers": persistent}
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, **options)
+    for expected in (plain[3:], plain, plain):
+        batches = list(loader)
+        assert len(batches) == len(expected)
+        assert all(same(a, b) for a, b in zip(batches, expected, strict=True))
+    del loader
+    assert len(list(dataset)) == len(plain)
+
+
 @pytest.mark.parametrize("num_read", [0, 1, 4])
 def test_prefetching_delivers_the_same_and_its_state_is_what_was_delivered(tmp_path, num_read):
     record(tmp_path, [5, 9, 7, 3])
