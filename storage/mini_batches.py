@@ -44,7 +44,8 @@ class RowGather:
     ) -> None:
         self._delivery = delivery
         self._names = list(columns)
-        self._wide = {name: x for name, x in columns.items() if _row_bytes(x) >= wide_row_bytes}
+        # Rows of no bytes too: they have nothing to lie beside others, and no strides to be viewed as another dtype.
+        self._wide = {name: x for name, x in columns.items() if not 0 < _row_bytes(x) < wide_row_bytes}
         narrow = {name: x for name, x in columns.items() if name not in self._wide}
         self._layout: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         self._widths: list[int] = []

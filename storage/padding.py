@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .errors import SchemaError
+from .fields import signed
 from .tree import map_leaves
 
 _Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -73,14 +74,14 @@ def pad(x: torch.Tensor, segments: Segments, empty: _Empty | None = None) -> tor
         empty: Gives the memory of the result.
     """
     _check_steps("split trajectories", x, segments.num_steps, segments.num_envs)
-    flat = x.reshape(segments.num_steps * segments.num_envs, x[:1, :1].numel())
+    flat = signed(x).reshape(segments.num_steps * segments.num_envs, x[:1, :1].numel())
     if empty is None:
         padded = flat.index_select(0, segments.source)
     else:
-        padded = empty((len(segments.source), flat.shape[1]), x.dtype)
+        padded = empty((len(segments.source), flat.shape[1]), flat.dtype)
         torch.index_select(flat, 0, segments.source, out=padded)
     padded.index_fill_(0, segments.padding, 0)
-    return padded.view(segments.num_steps, len(segments.starts), *x.shape[2:])
+    return _as(x.dtype, padded).view(segments.num_steps, len(segments.starts), *x.shape[2:])
 
 
 def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -124,9 +125,14 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
 
     def join(leaf: torch.Tensor) -> torch.Tensor:
         _check_steps("join trajectories", leaf, num_steps, num_trajectories)
-        return leaf.flatten(0, 1).index_select(0, order).view(num_steps, -1, *leaf.shape[2:])
+        joined = signed(leaf).flatten(0, 1).index_select(0, order)
+        return _as(leaf.dtype, joined).view(num_steps, -1, *leaf.shape[2:])
 
     return map_leaves(join, padded)
+
+
+def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == dtype else x.view(dtype)  # no gradient flows through a view as the same dtype either
 
 
 def _check_steps(action: str, x: torch.Tensor, num_steps: int, num_columns: int) -> None:

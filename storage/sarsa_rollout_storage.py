@@ -14,6 +14,7 @@ import torch
 
 from .columns import Column, flatten_column
 from .errors import MissingFieldError, SchemaError, UsageError
+from .fields import signed
 from .mini_batches import GENERATE
 from .modes import lasting
 from .rollout_storage import RolloutStorage
@@ -184,7 +185,7 @@ class SarsaRolloutStorage(RolloutStorage):
             return x
         x = x.clone()
         for step, ended, values in finals:
-            x[step, ended] = values[name]
+            signed(x)[step, ended] = signed(values[name])
         return x
 
     def _next_valid(self, rows: int) -> torch.Tensor:

@@ -185,3 +185,18 @@ def test_batches_are_delivered_on_the_output_device():
     (batch,) = storage.recurrent_mini_batch_generator(1, 1)
     assert batch.obs.is_meta and batch.masks.is_meta and batch.actions.shape == (6, 4, ACTIONS)
     assert not storage.observations.is_meta
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "int64"])
+def test_a_field_without_numbers_is_carried_like_any_other(dtype):
+    storage = RolloutStorage(3, 2, {"none": ((2, 0), dtype), "x": (3,)}, ((0,), dtype), (ACTIONS,), generator=0)
+    for step in range(2):
+        none = torch.zeros(3, 2, 0, dtype=getattr(torch, dtype))
+        observations = {"none": none, "x": torch.full((3, 3), float(step))}
+        transition = make_transition(step, 3, critic_observations=none[:, 0])
+        storage.add_transitions(broken(transition, "observations", observations))
+    storage.compute_returns(torch.zeros(3), 0.9, 0.9)
+    for reshuffle in ("epoch", "once"):
+        for batch in storage.mini_batch_generator(2, 3, reshuffle=reshuffle):
+            assert batch.obs["none"].shape == (3, 2, 0) and batch.obs["none"].dtype == getattr(torch, dtype)
+            assert batch.critic_obs.shape == (3, 0) and batch.obs["x"].shape == (3, 3)

@@ -201,3 +201,20 @@ def test_a_partial_rollout_needs_the_next_observations_of_its_last_step():
     storage.compute_returns(torch.zeros(2), 0.9, 0.9, allow_partial=True)
     (batch,) = storage.mini_batch_generator(1, 1)
     check_rows(batch.obs, batch.next_obs, torch.zeros(6))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_final_observations_of_unsigned_integers_are_put_in(dtype):
+    storage = SarsaRolloutStorage(2, 3, ((2,), dtype), None, (ACTIONS,), generator=0)
+    for step in range(3):
+        x = torch.full((2, 2), 10 * step).to(getattr(torch, dtype))
+        final = torch.full((2, 2), 10 * step + 5).to(x.dtype)
+        transition = make_transition(step, 2, 1, torch.ones(2), critic_observations=None)
+        storage.add_transitions(broken(broken(transition, "observations", x), "next_observations", final))
+    storage.compute_returns(torch.zeros(2), 0.9, 0.9)
+    batches = [*storage.mini_batch_generator(1, 1), *storage.recurrent_mini_batch_generator(1, 1)]
+    for batch in batches:
+        assert batch.next_obs.dtype == getattr(torch, dtype) and batch.next_obs.shape == batch.obs.shape
+        is_data = slice(None) if batch.masks is None else batch.masks
+        assert torch.equal(batch.next_obs.long()[is_data], batch.obs.long()[is_data] + 5)
+        assert batch.masks is None or not batch.next_obs.long()[~batch.masks].any()
