@@ -7,6 +7,7 @@ one form only. Storing is elsewhere.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
+from storage.errors import FieldTypeError, MissingFieldError, RolloutDataWarning, SchemaError, UsageError, nearest
 from storage.fields import Field, Schema, dtype_name
 from storage.host_arrays import viewable
 from storage.tree import check_same_names, flatten
@@ -39,7 +40,9 @@ _ALIASES = {
     "valid": "env_mask",
 }
 #: Parts of other records that a recording does not repeat: they follow from the rest.
-_DERIVED = {"next_observation", "next_observations", "next_privileged_observation", "is_first", "hidden_states"}
+_DERIVED = {"next_observation", "next_observations", "next_privileged_observation", "is_first"}
+#: What transitions of other storages carry besides, in shapes of their own; given by keyword it is a field like others.
+_CARRIED = {"hidden_states"}
 _NOT_OURS = _DERIVED | set(_ALIASES)
 
 
@@ -102,14 +105,19 @@ def num_nonfinite(rewards: torch.Tensor | np.ndarray, present: np.ndarray) -> in
 def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
 
-    Names are brought to ours ("actions" -> "action"); None means not given.
+    Names are brought to ours ("actions" -> "action"); None means not given. What follows from the rest is left out,
+    with a warning if it was given by keyword.
     """
     if transition is None and _NOT_OURS.isdisjoint(keywords):  # as in most steps of most loops
         return {name: value for name, value in keywords.items() if value is not None}
+    for name in _DERIVED.intersection(keywords):
+        if keywords[name] is not None:
+            text = f"{name!r} is not recorded: it follows from the frames, and from final_observation where they end"
+            warnings.warn(f"{text}; to keep it give it another name", RolloutDataWarning, stacklevel=4)
     merged: dict[str, Any] = {}
-    for source in (items_of(transition), keywords):
+    for source, left_out in ((items_of(transition), _DERIVED | _CARRIED), (keywords, _DERIVED)):
         for name, value in source.items():
-            if value is None or name in _DERIVED:
+            if value is None or name in left_out:
                 continue
             name = _ALIASES.get(name, name)
             if name in merged:
@@ -249,11 +257,11 @@ def _check_lead(name: str, tensor: torch.Tensor, lead: tuple[int, ...]) -> None:
 def _check_fields(schema: Schema, tensors: Mapping[str, torch.Tensor], lead: tuple[int, ...]) -> None:
     check_same_names(schema, tensors, "add a record")
     for name, field in schema.items():
-        _check_row(field, tensors[name], len(lead))
+        _check_row(name, field, tensors[name], len(lead))
 
 
-def _check_row(field: Field, tensor: torch.Tensor, num_lead: int) -> None:
-    where = f"with the field {field.name!r}"
+def _check_row(name: str, field: Field, tensor: torch.Tensor, num_lead: int) -> None:
+    where = f"with the field {name!r}"
     if tuple(tensor.shape[num_lead:]) != field.shape:
         raise SchemaError("add a record", where, f"rows of shape {field.shape}", f"{tuple(tensor.shape[num_lead:])}")
     if tensor.dtype != field.torch_dtype:
@@ -365,11 +373,13 @@ def _ended_rows(
     num_ends = int(is_end.sum())
     num_lead = tensor.ndim - len(field.shape)
     if num_lead == len(lead) and tuple(tensor.shape[:num_lead]) == lead:
-        _check_row(field, tensor, num_lead)
+        _check_row(name, field, tensor, num_lead)
         chosen = torch.from_numpy(np.flatnonzero(is_end)).to(tensor.device)
         return tensor.reshape(-1, *field.shape)[chosen] if num_ends else tensor.new_empty((0, *field.shape))
     if num_lead == 1 and tensor.shape[0] == num_ends:
-        _check_row(field, tensor, 1)
+        _check_row(name, field, tensor, 1)
         return tensor
-    expected = f"shape {(*lead, *field.shape)}, or {(num_ends, *field.shape)} for the ends of this record"
+    expected = f"shape {(*lead, *field.shape)}"
+    if (num_ends,) != lead:
+        expected += f", or {(num_ends, *field.shape)} for the ends of this record"
     raise SchemaError("add a record", f"with {name!r}", expected, str(tuple(tensor.shape)))
