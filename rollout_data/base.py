@@ -6,7 +6,6 @@ once; where the frames come from is the subclass's business.
 
 from __future__ import annotations
 
-import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,33 +16,13 @@ from torch.utils.data import IterableDataset
 
 from storage.errors import UsageError
 
+from .dataset_arguments import torch_device, whole
 from .sharding import is_in_worker
 
 #: More streams than this are a mistake; each costs some memory before a frame is read.
 _MAX_ENVS = 1 << 24
 
 EnvIds = Sequence[int] | torch.Tensor | None
-
-
-def whole(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Check a whole-number argument; bool and fractions are none."""
-    limits = f">= {low}" if high is None else f"in {low}:{high + 1}"
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < low or (high is not None and number > high):
-        raise UsageError(
-            "open the dataset", "", f"{name} a whole number {limits}", repr(value), f"Choose another {name}"
-        )
-    return number
-
-
-def _as_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as cause:
-        raise UsageError("open the dataset", "", "a torch device such as 'cpu' or 'cuda:0'", repr(device)) from cause
 
 
 class RolloutFileBase(IterableDataset, ABC):
@@ -78,7 +57,7 @@ class RolloutFileBase(IterableDataset, ABC):
         super().__init__()
         self.data_dir = data_dir
         self.num_envs = whole("num_envs", num_envs, 1, _MAX_ENVS)
-        self._wanted_device = _as_device(device) if device is not None else None
+        self._wanted_device = torch_device(device) if device is not None else None
         self.all_env_ids = torch.arange(self.num_envs, device="cpu")
         self._is_started = False
 
@@ -171,7 +150,11 @@ class RolloutFileBase(IterableDataset, ABC):
         """
         self._ensure_started()
         ids = self._checked_ids(env_ids)
-        times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to((len(ids),))
+        try:
+            times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to((len(ids),))
+        except (TypeError, ValueError, RuntimeError) as cause:
+            expected = f"seconds, one number or {len(ids)}, one for each env"
+            raise UsageError("look frames up by time", "", expected, repr(time_s)[:100]) from cause
         last = self.reference_num_frames(ids) - 1
         position = times * self.frame_rate_hz
         # Times are often made by dividing frame numbers by the rate: allow for its rounding.
@@ -209,7 +192,10 @@ class RolloutFileBase(IterableDataset, ABC):
     def _checked_ids(self, env_ids: EnvIds) -> torch.Tensor:
         if env_ids is None:
             return self.all_env_ids
-        ids = torch.as_tensor(env_ids, device="cpu").reshape(-1)
+        try:
+            ids = torch.as_tensor(env_ids, device="cpu").reshape(-1)
+        except (TypeError, ValueError, RuntimeError) as cause:
+            raise UsageError("choose envs", "", "integer ids: a tensor, array or list", repr(env_ids)[:100]) from cause
         if ids.dtype == torch.bool or (ids.dtype.is_floating_point and len(ids)):
             raise UsageError("choose envs", "", "integer ids", str(ids.dtype))
         ids = ids.to(torch.int64)

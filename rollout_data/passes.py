@@ -21,6 +21,7 @@ from .index import Int64s, TrajectoryIndex
 from .sharding import Shard
 
 _ORDER, _STARTS = 0, 1
+_MOST_FRAMES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,6 @@ class PassOptions:
     wait_timeout_s: float = 60.0
     poll_interval_s: float = 0.25
 
-    def __post_init__(self) -> None:
-        if not self.wait_timeout_s >= 0:
-            raise UsageError("open the dataset", "", "wait_timeout_s >= 0", repr(self.wait_timeout_s))
-
     @property
     def is_endless(self) -> bool:
         return self.dataset_loops < 1
@@ -62,7 +59,7 @@ def frame_range(given: Any) -> tuple[int, int]:
     """Check a `starting_frame_range`."""
     try:
         start, stop = (operator.index(bound) for bound in given)
-        is_right = 0 <= start < stop
+        is_right = 0 <= start < stop <= _MOST_FRAMES
     except (TypeError, ValueError):
         is_right = False
     if not is_right:

@@ -6,10 +6,12 @@ kept is the writer's.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,11 @@ def record_demonstrations(
     Returns:
         A summary. `Ctrl-C` publishes what was recorded and then raises `KeyboardInterrupt` as usual.
     """
+    for name, value in (("min_timesteps", min_timesteps), ("min_trajectories", min_trajectories)):
+        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+            raise UsageError("record", "", f"{name} a number", repr(value))
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
+        raise UsageError("record", "", "seed an integer or None", repr(seed))
     if min_timesteps <= 0 and min_trajectories <= 0:
         raise UsageError("record", "", "min_timesteps or min_trajectories above 0", "neither")
     adapter, actor = adapt_env(env), PolicyAdapter(policy)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from storage.errors import DatasetExhausted, RolloutDataError, UsageError, nearest
-from storage.modes import lasting
 from storage.prefetch import PrefetchedItems
 
-from .base import RolloutFileBase, whole
+from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader
 from .chunk_files import CHUNK_CACHE_BYTES
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps
+from .dataset_arguments import flag, frame_rate, real, whole
 from .dealer import Dealer
 from .frames import FrameStore
 from .lookup import empty_batch, frames_at, write_into
@@ -27,7 +27,7 @@ from .passes import PassOptions, frame_range
 from .prefetch import PrefetchedBatches
 from .readahead import ReadAhead
 from .resume import Position, position_of, restore, state_at
-from .sharding import Shard, current_shard, worker_epoch
+from .sharding import FirstEpoch, Shard, current_shard
 from .sources import DataDirs, Source, absolute_paths, open_source
 from .transition import Transition
 
@@ -112,27 +112,27 @@ class RolloutDataset(RolloutFileBase):
                     "open the dataset", repr(data_dir), f"{name} {nearest(str(value), allowed)}", repr(value)
                 )
         self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
-        self.cache, self.drop_last, self.interpolation = cache, drop_last, interpolation
-        self.verify_on_open = verify_on_open
+        self.cache, self.drop_last, self.interpolation = cache, flag("drop_last", drop_last), interpolation
+        self.verify_on_open = flag("verify_on_open", verify_on_open)
         self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self.num_dropped_frames = 0
         self._passes = PassOptions(
             whole("dataset_loops", dataset_loops, -(1 << 62)),
-            bool(random_shuffle_traj_order),
+            flag("random_shuffle_traj_order", random_shuffle_traj_order),
             whole("keep_latest_n_trajs", keep_latest_n_trajs, 0),
             frame_range(starting_frame_range),
             whole("seed", seed, 0),
-            wait_timeout_s,
+            real("wait_timeout_s", wait_timeout_s, "seconds >= 0", lambda seconds: seconds >= 0),
         )
         self._look = {
-            "flatten_observations": flatten_observations,
-            "mark_first_frame": mark_first_frame,
-            "contiguous": contiguous,
+            "flatten_observations": flag("flatten_observations", flatten_observations),
+            "mark_first_frame": flag("mark_first_frame", mark_first_frame),
+            "contiguous": flag("contiguous", contiguous),
         }
-        self._frame_rate_hz = frame_rate_hz
+        self._frame_rate_hz = None if frame_rate_hz is None else frame_rate(frame_rate_hz)
         self._epoch = 0
         self._lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
-        self._saved_for: torch.Tensor | None = None
+        self._saved_for: FirstEpoch | None = None  # the epoch of workers that continues the state just loaded
         self._forget()
 
     def _forget(self) -> None:
@@ -159,8 +159,6 @@ class RolloutDataset(RolloutFileBase):
         self._lent_to = None
         self._forget()
         self._saved = state["_saved"]
-        if self._saved_for is not None and not self._saved_for.is_shared():  # it is in spawned workers
-            self._saved_for = _shared_number(int(self._saved_for[0]))
 
     # What there is
 
@@ -329,8 +327,10 @@ class RolloutDataset(RolloutFileBase):
 
     @property
     def frame_rate_hz(self) -> float:
-        rate = self._frame_rate_hz or self.metadata.get("frame_rate_hz")
-        if not rate:
+        rate = self._frame_rate_hz
+        if rate is None and (found := self.metadata.get("frame_rate_hz")) is not None:
+            rate = frame_rate(found)
+        if rate is None:
             raise UsageError(
                 "look frames up by time",
                 f"in {self.data_dir!r}",
@@ -338,7 +338,7 @@ class RolloutDataset(RolloutFileBase):
                 "none",
                 "Give frame_rate_hz, or record it in the metadata",
             )
-        return float(rate)
+        return rate
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
         assert self._deal is not None
@@ -366,37 +366,21 @@ class RolloutDataset(RolloutFileBase):
         Raises:
             UsageError: The state belongs to another dataset, number of envs, shard or setting.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError("continue the stream", "", "what state_dict() gave", repr(state)[:100])
         self._forget()
         if state.get("is_started", True):
             restore(self, state)
-            self._saved, self._saved_for = dict(state), _shared_number(0)
+            self._saved, self._saved_for = dict(state), FirstEpoch()
 
     def __iter__(self) -> Iterator[Transition]:
-        if self._saved is not None and self._is_saved_for(worker_epoch()):
+        if self._saved is not None and self._saved_for is not None and self._saved_for.is_now():
             if not self._is_started or self._shard != current_shard():  # a copy in a DataLoader worker
                 restore(self, self._saved)
             return self
         return super().__iter__()
 
-    def _is_saved_for(self, epoch: int) -> bool:
-        """Tell whether the loaded state is continued in this epoch of DataLoader workers, or in this process (0).
-
-        Workers go with their epoch and tell nobody that they have continued; so the first ones leave word.
-        """
-        assert self._saved_for is not None
-        taken = int(self._saved_for[0])
-        if taken in (0, epoch):
-            self._saved_for[0] = epoch
-            return True
-        return False
-
     def _go_to(self, position: Position) -> None:
         self._state, self._deal = position
         self._readahead = ReadAhead(self.num_envs)
         self._is_started = True
-
-
-@lasting
-def _shared_number(value: int) -> torch.Tensor:
-    """Make `[1]` int64 that processes made from this one share."""
-    return torch.full((1,), value, dtype=torch.int64, device="cpu").share_memory_()

@@ -6,10 +6,12 @@ complete because each takes every n-th trajectory of an order that all of them c
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
+
+from storage.modes import lasting
 
 
 class Shard(NamedTuple):
@@ -30,10 +32,28 @@ def current_shard() -> Shard:
     return Shard(rank * worker.num_workers + worker.id, world_size * worker.num_workers)
 
 
-def worker_epoch() -> int:
-    """Give a number above 0 that the DataLoader workers of one epoch have in common; 0 outside of workers."""
-    worker = get_worker_info()
-    return 0 if worker is None else (worker.seed - worker.id) % (1 << 62) + 1
+class FirstEpoch:
+    """Remembers the epoch of DataLoader workers that asked first, in all processes that were made from this one.
+
+    Workers that go with their epoch tell nobody what they have done; so the first ones leave word.
+    """
+
+    @lasting
+    def __init__(self) -> None:
+        self._number = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._number.share_memory_()  # a copy's own; in spawned workers it is shared already
+
+    def is_now(self) -> bool:
+        """Tell whether nobody has asked in another epoch. Outside of workers there is one epoch."""
+        worker = get_worker_info()
+        epoch = 0 if worker is None else (worker.seed - worker.id) % (1 << 62) + 1
+        taken = int(self._number[0])
+        if taken == 0:
+            self._number[0] = epoch
+        return taken in (0, epoch)
 
 
 def is_in_worker() -> bool:

@@ -18,9 +18,9 @@ from storage.checksums import crc32
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError, nearest
 from storage.tree import map_leaves
 
-from .base import whole
 from .block_header import DATA
 from .chunk_files import CHUNK_CACHE_BYTES
+from .dataset_arguments import whole
 from .frames import FrameStore
 from .index import Int64s
 from .normalization import FieldStatistics, compute_statistics

@@ -16,7 +16,7 @@ import torch
 from storage.errors import RolloutDataWarning, UsageError
 from storage.prefetch import PipelinedDataCollector
 
-from .base import whole
+from .dataset_arguments import whole
 from .index import Int64s
 from .sharding import current_shard
 from .window_batch import collate_windows

@@ -16,7 +16,7 @@ from storage.buffer_pool import BufferPool
 from storage.errors import UsageError
 from storage.tree import flatten, map_leaves, unflatten
 
-from .base import whole
+from .dataset_arguments import whole
 from .index import Int64s
 from .sharding import is_in_worker
 from .window_batch import SharedMemory, WindowBatch, collate_windows

@@ -26,6 +26,8 @@ def check_arguments(
     """
     if not isinstance(data_dir, str | os.PathLike):
         _refuse("data_dir", "a path", data_dir)
+    if "\0" in os.fsdecode(data_dir):
+        _refuse("data_dir", "a path without NUL characters", data_dir)
     _check_whole("num_envs", num_envs, MAX_NUM_ENVS)
     for what, value in counts.items():
         _check_whole(what, value)

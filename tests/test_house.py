@@ -109,6 +109,7 @@ HOUSE = {
         "chunk_files",
         "frames",
         "sharding",
+        "dataset_arguments",
         "formats/",
         "sources",
         "passes",

@@ -1,0 +1,73 @@
+"""Wrong arguments of datasets: one clear error each, at once, and nothing guessed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rollout_data import RolloutDataset, RolloutWriter, record_demonstrations
+from storage.errors import UsageError
+from tests.files.recorded import record
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"wait_timeout_s": None},
+        {"wait_timeout_s": "x"},
+        {"wait_timeout_s": -1},
+        {"wait_timeout_s": math.nan},
+        {"frame_rate_hz": "a"},
+        {"frame_rate_hz": -3},
+        {"frame_rate_hz": 0},
+        {"frame_rate_hz": math.inf},
+        {"starting_frame_range": (0, 10**30)},
+        {"random_shuffle_traj_order": "no"},
+        {"flatten_observations": None},
+        {"mark_first_frame": "yes"},
+        {"drop_last": 2},
+        {"verify_on_open": "1"},
+        {"contiguous": []},
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(tmp_path, wrong):
+    record(tmp_path, [5, 4])
+    with pytest.raises(UsageError, match=f"expected {next(iter(wrong))}"):
+        RolloutDataset(tmp_path, 1, device="cpu", **wrong)
+
+
+def test_wrong_arguments_of_calls_are_refused(tmp_path):
+    record(tmp_path, [5, 4])
+    dataset = RolloutDataset(tmp_path, 2, device="cpu", frame_rate_hz=10, drop_last=0, contiguous=1)
+    first = dataset.get_batch()
+    for env_ids in ({0, 1}, [None], "a", object()):
+        with pytest.raises(UsageError, match="expected integer ids"):
+            dataset.reset(env_ids)
+    for state in (None, 5, "x"):
+        with pytest.raises(UsageError, match=r"expected what state_dict\(\) gave"):
+            dataset.load_state_dict(state)
+    for times in ([0.0, 1.0, 2.0], "now", None):
+        with pytest.raises(UsageError, match="expected seconds, one number or 2, one for each env"):
+            dataset.get_batch_by_time(times)
+    assert not torch.equal(dataset.get_batch().observation, first.observation)  # nothing was started again
+
+
+def test_a_rate_in_the_metadata_that_is_none_is_refused(tmp_path):
+    with RolloutWriter(tmp_path, 1, metadata={"frame_rate_hz": "fast"}) as writer:
+        writer.add(observation=torch.zeros(1, 1), action=torch.zeros(1, 1), done=[True])
+    with pytest.raises(UsageError, match="expected frame_rate_hz frames per second > 0, got 'fast'"):
+        RolloutDataset(tmp_path, 1, device="cpu").reference_length_s()
+    assert float(RolloutDataset(tmp_path, 1, device="cpu", frame_rate_hz=1).reference_length_s()) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"min_timesteps": math.nan}, {"min_timesteps": "a"}, {"seed": "x"}, {"seed": 1.5}])
+def test_wrong_arguments_of_a_recording_are_refused(tmp_path, wrong):
+    with pytest.raises(UsageError, match=f"cannot record: expected {next(iter(wrong))}"):
+        record_demonstrations(None, None, tmp_path, **{"min_timesteps": 1, **wrong})
+
+
+def test_a_path_that_no_system_takes_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="without NUL characters"):
+        RolloutWriter(str(tmp_path / "a\0b"), 1)
