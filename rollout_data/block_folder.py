@@ -11,6 +11,7 @@ import os
 import stat
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataError, Us
 from storage.fields import Schema
 
 from .block_file import TEMPORARY_PREFIX, open_block
-from .block_header import DATA, FINAL, FRAGMENT_DTYPE, MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, layouts_of
+from .block_header import DATA, FINAL, FRAGMENT_DTYPE, MAX_METADATA_BYTES, METADATA_NAME, layouts_of
 from .index import Block, TrajectoryIndex
 
 INDEX_CACHE_NAME = ".index.npz"
@@ -52,9 +53,9 @@ class BlockFolder:
         label: Goes before the writers' names, so that those of several folders differ.
 
     Attributes:
-        schema: Fields of the blocks; None while there is no block.
+        schema: Fields of the blocks; without a block those that metadata.json declares, or None.
         blocks: File name -> `Block`, of the intact blocks.
-        problems: File name -> what is wrong with a file that was left out.
+        problems: File name -> what is wrong with a file that was left out, metadata.json included.
         built: Index arrays from the cache, valid for exactly the present blocks, or None.
     """
 
@@ -68,6 +69,7 @@ class BlockFolder:
         self.built: Mapping[str, np.ndarray] | None = None
         self._stamps: dict[str, FileStamp] = {}
         self._use_cache = not verify_on_open
+        self._is_schema_fixed = False
 
     def refresh(self) -> bool:
         """Look at the folder again; open what is new, forget what is gone. True if anything changed."""
@@ -75,20 +77,65 @@ class BlockFolder:
         if self._use_cache:
             self._use_cache = False
             self._load_cache(found)
-        if found == self._stamps:
+        if found == self._stamps and (self._is_schema_fixed or not self.blocks):
             return False
         for name in [name for name in self._stamps if found.get(name) != self._stamps[name]]:
             del self._stamps[name]
             self.blocks.pop(name, None)
             self.problems.pop(name, None)
             self.built = None
-        self.schema = self.schema or self._declared_schema()
-        held = {(block.writer, block.sequence): block for block in self.blocks.values()}
-        for name in sorted(name for name in found if name not in self._stamps):
-            self._open(name, found[name], held)
-            self._stamps[name] = found[name]
-            self.built = None
+        opened = self._open_new(found)
+        if not self._is_schema_fixed and (strangers := self._fix_schema(opened)):
+            # The cache knew blocks that are fewer than others now: each is named when it is opened.
+            self.blocks = {}
+            for name in strangers:
+                del self._stamps[name]
+            opened |= self._open_new(found)
+        self._keep(opened)
         return True
+
+    def _open_new(self, found: Mapping[str, FileStamp]) -> dict[str, tuple[Schema, Block]]:
+        """Open the files that are not known yet, by name in order."""
+        names = sorted(name for name in found if name not in self._stamps)
+        self._stamps |= {name: found[name] for name in names}
+        self.built = None if names else self.built
+        return {name: block for name in names if (block := self._open(name, found[name])) is not None}
+
+    def _fix_schema(self, opened: Mapping[str, tuple[Schema, Block]]) -> Mapping[str, Block]:
+        """Choose the fields of this folder; gives the blocks known so far if they have others.
+
+        Blocks have their fields under a checksum, metadata.json has not: where it names the fields of
+        none of them, they are right. Of several kinds of blocks it tells which one is meant, or else
+        the most frequent is.
+        """
+        votes = Counter({self.schema: len(self.blocks)} if self.schema is not None and self.blocks else {})
+        votes.update(schema for schema, _ in opened.values())
+        declared, problem = self._declared_schema()
+        chosen = declared
+        if votes and (declared is None or declared not in votes):
+            chosen = max(votes, key=lambda schema: votes[schema])
+            if declared is not None:
+                problem = _unlike_blocks(self.data_dir / METADATA_NAME, chosen.difference(declared))
+        self.problems.pop(METADATA_NAME, None)
+        if problem is not None:
+            self.problems[METADATA_NAME] = problem
+        strangers = self.blocks if chosen != self.schema else {}
+        self.schema, self._is_schema_fixed = chosen, bool(votes)
+        return strangers
+
+    def _keep(self, opened: Mapping[str, tuple[Schema, Block]]) -> None:
+        """Take the opened blocks that fit the others."""
+        held = {(block.writer, block.sequence): block for block in self.blocks.values()}
+        for name in sorted(opened):
+            schema, block = opened[name]
+            key = block.writer, block.sequence
+            try:
+                self._check_schema(block.path, schema)
+                _check_unique(block.path, held.get(key))
+            except DataFileError as problem:
+                self.problems[name] = problem
+            else:
+                self.blocks[name] = held[key] = block
 
     def _list_files(self) -> dict[str, FileStamp]:
         """Files that may be blocks, with their size and time; what is no file becomes a problem."""
@@ -97,6 +144,8 @@ class BlockFolder:
                 listed = [entry for entry in entries if entry.name.endswith((".h5", ".hdf5")) and entry.name[0] != "."]
         except (FileNotFoundError, NotADirectoryError) as cause:
             raise UsageError("open the data folder", repr(str(self.data_dir)), "a folder", "none") from cause
+        except OSError as cause:
+            raise unlisted(self.data_dir, cause) from cause
         stamps = {}
         for entry in listed:
             path = self.data_dir / entry.name
@@ -113,40 +162,40 @@ class BlockFolder:
                 stamps[entry.name] = stamp
         return stamps
 
-    def _declared_schema(self) -> Schema | None:
-        """The fields that metadata.json declares, by which a stray block is told from the others."""
+    def _declared_schema(self) -> tuple[Schema | None, RolloutDataError | None]:
+        """The fields that metadata.json declares, and what is wrong with it; (None, None) if there is none."""
         path = self.data_dir / METADATA_NAME
         try:
             if (stamp := stamp_of(path)) is None or stamp[0] > MAX_METADATA_BYTES:
-                return None
-            return Schema.from_json(json.loads(path.read_text(encoding="utf-8"))["fields"]) or None
-        except (OSError, LookupError, ValueError, TypeError, OverflowError, RecursionError):
-            return None
+                raise ValueError(f"no file, or one of more than {MAX_METADATA_BYTES} bytes")
+            return Schema.from_json(json.loads(path.read_text(encoding="utf-8"))["fields"]) or None, None
+        except FileNotFoundError:
+            return None, None
+        except (OSError, LookupError, ValueError, TypeError, OverflowError, RecursionError, RolloutDataError) as cause:
+            problem = _unlike_blocks(path, f"{type(cause).__name__}: {cause}"[:300])
+            problem.__cause__ = cause
+            return None, problem
 
-    def _open(self, name: str, stamp: FileStamp, held: dict[tuple[str, int], Block]) -> None:
-        """Open a file; `held` are the blocks by writer and sequence, and gets what it is."""
+    def _open(self, name: str, stamp: FileStamp) -> tuple[Schema, Block] | None:
+        """Open a file; None if it is gone, or a problem now."""
         try:
             header = open_block(self.data_dir / name, verify=self.verify_on_open)
-            self._check_schema(header)
-            key = self.label + header.writer, header.sequence
-            _check_unique(header.path, held.get(key))
         except FileNotFoundError:
-            return
+            return None
         except (RolloutDataError, OSError) as error:
             self.problems[name] = (
                 error if isinstance(error, RolloutDataError) else _as_problem(self.data_dir / name, error)
             )
-            return
+            return None
         places = {(table, column): at for table, columns in header.locations.items() for column, at in columns.items()}
-        self.blocks[name] = held[key] = Block(header.path, *key, header.fragments, places, *stamp)
+        writer = self.label + header.writer
+        return header.schema, Block(header.path, writer, header.sequence, header.fragments, places, *stamp)
 
-    def _check_schema(self, header: BlockHeader) -> None:
-        if self.schema is None:
-            self.schema = header.schema
-        elif difference := self.schema.difference(header.schema):
+    def _check_schema(self, path: Path, schema: Schema) -> None:
+        if self.schema is not None and (difference := self.schema.difference(schema)):
             raise DataFileError(
                 "read the block",
-                repr(str(header.path)),
+                repr(str(path)),
                 "the fields of the blocks beside it",
                 difference,
                 "Move it to a folder of its own",
@@ -194,6 +243,17 @@ class BlockFolder:
                 writer = self.label + writers[k]
                 blocks[name] = Block(self.data_dir / name, writer, sequences[k], part, spots, *stamps[k])
         return blocks
+
+
+def unlisted(path: Path, cause: OSError) -> DataFileError:
+    """Build the error for a folder that may not be listed."""
+    advice = "See to it that it may be read, and entered"
+    return DataFileError("open the data folder", repr(str(path)), "a folder that can be listed", str(cause), advice)
+
+
+def _unlike_blocks(path: Path, got: str) -> CorruptFileError:
+    advice = "The blocks are read by the fields that they hold; 'rollout-data verify --repair' makes this file anew"
+    return CorruptFileError("use the metadata", repr(str(path)), "the fields of the blocks beside it", got, advice)
 
 
 def _check_unique(path: Path, other: Block | None) -> None:

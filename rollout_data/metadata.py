@@ -117,6 +117,8 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
         raise DataFileError("read the metadata of", repr(str(data_dir)), f"a {METADATA_NAME} or a block", "neither")
     folder = BlockFolder(data_dir)
     folder.refresh()
+    if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
+        metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right
     index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
     return {**metadata.to_json(), "total_timesteps": index.num_frames, "total_trajectories": len(index)}
 

@@ -7,7 +7,7 @@ is intact is published again in its place, without the trajectories that lost a 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,11 @@ from storage.errors import RolloutDataError, UsageError
 
 from .block_file import BlockContent, damaged_fragments, write_block
 from .block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
-from .block_header import DATA, DROPPED, FINAL, BlockHeader, read_header
+from .block_header import DATA, DROPPED, FINAL, METADATA_NAME, BlockHeader, read_header
 from .coded_rows import joined, rows_as_stored
 from .index import TrajectoryIndex
 from .journal import DeadWriter, recover_dead_writers
+from .metadata import load_metadata, publish_metadata
 from .row_source import RowSource
 
 #: Where damaged files go.
@@ -67,12 +68,15 @@ def repair_folder(data_dir: str | os.PathLike[str]) -> FolderReport:
     found = check_folder(folder)
     dead = recover_dead_writers(folder)
     moved, salvaged = [], {}
+    described = load_metadata(folder)
     for name in sorted(found.problems):
         content, num_lost = _intact_part(folder / name)
         moved.append(_set_aside(folder / name))
         if content is not None:
             write_block(folder, content)
             salvaged[name] = num_lost
+    if METADATA_NAME in found.problems and described is not None and (rebuilt := load_metadata(folder)) is not None:
+        publish_metadata(folder, replace(rebuilt, context=described.context), "repair")
     (folder / INDEX_CACHE_NAME).unlink(missing_ok=True)
     save_index_cache(folder)
     after = check_folder(folder)

@@ -145,9 +145,9 @@ class BlockSource(Source):
         if self._last is not None and upto is None:
             return self._last
         for folder in self._folders:
-            if folder.schema is not None:
+            if folder.schema is not None and folder.blocks:
                 self._checked_schema(folder.schema, str(folder.data_dir))
-        layouts = layouts_of(self._schema or Schema([]))
+        layouts = layouts_of(self._schema or self._folders[0].schema or Schema([]))
         blocks = self._blocks()
         if upto is not None:
             blocks = [block for block in blocks if block.sequence <= upto.get(block.writer, -1)]
