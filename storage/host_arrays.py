@@ -67,18 +67,18 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
 
 
 def as_given(value: Any) -> torch.Tensor:
-    """View what a caller gave as a tensor: a tensor where it is, anything else on the CPU.
+    """View what a caller gave as a tensor: a tensor where it is, anything else on the CPU; Python's floats as float64.
 
-    `torch.as_tensor` alone moves even a tensor to the default device, if there is one.
+    `torch.as_tensor` alone moves even a tensor to the default device and rounds floats to the default dtype.
     """
     if isinstance(value, torch.Tensor):
         return value
-    return torch.as_tensor(viewable(value) if isinstance(value, np.ndarray) else value, device="cpu")
+    return torch.as_tensor(viewable(np.asarray(value)), device="cpu")
 
 
 def viewable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Give an array that torch can view: itself, or a copy if it is backwards, unaligned, byte-swapped or read-only."""
     is_odd = any(stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides)
-    if not is_odd and array.dtype.isnative and array.flags.writeable:
+    if not is_odd and array.dtype.isnative and array.flags.writeable and array.flags.aligned:
         return array
     return np.array(array, array.dtype.newbyteorder("="), order="C")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from .errors import UsageError, nearest
@@ -40,7 +41,7 @@ def motion_priorities(
         scale: Factor after clamping.
 
     Returns:
-        `[E]` of the scores' floating dtype (float32 for integers) and device; a new tensor, not
+        `[E]` of the scores' floating dtype (float32 for integers and lists) and device; a new tensor, not
         normalized.
     """
     if mode not in _MODES:
@@ -52,7 +53,8 @@ def motion_priorities(
     values = as_given(scores).detach()
     if values.dim() != 1:
         raise UsageError("turn scores into priorities", "", "one score per trajectory, shape [E]", str(values.shape))
-    values = values if values.is_floating_point() else values.to(torch.float32)
+    if not values.is_floating_point() or not isinstance(scores, (torch.Tensor, np.ndarray)):
+        values = values.to(torch.float32)
     wrong = (~torch.isfinite(values)).nonzero()
     if len(wrong):
         place = int(wrong[0])

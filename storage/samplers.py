@@ -12,8 +12,9 @@ import torch
 
 from .errors import UsageError
 
-#: Up to so many rows 32 random bits are enough; so many more bits make any more of them ask for 64.
-_MAX_SHORT, _MORE_BITS = 1 << 20, 8
+#: Up to so many rows 32 random bits are enough; so many more bits make any more of them ask for 64, of any torch:
+#: some take 64 bits for 2 ** 28 numbers and more, others for 2 ** 32 and more.
+_MAX_SHORT, _MORE_BITS = 1 << 20, 12
 
 
 def generator_on(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator:
@@ -35,8 +36,8 @@ def uniform(num_rows: int, num_draws: int, generator: torch.Generator) -> torch.
 def fill_uniform(out: torch.Tensor, num_rows: int, generator: torch.Generator, first: int = 0) -> torch.Tensor:
     """Fill `out`, int64, with indices of `num_rows` from `first` on, uniformly but for one part in 4096; give it.
 
-    torch takes the remainder of 32 random bits for less than 2 ** 28 rows, so that the first ones would come oftener,
-    by up to `num_rows / 2 ** 32`. For more than 2 ** 20 it is asked for a number out of more, for which it takes 64.
+    torch takes the remainder of 32 random bits for few numbers, so that the first ones would come oftener, by up to
+    `num_rows / 2 ** 32`. For more than 2 ** 20 rows it is asked for a number out of more, for which it takes 64 bits.
     """
     if num_rows <= _MAX_SHORT:
         return out.random_(first, first + num_rows, generator=generator)

@@ -29,6 +29,7 @@ from storage import (
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
     ZBuffer,
+    motion_priorities,
 )
 from storage.tree import flatten
 from tests.storage.rollouts import make_storage, make_transition, value_of
@@ -266,6 +267,21 @@ def test_a_discount_is_the_same_number_whatever_the_default_dtype_is(dtype: torc
     torch.set_default_dtype(dtype)
     try:
         assert _frozen(returns()) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_numbers_in_lists_are_what_they_are_whatever_the_default_dtype_is(dtype: torch.dtype) -> None:
+    def priorities() -> Any:
+        buffer = TrajectoryDictBuffer([steps(4), steps(5), steps(6)], end_key="end", generator=0)
+        buffer.update_priorities([0.1, 0.9, 0.7])
+        return buffer.priorities, motion_priorities([0.1, 0.9, 0.7])
+
+    expected = _frozen(priorities())
+    torch.set_default_dtype(dtype)
+    try:
+        assert _frozen(priorities()) == expected
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -26,6 +26,7 @@ from storage import (
     motion_priorities,
 )
 from storage.errors import FieldTypeError, UsageError
+from storage.host_arrays import as_given
 from storage.samplers import Weighted, fill_uniform, mixture, permutation, recent, uniform
 from tests.storage.rollouts import make_storage, make_transition
 
@@ -96,10 +97,10 @@ def test_motion_priorities_follow_their_modes() -> None:
             motion_priorities(scores, **wrong)
 
 
-@pytest.mark.parametrize("num_rows", [3 << 26, 5 << 25, 1 << 20, (1 << 20) + 1, 3 << 40])
+@pytest.mark.parametrize("num_rows", [3 << 26, 5 << 25, 3 << 25, 3 << 22, (1 << 20) - 1, (1 << 20) + 1, 3 << 40])
 def test_the_first_of_very_many_rows_come_no_oftener_than_the_last(num_rows: int) -> None:
     generator, num_draws = torch.Generator().manual_seed(0), 1_000_000
-    # The rows that the remainder of 32 bits would favour, or some of them.
+    # The rows that the remainder of 32 bits would favour, or some of them: more than some, whatever the size is.
     num_first = (1 << 32) % num_rows if num_rows < 1 << 32 else num_rows // 3
     drawn = uniform(num_rows, num_draws, generator)
     moved = fill_uniform(torch.empty(num_draws, dtype=torch.int64), num_rows, generator, first=7)
@@ -293,6 +294,10 @@ def unaligned() -> np.ndarray:
     return np.zeros(4, [("flag", "u1"), ("x", "f4", 3)])["x"]
 
 
+def begins_between() -> np.ndarray:
+    return np.frombuffer(bytearray(49), np.float32, 12, 1).reshape(4, 3)
+
+
 def read_only() -> np.ndarray:
     array = np.arange(12.0, dtype=np.float32).reshape(4, 3)
     array.flags.writeable = False
@@ -300,9 +305,10 @@ def read_only() -> np.ndarray:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("make", [backwards, swapped, unaligned, read_only])
+@pytest.mark.parametrize("make", [backwards, swapped, unaligned, begins_between, read_only])
 def test_arrays_that_torch_cannot_view_are_taken_everywhere(make: Any, tmp_path: Path) -> None:
     array = make()
+    assert as_given(array).data_ptr() % 4 == 0
     buffer, vectors, items = DictBuffer(capacity=10), ZBuffer(10, 3), NaiveReplayBuffer(10, generator=0)
     buffer.extend({"image": array})
     vectors.add(array)
