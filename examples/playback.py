@@ -14,5 +14,5 @@ for number, frame in zip(range(num_frames), dataset, strict=False):
     for env in range(dataset.num_envs):
         if frame.is_first[env]:
             print(f"frame {number}: env {env} begins a trajectory")
-    rewards = " ".join(f"{reward:8.3f}" for reward in frame.reward.flatten().tolist())
+    rewards = "none" if frame.reward is None else " ".join(f"{one:8.3f}" for one in frame.reward.flatten().tolist())
     print(f"frame {number}: rewards {rewards}   observation of env 0 {frame.observation[0][:3].tolist()}")

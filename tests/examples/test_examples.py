@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_data import RolloutDataset
+from rollout_data import RolloutDataset, RolloutWriter
 from tests.examples.running import EXAMPLES, run
 
 #: Of processor time, so that a busy machine does not fail the test.
@@ -57,6 +57,14 @@ def test_playback_goes_frame_by_frame(demo: tuple[Path, str]) -> None:
     lines = run(folder, "playback.py", "demo/data", "7").splitlines()
     assert sum("rewards" in line for line in lines) == 7
     assert sum("begins a trajectory" in line for line in lines) >= 4
+
+
+def test_playback_needs_no_rewards(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path / "data", 4) as writer:
+        for step in range(3):
+            writer.add(observation=torch.zeros(4, 5), action=torch.zeros(4, 1), done=[step == 2] * 4)
+    lines = run(tmp_path, "playback.py", "data", "3").splitlines()
+    assert sum("rewards none" in line for line in lines) == 3
 
 
 def test_ppo_learns_something_finite(monkeypatch: pytest.MonkeyPatch) -> None:
