@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
 from tests.examples.running import EXAMPLES, run
