@@ -44,8 +44,8 @@ from .returns import (
     checked_factor,
     checked_last_values,
     normalize_,
-    rollout_advantage,
     with_bootstrap,
+    write_advantage,
 )
 from .scans import Scalar
 from .snapshot import Snapshotted, State
@@ -213,7 +213,7 @@ class RolloutStorage(Snapshotted):
             check_bootstrap(x.dones, x.time_outs, truncation, x.bootstrap_values)
             self._put_in_order()
             rewards = with_bootstrap(x.rewards, x.values, x.dones, x.time_outs, gamma, truncation, x.bootstrap_values)
-            rollout_advantage(rewards, x.values, last_values, x.dones, gamma, lam, out=x.advantages, returns=x.returns)
+            write_advantage(x.advantages, rewards, x.values, last_values, x.dones, gamma, lam, x.returns)
             normalize_(x.advantages, normalize)
             self._delivery.note_write()
             self._num_partial_rows = rows

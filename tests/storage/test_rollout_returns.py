@@ -146,3 +146,16 @@ def test_i05_statistics_change_nothing():
     assert float(length) == pytest.approx(12 / 7) and float(reward) == pytest.approx(float(storage.rewards.mean()))
     assert length.dtype == reward.dtype == torch.float32
     assert_same(before, everything(storage))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_comes_after_a_done_does_not_show_before_it(odd):
+    dones = torch.tensor([[0, 0], [1, 0], [0, 1]])
+    storage, other = (fill(make_storage(2, 3), dones) for _ in range(2))
+    storage.values[2, 0] = storage.rewards[2, 0] = odd
+    for one, last in ((storage, odd), (other, 0.0)):
+        one.compute_returns(torch.tensor([0.0, last]), 0.9, 0.9, normalize=None)
+    assert torch.equal(storage.returns[:2], other.returns[:2]) and torch.equal(
+        storage.returns[:, 1], other.returns[:, 1]
+    )
+    assert torch.equal(storage.advantages[:2], other.advantages[:2]) and not storage.returns[2, 0].isfinite()

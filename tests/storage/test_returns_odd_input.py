@@ -1,0 +1,160 @@
+"""Returns of NaN, infinity and arguments that are none: nothing crosses a done, and nothing is broadcast."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage import scans
+from storage.errors import FieldTypeError, SchemaError, UsageError
+from storage.returns import (
+    discounted_sums,
+    generalized_advantage,
+    n_step_returns,
+    normalize_,
+    rollout_advantage,
+    with_bootstrap,
+)
+from tests.storage.test_returns import random_rollout
+
+
+def loop_until_done(terms, dones, factor):
+    """Sum discounted terms to the end of each trajectory, with a plain `if`."""
+    sums = terms.double().clone()
+    for t, env in itertools.product(reversed(range(len(terms) - 1)), range(terms.shape[1])):
+        if not dones[t, env, 0]:
+            sums[t, env] += factor * sums[t + 1, env]
+    return sums
+
+
+def n_step_loop(rewards, values, last_values, dones, gamma, num_steps):
+    ahead = torch.cat([values, last_values.unsqueeze(0)]).double()
+    result = torch.zeros(rewards.shape, dtype=torch.float64)
+    for t, env in itertools.product(range(len(rewards)), range(rewards.shape[1])):
+        weight = 1.0
+        for k in range(t, min(t + num_steps, len(rewards))):
+            result[t, env] += weight * rewards[k, env]
+            weight *= gamma
+            if dones[k, env, 0]:
+                break
+        else:
+            result[t, env] += weight * ahead[k + 1, env]
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])  # by numpy, by torch
+@given(data=st.data())
+def test_what_comes_after_a_done_never_shows_before_it_were_it_nan(dtype, data):
+    num_steps, num_envs = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 4))
+    rate = data.draw(st.sampled_from([0.0, 0.3, 1.0]))
+    rewards, values, last_values, dones = random_rollout(num_steps, num_envs, 1, rate, num_steps)
+    odd = st.sampled_from([float("nan"), float("inf"), -float("inf")])
+    for x in (rewards, values, last_values):
+        for _ in range(data.draw(st.integers(0, 2))):
+            x.view(-1)[data.draw(st.integers(0, x.numel() - 1))] = data.draw(odd)
+    rewards, values, last_values = (x.to(dtype) for x in (rewards, values, last_values))
+    ahead = torch.where(dones.bool(), 0, torch.cat([values[1:], last_values.unsqueeze(0)]).double())
+    errors = rewards.double() + 0.9 * ahead - values.double()
+    chunk_elements, scans._CHUNK_ELEMENTS = scans._CHUNK_ELEMENTS, data.draw(st.integers(1, 60))
+    returns = torch.empty_like(values)
+    steps = data.draw(st.integers(1, num_steps + 1))
+    try:
+        advantages = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8, returns=returns)
+        general = generalized_advantage(rewards, values, ahead.to(dtype), dones, 0.9, 0.8)
+        sums = discounted_sums(rewards, dones, 0.9)
+        few = n_step_returns(rewards, values, last_values, dones, 0.9, steps)
+    finally:
+        scans._CHUNK_ELEMENTS = chunk_elements
+    expected = loop_until_done(errors, dones, 0.9 * 0.8)
+    checks = [
+        (advantages, expected),
+        (general, expected),
+        (returns, expected + values.double()),
+        (sums, loop_until_done(rewards, dones, 0.9)),
+        (few, n_step_loop(rewards, values, last_values, dones, 0.9, steps)),
+    ]
+    tolerance = 0.3 if dtype == torch.bfloat16 else 1e-4
+    for got, wanted in checks:
+        torch.testing.assert_close(
+            got.double(), wanted, atol=tolerance, rtol=tolerance, equal_nan=True, check_dtype=False
+        )
+
+
+@pytest.mark.parametrize("last", [float("nan"), float("inf")])
+def test_a_done_at_the_last_step_leaves_last_values_aside(last):
+    rewards, values, last_values, dones = random_rollout(5, 2)
+    dones[-1] = 1
+    expected = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
+    odd = torch.full_like(last_values, last)
+    torch.testing.assert_close(rollout_advantage(rewards, values, odd, dones, 0.9, 0.8), expected)
+    got = n_step_returns(rewards, values, odd, dones, 0.9, 9)
+    assert torch.equal(got, n_step_returns(rewards, values, last_values, dones, 0.9, 9))
+
+
+WRONG_ARGUMENTS = {
+    "dones without heads": ({"dones": torch.zeros(4, 3)}, r"expected dones of shape \[4, 3, 1\]"),
+    "dones of another env": ({"dones": torch.zeros(4, 1, 1)}, r"expected dones of shape \[4, 3, 1\]"),
+    "dones as a list": ({"dones": [0, 1]}, "expected dones, a dense tensor of real numbers, got list"),
+    "sparse dones": ({"dones": torch.zeros(4, 3, 1).to_sparse()}, "expected dones, a dense tensor of real numbers"),
+    "flat rewards": ({"rewards": torch.zeros(4, 3)}, r"expected rewards, floating numbers of shape \[T, N, R\]"),
+    "whole rewards": ({"rewards": torch.zeros(4, 3, 2).long()}, "expected rewards, floating numbers of shape"),
+    "other values": ({"values": torch.zeros(4, 3, 1)}, r"expected values of shape \[4, 3, 2\]"),
+    "complex values": ({"values": torch.zeros(4, 3, 2) + 0j}, "expected values, a dense tensor of real numbers"),
+    "one last value": ({"last_values": torch.zeros(3, 1)}, r"expected last_values of shape \[3, 2\]"),
+    "a discount for three": ({"gamma": [0.1, 0.2, 0.3]}, r"expected gamma a number or of shape \[2\]"),
+    "a large discount": ({"gamma": 1.5}, r"expected gamma in \[0, 1\], got 1\.5"),
+    "no trace": ({"lam": None}, "expected lam a number or a tensor of numbers, got NoneType"),
+    "half a step": ({"num_steps": 1.5}, "expected num_steps >= 1, got 1.5"),
+    "a true step": ({"num_steps": True}, "expected num_steps >= 1, got True"),
+    "no step": ({"num_steps": "2"}, "expected num_steps >= 1, got '2'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+@pytest.mark.parametrize("function", [generalized_advantage, rollout_advantage, discounted_sums, n_step_returns])
+def test_wrong_arguments_of_the_functions_are_refused_and_none_is_broadcast(function, name):
+    wrong, text = WRONG_ARGUMENTS[name]
+    rewards, values, last_values, dones = random_rollout(4, 3, 2)
+    given = {"rewards": rewards, "values": values, "next_values": values, "last_values": last_values, "dones": dones}
+    given |= {"gamma": 0.9, "lam": 0.8, "num_steps": 2}
+    taken = {key: x for key, x in given.items() if key in inspect.signature(function).parameters}
+    assert function(**taken).shape == rewards.shape
+    if not wrong.keys() <= taken.keys():
+        return
+    with pytest.raises(UsageError, match=text):
+        function(**{**taken, **wrong})
+
+
+def test_wrong_results_are_refused_before_either_is_written():
+    rewards, values, last_values, dones = random_rollout(4, 3)
+    out = torch.zeros(4, 3, 1)
+    for wrong in (torch.zeros(4, 3), torch.zeros(4, 1, 1)):
+        with pytest.raises(SchemaError, match=r"expected returns of shape \[4, 3, 1\]"):
+            rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8, out=out, returns=wrong)
+        with pytest.raises(SchemaError, match=r"expected out of shape \[4, 3, 1\]"):
+            rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8, out=wrong)
+    assert not out.any()
+    with pytest.raises(SchemaError, match=r"normalize advantages: expected floating numbers of shape \[T, N, R\]"):
+        normalize_(torch.zeros(4, 3), "global")
+    with pytest.raises(FieldTypeError, match="expected time_outs, a dense tensor of real numbers, got list"):
+        with_bootstrap(rewards, values, dones, [None], 0.9, "cut")
+
+
+def test_discounts_come_as_lists_too():
+    rewards, values, last_values, dones = random_rollout(6, 3, 2)
+    gamma, lam = [0.9, 0.5], np.array([0.8, 0.7])
+    for function, given_in in (
+        (rollout_advantage, (rewards, values, last_values, dones)),
+        (generalized_advantage, (rewards, values, values, dones)),
+    ):
+        expected = function(*given_in, torch.tensor(gamma), torch.tensor(lam))
+        torch.testing.assert_close(function(*given_in, gamma, lam), expected)
+    torch.testing.assert_close(
+        discounted_sums(rewards, dones, gamma), discounted_sums(rewards, dones, torch.tensor(gamma))
+    )
