@@ -16,7 +16,7 @@ import torch
 from .buffer_pool import BufferPool
 from .columns import Column, schema_of
 from .errors import FieldTypeError, MissingFieldError, SchemaError
-from .fields import Field, Schema
+from .fields import Field, Schema, signed
 from .host_arrays import as_given
 from .modes import lasting
 from .tree import check_same_names, flatten, unflatten
@@ -152,7 +152,7 @@ class ColumnTable:
         writes: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, target in targets.items():
             x = given[key]
-            if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
+            if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta or x.is_quantized:
                 raise FieldTypeError(action, "", "a dense tensor", type(x).__name__)
             shape = list(target.shape) if target is not None else "nothing, it is not kept yet"
             if target is None or x.shape != target.shape:
@@ -269,9 +269,40 @@ def _check(wanted: _Input, value: torch.Tensor) -> None:
     """Raise if `value` does not fit; what fits exactly need not come here."""
     if value.shape not in wanted.shapes:
         raise SchemaError(_ACTION, f"with {_name(wanted)!r}", _words(wanted), f"shape {list(value.shape)}")
+    if value.is_quantized:
+        got, advice = f"a quantized one of {value.dtype}", "Dequantize it first"
+        raise FieldTypeError(_ACTION, f"with {_name(wanted)!r}", "a dense tensor", got, advice)
     is_safe = not value.dtype.is_complex if wanted.column.is_flag else torch.can_cast(value.dtype, wanted.dtype)
     if not is_safe:
         raise FieldTypeError(_ACTION, f"with {_name(wanted)!r}", _words(wanted), str(value.dtype), "Convert it first")
     if value.layout is not torch.strided or value.device.type == "meta":
         got = f"{value.layout} on {value.device}"
         raise FieldTypeError(_ACTION, f"with {_name(wanted)!r}", "a dense tensor", got)
+    if value.dtype is not wanted.dtype and not wanted.column.is_flag:
+        _check_range(wanted, value)
+
+
+def _check_range(wanted: _Input, value: torch.Tensor) -> None:
+    """Raise if a number would become another one by more than rounding: wrapped around, or infinite."""
+    if wanted.dtype.is_floating_point:
+        limits: torch.finfo | torch.iinfo = torch.finfo(wanted.dtype)
+        # Of integers only those of more than 16 bits, into float16.
+        reach = torch.finfo(value.dtype).max if value.is_floating_point() else 2.0 ** (8 * value.itemsize)
+        if reach <= limits.max:
+            return
+        wide = value if value.is_floating_point() else value.double()
+        kept = wide.to(wanted.dtype)
+        if bool(kept.sum().isfinite()):  # one look, where all is well
+            return
+        is_lost = kept.isinf() & wide.isfinite()
+    else:
+        limits = torch.iinfo(wanted.dtype)
+        # Of uint64 the bits as they are: what int64 does not reach stands below 0.
+        wide = signed(value) if value.dtype is torch.uint64 else value.long()
+        lowest = 0 if value.dtype is torch.uint64 else limits.min
+        is_lost = (wide < lowest) | (wide > min(limits.max, 2**63 - 1))
+    if bool(is_lost.any()):
+        found = wide[is_lost][0].item()
+        got = str(found % 2**64 if value.dtype is torch.uint64 else found)
+        expected = f"{wanted.field.dtype} from {limits.min} to {limits.max}"
+        raise FieldTypeError(_ACTION, f"with {_name(wanted)!r}", expected, got)

@@ -78,9 +78,9 @@ class SavedStates:
         known = [x[0] for x in self.leaves()] if self.structure else leaves
         for leaf, like in zip(leaves, known, strict=True):
             is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
-            is_dense = leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_complex()
+            is_dense = leaf.layout is torch.strided and not (leaf.is_meta or leaf.is_complex() or leaf.is_quantized)
             if not (is_placed and is_dense) or leaf.shape != like.shape or leaf.dtype != like.dtype:
-                dtype = "real numbers" if like.is_complex() else str(like.dtype)
+                dtype = "real numbers" if like.is_complex() or like.is_quantized else str(like.dtype)
                 shape = str(list(like.shape)) if self.structure else f"[layers, {self._table.num_envs}, H]"
                 layout = "" if leaf.layout is torch.strided else f"{leaf.layout} "
                 got = f"{layout}{leaf.dtype} of shape {list(leaf.shape)} on {leaf.device}"

@@ -317,7 +317,7 @@ def _real_tensor(name: str, value: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as cause:
         got = type(value).__name__
         raise FieldTypeError("compute returns", "", f"{name} a number or a tensor of numbers", got) from cause
-    if given.is_complex() or given.is_meta or given.layout is not torch.strided:
+    if given.is_complex() or given.is_meta or given.is_quantized or given.layout is not torch.strided:
         got = f"{given.layout} {given.dtype} on {given.device}"
         raise FieldTypeError("compute returns", "", f"{name} a dense tensor of real numbers", got)
     return given

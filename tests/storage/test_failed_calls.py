@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from storage import (
     ActionLabelRollout,
+    FieldTypeError,
     QueueRolloutStorage,
     RolloutDataError,
     RolloutStorage,
@@ -26,6 +27,7 @@ WRONG = {
     "complex": lambda x: x.to(torch.complex64),
     "meta": lambda x: x.to("meta"),
     "sparse": lambda x: x.to_sparse(),
+    "quantized": lambda x: torch.quantize_per_tensor(torch.as_tensor(x).float(), 0.1, 0, torch.quint8),
     "a mapping": lambda x: {"x": x},
     "text": lambda x: "text",
     "an object": lambda x: object(),
@@ -36,6 +38,7 @@ CALLS = {
     "last values of text": lambda s: s.compute_returns("text", 0.9, 0.9),
     "last values nowhere": lambda s: s.compute_returns(torch.zeros(3, 1, device="meta"), 0.9, 0.9),
     "sparse last values": lambda s: s.compute_returns(torch.zeros(3, 1).to_sparse(), 0.9, 0.9),
+    "quantized last values": lambda s: s.compute_returns(WRONG["quantized"](torch.zeros(3, 1)), 0.9, 0.9),
     "no gamma": lambda s: s.compute_returns(torch.zeros(3, 1), None, 0.9),
     "complex gamma": lambda s: s.compute_returns(torch.zeros(3, 1), 0.9 + 1j, 0.9),
     "lam of text": lambda s: s.compute_returns(torch.zeros(3, 1), 0.9, "x"),
@@ -131,6 +134,7 @@ STATES = {
     "text in a tuple": (torch.ones(2, 3, 4), "c"),
     "complex": torch.ones(2, 3, 4, dtype=torch.complex64),
     "sparse": torch.ones(2, 3, 4).to_sparse(),
+    "quantized": torch.quantize_per_tensor(torch.ones(2, 3, 4), 0.1, 0, torch.quint8),
     "nowhere": torch.ones(2, 3, 4, device="meta"),
 }
 
@@ -175,3 +179,53 @@ def test_nan_and_infinity_are_kept_as_they_are(kind):
     assert torch.equal(storage.rewards[0].nan_to_num(nan=7.0), rewards.nan_to_num(nan=7.0))
     storage.compute_returns(torch.zeros(3), 0.9, 0.9, normalize=None)
     assert storage.returns[0, 0].isnan() and storage.returns[0, 1] == float("inf")
+
+
+#: dtype of the field, what it cannot hold, what it can.
+OUT_OF_RANGE = [
+    ("uint8", torch.tensor([300, 0]), "uint8 from 0 to 255, got 300"),
+    ("uint8", torch.tensor([0, -1], dtype=torch.int8), "uint8 from 0 to 255, got -1"),
+    ("int8", torch.tensor([128, 3], dtype=torch.uint8), "int8 from -128 to 127, got 128"),
+    ("int16", torch.tensor([1, 2**15], dtype=torch.uint16), "int16 from -32768 to 32767, got 32768"),
+    ("int64", np.array([2**63, 1], np.uint64), "int64 from -9223372036854775808 to 9223372036854775807, got 922"),
+    ("uint64", torch.tensor([-1, 1]), "uint64 from 0 to 18446744073709551615, got -1"),
+    ("float16", torch.tensor([1.0, 7e4]), r"float16 from -65504\.0 to 65504\.0, got 70000"),
+    ("float16", torch.tensor([1, -70_000]), r"float16 from -65504\.0 to 65504\.0, got -70000"),
+    ("float32", torch.tensor([1e39, 0.0], dtype=torch.float64), r"float32 from -3\.40.* got 1e\+39"),
+    ("bfloat16", torch.tensor([3.4e38, 0.0]), r"bfloat16 from -3\.38.* got 3\.39"),
+]
+
+
+@pytest.mark.parametrize("dtype, values, text", OUT_OF_RANGE)
+def test_numbers_that_do_not_fit_their_field_are_refused_and_nothing_is_written(dtype, values, text):
+    storage = SarsaRolloutStorage(2, 2, {"x": ((), dtype)}, None, (ACTIONS,), generator=0)
+    zero = {"x": torch.zeros(2).to(getattr(torch, dtype))}
+    good = make_transition(0, 2, critic_observations=None, observations=zero, next_observations=zero)
+    before = {name: x.clone() for name, x in storage.state_dict()["tensors"].items()}
+    for name in ("observations", "next_observations"):
+        with pytest.raises(FieldTypeError, match=f"'{name}/x': expected {text}" if name == "observations" else text):
+            storage.add_transitions(broken(good, name, {"x": values}))
+    after = storage.state_dict()["tensors"]
+    assert all(torch.equal(after[name], x) for name, x in before.items()) and storage.step == 0
+    storage.add_transitions(good)
+
+
+@pytest.mark.parametrize(
+    "dtype, values",
+    [
+        ("uint8", torch.tensor([0, 255])),
+        ("int8", torch.tensor([127, 3], dtype=torch.uint8)),
+        ("int64", np.array([2**63 - 1, 0], np.uint64)),
+        ("uint64", torch.tensor([2**63 - 1, 0])),
+        ("uint16", torch.tensor([True, False])),
+        ("float16", torch.tensor([float("inf"), 65504.0])),
+        ("float32", torch.tensor([float("nan"), 0.1], dtype=torch.float64)),
+        ("float32", torch.tensor([2**62 + 1, -1])),
+        ("bfloat16", torch.tensor([-float("inf"), 1 / 3])),
+    ],
+)
+def test_numbers_that_fit_are_taken_from_other_dtypes_rounded_at_most(dtype, values):
+    storage = RolloutStorage(2, 1, ((), dtype), None, (ACTIONS,), generator=0)
+    storage.add_transitions(make_transition(0, 2, critic_observations=None, observations=values))
+    expected = torch.as_tensor(values).to(getattr(torch, dtype))
+    assert torch.equal(storage.observations[0].double().nan_to_num(7), expected.double().nan_to_num(7))
