@@ -45,40 +45,47 @@ class DeadWriter:
     num_lost_frames: int
     last_sign_ns: int
 
+    def text(self, folder: Path) -> str:
+        """Say what was found in `folder`."""
+        lost = f"{self.num_lost_frames} frames that it had not published are lost; what it published is intact."
+        return f"writer {self.writer!r} ended without close() in {str(folder)!r}: {lost}"
+
 
 def journal_path(folder: Path, writer: str) -> Path:
     return folder / f".rollout_{writer}.journal"
 
 
 class Journal:
-    """The journal of one living writer. Not for use after `close()`."""
+    """The journal of one living writer: there from `open()` to `close()`."""
 
     def __init__(self, folder: Path, writer: str) -> None:
-        self.path = journal_path(folder, writer)
+        self._writer, self.path = writer, journal_path(folder, writer)
+        self._descriptor = -1
+        self._accepted = self._published = 0
+        self._memory: mmap.mmap | None = None
+
+    def open(self) -> None:
+        """Take the writer's name. Whoever is interrupted in here calls `close()`, as after an error.
+
+        Raises:
+            UsageError: A living writer has the name.
+        """
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-            if not _lock(descriptor):
-                os.close(descriptor)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            if not _lock(self._descriptor):
                 raise UsageError(
                     "record into",
-                    repr(str(folder)),
-                    f"a writer name that nobody uses now, not {writer!r}",
+                    repr(str(self.path.parent)),
+                    f"a writer name that nobody uses now, not {self._writer!r}",
                     "a living writer of that name",
                     "Leave writer_name out to get a free one",
                 )
-            if _is_linked(descriptor, self.path):
+            if _is_linked(self._descriptor, self.path):
                 break
-            os.close(descriptor)  # somebody took the unlocked file for a dead writer's and removed it: once more
-        self._descriptor = descriptor
-        self._accepted = self._published = 0
-        self._memory: mmap.mmap | None = None
-        try:
-            os.pwrite(descriptor, bytes(_COUNTS.size + _NUM_SLOTS * _BLOCK.size), 0)
-            os.pwrite(descriptor, _COUNTS.pack(_MAGIC, 0, 0, time.time_ns()), 0)
-            self._memory = _map(descriptor)
-        except OSError:
-            self.close()
-            raise
+            self._release()  # somebody took the unlocked file for a dead writer's and removed it: once more
+        os.pwrite(self._descriptor, bytes(_COUNTS.size + _NUM_SLOTS * _BLOCK.size), 0)
+        os.pwrite(self._descriptor, _COUNTS.pack(_MAGIC, 0, 0, time.time_ns()), 0)
+        self._memory = _map(self._descriptor)
 
     def accept(self, num_frames: int) -> None:
         """Note how many frames were accepted in all."""
@@ -103,16 +110,19 @@ class Journal:
             os.pwrite(self._descriptor, data, offset)
 
     def close(self) -> None:
-        """Remove the journal: everything is settled."""
+        """Remove the journal: everything is settled. May be called twice; another writer's is left alone."""
         if self._descriptor >= 0:
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None
-            if _is_linked(self._descriptor, self.path):
+            if _lock(self._descriptor) and _is_linked(self._descriptor, self.path):
                 with suppress(OSError):  # the folder is read-only by now: the next writer cleans up
                     self.path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self._release()
+
+    def _release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1  # a Ctrl-C behind `os.close` must not leave its number
+        os.close(descriptor)
 
 
 def recover_dead_writers(folder: Path) -> list[DeadWriter]:

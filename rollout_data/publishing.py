@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,6 @@ from .staging import Staging
 
 #: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
 _MIN_UNCACHED_BLOCKS = 8
-#: How often a waiting caller looks for a failure.
-_CHECK_S = 0.1
 #: HDF5 keeps attributes and types in entries of 64 KiB.
 _MAX_ENTRY_BYTES = 60_000
 
@@ -53,9 +51,7 @@ class BlockPublisher:
 
     Attributes:
         frames_per_chunk: Frames of a chunk of a coded component at most; None is what suits the codec.
-
-    Raises:
-        UsageError: The writer's earlier blocks cannot be read, so that its numbering cannot go on.
+        last_ns: When the last frame of the writer's earlier blocks was added, after `start`.
     """
 
     def __init__(
@@ -68,19 +64,27 @@ class BlockPublisher:
         durable: bool,
         is_tentative: bool,
     ) -> None:
-        self._folder, self._writer, self._journal = folder, writer, journal
+        self._folder, self._writer, self._num_envs, self._journal = folder, writer, num_envs, journal
         self._durable, self._is_tentative = durable, is_tentative
         self._is_synchronous = max_pending == 1
-        self._sequence, self._carry, self.last_ns = _resume(folder, writer, num_envs)
+        self._sequence, self._carry, self.last_ns = 0, Carry.start(num_envs, 0), 0
         #: What "auto" chose for each field on the first block.
         self._codecs: dict[str, str] = {}
         self.frames_per_chunk: int | None = None
         self._worker = BackgroundWorker(f"writer {writer!r}", max_pending=max_pending)
-        self._worker.submit(lambda: None)  # starts the thread: while the interpreter exits none can be started
         self._num_others = max(0, max_pending - 2)  # that may be pending when another one is submitted
         self._failure: BaseException | None = None
         self._is_awaited = False
         self._num_blocks = self._num_uncached = 0
+
+    def start(self) -> None:
+        """Go on behind the writer's earlier blocks.
+
+        Raises:
+            UsageError: They cannot be read.
+        """
+        self._sequence, self._carry, self.last_ns = _resume(self._folder, self._writer, self._num_envs)
+        self._submit(_nothing)  # starts the thread: while the interpreter exits none can be started
 
     def submit(self, staging: Staging, num_accepted: int) -> None:
         """Queue a staging; wait while too many blocks are pending.
@@ -91,28 +95,21 @@ class BlockPublisher:
         """
         # A Ctrl-C in here changes nothing: the steps stay staged.
         with self._waiting():
-            while not self._worker.wait_for_room(self._num_others, _CHECK_S):
-                self.raise_failure()
-        try:
-            staging.is_sealed = True
-            self._worker.submit(partial(self._publish, staging, num_accepted))
-        except BackgroundError as error:
-            self._keep(error)
-            self.raise_failure()
+            self._worker.wait_for_room(self._num_others)
+        self.raise_failure()
+        staging.is_sealed = True
+        self._submit(partial(self._publish, staging, num_accepted))
         if self._is_synchronous:
             self.settle()
 
     def flush_file(self, path: Path) -> None:
         """Queue flushing a small file and its folder to the disk, before the next block."""
-        self._worker.submit(partial(_flush, path))
+        self._submit(partial(_flush, path))
 
     def settle(self) -> None:
         """Wait until everything submitted is published or has failed."""
-        try:
-            with self._waiting():
-                self._worker.drain()
-        except BackgroundError as error:
-            self._keep(error)
+        with self._waiting():
+            self._worker.drain()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -124,10 +121,6 @@ class BlockPublisher:
             self._is_awaited = False
 
     def has_failed(self) -> bool:
-        try:
-            self._worker.check()
-        except BackgroundError as error:
-            self._keep(error)
         return self._failure is not None
 
     def raise_failure(self) -> None:
@@ -143,16 +136,21 @@ class BlockPublisher:
 
     def close(self) -> None:
         """Publish what was submitted, renew the index cache, stop. Raises nothing: ask `raise_failure`."""
-        try:
-            with self._waiting():
-                self._worker.close()
-        except BackgroundError as error:
-            self._keep(error)
+        with self._waiting():
+            self._worker.close()
         if self._num_uncached and self._failure is None:
             self._save_index()
 
-    def _keep(self, error: BackgroundError) -> None:
-        self._failure = self._failure or error.__cause__ or error
+    def _submit(self, job: Callable[[], object]) -> None:
+        self._worker.submit(partial(self._do, job))
+
+    def _do(self, job: Callable[[], object]) -> None:
+        """Do a job, unless one before it has failed; keep its failure here, where no Ctrl-C comes in between."""
+        if self._failure is None:
+            try:
+                job()
+            except BaseException as failure:  # noqa: BLE001 - raised at every later call
+                self._failure = failure
 
     def _publish(self, staging: Staging, num_accepted: int) -> None:
         if staging.is_published:
@@ -178,6 +176,10 @@ class BlockPublisher:
             self._num_uncached = 0
         except (OSError, RolloutDataError) as error:
             warnings.warn(f"the index cache of {str(self._folder)!r} was not renewed: {error}", RolloutDataWarning)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _flush(path: Path) -> None:

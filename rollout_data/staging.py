@@ -72,12 +72,13 @@ class Staging:
     def is_empty(self) -> bool:
         return self.num_steps == 0 and not self._before.any()
 
-    def put(self, rollout: Rollout, time_ns: int, drop_terminated: bool = False) -> np.ndarray:
-        """Copy a rollout of at most `room` steps; with `drop_terminated` a termination voids its trajectory.
+    @property
+    def marks_view(self) -> np.ndarray:
+        """`[T, N]` uint8: the marks of the frames."""
+        return self._bits[: self.num_steps]
 
-        Returns:
-            `[T, N]` uint8: the marks of the new frames.
-        """
+    def put(self, rollout: Rollout, time_ns: int, drop_terminated: bool = False) -> None:
+        """Copy a rollout of at most `room` steps; with `drop_terminated` a termination voids its trajectory."""
         start, count = self.num_steps, rollout.num_steps
         self._data.put(start, rollout.fields)
         bits = _bits(rollout, drop_terminated)
@@ -87,26 +88,24 @@ class Staging:
             self._bits[start : start + count] = bits
             self._times_ns[start : start + count] = time_ns + np.arange(count)
         finals = self._put_finals(rollout)
-        # From here on the steps exist.
+        num_finals = self._num_finals if finals is None else self._num_finals + len(finals[0])
         version = rollout.policy_version
-        self._versions += [version] * count if isinstance(version, int) else list(version.copy())
+        versions = [version] * count if isinstance(version, int) else list(version.copy())
+        started_s = time.monotonic() if self.started_s is None else self.started_s
+        # From here on the steps exist: without a call, and so without a Ctrl-C in between.
+        self._versions += versions
         if finals is not None:
-            step, env = finals
-            self._final_places.append((step + start, env))
-            self._num_finals += len(step)
-        self.num_steps = start + count
-        if self.started_s is None:
-            self.started_s = time.monotonic()
-        return bits
+            self._final_places += [(finals[0] + start, finals[1])]
+        self._num_finals, self.num_steps, self.started_s = num_finals, start + count, started_s
 
     def num_nonfinite_rewards(self) -> int:
         """Count the rewards that are NaN or infinite, here and in the stagings before; each step once."""
         if self._num_counted < self.num_steps:
-            new = slice(self._num_counted, self.num_steps)
+            new, number = slice(self._num_counted, self.num_steps), self._num_nonfinite
             for name in self.schema.below(REWARD):
                 rewards = self._data.field(name, self.num_steps)[new]
-                self._num_nonfinite += num_nonfinite(rewards, self._bits[new] > 0)
-            self._num_counted = self.num_steps
+                number += num_nonfinite(rewards, self._bits[new] > 0)
+            self._num_nonfinite, self._num_counted = number, self.num_steps
         return self._num_nonfinite
 
     def end(self, env_ids: np.ndarray, flag: int) -> None:

@@ -1,69 +1,69 @@
 """Counting what a recording keeps.
 
-One rule: counts follow from the marks of the frames alone, at the time they are added.
+One rule: counts follow from the marks of the frames alone, and a count is never changed: counting gives another one,
+so that whoever keeps it has that of before or that of after, also if a Ctrl-C falls into the counting.
 """
 
 from __future__ import annotations
 
-from itertools import chain, groupby
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .block_header import DROPPED, ENDS
 from .cutting import PRESENT
 
-_MAX_PENDING = 32
+#: Steps that are counted together cost less than one by one; more of them would keep a caller waiting.
+MAX_UNCOUNTED = 32
 
 
+@dataclass(frozen=True, eq=False)
 class Tally:
-    """Counts kept frames and trajectories from the marks of the frames."""
+    """Kept frames and trajectories.
 
-    def __init__(self, num_envs: int, success_only: bool) -> None:
-        self._success_only = success_only
-        self._pending: list[np.ndarray] = []
-        self._num_trajectories = self._num_kept = 0
-        self._lengths = np.zeros(num_envs, np.int64)  # frames of the trajectories in progress
+    Attributes:
+        lengths: `[N]` int64: frames of the trajectories in progress.
+        success_only: Those are not kept, or not yet.
+        num_trajectories, num_finished_frames: Kept trajectories that have ended, and their frames.
+        num_counted: Steps of the block being filled that are counted.
+    """
 
-    @property
-    def num_trajectories(self) -> int:
-        self._settle()
-        return self._num_trajectories
-
-    @property
-    def num_finished_frames(self) -> int:
-        self._settle()
-        return self._num_kept
+    lengths: np.ndarray
+    success_only: bool = False
+    num_trajectories: int = 0
+    num_finished_frames: int = 0
+    num_counted: int = 0
 
     @property
     def num_frames(self) -> int:
-        self._settle()
-        return self._num_kept if self._success_only else self._num_kept + int(self._lengths.sum())
+        return self.num_finished_frames + (0 if self.success_only else int(self.lengths.sum()))
 
-    def count(self, bits: np.ndarray) -> None:
-        """Count `[T, N]` marks, which must not change any more: many steps are counted at once, later."""
-        self._pending.append(bits)
-        if len(self._pending) >= _MAX_PENDING:
-            self._settle()
+    def with_steps(self, marks: np.ndarray) -> Tally:
+        """Count those of the `[T, N]` marks of the block being filled that are not counted yet."""
+        if len(marks) == self.num_counted:
+            return self
+        new = marks[self.num_counted :]
+        start, num_trajectories, num_frames, lengths = 0, self.num_trajectories, self.num_finished_frames, self.lengths
+        for step in np.flatnonzero((new & ENDS).any(axis=1)).tolist():
+            lengths = lengths + np.count_nonzero(new[start : step + 1] & PRESENT, axis=0)
+            ended = np.flatnonzero(new[step] & ENDS)
+            kept = ended[((new[step, ended] & DROPPED) == 0) & (lengths[ended] > 0)]
+            num_trajectories, num_frames = num_trajectories + len(kept), num_frames + int(lengths[kept].sum())
+            lengths[ended] = 0
+            start = step + 1
+        lengths = lengths + np.count_nonzero(new[start:] & PRESENT, axis=0)
+        return Tally(lengths, self.success_only, num_trajectories, num_frames, len(marks))
 
-    def _settle(self) -> None:
-        pending, self._pending = self._pending, []
-        for _, same in groupby(pending, key=id):
-            bits, *others = same
-            if others and not (bits & ENDS).any():  # steps that end nothing often share one array
-                self._lengths += (1 + len(others)) * np.count_nonzero(bits & PRESENT, axis=0)
-                continue
-            for step in chain(bits, *others):
-                self._lengths += (step & PRESENT) > 0
-                ended = np.flatnonzero(step & ENDS)
-                if len(ended):
-                    self._end(ended, step[ended])
+    def with_ends(self, env_ids: np.ndarray, flag: int) -> Tally:
+        """Count the trajectories in progress of these envs as ended."""
+        lengths = self.lengths.copy()
+        lengths[env_ids] = 0
+        if flag & DROPPED:
+            return replace(self, lengths=lengths)
+        num_frames = self.num_finished_frames + int(self.lengths[env_ids].sum())
+        num_trajectories = self.num_trajectories + int(np.count_nonzero(self.lengths[env_ids]))
+        return replace(self, lengths=lengths, num_finished_frames=num_frames, num_trajectories=num_trajectories)
 
-    def end(self, env_ids: np.ndarray, flag: int) -> None:
-        self._settle()
-        self._end(env_ids, np.full(len(env_ids), flag))
-
-    def _end(self, env_ids: np.ndarray, flags: np.ndarray) -> None:
-        kept = env_ids[((flags & DROPPED) == 0) & (self._lengths[env_ids] > 0)]
-        self._num_trajectories += len(kept)
-        self._num_kept += int(self._lengths[kept].sum())
-        self._lengths[env_ids] = 0
+    def with_next_block(self) -> Tally:
+        """Go on to a block of which nothing is counted."""
+        return replace(self, num_counted=0)

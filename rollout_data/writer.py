@@ -13,16 +13,16 @@ import secrets
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from storage.background import finish
 from storage.buffer_pool import BufferPool
 from storage.duplicates import Unique
-from storage.errors import BackgroundError, ClosedError, DataFileError, RolloutDataError, RolloutDataWarning, UsageError
+from storage.errors import ClosedError, DataFileError, RolloutDataWarning
 from storage.fields import Schema
 
 from .block_header import DATA, DROPPED, OPEN, layouts_of
@@ -30,11 +30,11 @@ from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary
 from .metadata import METADATA_NAME, Metadata, publish_metadata
 from .observation_parts import observation_parts
 from .publishing import BlockPublisher, check_storable
-from .record import REWARD, Rollout, given_values, num_nonfinite, read_rollout, unpack_storage
+from .record import given_values, read_rollout, unpack_storage
 from .repeated_step import RepeatedStep, form_of
 from .staging import MAX_STAGED_BYTES, Staging
-from .tally import Tally
-from .writer_arguments import check_arguments
+from .tally import MAX_UNCOUNTED, Tally
+from .writer_arguments import check_arguments, check_rewards, checked_env_ids
 
 
 class RolloutWriter(Unique):
@@ -66,9 +66,6 @@ class RolloutWriter(Unique):
     Attributes:
         name: The writer's name, part of its file names.
         recovered: What writers that died in this folder had not published (`DeadWriter` records).
-        num_frames, num_trajectories: Kept so far: not dropped, ended where `success_only`.
-            Trajectories count when they end.
-        num_nonfinite_rewards: Values among the accepted rewards that are NaN or infinite.
 
     Raises:
         UsageError: An argument is wrong, or a living writer has this name.
@@ -112,17 +109,26 @@ class RolloutWriter(Unique):
         self._durable = durable
         self._max_pending = int(max_pending_blocks)
         self._max_steps = 0
-        self.recovered = self._enter_folder()
+        self.recovered: list[DeadWriter] = []
+        self._journal = Journal(self.data_dir, name)
+        self._publisher = BlockPublisher(
+            self.data_dir, name, self.num_envs, self._journal, self._max_pending, durable, is_tentative=success_only
+        )
         self._publisher.frames_per_chunk = None if frames_per_chunk is None else int(frames_per_chunk)
         self._schema: Schema | None = None
         self._step_form: RepeatedStep | None = None
         self._staging: Staging | None = None
         self._pool = BufferPool()
         self._num_accepted = 0
-        self._tally = Tally(self.num_envs, success_only)
+        self._tally = Tally(np.zeros(self.num_envs, np.int64), success_only)
         self._owner = os.getpid()
-        self._closed = False
-        _open_writers.add(self)
+        try:
+            self._enter_folder()
+            self._closed = False
+            _open_writers.add(self)
+        except BaseException:  # Ctrl-C too: an open journal would keep the name taken
+            self._leave_folder()
+            raise
 
     def add(
         self,
@@ -201,14 +207,7 @@ class RolloutWriter(Unique):
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor) -> None:
         """Drop the trajectories in progress of these envs, also what is published of them."""
         self._check_usable()
-        given = np.asarray(env_ids.cpu() if isinstance(env_ids, torch.Tensor) else env_ids)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            kind = f"{given.dtype} of shape {given.shape}"
-            raise UsageError("discard the trajectories of envs", "", "a list of ids", kind, "A mask has nonzero()")
-        env_ids = np.unique(given.astype(np.int64))
-        if len(env_ids) and not (env_ids[0] >= 0 and env_ids[-1] < self.num_envs):
-            raise UsageError("discard the trajectories of envs", "", f"ids in 0:{self.num_envs}", str(env_ids.tolist()))
-        self._end(env_ids, DROPPED)
+        self._end(checked_env_ids(env_ids, self.num_envs), DROPPED)
 
     def flush(self) -> None:
         """Publish everything that was added and wait until it is on the disk."""
@@ -226,15 +225,15 @@ class RolloutWriter(Unique):
         if self not in _open_writers:
             return
         self._closed = True
-        with suppress(BackgroundError):  # raised below; a Ctrl-C leaves all steps, to be published by the next call
+        try:
             if not self._is_ended and not self._publisher.has_failed():
                 self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
                 self._hand_over()
                 self._is_ended = True
-        self._publisher.close()
-        self._journal.close()
-        self._num_nonfinite, self._staging = self.num_nonfinite_rewards, None
-        _open_writers.discard(self)
+        except Exception:  # not a Ctrl-C, which leaves all steps to the next call
+            self._leave_folder()
+            raise
+        self._leave_folder()
         self._publisher.raise_failure()
 
     def __enter__(self) -> RolloutWriter:
@@ -245,19 +244,22 @@ class RolloutWriter(Unique):
 
     @property
     def num_frames(self) -> int:
-        return self._tally.num_frames
+        """Frames kept so far: of trajectories that were not dropped; with `success_only`, that have ended too."""
+        return self._counted().num_frames
 
     @property
     def num_finished_frames(self) -> int:
         """Frames of the kept trajectories that have ended."""
-        return self._tally.num_finished_frames
+        return self._counted().num_finished_frames
 
     @property
     def num_trajectories(self) -> int:
-        return self._tally.num_trajectories
+        """Kept trajectories that have ended."""
+        return self._counted().num_trajectories
 
     @property
     def num_nonfinite_rewards(self) -> int:
+        """Values among the accepted rewards that are NaN or infinite, in every field that is or is below `reward`."""
         return self._num_nonfinite if self._staging is None else self._staging.num_nonfinite_rewards()
 
     @property
@@ -265,61 +267,53 @@ class RolloutWriter(Unique):
         """The fields, as the first record declared them; None before it."""
         return self._schema
 
-    def _enter_folder(self) -> list[DeadWriter]:
+    def _enter_folder(self) -> None:
         """Create the folder, clean up after the dead, take the writer's name, find its place."""
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True)
-            dead = recover_dead_writers(self.data_dir)
-            self._journal = Journal(self.data_dir, self.name)
+            self.recovered = recover_dead_writers(self.data_dir)
+            self._journal.open()
         except OSError as cause:
             raise DataFileError("record into", repr(str(self.data_dir)), "a writable folder", str(cause)) from cause
-        try:
-            remove_temporary_files(self.data_dir, self.name)
-            self._publisher = BlockPublisher(
-                self.data_dir,
-                self.name,
-                self.num_envs,
-                self._journal,
-                max_pending=self._max_pending,
-                durable=self._durable,
-                is_tentative=self.success_only,
-            )
-            self._last_ns = self._publisher.last_ns
-        except BaseException:  # Ctrl-C too: an open journal would keep the writer's name taken
-            self._journal.close()
-            raise
-        for found in dead:
-            warnings.warn(
-                f"writer {found.writer!r} ended without close() in {str(self.data_dir)!r}: "
-                f"{found.num_lost_frames} frames that it had not published are lost; what it published is intact.",
-                RolloutDataWarning,
-                stacklevel=3,
-            )
-        return dead
+        remove_temporary_files(self.data_dir, self.name)
+        self._publisher.start()
+        self._last_ns = self._publisher.last_ns
+        for found in self.recovered:
+            warnings.warn(found.text(self.data_dir), RolloutDataWarning, stacklevel=3)
+
+    def _leave_folder(self) -> None:
+        """Publish what was handed over, give the name back. May be done twice."""
+        self._publisher.close()
+        self._journal.close()
+        self._tally, self._num_nonfinite, self._staging = self._counted(), self.num_nonfinite_rewards, None
+        _open_writers.discard(self)
 
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
         values = given_values(transition, keywords)
         rollout = self._step_form.read(values) if is_step and self._step_form is not None else None
+        schema = None
         if rollout is None:
             rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
-            self._check_rewards(rollout)
+        if self.nonfinite_rewards == "refuse":
+            check_rewards(rollout)
+        if schema is not None:
             if self._schema is None:
                 self._declare(schema)
             self._step_form = form_of(values, schema, self._parts, self.num_envs) if is_step else None
-        else:
-            self._check_rewards(rollout)
         start, num_steps = 0, rollout.num_steps
         while start < num_steps:
             staging = self._staging_with_room()
             stop = min(num_steps, start + staging.room)
             part = rollout if stop - start == num_steps else rollout.steps(start, stop)
             self._last_ns = max(self._last_ns + 1, time.time_ns())
-            self._tally.count(staging.put(part, self._last_ns, self.success_only))
+            staging.put(part, self._last_ns, self.success_only)
             self._last_ns += stop - start - 1
             self._num_accepted += part.present.size if part.is_plain else int(np.count_nonzero(part.present))
             self._journal.accept(self._num_accepted)
             start = stop
+            if staging.num_steps - self._tally.num_counted >= MAX_UNCOUNTED:
+                self._counted()
             if not staging.room or time.monotonic() - (staging.started_s or 0) > self._block_age_s:
                 self._hand_over()
 
@@ -330,24 +324,14 @@ class RolloutWriter(Unique):
         try:
             publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, durable=False)
         except OSError as cause:
-            raise DataFileError(
-                "write the metadata of", repr(str(self.data_dir)), "a writable folder", str(cause)
-            ) from cause
+            where = repr(str(self.data_dir))
+            raise DataFileError("write the metadata of", where, "a writable folder", str(cause)) from cause
         if self._durable:
             self._publisher.flush_file(self.data_dir / METADATA_NAME)
         step_bytes = self.num_envs * layout.frame_bytes
         self._max_steps = max(1, min(self._block_bytes // self._max_pending, MAX_STAGED_BYTES) // step_bytes)
         self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(schema))
         self._schema = schema
-
-    def _check_rewards(self, rollout: Rollout) -> None:
-        reward = rollout.fields.get(REWARD)
-        if self.nonfinite_rewards == "refuse" and reward is not None:
-            count = num_nonfinite(reward, rollout.present)
-            if count:
-                raise UsageError(
-                    "add a record", "with the field 'reward'", "finite values", f"{count} NaN or infinite ones"
-                )
 
     def _staging_with_room(self) -> Staging:
         if self._staging is not None and self._staging.is_sealed:
@@ -358,9 +342,23 @@ class RolloutWriter(Unique):
         return self._staging
 
     def _end(self, env_ids: np.ndarray, flag: int) -> None:
-        self._tally.end(env_ids, flag)
-        if self._schema is not None:
-            self._staging_with_room().end(env_ids, flag)
+        """End the trajectories in progress of these envs, in the marks and in the counts."""
+        if self._schema is None:
+            return
+        staging = self._staging_with_room()
+
+        def end() -> None:
+            tally = self._counted().with_ends(env_ids, flag)
+            staging.end(env_ids, flag)
+            self._tally = tally
+
+        finish(end)
+
+    def _counted(self) -> Tally:
+        """Count the steps that are staged and not counted yet."""
+        if self._staging is not None:
+            self._tally = self._tally.with_steps(self._staging.marks_view)
+        return self._tally
 
     def _hand_over(self) -> None:
         """Give the staged steps to the background thread; wait while too many blocks are pending."""
@@ -368,8 +366,9 @@ class RolloutWriter(Unique):
         if staging is None or staging.is_empty:
             return
         self._publisher.submit(staging, self._num_accepted)
-        self._num_nonfinite = staging.num_nonfinite_rewards()
-        self._staging = None
+        tally, num_nonfinite = self._counted().with_next_block(), staging.num_nonfinite_rewards()
+        # Without a call, and so without a Ctrl-C in between.
+        self._tally, self._num_nonfinite, self._staging = tally, num_nonfinite, None
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -392,7 +391,7 @@ def _close_open_writers() -> None:
         if writer._owner == os.getpid():  # a forked child has nothing of its own to publish
             try:
                 writer.close()
-            except (RolloutDataError, OSError) as error:  # the next one must still be closed
+            except Exception as error:  # noqa: BLE001 - told; the next one must still be closed
                 warnings.warn(str(error), RolloutDataWarning)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a writer, checked before a folder is touched."""
+"""The arguments of a writer, checked before anything is touched."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
+import torch
+
 from storage.errors import UsageError
+
+from .record import REWARD, Rollout, num_nonfinite
 
 #: Ids of envs are stored as int32.
 MAX_NUM_ENVS = 1 << 24
@@ -43,6 +48,26 @@ def check_arguments(
         json.dumps(dict(metadata or {}), default=str)
     except (TypeError, ValueError, RecursionError) as cause:
         _refuse("metadata", f"what JSON can hold ({cause})", metadata)
+
+
+def checked_env_ids(env_ids: Sequence[int] | np.ndarray | torch.Tensor, num_envs: int) -> np.ndarray:
+    """Give ids of envs as int64, each once and in order; raise `UsageError` if they are none."""
+    given = np.asarray(env_ids.cpu() if isinstance(env_ids, torch.Tensor) else env_ids)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        kind = f"{given.dtype} of shape {given.shape}"
+        raise UsageError("discard the trajectories of envs", "", "a list of ids", kind, "A mask has nonzero()")
+    found = np.unique(given.astype(np.int64))
+    if len(found) and not (found[0] >= 0 and found[-1] < num_envs):
+        raise UsageError("discard the trajectories of envs", "", f"ids in 0:{num_envs}", str(found.tolist()))
+    return found
+
+
+def check_rewards(rollout: Rollout) -> None:
+    """Raise `UsageError` if a reward is NaN or infinite, in whatever field there is of them."""
+    for name, values in rollout.fields.items():
+        if name.split("/")[0] == REWARD and (count := num_nonfinite(values, rollout.present)):
+            got = f"{count} NaN or infinite ones"
+            raise UsageError("add a record", f"with the field {name!r}", "finite values", got)
 
 
 def _check_whole(what: str, value: Any, most: int | None = None) -> None:

@@ -8,14 +8,40 @@ middle of a job: `close()` runs what was accepted, and an exit hook closes what 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from .errors import BackgroundError, ClosedError
 
 _Job = Callable[[], object]
+
+
+class InterruptibleCondition(threading.Condition):
+    """A condition that no Ctrl-C leaves taken: entering and leaving it are those of its lock, which are not Python.
+
+    `Condition.__enter__` itself is, and is interrupted behind the call that takes the lock, before the `with` block.
+
+    Whoever changes what others wait for notifies them first and changes it then, all of it under the lock: a Ctrl-C
+    that falls into `notify_all` has changed nothing, and one behind the change has let everybody know.
+    """
+
+    if not TYPE_CHECKING:  # both are looked up before the first of them is called
+        __enter__ = property(attrgetter("_lock.__enter__"))
+        __exit__ = property(attrgetter("_lock.__exit__"))
+
+
+def finish(change: Callable[[], object]) -> None:
+    """Make a change of several steps: after a Ctrl-C in between once more, which must do no more than once."""
+    try:
+        change()
+    except BaseException:
+        change()
+        raise
 
 
 class BackgroundWorker:
@@ -34,69 +60,73 @@ class BackgroundWorker:
         self.max_pending = max(1, int(max_pending))
         self.num_discarded = 0
         self._jobs: deque[_Job] = deque()
-        #: Jobs that were ever accepted, and those of them that were run or discarded; the same order for both.
-        self._num_accepted = self._num_ended = 0
+        #: Jobs that were run or discarded, and whether one is run now. With those that wait, `_jobs`, they are all that
+        #: were ever accepted: a count of these would be untrue if a Ctrl-C came before it. Written by the thread only.
+        self._num_ended, self._is_running = 0, False
         self._closed = False
         self._failure: BaseException | None = None
-        #: Entered by itself: at the end of `Condition.__enter__`, which is Python, a Ctrl-C would leave it taken.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = InterruptibleCondition()
         self._thread: threading.Thread | None = None
+        self._owner = 0
 
     @property
     def num_pending(self) -> int:
         """Jobs that were accepted and have not ended."""
-        with self._lock:
-            return self._num_accepted - self._num_ended
+        with self._changed:
+            return len(self._jobs) + self._is_running
 
     def submit(self, job: _Job) -> None:
         """Queue `job`; block while the queue is full; raise an earlier job's failure instead."""
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._jobs) < self.max_pending or self._failure is not None or self._closed
+            )
             if self._closed:
                 raise ClosedError("queue a job", f"for {self.name}", "an open worker", "a closed one")
-            self._changed.wait_for(lambda: len(self._jobs) < self.max_pending or self._failure is not None)
             self._raise_failure()
             if self._thread is None:
                 self._start()
+            self._changed.notify_all()  # first: of a job that a Ctrl-C left behind it nobody would hear
             self._jobs.append(job)
-            self._num_accepted += 1
-            self._changed.notify_all()
 
-    def wait_for_room(self, num_pending: int, timeout: float) -> bool:
-        """Wait until at most so many jobs are pending; tell whether they are, or the time is over."""
-        with self._lock:
-            return self._changed.wait_for(lambda: self._num_accepted - self._num_ended <= num_pending, timeout)
+    def wait_for_room(self, num_pending: int) -> None:
+        """Wait until at most so many jobs are pending."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.num_pending <= num_pending)
 
     def check(self) -> None:
         """Raise an earlier job's failure, if there is one."""
         if self._failure is not None:  # asked often, and nearly always there is none: no lock for that
-            with self._lock:
+            with self._changed:
                 self._raise_failure()
 
     def drain(self) -> None:
         """Wait until every job accepted before this call has ended; raise the failure of any."""
-        with self._lock:
-            num_accepted = self._num_accepted
+        with self._changed:
+            num_accepted = self._num_ended + self.num_pending
             self._changed.wait_for(lambda: self._num_ended >= num_accepted)
             self._raise_failure()
 
     def close(self) -> None:
         """Run what was accepted, stop the thread, raise the failure of any job. Idempotent."""
-        with self._lock:
-            self._closed = True
+        with self._changed:
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+            self._closed = True
+            thread = None if self._thread is threading.current_thread() else self._thread
+            if thread is not None and self._owner == os.getpid():  # in a forked child there is no such thread
+                # Not left to `join`, which a Ctrl-C makes take the thread for one that has ended.
+                self._changed.wait_for(lambda: not self.num_pending)
+        if thread is not None:
             thread.join()
         _open_workers.discard(self)
-        with self._lock:
+        with self._changed:
             self._raise_failure()
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         _open_workers.add(self)
         try:
-            self._thread = thread
+            self._thread, self._owner = thread, os.getpid()
             thread.start()
         except BaseException:  # a Ctrl-C: if it runs after all it finds that another is wanted
             self._thread = None
@@ -104,18 +134,19 @@ class BackgroundWorker:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise BackgroundError(f"finish the background work of {self.name}", "", "", str(failure)) from failure
+            error = BackgroundError(f"finish the background work of {self.name}", "", "", str(self._failure))
+            failure, self._failure = self._failure, None  # not before: a Ctrl-C in a call would lose it
+            raise error from failure
 
     def _run(self) -> None:
         while True:
-            with self._lock:
+            with self._changed:
                 if self._thread is not threading.current_thread():
                     return
                 self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
                 if not self._jobs:
                     return
-                job = self._jobs.popleft()
+                job, self._is_running = self._jobs.popleft(), True
                 self._changed.notify_all()
             failure: BaseException | None = None
             try:
@@ -123,8 +154,8 @@ class BackgroundWorker:
             except BaseException as error:  # noqa: BLE001 - handed to the consumer, never swallowed
                 failure = error
             del job
-            with self._lock:
-                self._num_ended += 1
+            with self._changed:
+                self._num_ended, self._is_running = self._num_ended + 1, False
                 if failure is not None:
                     self._failure = self._failure or failure
                     self.num_discarded += len(self._jobs)
@@ -137,8 +168,14 @@ _open_workers: weakref.WeakSet[BackgroundWorker] = weakref.WeakSet()
 
 
 def _close_open_workers() -> None:
+    failure = None
     for worker in list(_open_workers):
-        worker.close()
+        try:
+            worker.close()
+        except BackgroundError as error:  # the next one must still be closed
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 # Daemon threads are still alive while exit hooks run, so accepted jobs are finished here.

@@ -11,7 +11,6 @@ import atexit
 import json
 import os
 import queue
-import threading
 import traceback
 import weakref
 from collections import deque
@@ -21,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from .background import BackgroundWorker
+from .background import BackgroundWorker, InterruptibleCondition
 from .buffer_pool import BufferPool
 from .checkpoint_files import (
     SUFFIX,
@@ -107,9 +106,7 @@ class AsyncCheckpointSaver(Unique):
         self._pending: set[int] = set()
         self._is_closed = False
         self._failure: CheckpointError | None = None
-        #: Entered by itself: at the end of `Condition.__enter__`, which is Python, a Ctrl-C would leave it taken.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = InterruptibleCondition()
         self._worker = BackgroundWorker("checkpoints", max_pending=1 << 30)  # how many may wait is decided here
         self._compression = new_worker()
         _open_savers.add(self)
@@ -165,11 +162,11 @@ class AsyncCheckpointSaver(Unique):
                 task = _Task(copy_object(obj, self._pool), target, level if compress else None, text, number)
             if compress:
                 self._compression.submit(_nothing)  # starts the thread: while the interpreter exits none can be
-            with self._lock:
+            with self._changed:
                 self._tasks.append(task)
             self._worker.submit(self._save_next)
         except BaseException:  # Ctrl-C too: `wait` would wait for ever for what was never handed over
-            with self._lock:
+            with self._changed:
                 if task is not None and task in self._tasks:
                     self._tasks.remove(task)
             self._end_one(number, None)
@@ -186,7 +183,7 @@ class AsyncCheckpointSaver(Unique):
             WaitTimeoutError: It took longer; nothing is given up.
             CheckpointError: A save failed.
         """
-        with self._lock:
+        with self._changed:
             own = self._pending.copy()
             if not self._changed.wait_for(lambda: own.isdisjoint(self._pending), timeout):
                 got = f"{len(own & self._pending)} not written yet"
@@ -202,22 +199,22 @@ class AsyncCheckpointSaver(Unique):
         Raises:
             CheckpointError: A save failed.
         """
-        with self._lock:
-            self._is_closed = True
+        with self._changed:
             self._changed.notify_all()
+            self._is_closed = True
         if wait:
-            with self._lock:
+            with self._changed:
                 self._changed.wait_for(lambda: not self._pending)
             self._worker.close()
             self._compression.close()
             self._pool.clear()
             _open_savers.discard(self)
-        with self._lock:
+        with self._changed:
             self._raise_failure()
 
     def _take_place(self, target: Path, number: int) -> None:
         """Wait until one more may be saved, which then is pending."""
-        with self._lock:
+        with self._changed:
             self._check(target)
             # One is being written and does not wait.
             while len(self._pending) > self.max_queue_size:
@@ -225,10 +222,11 @@ class AsyncCheckpointSaver(Unique):
                     expected = f"at most {self.max_queue_size} waiting"
                     raise QueueFullError("save the checkpoint", repr(str(target)), expected, "as many already")
                 if self.on_full == "drop_oldest" and self._tasks:
-                    dropped = self._tasks.popleft()
-                    dropped.future.cancel()
+                    dropped = self._tasks[0]
+                    del self._tasks[0]  # no call between these, and so no Ctrl-C
+                    self._pending -= {dropped.number}
                     self.num_dropped += 1
-                    self._pending.discard(dropped.number)
+                    dropped.future.cancel()
                 else:
                     self._changed.wait()
                     self._check(target)
@@ -245,13 +243,13 @@ class AsyncCheckpointSaver(Unique):
             raise failure
 
     def _end_one(self, number: int, failure: CheckpointError | None) -> None:
-        with self._lock:
+        with self._changed:
+            self._changed.notify_all()
             self._pending.discard(number)
             self._failure = self._failure or failure
-            self._changed.notify_all()
 
     def _save_next(self) -> None:
-        with self._lock:
+        with self._changed:
             if not self._tasks:
                 return  # it was given up
             task = self._tasks.popleft()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -16,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from .background import InterruptibleCondition
 from .duplicates import Unique
 from .errors import UsageError
 
@@ -76,22 +78,29 @@ class _Channel:
     def __init__(self, size: int) -> None:
         self._size = size
         self._items: deque[Any] = deque()
-        #: Entered by itself: at the end of `Condition.__enter__`, which is Python, a Ctrl-C would leave it taken.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = InterruptibleCondition()
         self._is_stopped = self.has_begun = False
+        #: The process in which the producer runs: a forked child has no such thread.
+        self._process: int | None = None
         #: Items that the producer has begun, and that the consumer has got.
         self.num_begun = self.num_got = 0
 
     def begin(self) -> bool:
         """Note that the producer runs; False if it need not."""
-        with self._lock:
-            self.has_begun = not self._is_stopped
+        with self._changed:
+            if not self._is_stopped:
+                self.has_begun, self._process = True, os.getpid()
             return self.has_begun
+
+    def end(self) -> None:
+        """Note that the producer touches the source no more."""
+        with self._changed:
+            self._process = None
+            self._changed.notify_all()
 
     def put(self, item: Any) -> None:
         """Append an item, waiting for room; `_Stopped` if the consumer has left."""
-        with self._lock:
+        with self._changed:
             self._changed.wait_for(lambda: len(self._items) < self._size or self._is_stopped)
             if self._is_stopped:
                 raise _Stopped
@@ -99,24 +108,26 @@ class _Channel:
             self._changed.notify_all()
 
     def get(self) -> Any:
-        with self._lock:
+        with self._changed:
             self._changed.wait_for(lambda: bool(self._items) or self._is_stopped)
             if self._is_stopped:
                 raise _Stopped
-            item = self._items.popleft()
-            self.num_got += 1
             self._changed.notify_all()
-            return item
+            self.num_got += 1
+            return self._items.popleft()
 
     def lag(self) -> int:
         """How many items have been begun after the last one that was got."""
         return max(0, self.num_begun - self.num_got)
 
-    def stop(self) -> None:
-        with self._lock:
+    def stop(self, is_awaited: bool = False) -> None:
+        """Let the producer end; if it is awaited, return when it has."""
+        with self._changed:
+            self._changed.notify_all()
             self._is_stopped = True
             self._items.clear()
-            self._changed.notify_all()
+            if is_awaited:  # not by `Thread.join`, which a Ctrl-C makes take a thread for one that has ended
+                self._changed.wait_for(lambda: self._process != os.getpid())
 
     @property
     def is_stopped(self) -> bool:
@@ -249,6 +260,8 @@ class _Producer:
                 self._channel.put((None, None, None, failure))
             except _Stopped:
                 return
+        finally:
+            self._channel.end()
 
     def _produce(self) -> None:
         is_cuda = self._device.type == "cuda"
@@ -282,9 +295,10 @@ _running: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKe
 
 
 def _stop(channel: _Channel, thread: threading.Thread) -> None:
-    channel.stop()
     # The garbage collector may have chosen the thread itself, and a Ctrl-C the time before it was started.
-    if thread is not threading.current_thread() and channel.has_begun:
+    is_other = thread is not threading.current_thread()
+    channel.stop(is_awaited=is_other)
+    if is_other and channel.has_begun:
         thread.join()
 
 

@@ -9,11 +9,11 @@ in `[-tolerance, tolerance]` (the sample-to-insert ratio of Cassirer et al. 2021
 
 from __future__ import annotations
 
-import threading
 import time
 from math import inf, isfinite
 from typing import Any
 
+from ..background import InterruptibleCondition
 from ..errors import RolloutDataError, UsageError
 from .item_ids import check_count
 
@@ -60,9 +60,7 @@ class RateLimiter:
         #: The largest insertion and draw so far, which say what tolerance is needed.
         self._largest = [1, 1]
         self._is_closed = False
-        #: Entered by itself: at the end of `Condition.__enter__`, which is Python, a Ctrl-C would leave it taken.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = InterruptibleCondition()
 
     @property
     def balance(self) -> float:
@@ -79,36 +77,36 @@ class RateLimiter:
 
     def may_sample(self, num_items: int = 1) -> bool:
         """Tell whether a draw would pass at once; nothing is counted."""
-        with self._lock:
+        with self._changed:
             return self._may_sample(_checked(num_items))
 
     def may_insert(self, num_items: int = 1) -> bool:
         """Tell whether an insertion would pass at once; nothing is counted."""
-        with self._lock:
+        with self._changed:
             return self._may_insert(_checked(num_items))
 
     def undo(self, num_inserted: int = 0, num_sampled: int = 0) -> None:
         """Take back what was let pass and then did not happen."""
-        with self._lock:
+        with self._changed:
+            self._changed.notify_all()
             self.num_inserted -= num_inserted
             self.num_sampled -= num_sampled
-            self._changed.notify_all()
 
     def close(self) -> None:
         """Wake up and refuse whoever waits; nobody waits any more. May be called twice."""
-        with self._lock:
-            self._is_closed = True
+        with self._changed:
             self._changed.notify_all()
+            self._is_closed = True
 
     def reset(self) -> None:
         """Forget all counts."""
-        with self._lock:
-            self.num_inserted = self.num_sampled = 0
+        with self._changed:
             self._changed.notify_all()
+            self.num_inserted = self.num_sampled = 0
 
     def snapshot(self) -> dict[str, int | float]:
         """Give the counts, the balance and the ratio so far as plain numbers."""
-        with self._lock:
+        with self._changed:
             inserted = self.num_inserted
             ratio = self.num_sampled / inserted if inserted else 0.0
             return {
@@ -120,18 +118,17 @@ class RateLimiter:
 
     def state_dict(self) -> dict[str, int]:
         """Give the counts."""
-        with self._lock:
+        with self._changed:
             return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over counts."""
-        found = {name: state.get(name) for name in _STATE}
-        if not all(isinstance(value, int) and value >= 0 for value in found.values()):
+        inserted, sampled = (state.get(name) for name in _STATE)
+        if not (isinstance(inserted, int) and isinstance(sampled, int) and min(inserted, sampled) >= 0):
             raise UsageError("load a limiter's state", "", f"counts {', '.join(_STATE)}", repr(state))
-        with self._lock:
-            for name, value in found.items():
-                setattr(self, name, value)
+        with self._changed:
             self._changed.notify_all()
+            self.num_inserted, self.num_sampled = inserted, sampled
 
     def to_json(self) -> dict[str, Any]:
         """Give the arguments that make an equal limiter."""
@@ -148,18 +145,18 @@ class RateLimiter:
     def _pass(self, num_items: int, kind: int, may: Any) -> bool:
         num_items = _checked(num_items)
         limit = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        with self._lock:
+        with self._changed:
             self._check_tolerance(kind, num_items)
             while not may(num_items):
                 left = None if limit is None else limit - time.monotonic()
                 if not self.blocking or self._is_closed or (left is not None and left <= 0):
                     return False
                 self._changed.wait(left)
-            if kind == 0:
+            self._changed.notify_all()
+            if kind == 0:  # behind all calls: after a Ctrl-C in one nothing would come of what was counted
                 self.num_inserted += num_items
             else:
                 self.num_sampled += num_items
-            self._changed.notify_all()
             return True
 
     def _check_tolerance(self, kind: int, num_items: int) -> None:

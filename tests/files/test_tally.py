@@ -30,10 +30,34 @@ def naive_counts(steps: list[np.ndarray]) -> tuple[int, int, int]:
     return finished + sum(lengths), finished, trajectories
 
 
-@given(numbers=st.lists(st.integers(0, len(MARKS) - 1), max_size=80))
-def test_steps_that_share_their_marks_count_like_any_others(numbers):
-    tally = Tally(3, success_only=False)
-    for number in numbers:
-        tally.count(MARKS[number])
-    counts = tally.num_frames, tally.num_finished_frames, tally.num_trajectories
-    assert counts == naive_counts([MARKS[number] for number in numbers])
+@given(
+    numbers=st.lists(st.integers(0, len(MARKS) - 1), max_size=80),
+    asked=st.sets(st.integers(0, 79)),
+    success=st.booleans(),
+)
+def test_steps_that_are_counted_together_count_like_any_others(numbers, asked, success):
+    tally, marks = Tally(np.zeros(3, np.int64), success), np.zeros((0, 3), np.uint8)
+    for place, number in enumerate(numbers):
+        marks = np.concatenate([marks, MARKS[number]])
+        if place in asked:
+            tally = tally.with_steps(marks)
+            if place % 2:
+                tally, marks = tally.with_next_block(), marks[:0]
+    tally = tally.with_steps(marks)
+    num_frames, *others = naive_counts([MARKS[number] for number in numbers])
+    assert (tally.num_finished_frames, tally.num_trajectories) == tuple(others)
+    assert tally.num_frames == (others[0] if success else num_frames)
+
+
+@given(numbers=st.lists(st.integers(0, len(MARKS) - 1), min_size=1, max_size=20), is_kept=st.booleans())
+def test_ends_by_themselves_count_once_however_often_they_come(numbers, is_kept):
+    marks = np.concatenate([MARKS[number] for number in numbers])
+    flag, env_ids = TERMINATED if is_kept else DROPPED, np.array([0, 2])
+    before = Tally(np.zeros(3, np.int64)).with_steps(marks)
+    once = before.with_ends(env_ids, flag)
+    open_lengths = before.lengths[env_ids]
+    assert once.num_frames == before.num_frames - (0 if is_kept else open_lengths.sum())
+    assert once.num_trajectories == before.num_trajectories + is_kept * np.count_nonzero(open_lengths)
+    twice = once.with_ends(env_ids, flag)
+    assert (twice.num_frames, twice.num_trajectories) == (once.num_frames, once.num_trajectories)
+    assert once.with_steps(marks) is once

@@ -321,6 +321,7 @@ def test_a_folder_of_another_format_is_not_mixed_with_ours(tmp_path):
 
 def test_a_journal_tells_what_its_dead_writer_lost(tmp_path):
     journal = Journal(tmp_path, "dead")
+    journal.open()
     journal.accept(120)
     journal.announce(3, 100)
     journal.publish(80)
