@@ -54,6 +54,8 @@ class ColumnTable:
         self.num_envs = num_envs
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
+        #: How often what is kept was changed, or was about to be; whoever reads it step by step looks for others.
+        self.num_changes = 0
         self._fills: dict[str, float] = {}
         self._inputs = [self._input(column, field) for column in columns if column.source for field in column.fields]
         self._sources = {column.source for column in columns if column.source} | {"hidden_states"}
@@ -116,6 +118,7 @@ class ColumnTable:
         if first_brought:  # allocated only now that nothing can fail any more
             self.allocate(first_brought)
             return self.plan(transition, row)
+        self.num_changes += 1
         return writes
 
     @lasting
@@ -125,12 +128,13 @@ class ColumnTable:
             more = torch.full((num_rows, *tensor.shape[1:]), self._fills[name], dtype=tensor.dtype, device=self.device)
             self.tensors[name] = torch.cat([tensor, more])
         self.num_rows += num_rows
-        self._rows = None
+        self._note_change()
 
     def roll(self, start: int) -> None:
         """Rotate every tensor in place so that the step at `start` comes first."""
         for tensor in self.tensors.values():
             tensor.copy_(torch.cat([tensor[start:], tensor[:start]]))
+        self.num_changes += 1
 
     def check(self, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Check values for columns by name, as `plan` would; give their leaves by field name."""
@@ -159,6 +163,7 @@ class ColumnTable:
                 raise SchemaError(action, "", f"shape {shape}", str(list(x.shape)))
             # Into bool any dtype copies as != 0: flags stay 0 or 1, as everything that reads them expects.
             writes.append((target.view(torch.bool) if column.is_flag else target, x))
+        self.num_changes += 1
         with torch.no_grad():
             for target, x in writes:
                 target.copy_(x)
@@ -166,7 +171,7 @@ class ColumnTable:
     def substitute(self, name: str, tensor: torch.Tensor) -> None:
         """Use another tensor of the same shape and dtype for a field; memory of the caller's choice."""
         self.tensors[name] = tensor
-        self._rows = None
+        self._note_change()
 
     def replace(self, tensors: Mapping[str, torch.Tensor], num_rows: int) -> None:
         """Take other tensors of `num_rows` steps in the place of all that are here.
@@ -186,6 +191,11 @@ class ColumnTable:
         self.tensors = {name: tensors[name] for name in ordered}
         self._fills = {name: self.schema[name].fill if name in self.schema else 0 for name in tensors}
         self.num_rows = num_rows
+        self._note_change()
+
+    def _note_change(self) -> None:
+        """Other tensors are here: forget the rows that were cut of the earlier ones."""
+        self.num_changes += 1
         self._rows = None
 
     def _is_lazy(self, field: Field) -> bool:

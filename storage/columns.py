@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import SchemaError
+from .errors import SchemaError, UsageError
 from .fields import Field, Schema, dtype_name
 from .tree import flatten, unflatten
 
@@ -63,6 +63,13 @@ class Signals(NamedTuple):
     returns: torch.Tensor
     advantages: torch.Tensor
     bootstrap_values: torch.Tensor | None
+
+
+def check_sizes(sizes: Mapping[str, Any]) -> None:
+    """Raise `UsageError` naming the first size that is no int of at least 1."""
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+            raise UsageError("create a storage", "", f"{name} >= 1", repr(size))
 
 
 def rollout_columns(

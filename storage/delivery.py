@@ -11,6 +11,15 @@ from collections.abc import Sequence
 import torch
 
 from .buffer_pool import BufferPool
+from .errors import UsageError
+
+
+def checked_device(name: str, device: torch.device | str) -> torch.device:
+    """Give the device that a caller named; raise `UsageError` if torch knows none of that name."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as cause:
+        raise UsageError("create a storage", "", f"{name} 'cpu' or another of torch's", repr(device)) from cause
 
 
 class Delivery:
@@ -23,7 +32,7 @@ class Delivery:
 
     def __init__(self, device: torch.device, output_device: torch.device | str | None = None) -> None:
         self.device = device
-        self.output_device = device if output_device is None else torch.device(output_device)
+        self.output_device = device if output_device is None else checked_device("output_device", output_device)
         self._pool = BufferPool(max_buffers=16)
         self._stream: torch.cuda.Stream | None = None
         self._written: torch.cuda.Event | None = None

@@ -8,7 +8,7 @@ What a mini-batch is called and which columns it has is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from numbers import Integral
 
@@ -16,6 +16,7 @@ import torch
 
 from .delivery import Delivery
 from .errors import UsageError
+from .modes import lasting
 from .padding import Segments, find_segments, pad
 
 #: What could not be done, in every error about mini-batches.
@@ -37,15 +38,26 @@ class RowGather:
             the construction (narrow ones) and at each gather (wide ones).
         delivery: Where results get their memory, and where they go.
         wide_row_bytes: Columns with rows of this size or more are not packed.
+        count_changes: Says how often the columns were changed so far.
+
+    Raises:
+        UsageError: From `gather`: wide columns were changed since the construction.
     """
 
+    @lasting
     def __init__(
-        self, columns: Mapping[str, torch.Tensor], delivery: Delivery, wide_row_bytes: int = WIDE_ROW_BYTES
+        self,
+        columns: Mapping[str, torch.Tensor],
+        delivery: Delivery,
+        wide_row_bytes: int = WIDE_ROW_BYTES,
+        count_changes: Callable[[], int] = int,
     ) -> None:
         self._delivery = delivery
+        self._count_changes, self._num_changes = count_changes, count_changes()
         self._names = list(columns)
         # Rows of no bytes too: they have nothing to lie beside others, and no strides to be viewed as another dtype.
         self._wide = {name: x for name, x in columns.items() if not 0 < _row_bytes(x) < wide_row_bytes}
+        self._is_live = any(x.numel() for x in self._wide.values())
         narrow = {name: x for name, x in columns.items() if name not in self._wide}
         self._layout: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         self._widths: list[int] = []
@@ -53,6 +65,9 @@ class RowGather:
 
     def gather(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
         """Give `[len(index), ...]` of every column; narrow ones are strided views of one new tensor."""
+        if self._is_live and self._count_changes() != self._num_changes:
+            expected = "the rollout as it was when the first mini-batch was drawn"
+            raise UsageError(GENERATE, "", expected, "one that was changed", "Draw all of them before you add steps")
         deliver = self._delivery.deliver
         found = {name: deliver(self._select(x, index)) for name, x in self._wide.items()}
         if self._packed is not None:
@@ -122,6 +137,8 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
         return generator
     if generator is not None and not isinstance(generator, Integral):
         raise UsageError("create a generator", "", "a torch.Generator, an int or None", repr(generator))
+    if generator is not None and not -(2**63) <= generator < 2**64:
+        raise UsageError("create a generator", "", "a seed of 64 bits", repr(generator))
     seed = int(torch.randint(2**63 - 1, (), device="cpu")) if generator is None else int(generator)
     return torch.Generator().manual_seed(seed)
 
@@ -147,7 +164,7 @@ def row_batches(
     shuffled: dict[str, torch.Tensor] | None = None
     for _ in range(num_epochs):
         if once and shuffled is None:
-            shuffled = gather.gather(permutation(num_rows, generator, device))
+            shuffled = lasting(gather.gather)(permutation(num_rows, generator, device))
         index = None if once else permutation(num_rows, generator, device)
         for start, stop in bounds:
             if shuffled is not None:
@@ -168,6 +185,7 @@ class EnvGroups:
         delivery: Where results get their memory, and where they go.
     """
 
+    @lasting
     def __init__(
         self,
         padded: Mapping[str, torch.Tensor],

@@ -110,8 +110,11 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
         `[T, B, *event]`; gradients flow through.
 
     Raises:
-        SchemaError: The masks do not add up to whole envs.
+        SchemaError: The masks are not `[T, n]`, or do not add up to whole envs.
     """
+    if not isinstance(masks, torch.Tensor) or masks.dim() != 2:
+        got = str(list(masks.shape)) if isinstance(masks, torch.Tensor) else type(masks).__name__
+        raise SchemaError("join trajectories", "", "masks of shape [T, n]", got)
     num_steps, num_trajectories = masks.shape
     # The true places trajectory by trajectory, which is env by env and in time.
     places = masks.T.flatten().nonzero().squeeze(1)

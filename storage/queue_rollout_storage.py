@@ -8,7 +8,8 @@ sees the steps in the order of time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import floor
+from math import floor, inf
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class QueueRolloutStorage(RolloutStorage):
 
     It starts with room for one rollout. When that is full, `clear()` grows it by another one, until
     the target is reached; from then on the oldest steps are overwritten. `step` is the cursor.
+    `compute_returns`, `get_statistics` and the generators take the steps that are there, full or not: what was added
+    is a number of whole steps at any time, so that `allow_partial` changes nothing.
     """
 
     def __init__(
@@ -44,7 +47,8 @@ class QueueRolloutStorage(RolloutStorage):
         buffer_dilation_ratio: float = 1.0,
         **options: Any,
     ) -> None:
-        if not buffer_dilation_ratio >= 1:
+        given: Any = buffer_dilation_ratio
+        if not isinstance(given, Real) or not 1 <= float(given) < inf:
             raise UsageError("create a storage", "", "buffer_dilation_ratio >= 1", repr(buffer_dilation_ratio))
         super().__init__(
             num_envs,

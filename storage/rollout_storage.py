@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from .columns import (
     Column,
     ShapeLike,
     Signals,
+    check_sizes,
     flatten_column,
     is_absent,
     rollout_columns,
     shape_from_json,
     shape_to_json,
 )
-from .delivery import Delivery
+from .delivery import Delivery, checked_device
 from .errors import BufferEmptyError, RolloutOverflowError, SchemaError, UsageError
 from .hidden_states import SavedStates, StateStructure
 from .mini_batches import (
@@ -97,15 +97,13 @@ class RolloutStorage(Snapshotted):
         output_device: torch.device | str | None = None,
     ) -> None:
         sizes = {"num_envs": num_envs, "num_transitions_per_env": num_transitions_per_env, "num_rewards": num_rewards}
-        for name, size in sizes.items():
-            if not isinstance(size, Integral) or size < 1:
-                raise UsageError("create a storage", "", f"{name} >= 1", repr(size))
+        check_sizes(sizes)
         self.num_envs = int(num_envs)
         self.obs_shape = obs_shape
         self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
         self.actions_shape = actions_shape
         self.num_rewards = int(num_rewards)
-        self.device = torch.device(device)
+        self.device = checked_device("device", device)
         self.rng = make_generator(generator)
         self.step = 0
         self._lock = threading.RLock()
@@ -241,7 +239,8 @@ class RolloutStorage(Snapshotted):
     ) -> Iterator[Any]:
         """Yield `num_mini_batches * num_epochs` mini-batches of `[M, ...]` for feed-forward networks.
 
-        Narrow fields lie side by side in one new tensor: not contiguous, so that `view(-1)` needs `reshape`.
+        Narrow fields lie side by side in one new tensor: not contiguous, so that `view(-1)` needs `reshape`. It is
+        made with the first mini-batch; rows of 1 KiB or more (128 bytes for up to two epochs) are read at each.
 
         Args:
             num_mini_batches: Mini-batches per epoch, 1 to T * B.
@@ -253,7 +252,8 @@ class RolloutStorage(Snapshotted):
 
         Raises:
             UsageError: At the call, not at the first `next`: an argument is not as above, or the
-                rollout is not full (partial ones need `compute_returns(allow_partial=True)`).
+                rollout is not full (partial ones need `compute_returns(allow_partial=True)`). At a later
+                mini-batch: steps were added or a state loaded meanwhile, and rows are read at each.
         """
         with self._lock:
             rows = self._num_rows_for(GENERATE, allow_partial=False)
@@ -289,7 +289,8 @@ class RolloutStorage(Snapshotted):
             self._delivery.wait_for_writes()
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
-            gather = RowGather(columns, self._delivery, wide_row_bytes(1 if once else num_epochs))
+            wide, table = wide_row_bytes(1 if once else num_epochs), self._table
+            gather = RowGather(columns, self._delivery, wide, lambda: table.num_changes)
         batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.rng, self.device, once)
         while True:
             with self._lock, torch.no_grad():
@@ -310,8 +311,7 @@ class RolloutStorage(Snapshotted):
             groups = EnvGroups(padded, whole, states, self._signals(rows).dones, self._delivery)
         for _ in range(num_epochs):
             for start, stop in bounds:
-                with torch.no_grad():
-                    batch, leaves, masks = groups.group(start, stop)
+                batch, leaves, masks = groups.group(start, stop)
                 yield self._to_mini_batch(batch, hidden_states=self._states.build(leaves), masks=masks)
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:

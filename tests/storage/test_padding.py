@@ -89,3 +89,6 @@ def test_wrong_shapes_give_exact_errors():
     assert str(caught.value) == "cannot join trajectories: expected masks with a multiple of 3 True values, got 2."
     with pytest.raises(SchemaError, match=r"expected dones of shape \[T, B\] or \[T, B, 1\]"):
         split_and_pad_trajectories(torch.zeros(0, 2), torch.zeros(0, 2))
+    for wrong, got in ((torch.ones(3, 2, 1, dtype=torch.bool), r"\[3, 2, 1\]"), ([True], "list")):
+        with pytest.raises(SchemaError, match=rf"join trajectories: expected masks of shape \[T, n\], got {got}"):
+            unpad_trajectories(torch.zeros(3, 2), wrong)

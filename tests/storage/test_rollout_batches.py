@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from storage import (
+    QueueRolloutStorage,
     RolloutStorage,
+    SarsaRolloutStorage,
     SchemaError,
     UsageError,
 )
@@ -200,3 +202,103 @@ def test_a_field_without_numbers_is_carried_like_any_other(dtype):
         for batch in storage.mini_batch_generator(2, 3, reshuffle=reshuffle):
             assert batch.obs["none"].shape == (3, 2, 0) and batch.obs["none"].dtype == getattr(torch, dtype)
             assert batch.critic_obs.shape == (3, 0) and batch.obs["x"].shape == (3, 3)
+
+
+WIDE, NARROW = 300, 3
+
+
+def one_more(storage, step, **more):
+    """Add a step of observations as wide as the storage keeps, with what any class wants beside them."""
+    x = torch.full((3, *storage.observations.shape[2:]), float(step))
+    transition = make_transition(step, 3, critic_observations=None, observations=x, next_observations=x + 1)
+    storage.add_transitions(transition)
+
+
+def half_way(cls, width, num_steps, **options):
+    """Draw the first of four mini-batches; give the storage and what is to come."""
+    storage = cls(3, 4, (width,), None, (ACTIONS,), generator=0, **options)
+    for step in range(num_steps):
+        one_more(storage, step)
+    storage.compute_returns(torch.zeros(3), 0.9, 0.9, allow_partial=True)
+    batches = storage.mini_batch_generator(2, 2)
+    next(batches)
+    return storage, batches
+
+
+def clear_and_add(storage):
+    storage.clear()
+    one_more(storage, 9)
+
+
+CHANGES = {
+    "one step more": (RolloutStorage, 3, {}, lambda s: one_more(s, 9)),
+    "cleared and added to": (RolloutStorage, 4, {}, clear_and_add),
+    "cleared and added to, with next": (SarsaRolloutStorage, 4, {}, clear_and_add),
+    "loaded": (RolloutStorage, 4, {}, lambda s: s.load_state_dict(s.state_dict())),
+    "assigned": (RolloutStorage, 4, {}, lambda s: setattr(s, "observations", s.observations + 1)),
+    "grown": (QueueRolloutStorage, 4, {"buffer_dilation_ratio": 2}, lambda s: s.clear()),
+    "overwritten": (QueueRolloutStorage, 6, {}, lambda s: one_more(s, 9)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_mini_batch_is_of_two_rollouts(name):
+    cls, num_steps, options, change = CHANGES[name]
+    storage, batches = half_way(cls, WIDE, num_steps, **options)
+    change(storage)
+    with pytest.raises(UsageError) as caught:
+        next(batches)
+    assert str(caught.value) == (
+        "cannot generate mini-batches: expected the rollout as it was when the first mini-batch was drawn, got one "
+        "that was changed. Draw all of them before you add steps."
+    )
+    kept, batches = half_way(cls, WIDE, num_steps, **options)
+    assert len(list(batches)) == 3
+    change(kept)  # when all is drawn, nothing is to be said
+
+
+@pytest.mark.parametrize("reshuffle", ["epoch", "once"])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_what_was_copied_goes_on_whatever_comes(width, reshuffle):
+    if width == WIDE and reshuffle == "epoch":
+        return
+    storages = [RolloutStorage(3, 4, (width,), None, (ACTIONS,), generator=0) for _ in range(2)]
+    drawn = []
+    for storage in storages:
+        for step in range(4):
+            one_more(storage, step)
+        storage.compute_returns(torch.zeros(3), 0.9, 0.9)
+        batches = storage.mini_batch_generator(2, 3, reshuffle=reshuffle)
+        drawn.append([next(batches).obs])
+        if storage is storages[0]:
+            clear_and_add(storage)
+        drawn[-1] += [batch.obs for batch in batches]
+    assert len(drawn[0]) == 6 and all(torch.equal(x, y) for x, y in zip(*drawn, strict=True))
+
+
+@pytest.mark.parametrize("cls", [RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("how", ["epoch", "once", "recurrent"])
+def test_generators_begun_in_inference_mode_go_on_outside_of_it(cls, width, how):
+    storage = cls(3, 4, (width,), None, (ACTIONS,), generator=0)
+    for step in range(4):
+        x = torch.full((3, width), float(step))
+        dones, states = torch.tensor([step == 1, False, True]), torch.full((1, 3, 2), float(step))
+        more = {"observations": x, "next_observations": x + 1, "hidden_states": states}
+        storage.add_transitions(make_transition(step, 3, 1, dones, critic_observations=None, **more))
+    storage.compute_returns(torch.zeros(3), 0.9, 0.9)
+    is_recurrent = how == "recurrent"
+    with torch.inference_mode():
+        calls = storage.recurrent_mini_batch_generator, storage.mini_batch_generator
+        batches = calls[0](3, 2) if is_recurrent else calls[1](2, 2, reshuffle=how)
+        next(batches)
+    for batch in batches:
+        given = [x for x in batch if isinstance(x, torch.Tensor)]
+        given += [batch.hidden_states] if is_recurrent else []
+        assert len(given) >= 8
+        for x in given:
+            if x.is_floating_point():
+                weight = torch.nn.Parameter(torch.ones(x.shape[-1]))
+                (x * weight).sum().backward()
+                assert weight.grad is not None
+            x[:1] = 1

@@ -18,6 +18,7 @@ from storage import (
     Field,
     FieldTypeError,
     MissingFieldError,
+    QueueRolloutStorage,
     RolloutOverflowError,
     RolloutStorage,
     SchemaError,
@@ -216,7 +217,7 @@ def test_numbers_of_other_dtypes_are_converted_where_nothing_but_precision_is_lo
     assert torch.equal(storage.actions[2], transition.actions)
 
 
-@pytest.mark.parametrize("arguments", [(0, 5), (5, 0), (2.0, 5), (-1, 5)])
+@pytest.mark.parametrize("arguments", [(0, 5), (5, 0), (2.0, 5), (-1, 5), (True, 5), (5, "x")])
 def test_impossible_sizes_are_refused(arguments):
     with pytest.raises(UsageError, match="cannot create a storage: expected num_"):
         RolloutStorage(*arguments, (3,), None, (2,))
@@ -308,3 +309,22 @@ def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
         RolloutStorage(2, 3, None, None, (2,))
     with pytest.raises(UsageError, match=r"expected a torch\.Generator, an int or None, got 'x'"):
         make_storage(generator="x")
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"device": "nope"}, "create a storage: expected device 'cpu' or another of torch's, got 'nope'"),
+        ({"device": None}, "expected device 'cpu' or another of torch's, got None"),
+        ({"output_device": "nope"}, "expected output_device 'cpu' or another of torch's, got 'nope'"),
+        ({"num_rewards": True}, "expected num_rewards >= 1, got True"),
+        ({"generator": 2**64}, "create a generator: expected a seed of 64 bits, got 18446744073709551616"),
+        ({"buffer_dilation_ratio": float("inf")}, "expected buffer_dilation_ratio >= 1, got inf"),
+        ({"buffer_dilation_ratio": float("nan")}, "expected buffer_dilation_ratio >= 1, got nan"),
+        ({"buffer_dilation_ratio": "a"}, "expected buffer_dilation_ratio >= 1, got 'a'"),
+        ({"buffer_dilation_ratio": None}, "expected buffer_dilation_ratio >= 1, got None"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(options, text):
+    with pytest.raises(UsageError, match=text):
+        make_storage(2, 2, QueueRolloutStorage, **options)
