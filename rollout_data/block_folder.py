@@ -44,6 +44,11 @@ def stamp_of(path: Path) -> FileStamp | None:
     return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
+def may_be_block(name: str) -> bool:
+    """Tell whether a file is opened as a block, by its name."""
+    return name.endswith((".h5", ".hdf5")) and not name.startswith(".")
+
+
 class BlockFolder:
     """The blocks of one data folder.
 
@@ -141,7 +146,7 @@ class BlockFolder:
         """Files that may be blocks, with their size and time; what is no file becomes a problem."""
         try:
             with os.scandir(self.data_dir) as entries:
-                listed = [entry for entry in entries if entry.name.endswith((".h5", ".hdf5")) and entry.name[0] != "."]
+                listed = [entry for entry in entries if may_be_block(entry.name)]
         except (FileNotFoundError, NotADirectoryError) as cause:
             raise UsageError("open the data folder", repr(str(self.data_dir)), "a folder", "none") from cause
         except OSError as cause:

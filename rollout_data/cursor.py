@@ -8,7 +8,7 @@ well. Envs that do not change trajectory are never looked at one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +114,24 @@ def deal_next(state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass)
     walk = _Walk(state, deal, next_pass, num_steps=0)
     walk.refill(np.sort(envs), 0)
     return walk.state_after(), walk.deal
+
+
+def deal_without(state: StreamState, deal: Deal, lost: Int64s, next_pass: NextPass) -> tuple[StreamState, Deal]:
+    """Go on without trajectories that are lost: those to come count as dealt, envs that play one take the next."""
+    is_lost = np.zeros(len(deal.lengths), bool)
+    is_lost[lost] = True
+    is_past = np.arange(len(deal.order)) < state.position
+    is_past |= is_lost[deal.order]
+    turn = np.argsort(~is_past, kind="stable")
+    left = replace(deal, order=deal.order[turn], starts=deal.starts[turn])
+    envs = np.flatnonzero(is_lost[state.trajectory] & ~state.is_exhausted)
+    after, now = deal_next(replace(state, position=int(is_past.sum())), envs, left, next_pass)
+    if now is left and not after.is_exhausted.all():
+        # The exhausted show a last frame again and again: one that can still be read.
+        stale = after.is_exhausted & is_lost[after.trajectory]
+        shown = after.trajectory[int(np.argmin(after.is_exhausted))]
+        after.trajectory[stale], after.frame[stale] = shown, deal.lengths[shown]
+    return after, now
 
 
 def plan_steps(

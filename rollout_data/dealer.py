@@ -12,12 +12,14 @@ import torch
 
 from storage.errors import UsageError
 
-from .cursor import Deal, Int64s
+from .cursor import Deal, Int64s, StreamState, deal_without
+from .file_frames import LostBlockError
 from .frames import CachedFrames, FrameStore
-from .index import Block
+from .index import Block, TrajectoryIndex
 from .passes import PassOptions, choose, deal_order, wait_for_trajectories
 from .sharding import Shard
-from .sources import BlocksInUse, Source, blocks_of
+from .source_base import BlocksInUse, Source
+from .sources import blocks_of
 
 #: Passes of different epochs must never share a number.
 _PASSES_AN_EPOCH = 1 << 20
@@ -57,6 +59,13 @@ class Dealer:
             raise UsageError("begin the next pass", f"over {paths!r}", "at least one trajectory", "none left")
         return begun
 
+    def without(self, lost: LostBlockError, state: StreamState, deal: Deal) -> tuple[StreamState, Deal]:
+        """Go on without the trajectories of a block that is lost; their envs take the next ones."""
+        self.source.forget(lost)
+        index = deal.source.index
+        gone = index.trajectories_in([k for k, block in enumerate(index.blocks) if block.path == lost.path])
+        return deal_without(state, deal, gone, self.following)
+
     def dealt(self, number: int, store: FrameStore, in_use: Int64s, before: Deal | None = None) -> Deal:
         """Order pass `number` over the trajectories of a snapshot."""
         lengths = store.index.lengths
@@ -81,8 +90,12 @@ class Dealer:
             wait_for_trajectories(lambda: self._count_complete(blocks_in_use), wanted, self.options, where)
         store = self.source.snapshot()
         has_moved = index is not None and index is not store.index
-        numbers = store.index.find(index.keys(in_use)) if index is not None and has_moved else in_use
-        return self.dealt(number, store, numbers, before), numbers
+        numbers = _found_again(index, store.index, in_use) if index is not None and has_moved else in_use
+        try:
+            return self.dealt(number, store, numbers, before), numbers
+        except LostBlockError as lost:  # while it was copied to memory
+            self.source.forget(lost)
+            return self._begin(number, before, in_use)
 
     def _count_complete(self, in_use: BlocksInUse) -> int:
         self.source.refresh(in_use)
@@ -94,3 +107,10 @@ class Dealer:
         if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
             return last
         return CachedFrames(store, trajectories, device)
+
+
+def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:
+    """Numbers of trajectories in another index; -1 for those that are gone, or have lost their last part."""
+    numbers = now.find(before.keys(trajectories))
+    has_shrunk = now.lengths[numbers] < before.lengths[trajectories] if len(now) else True
+    return np.where(has_shrunk, -1, numbers)

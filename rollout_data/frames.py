@@ -1,4 +1,4 @@
-"""Frame stores: rows of frames as tensors, from mapped files, from memory or file by file.
+"""Frame stores: rows of frames as tensors, from mapped files or from memory.
 
 One rule: integers come in, rows go out; which frames a batch needs was decided elsewhere. A
 window that lies in consecutive rows is moved in one piece; only the others are put together
@@ -8,8 +8,7 @@ from their runs.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import lcm
 from pathlib import Path
@@ -283,48 +282,6 @@ class MappedFrames(FrameStore):
 
     def _first(self, place: Place, runs: Runs) -> Int64s:
         return self._first_rows[place][runs.block] + runs.row
-
-
-#: Gives all rows of a block: `[num_rows, row_bytes]` uint8.
-ReadRows = Callable[[Block, Place], np.ndarray]
-
-
-class FileFrames(FrameStore):
-    """Rows that are read file by file and kept while they are in use: foreign files, other systems.
-
-    Args:
-        read_rows: Reads all rows of one kind of one block.
-        max_cached_bytes: How much of what was read is kept.
-    """
-
-    def __init__(
-        self,
-        index: TrajectoryIndex,
-        layouts: Mapping[str, RowLayout],
-        read_rows: ReadRows,
-        max_cached_bytes: int = 1 << 30,
-    ) -> None:
-        super().__init__(index, layouts, torch.device("cpu"))
-        self._read_rows, self._max_cached_bytes = read_rows, max_cached_bytes
-        self._cached: OrderedDict[tuple[int, Place], np.ndarray] = OrderedDict()
-        self._cached_bytes = 0
-
-    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        target = out.view(torch.uint8).numpy()
-        for to, block, row, count in zip(*(column.tolist() for column in runs), strict=True):
-            target[to : to + count] = self._rows(block, place)[row : row + count]
-
-    def _rows(self, block: int, place: Place) -> np.ndarray:
-        key = (block, place)
-        rows = self._cached.get(key)
-        if rows is None:
-            rows = self._cached[key] = self._read_rows(self.index.blocks[block], place)
-            self._cached_bytes += rows.nbytes
-            while self._cached_bytes > self._max_cached_bytes and len(self._cached) > 1:
-                self._cached_bytes -= self._cached.popitem(last=False)[1].nbytes
-        else:
-            self._cached.move_to_end(key)
-        return rows
 
 
 class CachedFrames(FrameStore):

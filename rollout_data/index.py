@@ -101,6 +101,7 @@ class TrajectoryIndex:
         self.blocks = tuple(blocks)
         self.num_present = len(self.blocks) if num_present is None else num_present
         self.writers = sorted({block.writer for block in self.blocks})
+        self._broken_writers = np.zeros(0, np.int64)
         if built is not None:
             vars(self).update({name: built[name] for name in _ARRAYS})
             self.num_dropped, self.num_broken = map(int, built["counts"])
@@ -130,6 +131,7 @@ class TrajectoryIndex:
         is_gap = (parts.length > 0) & (parts.start != before - before[first][group])
         is_broken = np.logical_or.reduceat(is_gap, first)
         is_dropped = (flags & DROPPED) > 0
+        self._broken_writers = np.unique(parts.writer[first[is_broken & ~is_dropped]])
         is_undecided = ((flags & TENTATIVE) > 0) & ((flags & (TERMINATED | TRUNCATED)) == 0)
         self.num_dropped = int(is_dropped.sum())
         self.num_broken = int((is_broken & ~is_dropped).sum())
@@ -225,6 +227,24 @@ class TrajectoryIndex:
             gone = np.flatnonzero(self.fragment_block >= self.num_present)
             present[np.searchsorted(self.first_frame, self.fragment_frame[gone], side="right") - 1] = False
         return present
+
+    def missing_blocks(self) -> dict[str, list[tuple[int, int]]]:
+        """Writer -> the numbers of blocks, as (start, stop), that are not here; of writers with broken trajectories.
+
+        Not for an index that was `built` elsewhere.
+        """
+        found = {}
+        for writer in (self.writers[number] for number in self._broken_writers.tolist()):
+            present = sorted(block.sequence for block in self.blocks if block.writer == writer)
+            pairs = zip([-1, *present], present, strict=False)
+            found[writer] = [(before + 1, after) for before, after in pairs if after > before + 1]
+        return found
+
+    def trajectories_in(self, blocks: Sequence[int]) -> Int64s:
+        """Trajectories with a frame or the final observation in one of these blocks, int64, ascending."""
+        frames = self.fragment_frame[:-1][np.isin(self.fragment_block, blocks)]
+        played = np.searchsorted(self.first_frame, frames, side="right") - 1
+        return np.union1d(played, np.flatnonzero(np.isin(self.final_block, blocks)))
 
     def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
         """bool, for each of these: it was truncated, or the recording was cut without an end."""

@@ -21,6 +21,7 @@ from .chunk_files import CHUNK_CACHE_BYTES
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps
 from .dataset_arguments import flag, frame_rate, real, whole
 from .dealer import Dealer
+from .file_frames import LostBlockError
 from .frames import FrameStore
 from .lookup import empty_batch, frames_at, write_into
 from .passes import PassOptions, frame_range
@@ -28,7 +29,8 @@ from .prefetch import PrefetchedBatches
 from .readahead import ReadAhead
 from .resume import Position, position_of, restore, state_at
 from .sharding import FirstEpoch, Shard, current_shard
-from .sources import DataDirs, Source, absolute_paths, open_source
+from .source_base import DataDirs, Source, absolute_paths
+from .sources import open_source
 from .transition import Transition
 
 Cache = Literal["none", "ram", "device"]
@@ -171,6 +173,7 @@ class RolloutDataset(RolloutFileBase):
 
     @property
     def problems(self) -> list[RolloutDataError]:
+        """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
         return self.source.problems
 
     @property
@@ -281,12 +284,21 @@ class RolloutDataset(RolloutFileBase):
         """
         steps = self._checked_steps(num_transitions_per_env)
         self._ensure_started()
-        plan, state, deal = self._plan(steps or 1)
-        if self._readahead is not None:
-            self._readahead.before(plan)
-        batch = self._read(plan, np.arange(self.num_envs), without_time=steps is None)
+        batch, state, deal = self._next(steps or 1, np.arange(self.num_envs), without_time=steps is None)
         self._commit(state, deal)
         return batch
+
+    def _next(self, num_steps: int, envs: Int64s, without_time: bool) -> tuple[Transition, StreamState, Deal]:
+        """Plan and read the next steps of `envs`; it is gone on without trajectories that turn out to be lost."""
+        while True:
+            plan, state, deal = self._plan(num_steps, envs)
+            if self._readahead is not None:
+                self._readahead.before(plan)
+            try:
+                return self._read(plan, envs, without_time), state, deal
+            except LostBlockError as lost:
+                assert self._deal is not None and self._dealer is not None
+                self._state, self._deal = self._dealer.without(lost, self._state, self._deal)
 
     def _commit(self, state: StreamState, deal: Deal) -> None:
         self._state, self._deal, self._saved = state, deal, None
@@ -305,8 +317,7 @@ class RolloutDataset(RolloutFileBase):
         """Write the next step of `env_ids` into those rows of a `[num_envs, ...]` buffer; only they move on."""
         self._ensure_started()
         ids = np.sort(self._checked_ids(env_ids).numpy())
-        plan, state, deal = self._plan(1, ids)
-        step = self._read(plan, ids, without_time=True)
+        step, state, deal = self._next(1, ids, without_time=True)
         write_into(buffer, step, torch.from_numpy(ids))
         self._commit(state, deal)
         return buffer

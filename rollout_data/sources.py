@@ -7,104 +7,26 @@ cannot be read is reported once, by name, and the rest goes on.
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
+from storage.errors import DataFileError, RolloutDataError, UsageError
 from storage.fields import Schema
 
-from .block_folder import BlockFolder
+from .block_folder import BlockFolder, may_be_block
 from .block_header import layouts_of, read_header
 from .chunk_files import CHUNK_CACHE_BYTES
-from .formats.trajectory_folder import FolderScan, is_trajectory_folder, read_chunk_rows, scan_trajectory_folder
-from .frames import FileFrames, FileMap, FrameStore, MappedFrames, Place, can_map
+from .file_frames import FileFrames, LostBlockError
+from .folder_source import FolderSource
+from .formats.trajectory_folder import is_trajectory_folder
+from .frames import FileMap, FrameStore, MappedFrames, Place, can_map
 from .index import Block, Int64s, TrajectoryIndex
 from .metadata import read_metadata
-
-#: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
-BlocksInUse = Callable[[], Collection[Block]]
-DataDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
-def absolute_paths(data_dir: DataDirs) -> list[Path]:
-    """Give the folders of a `data_dir` argument so that they stay the same when the process goes elsewhere."""
-    try:
-        listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
-        return [Path(path).absolute() for path in listed]
-    except TypeError as cause:
-        raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
-
-
-def as_paths(data_dir: DataDirs) -> list[Path]:
-    """Give the folders of a `data_dir` argument, absolute; each must exist."""
-    paths = absolute_paths(data_dir)
-    if not paths:
-        raise UsageError("open the dataset", "", "at least one data folder", "none")
-    for path in paths:
-        if not path.is_dir():
-            raise UsageError(
-                "open the dataset", repr(str(path)), "a folder", "a file" if path.exists() else "nothing there"
-            )
-    return paths
-
-
-class Source:
-    """The blocks of one or several data folders.
-
-    Attributes:
-        problems: Everything that was left out or repaired, in the order in which it was found.
-        num_vanished_blocks: Blocks that were removed while they were in use or being opened.
-    """
-
-    def __init__(
-        self, data_dir: DataDirs, verify_on_open: bool = False, chunk_cache_bytes: int = CHUNK_CACHE_BYTES
-    ) -> None:
-        self.paths = as_paths(data_dir)
-        self.problems: list[RolloutDataError] = []
-        self.num_vanished_blocks = 0
-        self._reported: set[str] = set()
-        self._verify_on_open, self._chunk_cache_bytes = verify_on_open, chunk_cache_bytes
-        self._schema: Schema | None = None
-        self._open_folders()
-
-    def _open_folders(self) -> None:
-        raise UsageError("open the dataset", "", "a known kind of folder", type(self).__name__)
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Contents of the first folder's metadata.json, with the established totals."""
-        return {}
-
-    def refresh(self, in_use: BlocksInUse = tuple) -> None:
-        """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
-
-    def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
-        """Give what is there now; with `upto` only blocks up to this sequence number of each writer."""
-        raise UsageError("open the dataset", "", "a known kind of folder", type(self).__name__)
-
-    def report(self, problem: RolloutDataError) -> None:
-        """Warn of a problem, once."""
-        if str(problem) not in self._reported:
-            self._reported.add(str(problem))
-            self.problems.append(problem)
-            warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
-
-    def _checked_schema(self, schema: Schema, where: str) -> Schema:
-        if self._schema is None:
-            self._schema = schema
-        elif difference := self._schema.difference(schema):
-            raise DataFileError(
-                "open the folders together",
-                repr(where),
-                f"the fields of {str(self.paths[0])!r}",
-                difference,
-                "Open them as separate datasets",
-            )
-        return self._schema
+from .source_base import BlocksInUse, DataDirs, Source, as_paths
 
 
 class BlockSource(Source):
@@ -122,6 +44,7 @@ class BlockSource(Source):
         self._pinned: list[Block] = []
         self._files: FileMap | None = None
         self._last: FrameStore | None = None
+        self._broken: DataFileError | None = None
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
         has_changed = self._last is None or bool(self._pinned)
@@ -132,9 +55,11 @@ class BlockSource(Source):
         if not has_changed:
             return
         present = {block.path for block in self._blocks()}
+        if self._last is not None:
+            index = self._last.index
+            self._count_lost({block.path for block in index.blocks[: index.num_present]} - present, present)
         gone = [block for block in in_use() if block.path not in present]
         if self._last is None or gone != self._pinned or present != {block.path for block in self._last.index.blocks}:
-            self.num_vanished_blocks += sum(block not in self._pinned for block in gone)
             self._pinned = gone
             self._last = None
 
@@ -146,15 +71,15 @@ class BlockSource(Source):
             return self._last
         for folder in self._folders:
             if folder.schema is not None and folder.blocks:
-                self._checked_schema(folder.schema, str(folder.data_dir))
+                self._check_schema(folder.schema, str(folder.data_dir))
         layouts = layouts_of(self._schema or self._folders[0].schema or Schema([]))
         blocks = self._blocks()
         if upto is not None:
             blocks = [block for block in blocks if block.sequence <= upto.get(block.writer, -1)]
         if not can_map([*blocks, *self._pinned]):
-            self._last = FileFrames(
-                TrajectoryIndex(blocks), layouts, lambda block, place: _read_block(block, place, layouts)
-            )
+            index = TrajectoryIndex(blocks)
+            self._report_broken(index)
+            self._last = FileFrames(index, layouts, lambda block, place: _read_block(block, place, layouts))
             return self._last
         if self._files is None or self._files.layouts is not layouts or not self._files.has_room(blocks):
             # Blocks that are gone cannot be mapped again: what is played of them ends here.
@@ -165,8 +90,21 @@ class BlockSource(Source):
         index = TrajectoryIndex([*mapped, *self._pinned], built, num_present=len(mapped))
         store = MappedFrames(index, layouts, self._files)
         if upto is None:
+            self._report_broken(index)
             self._last = store
         return store
+
+    def _report_broken(self, index: TrajectoryIndex) -> None:
+        """Tell of the trajectories that lack a block: as many as there are now, with one warning for all times."""
+        where = repr(", ".join(map(str, self.paths)))
+        problem = _lacking_blocks(index, where) if index.num_broken else None
+        if self._broken is not None and self._broken in self.problems:
+            self.problems.remove(self._broken)
+        if problem is not None and self._broken is not None:
+            self.problems.append(problem)
+        elif problem is not None:
+            self.report(problem)
+        self._broken = problem or self._broken
 
     def _mapped(self, blocks: list[Block], files: FileMap) -> list[Block]:
         """Map the blocks; give those that are still there."""
@@ -176,82 +114,80 @@ class BlockSource(Source):
                 files.add(block)
                 kept.append(block)
             except FileNotFoundError:
-                self.num_vanished_blocks += 1
+                self._count_lost([block.path])
             except RolloutDataError as problem:
                 self.report(problem)
         return kept
 
 
-class FolderSource(Source):
-    """Folders of the older `trajectory_K/traj_START_END.pickle` layout."""
+class UndecidedSource(Source):
+    """Folders in which there is nothing yet; as soon as there is, what they turn out to be."""
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return dict(self._scans[0].metadata)
+        return read_metadata(self.paths[0]) if self._found is None else self._found.metadata
 
     def _open_folders(self) -> None:
-        self._scans = [scan_trajectory_folder(path) for path in self.paths]
-        self._last = self._store()
+        self._found: Source | None = None
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
-        scans = [scan_trajectory_folder(old.data_dir, previous=old) for old in self._scans]
-        if [scan.chunk_paths for scan in scans] != [old.chunk_paths for old in self._scans]:
-            present = {path for scan in scans for path in scan.chunk_paths}
-            self.num_vanished_blocks += sum(block.path not in present for block in in_use())
-            self._scans = scans
-            self._last = self._store()
+        if self._found is None and (kind := _kind_of_all(self.paths)) is not None:
+            self._found = kind(self.paths, self._verify_on_open, self._chunk_cache_bytes)
+            self.problems = self._found.problems
+        if self._found is not None:
+            self._found.refresh(in_use)
+            self.num_vanished_blocks = self._found.num_vanished_blocks
 
-    def _store(self) -> FrameStore:
-        """Index the chunks of all scans; each chunk is a block."""
-        chunks: dict[Path, tuple[FolderScan, int]] = {}
-        blocks: list[Block] = []
-        for number, scan in enumerate(self._scans):
-            for problem in scan.problems:
-                self.report(problem)
-            self._checked_schema(scan.schema, str(scan.data_dir))
-            fragments = scan.fragments.copy()
-            folder_of = [_key(scan, path) for path in scan.chunk_paths]
-            fragments["trajectory"] = _numbers_within(np.array(folder_of)[scan.chunk_of], fragments["trajectory"])
-            parts = np.split(fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths))))
-            for chunk, path in enumerate(scan.chunk_paths):
-                chunks[path] = (scan, chunk)
-                blocks.append(Block(path, f"{number}:{folder_of[chunk]}", chunk, parts[chunk]))
-
-        def read(block: Block, place: Place) -> np.ndarray:
-            scan, chunk = chunks[block.path]
-            return read_chunk_rows(scan, chunk, columns=[place[1]])[place[1]]
-
-        return FileFrames(TrajectoryIndex(blocks), layouts_of(self._schema or Schema([])), read)
+    def forget(self, lost: LostBlockError) -> None:
+        if self._found is not None:
+            self._found.forget(lost)
+            self.num_vanished_blocks = self._found.num_vanished_blocks
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
-        return self._last
-
-
-def _key(scan: FolderScan, chunk_path: Path) -> str:
-    """Name a trajectory folder so that it is the same after another scan."""
-    return chunk_path.parent.relative_to(scan.data_dir).as_posix()
-
-
-def _numbers_within(folder: np.ndarray, trajectory: Int64s) -> Int64s:
-    """Number trajectories within their folder, 0 in all but the folders that hold several."""
-    _, folder_number = np.unique(folder, return_inverse=True)
-    pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
-    return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(pairs[0], folder_number)
+        if self._found is not None:
+            return self._found.snapshot(upto)
+        return FrameStore(TrajectoryIndex([]), layouts_of(Schema([])), torch.device("cpu"))
 
 
 def open_source(data_dir: DataDirs, verify_on_open: bool = False, chunk_cache_bytes: int = CHUNK_CACHE_BYTES) -> Source:
     """Open folders of block files, or of the older trajectory layout; `chunk_cache_bytes`: see `WindowDataset`."""
     paths = as_paths(data_dir)
-    kinds = {path: is_trajectory_folder(path) for path in paths}
+    return (_kind_of_all(paths) or UndecidedSource)(paths, verify_on_open, chunk_cache_bytes)
+
+
+def _kind_of_all(paths: Sequence[Path]) -> type[Source] | None:
+    """Tell how folders are read, None as long as all are empty."""
+    kinds = {path: kind for path in paths if (kind := _kind_of(path)) is not None}
     if len(set(kinds.values())) > 1:
-        old = [str(path) for path, is_old in kinds.items() if is_old]
+        old = [str(path) for path, kind in kinds.items() if kind is FolderSource]
         raise UsageError(
             "open the folders together",
             "",
             "folders of one kind",
             f"trajectory folders in {', '.join(old)} beside block files",
         )
-    return FolderSource(paths) if kinds[paths[0]] else BlockSource(paths, verify_on_open, chunk_cache_bytes)
+    return next(iter(kinds.values()), None)
+
+
+def _kind_of(path: Path) -> type[Source] | None:
+    """Tell how a folder is read: an empty trajectory folder beside block files says nothing."""
+    has_blocks = any(map(may_be_block, os.listdir(path)))
+    if is_trajectory_folder(path, with_chunk=has_blocks):
+        return FolderSource
+    return BlockSource if has_blocks else None
+
+
+def _lacking_blocks(index: TrajectoryIndex, where: str) -> DataFileError:
+    missing = TrajectoryIndex(index.blocks).missing_blocks()
+    named = [f"{', '.join(_range(*gap) for gap in gaps[:4])} of writer {writer!r}" for writer, gaps in missing.items()]
+    more = f" and of {len(named) - 3} more" if len(named) > 3 else ""
+    got = f"{index.num_broken} without all of their blocks, where there is no block {'; '.join(named[:3])}{more}"
+    advice = "They are left out; bring the blocks back, unless they were removed on purpose"
+    return DataFileError("read all trajectories", f"of {where}", "whole ones", got, advice)
+
+
+def _range(start: int, stop: int) -> str:
+    return f"{start}" if stop == start + 1 else f"{start}:{stop}"
 
 
 def _read_block(block: Block, place: Place, layouts: Mapping[str, Any]) -> np.ndarray:

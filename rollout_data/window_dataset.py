@@ -25,7 +25,8 @@ from .frames import FrameStore
 from .index import Int64s
 from .normalization import FieldStatistics, compute_statistics
 from .sharding import is_in_worker
-from .sources import BlockSource, DataDirs, Source, absolute_paths, open_source, writers_upto
+from .source_base import DataDirs, Source, absolute_paths
+from .sources import BlockSource, open_source, writers_upto
 from .window_batch import SharedMemory, WindowBatch, collate_windows
 from .window_fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
 from .window_index import PADDINGS, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
@@ -180,6 +181,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
 
     @property
     def problems(self) -> list[RolloutDataError]:
+        """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
         return self._source.problems
 
     @property

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError
 from storage.fields import Schema, dtype_name
 
 from ..block_header import DATA, FRAGMENT_DTYPE, layouts_of
 from .trajectory_chain import Pieces, cut_trajectories, join_chunks
-from .trajectory_chunk import Chunk, OpenChunk, chunk_problem, open_chunk, scan_chunk
+from .trajectory_chunk import Chunk, OpenChunk, Signature, chunk_problem, open_chunk, scan_chunk
 from .trajectory_fields import build_schema, difference, key_of, most_common_signature
 from .trajectory_listing import (
     METADATA_NAME,
@@ -57,6 +57,7 @@ class FolderScan:
         chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
         problems: All that was repaired, skipped or refused, each naming the file and what was done.
         known: Every readable chunk by name, size and time, for the next scan.
+        signature: The arrays that the kept chunks have; () as long as there is none.
     """
 
     data_dir: Path
@@ -67,44 +68,55 @@ class FolderScan:
     chunk_of: np.ndarray
     problems: tuple[DataFileError, ...]
     known: Mapping[ChunkFile, Chunk] = field(default_factory=dict, repr=False)
+    signature: Signature = ()
+
+    def file_of(self, path: Path) -> ChunkFile | None:
+        """Give the file that was found at a path."""
+        return next((file for file in self.known if file.path == path), None)
 
 
-def is_trajectory_folder(data_dir: str | os.PathLike[str]) -> bool:
-    """Tell whether a folder holds data in the older layout (at any depth), or is about to."""
-    return has_trajectory_folder(data_dir)
+def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
+    """Tell whether a folder holds data in the older layout (at any depth); or is about to, unless `with_chunk`."""
+    return has_trajectory_folder(data_dir, with_chunk)
 
 
 def scan_trajectory_folder(
-    data_dir: str | os.PathLike[str], *, progress: bool = False, previous: FolderScan | None = None
+    data_dir: str | os.PathLike[str],
+    *,
+    progress: bool = False,
+    previous: FolderScan | None = None,
+    without: Collection[ChunkFile] = (),
 ) -> FolderScan:
     """Look at every chunk once and say which trajectories are there.
 
     Args:
         data_dir: The folder; all folders below it are searched.
         progress: Show a progress bar.
-        previous: An earlier scan of this folder: only chunks that are new or have changed are opened.
+        previous: An earlier scan of this folder: only chunks that are new or have changed are opened, and
+            once there was one, the fields stay as they were.
+        without: Files to leave out, as they could not be read to their end.
 
     Raises:
         UsageError: `data_dir` is not a folder.
+        DataFileError: It may not be listed.
         ForeignFileError: The observation is coded in an unknown way.
     """
     data_dir = Path(data_dir)
     listing = list_trajectory_folders(data_dir)
     problems = list(listing.problems)
     metadata, metadata_problems = read_metadata(data_dir, listing.folders)
-    files = [file for folder in listing.folders for file in folder.files]
+    files = [file for folder in listing.folders for file in folder.files if file not in without]
     known = previous.known if previous else {}
     scanned = _scan_chunks([file for file in files if file not in known], progress)
     scanned = {file: known[file] if file in known else scanned[file] for file in files}
     readable = {file: chunk for file, chunk in scanned.items() if isinstance(chunk, Chunk)}
     chunks = readable.values()
-    signature = most_common_signature(chunks)
-    schema, contradictions = build_schema(signature, metadata, data_dir / METADATA_NAME)
+    signature, schema, contradictions = _fields(chunks, metadata, data_dir / METADATA_NAME, previous)
     problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
     joined = []
     for folder in listing.folders:
         good = []
-        for found in (scanned[file] for file in folder.files):
+        for found in (scanned[file] for file in folder.files if file in scanned):
             if isinstance(found, DataFileError):
                 problems.append(found)
             elif found.signature != signature:
@@ -117,7 +129,26 @@ def scan_trajectory_folder(
             pieces, cut_problems = cut_trajectories(folder.path, kept)
             problems += cut_problems
             joined.append(_Joined(folder, kept, pieces))
-    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), readable)
+    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), readable, signature)
+
+
+def _fields(
+    chunks: Iterable[Chunk], metadata: Mapping[str, Any], path: Path, previous: FolderScan | None
+) -> tuple[Signature, Schema, list[DataFileError]]:
+    """Choose the arrays that are read, and the fields they make: those of before, if there were any."""
+    if previous is None or not previous.signature:
+        signature = most_common_signature(chunks)
+        return signature, *build_schema(signature, metadata, path)
+    signature, schema = previous.signature, previous.schema
+    try:
+        described, problems = build_schema(signature, metadata, path)
+    except ForeignFileError as problem:
+        return signature, schema, [problem]
+    if metadata and (difference := schema.difference(described)):
+        advice = "Read as before; to read it by these, open the dataset again"
+        expected = "the same description as when the dataset was opened"
+        problems = [DataFileError("use the metadata", repr(str(path)), expected, difference, advice)]
+    return signature, schema, problems
 
 
 class _Joined(NamedTuple):

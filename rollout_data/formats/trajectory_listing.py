@@ -17,6 +17,8 @@ from typing import Any
 
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError
 
+from ..block_folder import unlisted
+
 METADATA_NAME = "metadata.json"
 SEGMENTS, MAPPING = "obs_segments", "obs_disassemble_mapping"
 FOLDER_PREFIX = "trajectory_"
@@ -56,11 +58,11 @@ class Listing:
     problems: tuple[DataFileError, ...]
 
 
-def has_trajectory_folder(data_dir: str | os.PathLike[str]) -> bool:
-    """Tell whether any folder below is called `trajectory_*` and holds a chunk, or nothing yet."""
+def has_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
+    """Tell whether any folder below is called `trajectory_*` and holds a chunk; or nothing yet, unless `with_chunk`."""
     return any(
         path.name.startswith(FOLDER_PREFIX)
-        and (not entries or any(_CHUNK_NAME.fullmatch(entry.name) for entry in entries))
+        and ((not entries and not with_chunk) or any(_CHUNK_NAME.fullmatch(entry.name) for entry in entries))
         for path, entries in _walk(Path(data_dir), [])
     )
 
@@ -70,6 +72,7 @@ def list_trajectory_folders(data_dir: Path) -> Listing:
 
     Raises:
         UsageError: `data_dir` is not a folder.
+        DataFileError: It may not be listed.
     """
     if not data_dir.is_dir():
         raise UsageError("open the data folder", repr(str(data_dir)), "a folder", "none")
@@ -94,6 +97,8 @@ def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path,
             with os.scandir(path) as scanned:
                 entries = sorted(scanned, key=lambda entry: entry.name)
         except OSError as cause:
+            if path == data_dir and not isinstance(cause, (FileNotFoundError, NotADirectoryError)):
+                raise unlisted(path, cause) from cause
             problems.append(_problem(DataFileError, path, "a readable folder", cause.strerror or "an error", "Skipped"))
             problems[-1].__cause__ = cause
             continue
