@@ -76,7 +76,9 @@ def test_a_damaged_block_is_reported_and_its_trajectories_are_left_out(folder):
     paths[0].write_bytes(paths[0].read_bytes()[:-4096])
     with pytest.warns(RolloutDataWarning):
         dataset = WindowDataset(folder, 2)
-    assert len(dataset.problems) == 1 and isinstance(dataset.problems[0], RolloutDataError)
+    damaged, lacking = dataset.problems
+    assert isinstance(damaged, RolloutDataError) and paths[0].name in damaged.where
+    assert isinstance(lacking, DataFileError) and lacking.action == "read all trajectories"
     assert 0 < dataset.num_trajectories < whole.num_trajectories
 
 

@@ -1,0 +1,237 @@
+"""Which kind of folder is read: mixed ones, empty ones that fill later, and fields that change meanwhile."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+
+from rollout_data import RolloutDataset, WindowDataset
+from rollout_data.block_folder import INDEX_CACHE_NAME, save_index_cache
+from rollout_data.sources import UndecidedSource, open_source
+from storage.errors import DataFileError, RolloutDataWarning, UsageError
+from tests.files.recorded import record
+from tests.formats.folders import NaiveFolder, values
+
+
+def opened(data_dir, num_envs=1, **options):
+    return RolloutDataset(data_dir, num_envs, device="cpu", **options)
+
+
+def when_waiting(monkeypatch, *actions):
+    """Do these one after the other, each time that a dataset would sleep until there is more."""
+    left = list(actions)
+    monkeypatch.setattr("rollout_data.passes.time.sleep", lambda _: left.pop(0)() if left else None)
+
+
+# Both kinds at once
+
+
+def test_block_files_beside_trajectory_folders_are_reported(tmp_path):
+    folder = NaiveFolder(tmp_path)
+    folder.chunk(0, 0, 4, done=True)
+    record(tmp_path, [4, 4], flush_every=4)
+    dataset = opened(tmp_path, dataset_loops=3)
+    with pytest.warns(RolloutDataWarning, match=r"2 block files beside trajectory folders\. Only the trajectory fold"):
+        assert dataset.num_trajectories == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RolloutDataWarning)
+        dataset.get_batch(10)
+    assert sum("block files" in str(problem) for problem in dataset.problems) == 1
+    assert all(isinstance(problem, DataFileError) for problem in dataset.problems)
+
+
+def test_an_empty_trajectory_folder_hides_no_block_file(tmp_path):
+    record(tmp_path, [4, 4], flush_every=4)
+    (tmp_path / "trajectory_x").mkdir()
+    dataset = opened(tmp_path)
+    assert dataset.num_trajectories == 2 and not dataset.problems
+
+
+# Folders that fill later
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_the_first_chunks_of_an_empty_folder_are_waited_for(tmp_path, monkeypatch, has_folder):
+    folder = NaiveFolder(tmp_path)
+    if has_folder:
+        (tmp_path / "trajectory_0").mkdir()
+    dataset = opened(tmp_path, keep_latest_n_trajs=2, wait_timeout_s=30)
+    when_waiting(
+        monkeypatch,
+        lambda: (tmp_path / "trajectory_0").mkdir(exist_ok=True),
+        lambda: folder.chunk(0, 0, 3, done=True),
+        lambda: folder.chunk(1, 0, 3, done=True),
+    )
+    assert dataset.get_batch(3).action[:, 0, 0].tolist() == [300_000, 300_001, 300_002]
+    assert dataset.num_trajectories == 2 and not dataset.problems
+
+
+def test_the_first_blocks_of_an_empty_folder_are_waited_for(tmp_path, monkeypatch):
+    dataset = opened(tmp_path, keep_latest_n_trajs=2, wait_timeout_s=30)
+    when_waiting(monkeypatch, lambda: None, lambda: record(tmp_path, [4]), lambda: record(tmp_path, [4]))
+    assert len(dataset.get_batch(3).action) == 3
+    assert dataset.num_trajectories == 2 and not dataset.problems
+    assert [field["name"] for field in dataset.metadata["fields"]][:1] == ["observation"]
+
+
+def test_an_empty_folder_is_of_the_kind_of_the_others(tmp_path):
+    folder = NaiveFolder(tmp_path / "a")
+    folder.chunk(0, 0, 3, done=True)
+    (tmp_path / "b").mkdir()
+    dataset = opened([tmp_path / "b", tmp_path / "a"], dataset_loops=0)
+    assert dataset.num_trajectories == 1
+    NaiveFolder(tmp_path / "b").chunk(5, 0, 3, done=True)
+    dataset.get_batch(9)
+    assert dataset.num_trajectories == 2
+
+
+def test_an_undecided_source_is_empty_and_says_so(tmp_path):
+    source = open_source(tmp_path)
+    source.refresh()
+    assert isinstance(source, UndecidedSource) and len(source.snapshot().index) == 0
+    with pytest.raises(UsageError, match="expected at least 1 trajectories, got 0"):
+        opened(tmp_path).get_batch()
+    with pytest.raises(UsageError, match="cannot read windows"):
+        WindowDataset(tmp_path)
+
+
+def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
+    folder = NaiveFolder(tmp_path / "data")
+    folder.chunk(0, 0, 3, done=True)
+    dataset = opened(folder.data_dir, dataset_loops=0)
+    dataset.get_batch(2)
+    scandir = os.scandir
+
+    def refuse(path="."):
+        if str(path) == str(folder.data_dir):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refuse)
+    for _ in range(2):
+        with pytest.raises(DataFileError, match=r"cannot open the data folder '.*data'.*Permission denied"):
+            dataset.get_batch(2)
+    monkeypatch.undo()
+    assert dataset.get_batch(2).action[:, 0, 0].tolist() == [300_002, 300_000]
+
+
+def test_a_folder_inside_one_that_may_not_be_entered_is_one_clear_error(tmp_path, monkeypatch):
+    stat = os.stat
+
+    def refuse(path, *args, **options):
+        if str(path) == str(tmp_path / "secret"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr("os.stat", refuse)
+    with pytest.raises(DataFileError, match=r"cannot open the data folder '.*secret'.*Permission denied"):
+        opened(tmp_path / "secret").get_batch()
+
+
+# Fields that change while they are watched
+
+
+@pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+def test_more_chunks_of_another_width_do_not_rule_out_those_that_are_played(tmp_path):
+    folder = NaiveFolder(tmp_path / "data")
+    folder.chunk(0, 0, 3, done=True)
+    dataset = opened(folder.data_dir, dataset_loops=0)
+    dataset.get_batch(2)
+    for number in (1, 2):
+        folder.chunk(number, 0, 9, done=True, observations=values(1, number, 0, 9, 7))
+    folder.chunk(3, 0, 2, done=True)
+    batch = dataset.get_batch(8)
+    assert batch.action[:, 0, 0].tolist() == [
+        300_002, 300_000, 300_001, 300_002, 303_000, 303_001, 300_000, 300_001
+    ]  # fmt: skip
+    named = [str(problem) for problem in dataset.problems]
+    assert [f"trajectory_{number}" in text for number, text in zip((1, 2), named, strict=True)] == [True, True]
+    assert all("observations float32[7]" in text for text in named)
+
+
+@pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+def test_all_chunks_spoilt_is_named_at_the_next_pass(tmp_path):
+    folder = NaiveFolder(tmp_path / "data")
+    path = folder.chunk(0, 0, 3, done=True)
+    dataset = opened(folder.data_dir, dataset_loops=0)
+    dataset.get_batch(2)
+    path.write_bytes(b"garbage")
+    with pytest.raises(UsageError, match="cannot begin the next pass"):
+        dataset.get_batch(2)
+    assert path.name in str(dataset.problems[0]) and dataset.source.num_vanished_blocks == 1
+    folder.chunk(0, 0, 3, done=True)
+    assert dataset.get_batch(2).action[:, 0, 0].tolist() == [300_002, 300_000]
+
+
+@pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+def test_metadata_that_comes_later_is_reported_and_changes_nothing(tmp_path):
+    folder = NaiveFolder(tmp_path / "data")
+    parts = {"obs_b": np.zeros((3, 2), np.float32), "obs_a": np.ones((3, 1), np.float32)}
+    folder.chunk(0, 0, 3, done=True, drop=("observations",), **parts)
+    dataset = opened(folder.data_dir, dataset_loops=0)
+    first = dataset.get_batch(2)
+    (folder.data_dir / "metadata.json").write_text('{"obs_segments": {"a": [1], "b": [2]}, "env": "walk"}')
+    folder.chunk(1, 0, 3, done=True, drop=("observations",), **parts)
+    second = dataset.get_batch(6)
+    assert (second.observation[0] == first.observation[0]).all()
+    assert ["metadata.json" in str(problem) for problem in dataset.problems] == [True]
+    assert "open the dataset again" in dataset.problems[0].advice
+    assert dataset.metadata["env"] == "walk"
+
+
+# Blocks that are missing
+
+
+def long_recording(data_dir, num_blocks):
+    """One trajectory over all blocks, and one of its own in the last."""
+    record(data_dir, [4 * num_blocks, 4], flush_every=4)
+    return sorted(data_dir.glob("rollout_*.h5"))
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_trajectories_that_lack_a_block_are_reported_once(tmp_path, has_cache):
+    paths = long_recording(tmp_path, 4)
+    paths[1].unlink()
+    paths[2].unlink()
+    if has_cache:
+        save_index_cache(tmp_path)
+    else:
+        (tmp_path / INDEX_CACHE_NAME).unlink()
+    dataset = opened(tmp_path, dataset_loops=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dataset.get_batch(10)
+    (problem,) = dataset.problems
+    assert len(caught) == 1 and isinstance(problem, DataFileError)
+    assert problem.got.startswith("1 without all of their blocks, where there is no block 1:3 of writer '")
+    assert len(WindowDataset(tmp_path).problems) == 1
+
+
+@pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+def test_blocks_that_vanish_between_passes_are_counted_and_what_they_break_is_told(tmp_path):
+    paths = long_recording(tmp_path, 3)
+    record(tmp_path, [4, 4], first_number=7, flush_every=4)
+    dataset = opened(tmp_path, dataset_loops=0)
+    dataset.reset()
+    assert dataset.source.num_vanished_blocks == 0 and not dataset.problems
+    paths[1].unlink()
+    dataset.reset()
+    assert dataset.source.num_vanished_blocks == 1
+    assert [problem.got[:27] for problem in dataset.problems] == ["1 without all of their bloc"]
+    for path in set(tmp_path.glob("rollout_*.h5")) - set(paths):
+        path.unlink()
+    dataset.reset()
+    assert dataset.source.num_vanished_blocks == 3
+    assert len(dataset.problems) == 1
+
+
+def test_a_source_is_decided_by_its_own_refresh(tmp_path):
+    one, two = open_source(tmp_path), open_source(tmp_path)
+    record(tmp_path, [4])
+    one.refresh()
+    assert len(one.snapshot().index) == 1 and len(two.snapshot().index) == 0
+    two.refresh()
+    assert len(two.snapshot().index) == 1
