@@ -222,15 +222,22 @@ class AsyncCheckpointSaver(Unique):
                     expected = f"at most {self.max_queue_size} waiting"
                     raise QueueFullError("save the checkpoint", repr(str(target)), expected, "as many already")
                 if self.on_full == "drop_oldest" and self._tasks:
-                    dropped = self._tasks[0]
-                    del self._tasks[0]  # no call between these, and so no Ctrl-C
-                    self._pending -= {dropped.number}
-                    self.num_dropped += 1
-                    dropped.future.cancel()
+                    self._drop_oldest()
                 else:
                     self._changed.wait()
                     self._check(target)
             self._pending.add(number)
+
+    def _drop_oldest(self) -> None:
+        dropped = self._tasks[0]
+        del self._tasks[0]  # no call between these, and so no Ctrl-C
+        self._pending -= {dropped.number}
+        self.num_dropped += 1
+        try:
+            dropped.future.cancel()
+        except BaseException:  # a Ctrl-C: whoever waits for it would wait for ever
+            dropped.future.cancel()
+            raise
 
     def _check(self, target: Path) -> None:
         if self._is_closed:
