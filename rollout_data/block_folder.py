@@ -44,9 +44,20 @@ def stamp_of(path: Path) -> FileStamp | None:
     return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
-def may_be_block(name: str) -> bool:
-    """Tell whether a file is opened as a block, by its name."""
-    return name.endswith((".h5", ".hdf5")) and not name.startswith(".")
+def block_names(data_dir: Path) -> list[str]:
+    """Name what is opened as blocks in a folder.
+
+    Raises:
+        UsageError: There is no such folder.
+        DataFileError: It may not be listed.
+    """
+    try:
+        with os.scandir(data_dir) as entries:
+            return [entry.name for entry in entries if entry.name.endswith((".h5", ".hdf5")) and entry.name[0] != "."]
+    except (FileNotFoundError, NotADirectoryError) as cause:
+        raise UsageError("open the data folder", repr(str(data_dir)), "a folder", "none") from cause
+    except OSError as cause:
+        raise unlisted(data_dir, cause) from cause
 
 
 class BlockFolder:
@@ -144,27 +155,20 @@ class BlockFolder:
 
     def _list_files(self) -> dict[str, FileStamp]:
         """Files that may be blocks, with their size and time; what is no file becomes a problem."""
-        try:
-            with os.scandir(self.data_dir) as entries:
-                listed = [entry for entry in entries if may_be_block(entry.name)]
-        except (FileNotFoundError, NotADirectoryError) as cause:
-            raise UsageError("open the data folder", repr(str(self.data_dir)), "a folder", "none") from cause
-        except OSError as cause:
-            raise unlisted(self.data_dir, cause) from cause
         stamps = {}
-        for entry in listed:
-            path = self.data_dir / entry.name
+        for name in block_names(self.data_dir):
+            path = self.data_dir / name
             try:
                 stamp = stamp_of(path)
             except FileNotFoundError:  # removed by retention since it was listed, or a dead link
                 continue
             except OSError as error:
-                self.problems[entry.name] = _as_problem(path, error)
+                self.problems[name] = _as_problem(path, error)
                 continue
             if stamp is None:  # opening a pipe would wait for ever
-                self.problems[entry.name] = CorruptFileError("read the block", repr(str(path)), "a file", "no file")
+                self.problems[name] = CorruptFileError("read the block", repr(str(path)), "a file", "no file")
             else:
-                stamps[entry.name] = stamp
+                stamps[name] = stamp
         return stamps
 
     def _declared_schema(self) -> tuple[Schema | None, RolloutDataError | None]:

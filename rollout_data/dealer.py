@@ -62,9 +62,11 @@ class Dealer:
     def without(self, lost: LostBlockError, state: StreamState, deal: Deal) -> tuple[StreamState, Deal]:
         """Go on without the trajectories of a block that is lost; their envs take the next ones."""
         self.source.forget(lost)
-        index = deal.source.index
-        gone = index.trajectories_in([k for k, block in enumerate(index.blocks) if block.path == lost.path])
-        return deal_without(state, deal, gone, self.following)
+        blocks = deal.source.index.blocks
+        numbers = [lost.block]
+        if lost.block >= len(blocks) or blocks[lost.block].path != lost.path:  # it was lost in the pass after this one
+            numbers = [number for number, block in enumerate(blocks) if block.path == lost.path]
+        return deal_without(state, deal, deal.source.index.trajectories_in(numbers), self.following)
 
     def dealt(self, number: int, store: FrameStore, in_use: Int64s, before: Deal | None = None) -> Deal:
         """Order pass `number` over the trajectories of a snapshot."""

@@ -21,8 +21,8 @@ from .layout import RowLayout
 
 #: Gives all rows of a block: `[num_rows, row_bytes]` uint8.
 ReadRows = Callable[[Block, Place], np.ndarray]
-#: What a file that is gone raises.
-GONE = (FileNotFoundError, NotADirectoryError)
+#: What a file raises that is gone, or is another's now.
+GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _NUM_NAMED = 3
 
 
@@ -31,9 +31,10 @@ class LostBlockError(DataFileError):
 
     Attributes:
         path: The file.
+        block: Its number in the index that knows it.
     """
 
-    path = Path()
+    path, block = Path(), -1
 
 
 class FileFrames(FrameStore):
@@ -81,7 +82,7 @@ class FileFrames(FrameStore):
         except self._losses as cause:
             advice = "Its envs go on with other trajectories; open the dataset again where there are none"
             lost = LostBlockError(*self._what(block), str(cause), advice)
-            lost.path = self.index.blocks[block].path
+            lost.path, lost.block = self.index.blocks[block].path, block
             raise lost from cause
         except OSError as cause:
             raise DataFileError(*self._what(block), str(cause), "Try again, or reset these envs") from cause

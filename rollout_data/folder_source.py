@@ -6,7 +6,6 @@ fields stay those of the first chunks that were found.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from storage.errors import DataFileError
 from storage.fields import Schema
 
-from .block_folder import may_be_block
+from .block_folder import block_names
 from .block_header import layouts_of
 from .file_frames import GONE, FileFrames, LostBlockError
 from .formats.trajectory_folder import FolderScan, read_chunk_rows, scan_trajectory_folder
@@ -55,14 +54,14 @@ class FolderSource(Source):
 
     def forget(self, lost: LostBlockError) -> None:
         super().forget(lost)
-        self._unreadable.update(filter(None, (scan.file_of(lost.path) for scan in self._scans)))
+        self._unreadable.update(scan.files[lost.path] for scan in self._scans if lost.path in scan.files)
 
     def _report_left_out(self) -> None:
         for scan in self._scans:
             for problem in scan.problems:
                 self.report(problem)
         for path in self.paths:
-            names = [] if path in self._mixed else [name for name in os.listdir(path) if may_be_block(name)]
+            names = [] if path in self._mixed else block_names(path)
             if count := sum(name.startswith("rollout_") for name in names):
                 self._mixed.add(path)
                 got = f"{count} block file{'s' if count > 1 else ''} beside trajectory folders"

@@ -6,7 +6,6 @@ cannot be read is reported once, by name, and the rest goes on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from storage.errors import DataFileError, RolloutDataError, UsageError
 from storage.fields import Schema
 
-from .block_folder import BlockFolder, may_be_block
+from .block_folder import BlockFolder, block_names
 from .block_header import layouts_of, read_header
 from .chunk_files import CHUNK_CACHE_BYTES
 from .file_frames import FileFrames, LostBlockError
@@ -171,7 +170,7 @@ def _kind_of_all(paths: Sequence[Path]) -> type[Source] | None:
 
 def _kind_of(path: Path) -> type[Source] | None:
     """Tell how a folder is read: an empty trajectory folder beside block files says nothing."""
-    has_blocks = any(map(may_be_block, os.listdir(path)))
+    has_blocks = bool(block_names(path))
     if is_trajectory_folder(path, with_chunk=has_blocks):
         return FolderSource
     return BlockSource if has_blocks else None

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,9 +71,10 @@ class FolderScan:
     known: Mapping[ChunkFile, Chunk] = field(default_factory=dict, repr=False)
     signature: Signature = ()
 
-    def file_of(self, path: Path) -> ChunkFile | None:
-        """Give the file that was found at a path."""
-        return next((file for file in self.known if file.path == path), None)
+    @cached_property
+    def files(self) -> dict[Path, ChunkFile]:
+        """What was found at which path."""
+        return {file.path: file for file in self.known}
 
 
 def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:

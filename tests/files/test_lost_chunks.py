@@ -156,9 +156,7 @@ def test_what_cannot_be_read_just_now_is_an_error_and_loses_nothing(five, monkey
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr("rollout_data.formats.trajectory_folder.open_chunk", refuse)
-    with pytest.raises(
-        DataFileError, match=r"cannot play trajectory 0 of .*trajectory_0'.*Too many open files"
-    ):
+    with pytest.raises(DataFileError, match=r"cannot play trajectory 0 of .*trajectory_0'.*Too many open files"):
         dataset.get_batch(10)
     monkeypatch.setattr("rollout_data.formats.trajectory_folder.open_chunk", opens)
     assert drained(dataset) == [*whole(0)[2:], *whole(1, 2, 3, 4)]
@@ -233,3 +231,18 @@ def test_a_trajectory_that_has_shrunk_is_left_at_the_next_pass(tmp_path):
         number, frame = np.divmod(batch.observation[..., 0].long().numpy() - 100_000, 1000)
         assert (frame < np.where(number == 0, 2, 5)).all()
         assert (batch.is_last.numpy() == (frame == np.where(number == 0, 1, 4))).all()
+
+
+def test_a_chunk_that_may_not_be_read_any_more_is_lost_too(five, monkeypatch):
+    dataset = opened(five)
+    dataset.get_batch(2)
+    opens = __import__("rollout_data.formats.trajectory_folder", fromlist=["open_chunk"]).open_chunk
+
+    def refuse(path):
+        if path.parent.name == "trajectory_0":
+            raise PermissionError(13, "Permission denied")
+        return opens(path)
+
+    monkeypatch.setattr("rollout_data.formats.trajectory_folder.open_chunk", refuse)
+    with pytest.warns(RolloutDataWarning, match=r"trajectory_0'.*Permission denied"):
+        assert [frame for frame in drained(dataset) if frame[0] != 0] == whole(1, 2, 3, 4)
