@@ -148,9 +148,15 @@ class ColumnTable:
 
     def assign(self, name: str, value: Any) -> None:
         """Copy `[T, B, *shape]` (or a nested dict of such) over a whole column; its tensors stay the same."""
-        action = f"assign to {name!r}"
         column = self.columns[name]
-        targets = {field.name: self.tensors.get(field.name) for field in column.fields}
+        found = {field.name: self.tensors.get(field.name) for field in column.fields}
+        # Into bool any dtype copies as != 0: flags stay 0 or 1, as everything that reads them expects.
+        views = {key: x.view(torch.bool) if x is not None and column.is_flag else x for key, x in found.items()}
+        self.write(name, views, value)
+
+    def write(self, name: str, targets: Mapping[str, torch.Tensor | None], value: Any) -> None:
+        """Copy a value, or a nested dict of such, over tensors that are kept here; all is checked before."""
+        action = f"assign to {name!r}"
         given = flatten({name: value})
         check_same_names(targets, given, action)
         writes: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -161,8 +167,7 @@ class ColumnTable:
             shape = list(target.shape) if target is not None else "nothing, it is not kept yet"
             if target is None or x.shape != target.shape:
                 raise SchemaError(action, "", f"shape {shape}", str(list(x.shape)))
-            # Into bool any dtype copies as != 0: flags stay 0 or 1, as everything that reads them expects.
-            writes.append((target.view(torch.bool) if column.is_flag else target, x))
+            writes.append((target, x))
         self.num_changes += 1
         with torch.no_grad():
             for target, x in writes:

@@ -134,6 +134,10 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
         shape: Sizes (float32), one size, `(sizes, dtype)`, a `Field`, or a mapping of these.
     """
     if isinstance(shape, Mapping):
+        for key in shape or [None]:
+            if not isinstance(key, str) or not key or "/" in key:
+                expected, got = "names that are non-empty str without '/'", "nothing" if key is None else repr(key)
+                raise SchemaError("declare the shape of", repr(name), expected, got)
         return tuple(field for key, below in shape.items() for field in declare_fields(f"{name}/{key}", below))
     if isinstance(shape, Field):
         return (Field(name, shape.shape, shape.dtype, fill=shape.fill),)
@@ -153,8 +157,13 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
 
 
 def schema_of(columns: Iterable[Column]) -> Schema:
-    """List the fields of all columns; names must not repeat."""
-    return Schema(field for column in columns for field in column.fields)
+    """List the fields of all columns; names must not repeat, and none may stand above another."""
+    found = Schema(field for column in columns for field in column.fields)
+    for name in found:
+        parts = name.split("/")
+        if above := [path for path in ("/".join(parts[:k]) for k in range(1, len(parts))) if path in found]:
+            raise SchemaError("declare the fields of a storage", "", f"{above[0]!r} a leaf or a mapping", repr(name))
+    return found
 
 
 def shape_to_json(name: str, fields: Iterable[Field]) -> Any:
@@ -168,6 +177,17 @@ def shape_from_json(written: Any) -> Any:
         return None
     shapes = {path: tuple(shape) if dtype == "float32" else (tuple(shape), dtype) for path, shape, dtype in written}
     return shapes[""] if "" in shapes else unflatten(shapes)
+
+
+def shapes_to_json(columns: Mapping[str, Column]) -> dict[str, Any]:
+    """Write the shapes that a storage with these columns is made with."""
+    fields = {short: columns[name].fields if name in columns else () for short, name in SHAPED.items()}
+    return {f"{short}_shape": shape_to_json(SHAPED[short], found) for short, found in fields.items()}
+
+
+def shapes_from_json(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what `shapes_to_json` wrote."""
+    return {f"{short}_shape": shape_from_json(arguments[f"{short}_shape"]) for short in SHAPED}
 
 
 def flatten_column(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:

@@ -97,6 +97,7 @@ class Field:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Dtype of tensors of this field."""
         return DTYPES[self.dtype][0]
 
     @property
@@ -106,13 +107,16 @@ class Field:
 
     @property
     def num_elements(self) -> int:
+        """Numbers in one row: the product of the shape, 1 for a scalar."""
         return prod(self.shape)
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row as users give it, before any codec."""
         return self.num_elements * self.numpy_dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
+        """Write name, shape, dtype and codec as JSON knows them; the fill is not of the data and is left out."""
         return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "codec": self.codec}
 
     @classmethod
@@ -179,6 +183,7 @@ class Schema(Mapping[str, Field]):
         return "" if list(self) == list(other) else "the fields stand in another order"
 
     def to_json(self) -> list[dict[str, Any]]:
+        """Write the fields in order, each in the form of `Field.to_json`."""
         return [field.to_json() for field in self.values()]
 
     @classmethod

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from .column_table import ColumnTable
-from .errors import SchemaError
+from .errors import MissingFieldError, SchemaError, nearest
 from .fields import Field, dtype_name
 from .transition import HiddenStates
+from .tree import check_same_names
 
 _LEAF = "tensor"
 _COLUMN = "saved_hidden_states"
@@ -88,12 +89,16 @@ class SavedStates:
         return leaves
 
     def check_kept(self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int) -> None:
-        """Refuse tensors of a loaded state that are not `num_rows` steps of states with this layout."""
-        found = [x for name, x in tensors.items() if self.owns(name)]
-        if len(found) != str(layout).count(_LEAF):
-            expected = f"{str(layout).count(_LEAF)} tensors"
-            raise SchemaError("load a state", f"with {_COLUMN!r}", expected, str(len(found)))
-        for x in found:
+        """Refuse tensors of a loaded state that are no columns, or not `num_rows` steps of states with this layout."""
+        if not _is_layout(layout):
+            raise SchemaError("load a state", "with 'states'", "None, 'tensor', or lists of these", repr(layout))
+        strange = next((name for name in tensors if not self.owns(name) and name not in self._table.schema), None)
+        if strange is not None:
+            options = nearest(strange, self._table.schema)
+            raise MissingFieldError("load a state", f"with the tensor {strange!r}", options)
+        known = {f"{_COLUMN}/{i}": None for i in range(_num_leaves(layout))}
+        check_same_names(known, {name: None for name in tensors if self.owns(name)}, "load a state")
+        for x in (tensors[name] for name in known):
             if x.dim() < 4 or len(x) != num_rows or x.shape[2] != self._table.num_envs:
                 expected = f"shape [{num_rows}, layers, {self._table.num_envs}, H]"
                 raise SchemaError("load a state", f"with {_COLUMN!r}", expected, str(list(x.shape)))
@@ -120,6 +125,27 @@ def _layout(states: Any) -> Any:
         names = [{"names": list(states._fields)}] if hasattr(states, "_fields") else []
         return [*names, *(_layout(child) for child in states)]
     raise SchemaError(_ACTION, "with 'hidden_states'", "None, a tensor, or tuples of these", type(states).__name__)
+
+
+def _is_layout(layout: Any) -> bool:
+    """Whether `_layout` could have given this."""
+    if not isinstance(layout, list):
+        return layout is None or (isinstance(layout, str) and layout == _LEAF)
+    names, children = (layout[0], layout[1:]) if layout and isinstance(layout[0], dict) else (None, layout)
+    return all(map(_is_layout, children)) and (names is None or _are_names(names, len(children)))
+
+
+def _are_names(given: dict[str, Any], count: int) -> bool:
+    names: Any = given.get("names")
+    try:
+        namedtuple("States", names)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(names, list) and list(given) == ["names"] and len(names) == count
+
+
+def _num_leaves(layout: Any) -> int:
+    return sum(map(_num_leaves, layout)) if isinstance(layout, list) else int(layout == _LEAF)
 
 
 def _leaves(states: Any) -> list[torch.Tensor]:

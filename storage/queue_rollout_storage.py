@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .columns import Column, ShapeLike, declare_fields
-from .errors import BufferEmptyError, UsageError
+from .errors import BufferEmptyError, SchemaError, UsageError
 from .rollout_storage import RolloutStorage
 from .snapshot import State
 from .transition import ActionLabelMiniBatch, Transition
@@ -122,8 +122,13 @@ class QueueRolloutStorage(RolloutStorage):
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
+            if not isinstance(numbers["buffer_full"], bool):
+                raise SchemaError("load a state", "with 'buffer_full'", "a bool", repr(numbers["buffer_full"]))
             super()._set_state(numbers, tensors)
             self.buffer_full = numbers["buffer_full"]
+
+    def _row_limits(self) -> tuple[int, int]:
+        return self.num_timesteps_each_rollout, self.num_target_steps
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
         if self.buffer_full:

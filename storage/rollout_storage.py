@@ -14,7 +14,6 @@ import torch
 
 from .column_table import ColumnTable
 from .columns import (
-    SHAPED,
     Column,
     ShapeLike,
     Signals,
@@ -22,11 +21,11 @@ from .columns import (
     flatten_column,
     is_absent,
     rollout_columns,
-    shape_from_json,
-    shape_to_json,
+    shapes_from_json,
+    shapes_to_json,
 )
 from .delivery import Delivery, checked_device
-from .errors import BufferEmptyError, RolloutOverflowError, SchemaError, UsageError
+from .errors import BufferEmptyError, RolloutOverflowError, UsageError
 from .hidden_states import SavedStates, StateStructure
 from .mini_batches import (
     GENERATE,
@@ -48,7 +47,7 @@ from .returns import (
     write_advantage,
 )
 from .scans import Scalar
-from .snapshot import Snapshotted, State
+from .snapshot import Snapshotted, State, checked_count
 from .transition import MiniBatch, Transition
 from .tree import unflatten
 
@@ -341,19 +340,14 @@ class RolloutStorage(Snapshotted):
 
     def _arguments(self) -> dict[str, Any]:
         """JSON-able keywords that make an equal, empty storage."""
-        columns = self._table.columns
-        shapes = {
-            f"{short}_shape": shape_to_json(name, columns[name].fields if name in columns else ())
-            for short, name in SHAPED.items()
-        }
+        shapes = shapes_to_json(self._table.columns)
         sizes = {"num_envs": self.num_envs, "num_transitions_per_env": self.num_transitions_per_env}
         return {**sizes, **shapes, "num_rewards": self.num_rewards}
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        shapes = {f"{short}_shape": shape_from_json(arguments[f"{short}_shape"]) for short in SHAPED}
         # Any seed will do: the saved random state comes next, and torch's own is not to be touched.
-        return cls(**{**arguments, **shapes}, device=device, generator=0)
+        return cls(**{**arguments, **shapes_from_json(arguments)}, device=device, generator=0)
 
     def _recipe(self) -> dict[str, Any]:
         return {**super()._recipe(), "output_device": self._delivery.output_device}
@@ -379,14 +373,18 @@ class RolloutStorage(Snapshotted):
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
-            if not 0 <= numbers["step"] <= numbers["num_rows"]:
-                raise SchemaError("load a state", "with 'step'", f"0 to {numbers['num_rows']}", repr(numbers["step"]))
-            kept = {name: x for name, x in tensors.items() if name in self._table.schema or self._states.owns(name)}
-            self._states.check_kept(numbers["states"], kept, numbers["num_rows"])
-            self._table.replace(kept, numbers["num_rows"])
+            num_rows = checked_count(numbers, "num_rows", *self._row_limits())
+            step, num_partial_rows = (checked_count(numbers, key, 0, num_rows) for key in ("step", "num_partial_rows"))
+            kept = {name: x for name, x in tensors.items() if name != "rng"}
+            self._states.check_kept(numbers["states"], kept, num_rows)
+            self._table.replace(kept, num_rows)
             self._states.structure = StateStructure(numbers["states"]) if numbers["states"] is not None else None
             self.rng.set_state(tensors["rng"])
-            self.step, self._num_partial_rows = numbers["step"], numbers["num_partial_rows"]
+            self.step, self._num_partial_rows = step, num_partial_rows
+
+    def _row_limits(self) -> tuple[int, int]:
+        """How many steps fit at least, and at most."""
+        return self._table.num_rows, self._table.num_rows
 
     # -- checks ----------------------------------------------------------------------------
 

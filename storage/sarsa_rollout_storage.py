@@ -20,7 +20,7 @@ from .modes import lasting
 from .rollout_storage import RolloutStorage
 from .snapshot import State
 from .transition import SarsaMiniBatch, Transition
-from .tree import unflatten
+from .tree import check_same_names, unflatten
 
 #: Column -> (attribute of T + 1 steps, attribute and transition field one step later, mini-batch field).
 _SHIFTED = {
@@ -45,6 +45,9 @@ class SarsaRolloutStorage(RolloutStorage):
 
     `Transition.next_observations` (and `next_critic_observations`) are needed with the last step,
     and at dones, where the simulator's next observation is that of the next trajectory already.
+
+    `all_observations` and `next_observations` (and those of the critic) are attributes as the columns are; what is
+    written there does not change true final observations, which are kept apart.
     """
 
     MiniBatch = SarsaMiniBatch
@@ -76,6 +79,13 @@ class SarsaRolloutStorage(RolloutStorage):
             if name in (whole, later) and "_whole" in self.__dict__:
                 return self._shifted(column, slice(1 if name == later else 0, None))
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for column, (whole, later, _) in _SHIFTED.items():
+            if name in (whole, later) and "_whole" in self.__dict__:
+                tensors = flatten_column(name, self._shifted(column, slice(1 if name == later else 0, None)))
+                return self._table.write(name, dict(tensors), value)
+        super().__setattr__(name, value)
 
     @torch.no_grad()
     def add_transitions(self, transition: Transition) -> None:
@@ -117,8 +127,13 @@ class SarsaRolloutStorage(RolloutStorage):
         goes_on = (self._signals(self.step).dones[self.step - 1] == 0).squeeze(-1)
         names = [name for name in _SHIFTED if self._table.columns[name].fields]
         values = self._table.check({name: getattr(transition, name) for name in names})
+        field_dtypes = {field.name: field.torch_dtype for field in self._shifted_fields()}
         for name, value in values.items():
-            differs = (self._whole[name][self.step] != value.to(self.device)).flatten(1).any(1) & goes_on
+            known = signed(self._whole[name][self.step])
+            given = signed(value.to(self.device, field_dtypes[name]))
+            # Two NaN are alike: a number is NaN where it is not itself.
+            differs = (known != given) & ((known == known) | (given == given))
+            differs = differs.unsqueeze(-1).flatten(1).any(1) & goes_on
             if bool(differs.any()):
                 env = int(differs.nonzero()[0])
                 expected = f"next_{name} of step {self.step - 1}"
@@ -166,6 +181,7 @@ class SarsaRolloutStorage(RolloutStorage):
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
+            self._check_kept(numbers["has_next"], numbers["finals"], tensors)
             whole = {name: tensors[_WHOLE + name] for name in self._whole}
             finals = {
                 step: (
@@ -174,9 +190,33 @@ class SarsaRolloutStorage(RolloutStorage):
                 )
                 for step in numbers["finals"]
             }
-            super()._set_state(numbers, {**tensors, **{name: x[:-1] for name, x in whole.items()}})
+            others = {name: x for name, x in tensors.items() if not name.startswith((_WHOLE, _FINALS))}
+            super()._set_state(numbers, {**others, **{name: x[:-1] for name, x in whole.items()}})
             self._whole, self._finals = whole, finals
             self._has_next = list(numbers["has_next"])
+
+    def _check_kept(self, has_next: Any, finals: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what `_get_state` adds to a state, if it could not have been given by it."""
+        num_steps, action = self.num_transitions_per_env, "load a state"
+        if not isinstance(has_next, list) or [type(x) for x in has_next] != [bool] * num_steps:
+            raise SchemaError(action, "with 'has_next'", f"a list of {num_steps} bools", repr(has_next))
+        if not isinstance(finals, list) or not all(type(x) is int and 0 <= x < num_steps for x in finals):
+            raise SchemaError(action, "with 'finals'", f"a list of ints from 0 to {num_steps - 1}", repr(finals))
+        fields = {field.name: field for field in self._shifted_fields()}
+        rows = {f"{_FINALS}{step}/of/{name}": (step, field) for step in finals for name, field in fields.items()}
+        known = [_WHOLE + name for name in fields] + [f"{_FINALS}{step}/envs" for step in finals] + list(rows)
+        found = {name: None for name in tensors if name.startswith((_WHOLE, _FINALS))}
+        check_same_names(dict.fromkeys(known), found, action)
+        for step in finals:
+            envs = tensors[f"{_FINALS}{step}/envs"]
+            is_index = envs.dtype is torch.int64 and envs.dim() == 1
+            if not is_index or bool(((envs < 0) | (envs >= self.num_envs)).any()):
+                raise SchemaError(action, f"with '{_FINALS}{step}/envs'", f"int64 [n] below {self.num_envs}", str(envs))
+        for name, (step, field) in rows.items():
+            shape = (len(tensors[f"{_FINALS}{step}/envs"]), *field.shape)
+            if tensors[name].shape != shape or tensors[name].dtype != field.torch_dtype:
+                got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
+                raise SchemaError(action, f"with {name!r}", f"{field.dtype} {list(shape)}", got)
 
     def _with_finals(self, x: torch.Tensor, name: str, rows: int) -> torch.Tensor:
         """Put the true final observations in; `x` itself if there are none."""

@@ -41,10 +41,12 @@ class SegmentTree:
 
     @property
     def capacity(self) -> int:
+        """How many numbers there are; indices are below it."""
         return self._tree.capacity
 
     @property
     def device(self) -> torch.device:
+        """Where the numbers are, and what is asked of them."""
         return self._tree.device
 
     @property

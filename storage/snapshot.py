@@ -124,8 +124,12 @@ class Snapshotted(Duplicable):
         """Take over what `state_dict` gave, from any device; nothing is changed if it does not fit.
 
         Raises:
-            SchemaError: The state is of another class, or of a store made with other arguments.
+            SchemaError: The state is of another class or version, or of a store made with other arguments.
         """
+        if not isinstance(state, Mapping):
+            raise SchemaError("load a state", "", "a mapping", type(state).__name__)
+        if state.get("version", VERSION) != VERSION:
+            raise SchemaError("load a state", "", f"version {VERSION}", repr(state["version"]))
         for key in ("class", "arguments", "numbers", "tensors"):
             if key not in state:
                 raise MissingFieldError("load a state", "", f"the key {key!r}", ", ".join(map(repr, state)))
@@ -214,6 +218,14 @@ class Snapshotted(Duplicable):
             if mine.get(key) != arguments.get(key):
                 got = repr(arguments.get(key))
                 raise SchemaError("load a state", "", f"one with {key}={mine.get(key)!r}", got, "Make an equal store")
+
+
+def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    """Give a count of a loaded state; raise `SchemaError` if it is no int from `low` to `high`."""
+    count = numbers[name]
+    if not isinstance(count, int) or isinstance(count, bool) or not low <= count <= high:
+        raise SchemaError("load a state", f"with {name!r}", f"an int from {low} to {high}", repr(count))
+    return count
 
 
 def load_store(directory: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:

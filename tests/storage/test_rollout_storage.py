@@ -328,3 +328,38 @@ def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
 def test_options_that_cannot_be_are_refused_by_name(options, text):
     with pytest.raises(UsageError, match=text):
         make_storage(2, 2, QueueRolloutStorage, **options)
+
+
+@pytest.mark.parametrize(
+    "shape, got",
+    [
+        ({}, "nothing"),
+        ({"a": {}}, "nothing"),
+        ({"": (3,)}, "''"),
+        ({5: (3,)}, "5"),
+        ({"a/b": (3,)}, "'a/b'"),
+        ({"a": (3,), "a/b": (3,)}, "'a/b'"),
+        ({"a": {"b/": (3,)}}, "'b/'"),
+    ],
+)
+@pytest.mark.parametrize("name", ["observations", "actions", "critic_observations"])
+def test_names_that_are_none_are_refused_when_a_storage_is_made(name, shape, got):
+    shapes = {"observations": (3,), "critic_observations": None, "actions": (2,), name: shape}
+    if name == "critic_observations" and not shape:
+        assert RolloutStorage(2, 2, *shapes.values()).critic_observations is None
+        return
+    where = f"'{name}/a'" if isinstance(shape.get("a"), dict) else f"'{name}'"
+    with pytest.raises(SchemaError) as caught:
+        RolloutStorage(2, 2, *shapes.values())
+    assert str(caught.value) == (
+        f"cannot declare the shape of {where}: expected names that are non-empty str without '/', got {got}."
+    )
+
+
+def test_a_column_cannot_stand_below_another_one():
+    class Below(RolloutStorage):
+        def declare_columns(self):
+            return [*super().declare_columns(), Column("more", (Field("more", ()), Field("more/x", ())), source="more")]
+
+    with pytest.raises(SchemaError, match="declare the fields of a storage: expected 'more' a leaf or a mapping, got"):
+        make_storage(2, 2, Below)

@@ -218,3 +218,47 @@ def test_final_observations_of_unsigned_integers_are_put_in(dtype):
         is_data = slice(None) if batch.masks is None else batch.masks
         assert torch.equal(batch.next_obs.long()[is_data], batch.obs.long()[is_data] + 5)
         assert batch.masks is None or not batch.next_obs.long()[~batch.masks].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "int64"])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_validate_compares_numbers_of_every_dtype(dtype, shape):
+    storage = SarsaRolloutStorage(2, 3, (shape, dtype), None, (ACTIONS,), validate=True, generator=0)
+    first, wrong = (torch.full((2, *shape), x).to(getattr(torch, dtype)) for x in (1, 2))
+    transition = make_transition(0, 2, critic_observations=None, observations=first, next_observations=first)
+    storage.add_transitions(transition)
+    with pytest.raises(SchemaError, match="at step 1, env 0: expected next_observations of step 0"):
+        storage.add_transitions(broken(transition, "observations", wrong))
+    storage.add_transitions(transition)
+
+
+def test_validate_takes_nan_for_the_same_nan_and_for_no_number():
+    storage = make_storage(2, 4, SarsaRolloutStorage, critic_obs_shape=None, validate=True)
+    odd = torch.tensor([[float("nan"), 1.0, 2.0], [0.0, float("nan"), float("inf")]])
+    transition = make_transition(0, 2, critic_observations=None, observations=odd, next_observations=odd)
+    storage.add_transitions(transition)
+    storage.add_transitions(transition)
+    storage.add_transitions(broken(transition, "observations", odd.double()))
+    with pytest.raises(SchemaError, match="at step 3, env 0"):
+        storage.add_transitions(broken(transition, "observations", odd.nan_to_num(nan=7.0)))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", ["all_observations", "next_observations"])
+def test_assigning_to_a_shifted_column_writes_into_it(name, nested):
+    storage = SarsaRolloutStorage(2, 3, {"a": (3,), "b": (1,)} if nested else (3,), None, (ACTIONS,), generator=0)
+    first = 1 if name == "next_observations" else 0
+    wanted = torch.rand(4, 2, 3)
+    value = {"a": wanted[first:], "b": wanted[first:, :, :1]} if nested else wanted[first:]
+    setattr(storage, name, value)
+    whole = storage.all_observations["a"] if nested else storage.all_observations
+    assert torch.equal(whole[first:], wanted[first:]) and (first == 0 or not whole[0].any())
+    assert torch.equal((storage.observations["a"] if nested else storage.observations)[1:], wanted[1:3])
+    before = whole.clone()
+    wrong = {"a": value["a"], "b": torch.ones(2, 2, 1)} if nested else torch.ones(2, 2, 3)
+    for bad in (wrong, None):
+        with pytest.raises(SchemaError, match=f"cannot assign to '{name}'"):
+            setattr(storage, name, bad)
+    assert torch.equal(whole, before) and name not in vars(storage)
+    with pytest.raises(SchemaError, match="cannot assign to 'next_critic_observations'"):
+        storage.next_critic_observations = torch.ones(3, 2, 3)
