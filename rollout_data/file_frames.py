@@ -80,12 +80,12 @@ class FileFrames(FrameStore):
         try:
             return self._read_rows(self.index.blocks[block], place)
         except self._losses as cause:
-            advice = "Its envs go on with other trajectories; open the dataset again where there are none"
-            lost = LostBlockError(*self._what(block), str(cause), advice)
+            advice = "A stream goes on with other trajectories; for windows, open the dataset again"
+            lost = LostBlockError(*self._what(block), _in_words(cause), advice)
             lost.path, lost.block = self.index.blocks[block].path, block
             raise lost from cause
         except OSError as cause:
-            raise DataFileError(*self._what(block), str(cause), "Try again, or reset these envs") from cause
+            raise DataFileError(*self._what(block), _in_words(cause), "Try again, or reset these envs") from cause
 
     def _what(self, block: int) -> tuple[str, str, str]:
         """Action, place and expectation of an error about a block."""
@@ -94,3 +94,9 @@ class FileFrames(FrameStore):
         named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
         named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
         return f"play trajectory {', '.join(named)}", f"in {str(path)!r}", "the file as it was when it was found"
+
+
+def _in_words(cause: Exception) -> str:
+    if isinstance(cause, DataFileError) and cause.expected:
+        return f"{cause.got or 'nothing'} instead of {cause.expected}"
+    return (cause.strerror if isinstance(cause, OSError) else None) or str(cause)

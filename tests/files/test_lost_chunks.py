@@ -246,3 +246,16 @@ def test_a_chunk_that_may_not_be_read_any_more_is_lost_too(five, monkeypatch):
     monkeypatch.setattr("rollout_data.formats.trajectory_folder.open_chunk", refuse)
     with pytest.warns(RolloutDataWarning, match=r"trajectory_0'.*Permission denied"):
         assert [frame for frame in drained(dataset) if frame[0] != 0] == whole(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("cache", ["none", "ram"])
+def test_rows_that_are_lost_before_the_first_batch_are_left_out(five, cache):
+    dataset = opened(five, cache=cache)
+    assert dataset.num_trajectories == 5
+    spoil_rows_unseen(five, 1)
+    spoil_rows_unseen(five, 2)
+    with pytest.warns(RolloutDataWarning, match="cannot play trajectory 0 of writer"):
+        rest = drained(dataset, 10)
+    left = [(number, frame) for number in (1, 2) for frame in range(5)] if cache == "ram" else []
+    assert rest == sorted([*whole(0, 3, 4), *left])
+    assert dataset.source.num_vanished_blocks == 2
