@@ -7,6 +7,7 @@ cannot be read is reported once, by name, and the rest goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .folder_source import FolderSource
 from .formats.trajectory_folder import is_trajectory_folder
 from .frames import FileMap, FrameStore, MappedFrames, Place, can_map
 from .index import Block, Int64s, TrajectoryIndex
+from .layout import RowLayout
 from .metadata import read_metadata
 from .source_base import BlocksInUse, DataDirs, Source, as_paths
 
@@ -75,23 +77,25 @@ class BlockSource(Source):
         blocks = self._blocks()
         if upto is not None:
             blocks = [block for block in blocks if block.sequence <= upto.get(block.writer, -1)]
-        if not can_map([*blocks, *self._pinned]):
-            index = TrajectoryIndex(blocks)
-            self._report_broken(index)
-            self._last = FileFrames(index, layouts, lambda block, place: _read_block(block, place, layouts))
-            return self._last
+        if can_map([*blocks, *self._pinned]):
+            store: FrameStore = self._mapped_frames(blocks, layouts, is_all=upto is None)
+        else:
+            read = partial(_read_block, layouts=layouts)
+            store = FileFrames(TrajectoryIndex(blocks), layouts, read)
+        if upto is None:
+            self._report_broken(store.index)
+            self._last = store
+        return store
+
+    def _mapped_frames(self, blocks: list[Block], layouts: Mapping[str, RowLayout], is_all: bool) -> FrameStore:
         if self._files is None or self._files.layouts is not layouts or not self._files.has_room(blocks):
             # Blocks that are gone cannot be mapped again: what is played of them ends here.
             self._files, self._pinned = FileMap(layouts, blocks, self._chunk_cache_bytes), []
         mapped = self._mapped(blocks, self._files)
-        is_as_cached = upto is None and mapped == blocks and not self._pinned and len(self._folders) == 1
+        is_as_cached = is_all and mapped == blocks and not self._pinned and len(self._folders) == 1
         built = self._folders[0].built if is_as_cached else None
         index = TrajectoryIndex([*mapped, *self._pinned], built, num_present=len(mapped))
-        store = MappedFrames(index, layouts, self._files)
-        if upto is None:
-            self._report_broken(index)
-            self._last = store
-        return store
+        return MappedFrames(index, layouts, self._files)
 
     def _report_broken(self, index: TrajectoryIndex) -> None:
         """Tell of the trajectories that lack a block: as many as there are now, with one warning for all times."""

@@ -235,3 +235,18 @@ def test_a_source_is_decided_by_its_own_refresh(tmp_path):
     assert len(one.snapshot().index) == 1 and len(two.snapshot().index) == 0
     two.refresh()
     assert len(two.snapshot().index) == 1
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, monkeypatch, is_mapped):
+    if not is_mapped:
+        monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
+    record(tmp_path, [4])
+    dataset = opened(tmp_path, dataset_loops=2)
+    dataset.get_batch(2)
+    state = dataset.state_dict()
+    record(tmp_path, [3], first_number=5)
+    resumed = opened(tmp_path, dataset_loops=2)
+    resumed.load_state_dict(state)
+    batch = resumed.get_batch(9)
+    assert batch.observation[:, 0, 0].tolist() == [0, 0, 0, 0, 0, 0, 5, 5, 5]
