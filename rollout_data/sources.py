@@ -60,7 +60,8 @@ class BlockSource(Source):
             index = self._last.index
             self._count_lost({block.path for block in index.blocks[: index.num_present]} - present, present)
         gone = [block for block in in_use() if block.path not in present]
-        if self._last is None or gone != self._pinned or present != {block.path for block in self._last.index.blocks}:
+        known = {block.identity for block in self._last.index.blocks} if self._last is not None else None
+        if gone != self._pinned or known != {block.identity for block in self._blocks()}:
             self._pinned = gone
             self._last = None
 

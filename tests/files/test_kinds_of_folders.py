@@ -207,7 +207,8 @@ def test_trajectories_that_lack_a_block_are_reported_once(tmp_path, has_cache):
     (problem,) = dataset.problems
     assert len(caught) == 1 and isinstance(problem, DataFileError)
     assert problem.got.startswith("1 without all of their blocks, where there is no block 1:3 of writer '")
-    assert len(WindowDataset(tmp_path).problems) == 1
+    with pytest.warns(RolloutDataWarning, match="cannot read all trajectories"):
+        assert len(WindowDataset(tmp_path).problems) == 1
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
@@ -250,3 +251,17 @@ def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, monke
     resumed.load_state_dict(state)
     batch = resumed.get_batch(9)
     assert batch.observation[:, 0, 0].tolist() == [0, 0, 0, 0, 0, 0, 5, 5, 5]
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_block_that_another_replaces_under_its_name_is_read_at_the_next_pass(tmp_path, monkeypatch, is_mapped):
+    if not is_mapped:
+        monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
+    record(tmp_path / "data", [4], writer_name="w")
+    record(tmp_path / "other", [2, 3], first_number=5, writer_name="w")
+    dataset = opened(tmp_path / "data", dataset_loops=2)
+    dataset.get_batch(2)
+    (path,) = (tmp_path / "other").glob("rollout_*.h5")
+    os.replace(path, tmp_path / "data" / path.name)
+    rest = dataset.get_batch(7).observation[:, 0, 0].tolist()
+    assert rest[2:] == [5, 5, 6, 6, 6] and dataset.num_trajectories == 2
