@@ -73,7 +73,6 @@ def generalized_advantage(
     return _scanned(errors, dones, gamma * lam)
 
 
-@torch.no_grad()
 def rollout_advantage(
     rewards: torch.Tensor,
     values: torch.Tensor,
@@ -92,10 +91,10 @@ def rollout_advantage(
     the other tensors) takes the result; `returns` takes the returns, which are the advantages plus the values.
     What is wrong with the arguments is raised before either is written.
     """
-    advantages = torch.empty_like(rewards, memory_format=torch.contiguous_format) if out is None else out
-    if not _fit(rewards, dones, last_values, values, advantages, values if returns is None else returns):
-        given = {"values": values, "last_values": last_values, "out": advantages, "returns": returns}
+    if not _fit(rewards, dones, last_values, values, *(x for x in (out, returns) if x is not None)):
+        given = {"values": values, "last_values": last_values, "out": out, "returns": returns}
         _check_rollout(rewards, dones, {name: x for name, x in given.items() if x is not None})
+    advantages = torch.empty_like(rewards, memory_format=torch.contiguous_format) if out is None else out
     if not advantages.is_contiguous():
         raise SchemaError("compute returns", "", "a contiguous out", f"one with strides {advantages.stride()}")
     gamma, lam = _factor("gamma", gamma, rewards), _factor("lam", lam, rewards)
@@ -115,11 +114,11 @@ def write_advantage(
 ) -> None:
     """Write what `rollout_advantage` gives into `advantages`, from arguments that were checked."""
     lib, (x, r, v, next_values, d, sums) = arrays(advantages, rewards, values, last_values, dones, returns)
-    discount, trace = (factor_of(factor, advantages, lib) for factor in (gamma, lam))
     rows = rows_per_piece(x)
-    decay = lib.empty_like(x[:rows])
     # From the end, in pieces that stay in the cache from the first of these passes to the last.
-    with as_quiet_as_torch():
+    with torch.no_grad() if lib is torch else as_quiet_as_torch():
+        discount, trace = factor_of(gamma, advantages, lib), factor_of(lam, advantages, lib)
+        decay = lib.empty_like(x[:rows])
         for start in reversed(range(0, len(x), rows)):
             stop = min(start + rows, len(x))
             piece, value, weight = x[start:stop], v[start:stop], decay[: stop - start]
@@ -135,7 +134,9 @@ def write_advantage(
             if sums is not None:  # here, while both are still in the cache
                 lib.add(piece, value, out=sums[start:stop])
             next_values = value[0]
-    if not met_only_finite(lib, x):
+    if met_only_finite(lib, x):
+        return
+    with torch.no_grad():
         ahead = torch.cat([values[1:], last_values.unsqueeze(0)]) * like_of(gamma, rewards)
         torch.sub(torch.where(dones != 0, rewards, rewards + ahead), values, out=advantages)
         scan_exactly_(advantages, dones, like_of(gamma, rewards) * like_of(lam, rewards))
@@ -340,23 +341,16 @@ def _factor(name: str, factor: Scalar, rewards: torch.Tensor) -> Scalar:
     return _exact_factor(name, factor, rewards.shape[-1])
 
 
-def _fit(
-    rewards: torch.Tensor,
-    dones: torch.Tensor,
-    last_values: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    returns: torch.Tensor,
-) -> bool:
+def _fit(rewards: torch.Tensor, dones: torch.Tensor, last_values: torch.Tensor, *whole: torch.Tensor) -> bool:
     """Whether `_check_rollout` need not look closer, which takes a tenth of the time of a small rollout."""
-    for x in (rewards, dones, last_values, values, out, returns):
+    for x in (rewards, dones, last_values, *whole):
         if getattr(x, "dtype", None) not in _REAL or x.layout is not torch.strided:
             return False
     if rewards.dim() != 3 or not rewards.is_floating_point():
         return False
     num_steps, num_envs, num_rewards = shape = rewards.shape
-    is_row_fit = last_values.shape == (num_envs, num_rewards) and dones.shape == (num_steps, num_envs, 1)
-    return is_row_fit and values.shape == shape == out.shape and returns.shape == shape
+    are_whole = [x.shape == shape for x in whole]
+    return all(are_whole) and last_values.shape == (num_envs, num_rewards) and dones.shape == (num_steps, num_envs, 1)
 
 
 def _check_rollout(rewards: torch.Tensor, dones: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:

@@ -102,6 +102,7 @@ WRONG_ARGUMENTS = {
     "dones of another env": ({"dones": torch.zeros(4, 1, 1)}, r"expected dones of shape \[4, 3, 1\]"),
     "dones as a list": ({"dones": [0, 1]}, "expected dones, a dense tensor of real numbers, got list"),
     "sparse dones": ({"dones": torch.zeros(4, 3, 1).to_sparse()}, "expected dones, a dense tensor of real numbers"),
+    "rewards as a list": ({"rewards": [1.0]}, "expected rewards, floating numbers of shape .*, got list"),
     "flat rewards": ({"rewards": torch.zeros(4, 3)}, r"expected rewards, floating numbers of shape \[T, N, R\]"),
     "whole rewards": ({"rewards": torch.zeros(4, 3, 2).long()}, "expected rewards, floating numbers of shape"),
     "other values": ({"values": torch.zeros(4, 3, 1)}, r"expected values of shape \[4, 3, 2\]"),
