@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import storage.background
 import storage.checkpoint
 from storage.background import BackgroundWorker
 from storage.checkpoint import AsyncCheckpointSaver, CheckpointError, QueueFullError, load_checkpoint
@@ -381,3 +382,19 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.chdir(tmp_path / "other")
         assert future.result() == tmp_path / "a.pt.lz4"
     assert load_checkpoint(tmp_path / "a.pt")["x"].sum() == 1e6 and not list((tmp_path / "other").iterdir())
+
+
+def test_every_worker_is_closed_at_the_end_although_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.background, "_open_workers", set())
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    workers = [BackgroundWorker(f"test {number}") for number in range(3)]
+    for worker in workers:
+        worker.submit(fail)
+    with pytest.raises(BackgroundError, match="mine"):
+        storage.background._close_open_workers()
+    assert {thread.name for thread in threading.enumerate()}.isdisjoint(worker.name for worker in workers)
+    for worker in workers:
+        worker.close()  # each has told of it
