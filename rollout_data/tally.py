@@ -43,15 +43,17 @@ class Tally:
         if len(marks) == self.num_counted:
             return self
         new = marks[self.num_counted :]
-        start, num_trajectories, num_frames, lengths = 0, self.num_trajectories, self.num_finished_frames, self.lengths
-        for step in np.flatnonzero((new & ENDS).any(axis=1)).tolist():
-            lengths = lengths + np.count_nonzero(new[start : step + 1] & PRESENT, axis=0)
-            ended = np.flatnonzero(new[step] & ENDS)
-            kept = ended[((new[step, ended] & DROPPED) == 0) & (lengths[ended] > 0)]
-            num_trajectories, num_frames = num_trajectories + len(kept), num_frames + int(lengths[kept].sum())
+        is_present, ends = (new & PRESENT) > 0, new & ENDS
+        start, num_trajectories, num_frames = 0, self.num_trajectories, self.num_finished_frames
+        lengths = self.lengths.copy()
+        for step in ends.any(axis=1).nonzero()[0].tolist():
+            lengths += is_present[step] if step == start else is_present[start : step + 1].sum(axis=0)
+            ended = ends[step].nonzero()[0]
+            kept = lengths[ended] * ((new[step][ended] & DROPPED) == 0)
+            num_trajectories, num_frames = num_trajectories + np.count_nonzero(kept), num_frames + int(kept.sum())
             lengths[ended] = 0
             start = step + 1
-        lengths = lengths + np.count_nonzero(new[start:] & PRESENT, axis=0)
+        lengths += is_present[start:].sum(axis=0)
         return Tally(lengths, self.success_only, num_trajectories, num_frames, len(marks))
 
     def with_ends(self, env_ids: np.ndarray, flag: int) -> Tally:
