@@ -84,7 +84,7 @@ class BlockPublisher:
             UsageError: They cannot be read.
         """
         self._sequence, self._carry, self.last_ns = _resume(self._folder, self._writer, self._num_envs)
-        self._submit(_nothing)  # starts the thread: while the interpreter exits none can be started
+        self._submit(lambda: None)  # starts the thread: while the interpreter exits none can be started
 
     def submit(self, staging: Staging, num_accepted: int) -> None:
         """Queue a staging; wait while too many blocks are pending.
@@ -176,10 +176,6 @@ class BlockPublisher:
             self._num_uncached = 0
         except (OSError, RolloutDataError) as error:
             warnings.warn(f"the index cache of {str(self._folder)!r} was not renewed: {error}", RolloutDataWarning)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _flush(path: Path) -> None:
