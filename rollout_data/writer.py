@@ -165,7 +165,7 @@ class RolloutWriter(Unique):
             final_privileged_observation: Its privileged part; without, it repeats the last frame's.
             policy_version: An integer, or `[N]`; kept per fragment.
             env_mask: `[N]` bool; False means that this env has no frame in this step.
-            **extras: Any other field, `[N, ...]` or a mapping.
+            **extras: Any other field, `[N, ...]` or a mapping; not next observations nor `is_first`, which follow.
 
         Raises:
             SchemaError: Another field, shape, dtype or leading size than the first record declared;
