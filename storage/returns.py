@@ -1,8 +1,9 @@
 """Returns and advantages as pure functions: GAE, n-step returns, discounted sums, normalization.
 
 One rule: every backward recursion here is `x[t] += decay[t] * x[t + 1]`, and `scans.py` runs it.
-Time is the first axis everywhere. What comes after a done changes nothing before it, were it NaN. What is
-computed are targets: no gradient flows through them. Who stores what is not known here.
+Time is the first axis everywhere; one reward needs no axis of its own: `[T, N]` with dones `[T, N]` is as good.
+What comes after a done changes nothing before it, were it NaN. What is computed are targets: no gradient flows
+through them. Who stores what is not known here.
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ def normalize_(advantages: torch.Tensor, how: str | None) -> torch.Tensor:
             Where fewer than two numbers are taken together the result is 0, never NaN.
     """
     check_rules(how)
-    if not _is_rollout(advantages):
+    if not _is_rollout(advantages) or advantages.dim() != 3:
         raise SchemaError("normalize advantages", "", "floating numbers of shape [T, N, R]", _words(advantages))
     axes = NORMALIZATIONS[how]
     if axes is None or not advantages.numel():
@@ -357,9 +358,9 @@ def _check_rollout(rewards: torch.Tensor, dones: torch.Tensor, others: Mapping[s
     """Refuse rewards that are not `[T, N, R]`, dones that are not `[T, N, 1]`, and others that are not like either."""
     if not _is_rollout(rewards):
         raise SchemaError("compute returns", "", "rewards, floating numbers of shape [T, N, R]", _words(rewards))
-    num_steps, num_envs, num_rewards = whole = rewards.shape
-    shapes = {"last_values": (num_envs, num_rewards), "dones": (num_steps, num_envs, 1)}
-    shapes["time_outs"] = shapes["dones"]
+    whole = tuple(rewards.shape)
+    flags = (*whole[:-1], 1) if len(whole) == 3 else whole
+    shapes = {"last_values": whole[1:], "dones": flags, "time_outs": flags}
     for name, x in {"dones": dones, **others}.items():
         if not isinstance(x, torch.Tensor) or x.dtype not in _REAL or x.layout is not torch.strided:
             raise FieldTypeError("compute returns", "", f"{name}, a dense tensor of real numbers", _words(x))
@@ -371,7 +372,7 @@ def _check_rollout(rewards: torch.Tensor, dones: torch.Tensor, others: Mapping[s
 
 def _is_rollout(x: Any) -> bool:
     is_dense = isinstance(x, torch.Tensor) and x.layout is torch.strided
-    return is_dense and x.is_floating_point() and x.dim() == 3
+    return is_dense and x.is_floating_point() and x.dim() in (2, 3)
 
 
 def _words(x: Any) -> str:

@@ -103,7 +103,8 @@ WRONG_ARGUMENTS = {
     "dones as a list": ({"dones": [0, 1]}, "expected dones, a dense tensor of real numbers, got list"),
     "sparse dones": ({"dones": torch.zeros(4, 3, 1).to_sparse()}, "expected dones, a dense tensor of real numbers"),
     "rewards as a list": ({"rewards": [1.0]}, "expected rewards, floating numbers of shape .*, got list"),
-    "flat rewards": ({"rewards": torch.zeros(4, 3)}, r"expected rewards, floating numbers of shape \[T, N, R\]"),
+    "flat rewards": ({"rewards": torch.zeros(4, 3)}, r"expected dones of shape \[4, 3\], got \[4, 3, 1\]"),
+    "one axis": ({"rewards": torch.zeros(4)}, r"expected rewards, floating numbers of shape \[T, N, R\]"),
     "whole rewards": ({"rewards": torch.zeros(4, 3, 2).long()}, "expected rewards, floating numbers of shape"),
     "other values": ({"values": torch.zeros(4, 3, 1)}, r"expected values of shape \[4, 3, 2\]"),
     "complex values": ({"values": torch.zeros(4, 3, 2) + 0j}, "expected values, a dense tensor of real numbers"),
@@ -130,6 +131,17 @@ def test_wrong_arguments_of_the_functions_are_refused_and_none_is_broadcast(func
         return
     with pytest.raises(UsageError, match=text):
         function(**{**taken, **wrong})
+
+
+@pytest.mark.parametrize("function", [generalized_advantage, rollout_advantage, discounted_sums, n_step_returns])
+def test_one_reward_needs_no_axis_of_its_own(function):
+    rewards, values, last_values, dones = random_rollout(40, 3)
+    given = {"rewards": rewards, "values": values, "next_values": values, "last_values": last_values, "dones": dones}
+    flat = {name: x.squeeze(-1) for name, x in given.items()}
+    others = {"gamma": 0.9, "lam": 0.8, "num_steps": 2}
+    names = inspect.signature(function).parameters
+    whole, short = ({key: x for key, x in {**one, **others}.items() if key in names} for one in (given, flat))
+    assert torch.equal(function(**short), function(**whole).squeeze(-1))
 
 
 def test_wrong_results_are_refused_before_either_is_written():
