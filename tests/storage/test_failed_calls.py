@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,13 @@ from storage import (
 )
 from tests.storage.rollouts import ACTIONS, CRITIC, OBS, assert_same, broken, everything, make_storage, make_transition
 
+
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():  # torch will not have them for ever
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+
+
 KINDS = (RolloutStorage, QueueRolloutStorage, ActionLabelRollout, SarsaRolloutStorage)
 WRONG = {
     "one row too many": lambda x: torch.cat([x, x[:1]]),
@@ -27,7 +36,7 @@ WRONG = {
     "complex": lambda x: x.to(torch.complex64),
     "meta": lambda x: x.to("meta"),
     "sparse": lambda x: x.to_sparse(),
-    "quantized": lambda x: torch.quantize_per_tensor(torch.as_tensor(x).float(), 0.1, 0, torch.quint8),
+    "quantized": lambda x: quantized(torch.as_tensor(x).float()),
     "a mapping": lambda x: {"x": x},
     "text": lambda x: "text",
     "an object": lambda x: object(),
@@ -134,7 +143,7 @@ STATES = {
     "text in a tuple": (torch.ones(2, 3, 4), "c"),
     "complex": torch.ones(2, 3, 4, dtype=torch.complex64),
     "sparse": torch.ones(2, 3, 4).to_sparse(),
-    "quantized": torch.quantize_per_tensor(torch.ones(2, 3, 4), 0.1, 0, torch.quint8),
+    "quantized": quantized(torch.ones(2, 3, 4)),
     "nowhere": torch.ones(2, 3, 4, device="meta"),
 }
 
