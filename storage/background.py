@@ -39,7 +39,7 @@ def finish(change: Callable[[], object]) -> None:
     """Make a change of several steps: after a Ctrl-C in between once more, which must do no more than once."""
     try:
         change()
-    except BaseException:
+    except BaseException:  # Ctrl-C, and whatever else a signal's handler raises; what failed by itself fails again
         change()
         raise
 

@@ -251,6 +251,15 @@ def test_where_tensors_are_made_by_default_changes_nothing(name: str) -> None:
     assert [_frozen(call(Elsewhere(made))) for call in others] == expected
 
 
+def under(dtype: torch.dtype, call: Callable[[], Any]) -> Any:
+    """Call under another default dtype."""
+    torch.set_default_dtype(dtype)
+    try:
+        return call()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_discount_is_the_same_number_whatever_the_default_dtype_is(dtype: torch.dtype) -> None:
     def returns() -> Any:
@@ -263,12 +272,7 @@ def test_a_discount_is_the_same_number_whatever_the_default_dtype_is(dtype: torc
     time_outs = torch.tensor([True, False, True, False])
     transitions = [make_transition(step, 4, done=time_outs, time_outs=time_outs) for step in range(4)]
     last_values = torch.ones(4)
-    expected = _frozen(returns())
-    torch.set_default_dtype(dtype)
-    try:
-        assert _frozen(returns()) == expected
-    finally:
-        torch.set_default_dtype(torch.float32)
+    assert _frozen(under(dtype, returns)) == _frozen(returns())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -278,12 +282,7 @@ def test_numbers_in_lists_are_what_they_are_whatever_the_default_dtype_is(dtype:
         buffer.update_priorities([0.1, 0.9, 0.7])
         return buffer.priorities, motion_priorities([0.1, 0.9, 0.7])
 
-    expected = _frozen(priorities())
-    torch.set_default_dtype(dtype)
-    try:
-        assert _frozen(priorities()) == expected
-    finally:
-        torch.set_default_dtype(torch.float32)
+    assert _frozen(under(dtype, priorities)) == _frozen(priorities())
 
 
 def _made(calls: list[Call], inside: set[int]) -> list[Any]:

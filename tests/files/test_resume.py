@@ -20,6 +20,16 @@ def same(first, second):
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(first, second, strict=True))
 
 
+def four_trajectories(data_dir):
+    """Record some; give what opens them, and the batches that there are."""
+    record(data_dir, [5, 9, 7, 3])
+
+    def opened():
+        return RolloutDataset(data_dir, 2, device="cpu", num_transitions_per_env=2)
+
+    return opened, drain(opened(), 2)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 8), min_size=1, max_size=8),
@@ -146,12 +156,7 @@ def test_a_pickled_dataset_starts_from_the_beginning(tmp_path):
 @pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
 def test_only_the_first_epoch_of_a_loader_continues_a_state(tmp_path, num_workers, persistent, copied):
-    record(tmp_path, [5, 9, 7, 3])
-
-    def opened():
-        return RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=2)
-
-    plain = drain(opened(), 2)
+    opened, plain = four_trajectories(tmp_path)
     first = opened()
     for _ in range(3):
         first.get_batch(2)
@@ -172,12 +177,7 @@ def test_only_the_first_epoch_of_a_loader_continues_a_state(tmp_path, num_worker
 
 @pytest.mark.parametrize("num_read", [0, 1, 4])
 def test_prefetching_delivers_the_same_and_its_state_is_what_was_delivered(tmp_path, num_read):
-    record(tmp_path, [5, 9, 7, 3])
-
-    def opened():
-        return RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=2)
-
-    plain = drain(opened(), 2)
+    opened, plain = four_trajectories(tmp_path)
     dataset = opened()
     prefetched = dataset.prefetch(3)
     for number, batch in enumerate(prefetched):
@@ -198,12 +198,7 @@ def test_prefetching_delivers_the_same_and_its_state_is_what_was_delivered(tmp_p
 
 @pytest.mark.parametrize("ending", ["close", "drop", "exhaust"])
 def test_one_thread_at_a_time_reads_ahead_of_a_dataset(tmp_path, ending):
-    record(tmp_path, [5, 9, 7, 3])
-
-    def opened():
-        return RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=2)
-
-    plain = drain(opened(), 2)
+    opened, plain = four_trajectories(tmp_path)
     dataset = opened()
     first = dataset.prefetch(3)
     batches = iter(first)
