@@ -6,12 +6,17 @@ complete because each takes every n-th trajectory of an order that all of them c
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import operator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
+from storage.errors import UsageError
 from storage.modes import lasting
+
+#: "auto" asks torch.distributed, "none" reads everything in each process, (rank, world size) says it outright.
+ShardChoice = Literal["auto", "none"] | tuple[int, int]
 
 
 class Shard(NamedTuple):
@@ -21,10 +26,24 @@ class Shard(NamedTuple):
     total: int
 
 
-def current_shard() -> Shard:
-    """Give the shard of this rank (torch.distributed, if initialized) and DataLoader worker."""
-    rank, world_size = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+def checked_shard(value: Any) -> Shard | None:
+    """Check a `shard` argument; None stands for "auto"."""
+    if isinstance(value, str) and value in ("auto", "none"):
+        return None if value == "auto" else Shard(0, 1)
+    try:
+        shard = None if isinstance(value, str) else Shard(*map(operator.index, value))
+    except TypeError:
+        shard = None
+    if shard is None or not 0 <= shard.number < shard.total:
+        expected = "shard 'auto', 'none' or (rank, world size) with 0 <= rank < world size"
+        raise UsageError("share the data out", "", expected, repr(value))
+    return shard
+
+
+def current_shard(chosen: Shard | None = None) -> Shard:
+    """Give the shard of this rank (`chosen`, or else torch.distributed, if initialized) and DataLoader worker."""
+    rank, world_size = (0, 1) if chosen is None else chosen
+    if chosen is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     worker = get_worker_info()
     if worker is None:
