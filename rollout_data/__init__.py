@@ -7,6 +7,7 @@ beside this file specifies the files.
 from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .base import RolloutFileBase
+from .delivery import RolloutLoader, loader
 from .expert import load_expert_trajectories
 from .normalization import FieldStatistics
 from .recording import RecordingSummary, record_demonstrations
@@ -25,6 +26,7 @@ __all__ = [
     "RolloutDataWarning",
     "RolloutDataset",
     "RolloutFileBase",
+    "RolloutLoader",
     "RolloutWriter",
     "TrajectoryCache",
     "TrajectoryReplayBuffer",
@@ -33,5 +35,6 @@ __all__ = [
     "WindowLoader",
     "WindowMixture",
     "load_expert_trajectories",
+    "loader",
     "record_demonstrations",
 ]

@@ -65,6 +65,9 @@ class BatchReader:
         gathered = _Gathered(self, plan, envs, store)
         layout, steps = store.layouts[DATA], plan.num_steps
         flags = _flags(plan, envs, self.options.mark_first_frame)
+        for lost in gathered.lost:
+            for env, time, count in zip(_places(envs, lost.env, plan), lost.time, lost.num_frames, strict=True):
+                flags["valid"][time : time + count, env] = False
         rows, following = gathered.rows, gathered.following()
         if without_time:
             rows = {name: part[:, 0] for name, part in rows.items()}
@@ -86,16 +89,25 @@ class _Gathered:
         self.plan, self.envs, self.store, self.reader = plan, envs, store, reader
         self.length = plan.num_steps + 1
         self.device = reader.options.device
+        is_lost = [part.deal.source.is_lost[part.pieces.trajectory] for part in plan.parts]
+        #: Pieces of trajectories that cannot be read.
+        self.lost = [_taken(part.pieces, lost) for part, lost in zip(plan.parts, is_lost, strict=True) if lost.any()]
         located = [self._locate(part.deal.source, part.pieces) for part in plan.parts]
         self.rows = {}
         for name, column in store.layouts[DATA].columns.items():
             out = self._allocate(len(envs) * self.length, column.row_bytes, store.device)
+            is_whole = len(located) == 1 and not self.lost
+            if self.lost:
+                out.zero_()
             for part, runs in zip(plan.parts, located, strict=True):
-                part.deal.source.copy((DATA, name), runs, self.length if len(located) == 1 else 0, out)
+                if len(runs.target):
+                    part.deal.source.copy((DATA, name), runs, self.length if is_whole else 0, out)
             out = out.to(self.device, non_blocking=True)
             self.rows[name] = out.view(torch.uint8).view(len(envs), self.length, column.row_bytes)
 
     def _locate(self, store: FrameStore, pieces: Any) -> Runs:
+        if self.lost:
+            pieces = _taken(pieces, ~store.is_lost[pieces.trajectory])
         target = _places(self.envs, pieces.env, self.plan) * self.length + pieces.time
         order = target.argsort(kind="stable")
         return store.locate(pieces.trajectory[order], pieces.frame[order], pieces.num_frames[order], target[order])
@@ -131,8 +143,9 @@ class _Gathered:
         return words.contiguous().view(torch.uint8)
 
     def _with_final(self, part: Any) -> Int64s:
-        """Which ends of a part have a recorded final observation."""
-        return (part.deal.source.index.final_row[part.ends.trajectory] >= 0).nonzero()[0]
+        """Which ends of a part have a final observation that can be read."""
+        store, trajectory = part.deal.source, part.ends.trajectory
+        return ((store.index.final_row[trajectory] >= 0) & ~store.is_lost[trajectory]).nonzero()[0]
 
     def _put_finals(self, part: Any, which: Int64s, rows: dict[str, torch.Tensor]) -> None:
         store: FrameStore = part.deal.source
@@ -151,6 +164,10 @@ class _Gathered:
                     target[env[is_whole], time[is_whole]] = values[is_whole]
                 else:
                     target[env, time] = values
+
+
+def _taken(rows: Any, chosen: Bools) -> Any:
+    return type(rows)(*(column[chosen] for column in rows))
 
 
 def _places(envs: Int64s, chosen: Int64s, plan: Plan) -> Int64s:

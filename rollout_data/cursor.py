@@ -8,7 +8,7 @@ well. Envs that do not change trajectory are never looked at one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,22 +116,20 @@ def deal_next(state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass)
     return walk.state_after(), walk.deal
 
 
-def deal_without(state: StreamState, deal: Deal, lost: Int64s, next_pass: NextPass) -> tuple[StreamState, Deal]:
-    """Go on without trajectories that are lost: those to come count as dealt, envs that play one take the next."""
-    is_lost = np.zeros(len(deal.lengths), bool)
-    is_lost[lost] = True
-    is_past = np.arange(len(deal.order)) < state.position
-    is_past |= is_lost[deal.order]
-    turn = np.argsort(~is_past, kind="stable")
-    left = replace(deal, order=deal.order[turn], starts=deal.starts[turn])
-    envs = np.flatnonzero(is_lost[state.trajectory] & ~state.is_exhausted)
-    after, now = deal_next(replace(state, position=int(is_past.sum())), envs, left, next_pass)
-    if now is left and not after.is_exhausted.all():
-        # The exhausted show a last frame again and again: one that can still be read.
-        stale = after.is_exhausted & is_lost[after.trajectory]
-        shown = after.trajectory[int(np.argmin(after.is_exhausted))]
-        after.trajectory[stale], after.frame[stale] = shown, deal.lengths[shown]
-    return after, now
+def share_of(plan: Plan, envs: slice) -> Plan:
+    """Give the part of a plan that concerns some envs in a row, which it counts from 0."""
+    first, stop = envs.start, envs.stop
+
+    def mine(rows: Any) -> Any:
+        chosen = (rows.env >= first) & (rows.env < stop)
+        rows = type(rows)(*(column[chosen] for column in rows))
+        return rows._replace(env=rows.env - first)
+
+    parts = tuple(Part(part.deal, mine(part.pieces), mine(part.ends)) for part in plan.parts)
+    chosen = (plan.first_env >= first) & (plan.first_env < stop)
+    return Plan(
+        plan.num_steps, parts, plan.first_time[chosen], plan.first_env[chosen] - first, plan.num_valid[first:stop]
+    )
 
 
 def plan_steps(

@@ -1,24 +1,26 @@
 """The dealer: turns what is in the folders into passes, one after the other.
 
-One rule: folders are looked at only between passes; within one, what there is does not change.
+One rule: folders are looked at only between passes, by one process for all (`agreement.py`); within a pass, what there
+is does not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from storage.errors import UsageError
+from storage.errors import DataFileError, UsageError
 
-from .cursor import Deal, Int64s, StreamState, deal_without
-from .file_frames import LostBlockError
+from .agreement import Agree
+from .cursor import Deal, Int64s
 from .frames import CachedFrames, FrameStore
 from .index import Block, TrajectoryIndex
-from .passes import PassOptions, choose, deal_order, wait_for_trajectories
-from .sharding import Shard
-from .source_base import BlocksInUse, Source
+from .losses import leave_out
+from .passes import Name, PassOptions, choose, pass_order, wait_for_trajectories
+from .source_base import Source
 from .sources import blocks_of
 
 #: Passes of different epochs must never share a number.
@@ -26,20 +28,29 @@ _PASSES_AN_EPOCH = 1 << 20
 
 
 class Dealer:
-    """Orders the passes that one process delivers.
+    """Orders the passes of one epoch.
 
     Args:
         source: The folders.
         options: Which trajectories, and in which order.
-        shard: The share of this process.
         epoch: Changes permutations and starts.
         keeps_on: Device to whose memory the frames are copied first; None leaves them in the files.
+        skips: Leave out trajectories that are damaged, rather than raise.
+        agree: How this process learns what is in the folders.
     """
 
     def __init__(
-        self, source: Source, options: PassOptions, shard: Shard, epoch: int, keeps_on: torch.device | None
+        self,
+        source: Source,
+        options: PassOptions,
+        epoch: int,
+        keeps_on: torch.device | None,
+        skips: bool,
+        agree: Agree,
     ) -> None:
-        self.source, self.options, self.shard, self.epoch, self.keeps_on = source, options, shard, epoch, keeps_on
+        self.source, self.options, self.epoch, self.keeps_on = source, options, epoch, keeps_on
+        self.skips, self.agree = skips, agree
+        self._seen: Any = None
 
     def first(self) -> Deal:
         """Give the first pass."""
@@ -59,24 +70,34 @@ class Dealer:
             raise UsageError("begin the next pass", f"over {paths!r}", "at least one trajectory", "none left")
         return begun
 
-    def without(self, lost: LostBlockError, state: StreamState, deal: Deal) -> tuple[StreamState, Deal]:
-        """Go on without the trajectories of a block that is lost; their envs take the next ones."""
-        self.source.forget(lost)
-        blocks = deal.source.index.blocks
-        numbers = [lost.block]
-        if lost.block >= len(blocks) or blocks[lost.block].path != lost.path:  # it was lost in the pass after this one
-            numbers = [number for number, block in enumerate(blocks) if block.path == lost.path]
-        return deal_without(state, deal, deal.source.index.trajectories_in(numbers), self.following)
+    def number_of(self, pass_number: int) -> int:
+        """Number a pass among those of all epochs."""
+        return pass_number + self.epoch * _PASSES_AN_EPOCH
 
-    def dealt(self, number: int, store: FrameStore, in_use: Int64s, before: Deal | None = None) -> Deal:
-        """Order pass `number` over the trajectories of a snapshot."""
-        lengths = store.index.lengths
-        pool = choose(store.index, self.options)
-        seed_of_pass = number + self.epoch * _PASSES_AN_EPOCH
-        order, starts = deal_order(pool, lengths, self.options, seed_of_pass, self.shard)
+    def resumed(self, number: int, upto: Mapping[str, int]) -> FrameStore:
+        """Give what a pass that was begun elsewhere may use, as far as it is still there."""
+
+        def look() -> Any:
+            self.source.refresh()
+            return self._sight()
+
+        self.source.adopt(self.agree(number, look))
+        return self.source.snapshot(upto=upto)
+
+    def dealt(
+        self,
+        number: int,
+        store: FrameStore,
+        in_use: Int64s,
+        before: Deal | None = None,
+        bounds: tuple[Name, Name] | None = None,
+    ) -> Deal:
+        """Order pass `number` over the trajectories of a snapshot; `bounds`: see `choose`."""
+        pool = choose(store.index, self.options, bounds)
+        order, starts = pass_order(store.index, pool, self.options, self.number_of(number))
         if self.keeps_on is not None:
             store = self._cached(store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
-        return Deal(lengths, order, starts, number, store)
+        return Deal(store.index.lengths, order, starts, number, store)
 
     def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
         """Look for new trajectories and order a pass; blocks that are in use stay readable."""
@@ -85,30 +106,38 @@ class Dealer:
         def blocks_in_use() -> Collection[Block]:
             return blocks_of(index, in_use) if index is not None else ()
 
-        self.source.refresh(blocks_in_use)
-        if self.options.keep_latest_n_trajs:
-            where = repr(", ".join(map(str, self.source.paths)))
-            wanted = self.options.keep_latest_n_trajs
-            wait_for_trajectories(lambda: self._count_complete(blocks_in_use), wanted, self.options, where)
+        def look() -> Any:
+            self.source.refresh(blocks_in_use)
+            if self.options.keep_latest_n_trajs:
+                where = repr(", ".join(map(str, self.source.paths)))
+                wanted = self.options.keep_latest_n_trajs
+                wait_for_trajectories(lambda: self._count_complete(blocks_in_use), wanted, self.options, where)
+            return self._sight()
+
+        self.source.adopt(self.agree(number, look))
         store = self.source.snapshot()
         has_moved = index is not None and index is not store.index
         numbers = _found_again(index, store.index, in_use) if index is not None and has_moved else in_use
-        try:
-            return self.dealt(number, store, numbers, before), numbers
-        except LostBlockError as lost:  # while it was copied to memory
-            self.source.forget(lost)
-            return self._begin(number, before, in_use)
+        return self.dealt(number, store, numbers, before), numbers
 
-    def _count_complete(self, in_use: BlocksInUse) -> int:
+    def _sight(self) -> Any:
+        """Say what is there now; None if that was said already."""
+        seen, self._seen = self._seen, self.source.sight()
+        return None if self._seen is seen else self._seen
+
+    def _count_complete(self, in_use: Any) -> int:
         self.source.refresh(in_use)
         return len(choose(self.source.snapshot().index, self.options))
 
-    @staticmethod
-    def _cached(store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device) -> FrameStore:
+    def _cached(self, store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device) -> FrameStore:
         last = before.source if before is not None else None
         if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
             return last
-        return CachedFrames(store, trajectories, device)
+        while True:
+            try:
+                return CachedFrames(store, trajectories, device)
+            except DataFileError as problem:
+                leave_out(self.source, store, trajectories, problem, self.skips)
 
 
 def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:

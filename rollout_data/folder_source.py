@@ -35,7 +35,7 @@ class FolderSource(Source):
     def _open_folders(self) -> None:
         self._unreadable: set[ChunkFile] = set()
         self._mixed: set[Path] = set()
-        self._scans = [scan_trajectory_folder(path) for path in self.paths]
+        self._scans = self._sight = [scan_trajectory_folder(path) for path in self.paths]
         self._last = self._store()
         self._report_left_out()
 
@@ -49,12 +49,22 @@ class FolderSource(Source):
         if not is_same:
             present = {file.path for scan in scans for file in scan.known}
             self._count_lost({block.path for block in self._last.index.blocks} - present, present)
-            self._last = self._store()
+            self._last, self._sight = self._store(), scans
         self._report_left_out()
 
-    def forget(self, lost: LostBlockError) -> None:
-        super().forget(lost)
-        self._unreadable.update(scan.files[lost.path] for scan in self._scans if lost.path in scan.files)
+    def sight(self) -> Any:
+        return self._sight
+
+    def adopt(self, sight: Any) -> None:
+        if sight is not None and sight is not self._sight:
+            self._scans = self._sight = sight
+            self._last = self._store()
+
+    def forget(self, problem: DataFileError, num_trajectories: int) -> None:
+        super().forget(problem, num_trajectories)
+        if isinstance(problem, LostBlockError):
+            path = problem.path
+            self._unreadable.update(scan.files[path] for scan in self._scans if path in scan.files)
 
     def _report_left_out(self) -> None:
         for scan in self._scans:

@@ -124,10 +124,12 @@ class FrameStore:
         index: Which frames there are.
         layouts: Table -> row layout.
         device: Where the rows are.
+        is_lost: bool `[M]`, trajectories that could not be read: their rows are asked for no more.
     """
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device) -> None:
         self.index, self.layouts, self.device = index, layouts, device
+        self.is_lost = np.zeros(len(index), bool)
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
         """Turn pieces of trajectories into runs of this store's rows (see `TrajectoryIndex.locate`)."""
@@ -212,9 +214,9 @@ class FileMap:
 
     def first_rows(self, blocks: Sequence[Block]) -> dict[Place, Int64s]:
         """For each kind of row, the number of each block's first row, int64 `[B]`."""
-        table = np.array([self._first_rows[block.identity] for block in blocks], np.int64).reshape(
-            len(blocks), len(self.places)
-        )
+        nowhere = [0] * len(self.places)
+        table = np.array([self._first_rows.get(block.identity, nowhere) for block in blocks], np.int64)
+        table = table.reshape(len(blocks), len(self.places))
         return {place: np.ascontiguousarray(table[:, k]) for k, place in enumerate(self.places)}
 
 
@@ -295,6 +297,8 @@ class CachedFrames(FrameStore):
 
     def __init__(self, source: FrameStore, trajectories: Int64s, device: torch.device) -> None:
         super().__init__(source.index, source.layouts, device)
+        self.is_lost = source.is_lost
+        trajectories = trajectories[~self.is_lost[trajectories]]
         lengths = source.index.lengths[trajectories]
         self._check_fits(int(lengths.sum()))
         self._first_row = np.full(len(source.index), -1, np.int64)
@@ -312,8 +316,8 @@ class CachedFrames(FrameStore):
             self._rows[FINAL, name] = source.finals(name, has_final).view(torch.int32).to(device)
 
     def holds(self, trajectories: Int64s) -> bool:
-        """True if all these trajectories are here."""
-        return bool((self._first_row[trajectories] >= 0).all())
+        """True if all these trajectories are here that can be read."""
+        return bool((self.is_lost[trajectories] | (self._first_row[trajectories] >= 0)).all())
 
     def _fill(self, place: Place, source: FrameStore, runs: Runs, rows: torch.Tensor) -> None:
         """Copy in portions, so that index arrays stay small beside the data."""

@@ -7,12 +7,15 @@ fragments turns virtual frames into rows. Finding the blocks is `block_folder.py
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from storage.checksums import crc32
 
 from .block_header import COMPLETE, DROPPED, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
 
@@ -251,6 +254,29 @@ class TrajectoryIndex:
         flags = self.flags[trajectories]
         return ((flags & TRUNCATED) > 0) | ((flags & TERMINATED) == 0)
 
+    def random_keys(self, trajectories: Int64s, seed: int, with_folder: bool = True) -> np.ndarray:
+        """uint64, a random number for each of these: see `random_keys`.
+
+        With several folders, `with_folder` tells trajectories of equal names in two of them apart.
+        """
+        names = self.writers if with_folder else [name[name.find(":") + 1 :] for name in self.writers]
+        return random_keys(names, self.writer[trajectories], self.number[trajectories], seed)
+
+    def name(self, trajectory: int) -> list[Any]:
+        """Name a trajectory so that its place in the order is known when it is gone: end, writer, number."""
+        writer = self.writers[int(self.writer[trajectory])]
+        return [int(self.end_time_ns[trajectory]), writer, int(self.number[trajectory])]
+
+    def num_before(self, end_time_ns: int, writer: str, number: int) -> int:
+        """Count the trajectories that come before one of this name, whether or not it is here."""
+        first = int(np.searchsorted(self.end_time_ns, end_time_ns))
+        ties = slice(first, int(np.searchsorted(self.end_time_ns, end_time_ns, side="right")))
+        place = bisect_left(self.writers, writer)
+        is_before = self.writer[ties] < place
+        if place < len(self.writers) and self.writers[place] == writer:
+            is_before |= (self.writer[ties] == place) & (self.number[ties] < number)
+        return first + int(np.count_nonzero(is_before))
+
     def keys(self, trajectories: Int64s) -> list[tuple[str, int]]:
         """Name trajectories so that another snapshot of the same folders can find them."""
         writers, numbers = self.writer[trajectories].tolist(), self.number[trajectories].tolist()
@@ -285,6 +311,21 @@ class TrajectoryIndex:
             target, start = target + low - start, low
         row = self.fragment_row[fragment] + start - self.fragment_frame[fragment]
         return Runs(target, self.fragment_block[fragment], row, stop - start)
+
+
+def random_keys(names: Sequence[str], writer: Int64s, number: Int64s, seed: int) -> np.ndarray:
+    """uint64, a number for each trajectory: a function of (seed, name of its writer, number within it) alone."""
+    sums = np.array([crc32(name.encode()) for name in names], np.uint64)
+    key = sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
+    return _mixed(key ^ _mixed(np.full(1, seed % 2**64, np.uint64)))
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Scramble uint64 numbers, one to one: the finalizer of splitmix64 (Steele et al. 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
 
 
 def _within(values: Int64s, stop: int) -> bool:

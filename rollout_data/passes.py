@@ -1,14 +1,14 @@
 """Passes over a dataset: which trajectories, in which order, starting where.
 
-One rule: order and starts are a function of (seed, pass) and of the trajectories there are; no
-generator is kept, so that resuming needs no more than the number of the pass.
+One rule: where a trajectory stands in a pass, and where it starts, is a function of (seed, pass) and of itself.
+Trajectories that come or go move no other, so that resuming needs no more than the one that was dealt last.
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from tqdm import tqdm
 
 from storage.errors import UsageError, WaitTimeoutError
 
-from .index import Int64s, TrajectoryIndex
-from .sharding import Shard
+from .index import Int64s, TrajectoryIndex, random_keys
 
+#: End, writer and number of a trajectory (`TrajectoryIndex.name`).
+Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
 _MOST_FRAMES = 1 << 62
 
@@ -72,34 +73,52 @@ def frame_range(given: Any) -> tuple[int, int]:
     return start, stop
 
 
-def choose(index: TrajectoryIndex, options: PassOptions) -> Int64s:
-    """Which trajectories a pass delivers, over all shards: int64, in the order of completion."""
+def choose(index: TrajectoryIndex, options: PassOptions, bounds: tuple[Name, Name] | None = None) -> Int64s:
+    """Which trajectories a pass delivers: int64, in the order of completion.
+
+    `bounds` are the first and the last one of a pass that has begun: those between them that are still there.
+    """
     is_eligible = index.is_present()
-    if options.keep_latest_n_trajs == 0:
-        return np.flatnonzero(is_eligible)
-    return np.flatnonzero(is_eligible & index.is_complete())[-options.keep_latest_n_trajs :]
+    if options.keep_latest_n_trajs:
+        is_eligible &= index.is_complete()
+    found = np.flatnonzero(is_eligible)
+    if bounds is None:
+        return found[-options.keep_latest_n_trajs :]
+    (first_end, first_writer, first_number), (end, writer, number) = bounds
+    first, stop = index.num_before(first_end, first_writer, first_number), index.num_before(end, writer, number + 1)
+    return found[(found >= first) & (found < stop)]
 
 
-def deal_order(pool: Int64s, lengths: Int64s, options: PassOptions, number: int, shard: Shard) -> tuple[Int64s, Int64s]:
-    """Order a pass: the trajectories of this shard, and the frame at which each starts.
+def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, number: int) -> tuple[Int64s, Int64s]:
+    """Order a pass: its trajectories, and the frame at which each starts.
 
     A start is uniform over the part of `starting_frame_range` that lies within the trajectory; 0
     if none of it does.
     """
     order = pool
     if options.random_shuffle_traj_order:
-        order = pool[_generator(options.seed, number, _ORDER).permutation(len(pool))]
+        order = pool[np.argsort(index.random_keys(pool, _seed(options, number, _ORDER)), kind="stable")]
     low, high = options.starting_frame_range
-    room = np.minimum(high, lengths[order]) - low
     starts = np.zeros(len(order), np.int64)
     if high > 1:
-        draws = _generator(options.seed, number, _STARTS).random(len(order))
+        room = np.minimum(high, index.lengths[order]) - low
+        draws = (index.random_keys(order, _seed(options, number, _STARTS)) >> np.uint64(11)) * 2.0**-53
         starts = np.where(room > 0, low + (draws * np.maximum(room, 1)).astype(np.int64), 0)
-    return order[shard.number :: shard.total], starts[shard.number :: shard.total]
+    return order, starts
 
 
-def _generator(seed: int, number: int, purpose: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, purpose])))
+def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, number: int, last: Name) -> int:
+    """How many of a pass's trajectories come no later than the one that was dealt `last`, which may be gone."""
+    if not options.random_shuffle_traj_order:
+        return int(np.searchsorted(order, index.num_before(last[0], last[1], last[2] + 1)))
+    seed = _seed(options, number, _ORDER)
+    key = random_keys([last[1]], np.zeros(1, np.int64), np.array([last[2]]), seed)[0]
+    found = np.flatnonzero(order == index.find([(last[1], last[2])])[0])
+    return int(found[0]) + 1 if len(found) else int(np.searchsorted(index.random_keys(order, seed), key))
+
+
+def _seed(options: PassOptions, number: int, purpose: int) -> int:
+    return int(np.random.SeedSequence([options.seed, number, purpose]).generate_state(1, np.uint64)[0])
 
 
 def wait_for_trajectories(count_now: Callable[[], int], wanted: int, options: PassOptions, where: str) -> None:

@@ -1,7 +1,7 @@
-"""Which share of the trajectories this process delivers: the only place that asks.
+"""Who reads what: the rank of this process, and the DataLoader worker in it: the only place that asks.
 
-One rule: ranks and DataLoader workers together are one list of shards; shards are disjoint and
-complete because each takes every n-th trajectory of an order that all of them compute alike.
+One rule: the rank is asked in the process that trains and travels with the dataset from there; a worker process that
+was not forked has no process group, and would take itself for rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -13,23 +13,29 @@ import torch
 from torch.utils.data import get_worker_info
 
 from storage.errors import UsageError
-from storage.modes import lasting
 
 #: "auto" asks torch.distributed, "none" reads everything in each process, (rank, world size) says it outright.
 ShardChoice = Literal["auto", "none"] | tuple[int, int]
 
 
 class Shard(NamedTuple):
-    """Number `number` of `total` shards."""
+    """Number `number` of `total` shares."""
 
     number: int
     total: int
+
+    def part_of(self, size: int) -> slice:
+        """Give the share of `size` things in a row: all shares together are all of them, each once."""
+        return slice(self.number * size // self.total, (self.number + 1) * size // self.total)
+
+
+ALONE = Shard(0, 1)
 
 
 def checked_shard(value: Any) -> Shard | None:
     """Check a `shard` argument; None stands for "auto"."""
     if isinstance(value, str) and value in ("auto", "none"):
-        return None if value == "auto" else Shard(0, 1)
+        return None if value == "auto" else ALONE
     try:
         shard = None if isinstance(value, str) else Shard(*map(operator.index, value))
     except TypeError:
@@ -41,38 +47,18 @@ def checked_shard(value: Any) -> Shard | None:
 
 
 def current_shard(chosen: Shard | None = None) -> Shard:
-    """Give the shard of this rank (`chosen`, or else torch.distributed, if initialized) and DataLoader worker."""
-    rank, world_size = (0, 1) if chosen is None else chosen
-    if chosen is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    """Give the share that was `chosen`, or else that of this rank (torch.distributed, if initialized)."""
+    if chosen is not None:
+        return chosen
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return Shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return ALONE
+
+
+def current_worker() -> Shard:
+    """Give the number of this DataLoader worker among those of its loader; 0 of 1 outside of workers."""
     worker = get_worker_info()
-    if worker is None:
-        return Shard(rank, world_size)
-    return Shard(rank * worker.num_workers + worker.id, world_size * worker.num_workers)
-
-
-class FirstEpoch:
-    """Remembers the epoch of DataLoader workers that asked first, in all processes that were made from this one.
-
-    Workers that go with their epoch tell nobody what they have done; so the first ones leave word.
-    """
-
-    @lasting
-    def __init__(self) -> None:
-        self._number = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._number.share_memory_()  # a copy's own; in spawned workers it is shared already
-
-    def is_now(self) -> bool:
-        """Tell whether nobody has asked in another epoch. Outside of workers there is one epoch."""
-        worker = get_worker_info()
-        epoch = 0 if worker is None else (worker.seed - worker.id) % (1 << 62) + 1
-        taken = int(self._number[0])
-        if taken == 0:
-            self._number[0] = epoch
-        return taken in (0, epoch)
+    return ALONE if worker is None else Shard(worker.id, worker.num_workers)
 
 
 def is_in_worker() -> bool:

@@ -60,6 +60,7 @@ class Source:
     Attributes:
         problems: Everything that was left out or repaired, in the order in which it was found.
         num_vanished_blocks: Blocks, or chunks, that were lost since they were found: removed or spoilt.
+        num_lost_trajectories: Trajectories that could not be read to their end.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Source:
     ) -> None:
         self.paths = as_paths(data_dir)
         self.problems: list[RolloutDataError] = []
-        self.num_vanished_blocks = 0
+        self.num_vanished_blocks = self.num_lost_trajectories = 0
         self._reported: set[str] = set()
         self._lost: set[Path] = set()  # counted already
         self._verify_on_open, self._chunk_cache_bytes = verify_on_open, chunk_cache_bytes
@@ -89,10 +90,19 @@ class Source:
         """Give what is there now; with `upto` only blocks up to this sequence number of each writer."""
         raise UsageError("open the dataset", "", "a known kind of folder", type(self).__name__)
 
-    def forget(self, lost: LostBlockError) -> None:
-        """Report a block that cannot be read any more, and leave it out from the next refresh on."""
-        self._count_lost([lost.path])
-        self.report(lost)
+    def sight(self) -> Any:
+        """Say what `refresh` has found, so that `adopt` gives another process the same; the same object if it is."""
+        return None
+
+    def adopt(self, sight: Any) -> None:
+        """Take what another process has seen for what is there; None changes nothing."""
+
+    def forget(self, problem: DataFileError, num_trajectories: int) -> None:
+        """Report trajectories that cannot be read; a lost block is left out from the next refresh on."""
+        self.num_lost_trajectories += num_trajectories
+        if isinstance(problem, LostBlockError):
+            self._count_lost([problem.path])
+        self.report(problem)
 
     def _count_lost(self, paths: Iterable[Path], present: Collection[Path] = ()) -> None:
         """Count blocks that are gone, once until they are `present` again."""

@@ -7,6 +7,7 @@ cannot be read is reported once, by name, and the rest goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from storage.fields import Schema
 from .block_folder import BlockFolder, block_names
 from .block_header import layouts_of, read_header
 from .chunk_files import CHUNK_CACHE_BYTES
-from .file_frames import FileFrames, LostBlockError
+from .file_frames import FileFrames
 from .folder_source import FolderSource
 from .formats.trajectory_folder import is_trajectory_folder
 from .frames import FileMap, FrameStore, MappedFrames, Place, can_map
@@ -46,8 +47,25 @@ class BlockSource(Source):
         self._files: FileMap | None = None
         self._last: FrameStore | None = None
         self._broken: DataFileError | None = None
+        self._adopted: list[Block] | None = None
+        self._sight: tuple[FrameStore | None, Any] = None, None
+
+    def sight(self) -> Any:
+        if self._sight[0] is not (store := self.snapshot()):
+            index, folders = store.index, [path.resolve() for path in self.paths]
+            blocks = [(folders.index(block.path.parent.resolve()), block) for block in index.blocks]
+            self._sight = store, (self._schema, index.num_present, blocks)
+        return self._sight[1]
+
+    def adopt(self, sight: Any) -> None:
+        if sight is None or sight is self._sight[1]:
+            return
+        self._schema, num_present, placed = sight
+        blocks = [replace(block, path=self.paths[folder] / block.path.name) for folder, block in placed]
+        self._adopted, self._pinned, self._last = blocks[:num_present], blocks[num_present:], None
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
+        self._adopted = None
         has_changed = self._last is None or bool(self._pinned)
         for folder in self._folders:
             has_changed |= folder.refresh()
@@ -66,6 +84,8 @@ class BlockSource(Source):
             self._last = None
 
     def _blocks(self) -> list[Block]:
+        if self._adopted is not None:
+            return self._adopted
         return [folder.blocks[name] for folder in self._folders for name in sorted(folder.blocks)]
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
@@ -111,7 +131,7 @@ class BlockSource(Source):
         self._broken = problem or self._broken
 
     def _mapped(self, blocks: list[Block], files: FileMap) -> list[Block]:
-        """Map the blocks; give those that are still there."""
+        """Map the blocks; give those that are still there, or were where another process has looked."""
         kept = []
         for block in blocks:
             try:
@@ -121,7 +141,7 @@ class BlockSource(Source):
                 self._count_lost([block.path])
             except RolloutDataError as problem:
                 self.report(problem)
-        return kept
+        return kept if self._adopted is None else blocks
 
 
 class UndecidedSource(Source):
@@ -142,10 +162,21 @@ class UndecidedSource(Source):
             self._found.refresh(in_use)
             self.num_vanished_blocks = self._found.num_vanished_blocks
 
-    def forget(self, lost: LostBlockError) -> None:
+    def sight(self) -> Any:
+        return None if self._found is None else self._found.sight()
+
+    def adopt(self, sight: Any) -> None:
+        if self._found is None and sight is not None:
+            kind = FolderSource if isinstance(sight, list) else BlockSource
+            self._found = kind(self.paths, self._verify_on_open, self._chunk_cache_bytes)
+            self.problems = self._found.problems
         if self._found is not None:
-            self._found.forget(lost)
-            self.num_vanished_blocks = self._found.num_vanished_blocks
+            self._found.adopt(sight)
+
+    def forget(self, problem: DataFileError, num_trajectories: int) -> None:
+        assert self._found is not None
+        self._found.forget(problem, num_trajectories)
+        self.num_vanished_blocks = self._found.num_vanished_blocks
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
         if self._found is not None:

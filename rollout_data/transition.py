@@ -55,3 +55,9 @@ class Transition(NamedTuple):
     stream_id: int = 0
     extras: dict[str, Any] | None = None
     is_last: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, Any]:
+        """Give a plain dict of what was recorded and of the flags: no None, extras beside the other fields."""
+        named = {name: value for name, value in self._asdict().items() if value is not None}
+        del named["stream_id"]
+        return {**named.pop("extras", {}), **named}

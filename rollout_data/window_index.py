@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from storage.checksums import crc32
 from storage.errors import UsageError, nearest
 
 from .index import Int64s, TrajectoryIndex
@@ -58,22 +57,10 @@ def choose_trajectories(index: TrajectoryIndex, options: SplitOptions) -> Int64s
     present = np.flatnonzero(index.is_present())
     if options.split is None:
         return present
-    # The number of the folder, which goes before the colon, says nothing about the trajectory.
-    names = np.array([crc32(name[name.find(":") + 1 :].encode()) for name in index.writers], np.uint64)
-    key = names[index.writer[present]] << np.uint64(32) ^ index.number[present].astype(np.uint64)
-    key = _mixed(key ^ _mixed(np.full(1, options.seed % 2**64, np.uint64)))
-    order = np.lexsort((present, key))
+    order = np.lexsort((present, index.random_keys(present, options.seed, with_folder=False)))
     count = math.floor(len(present) * options.validation_fraction + 0.5)
     chosen = order[:count] if options.split == "validation" else order[count:]
     return present[np.sort(chosen)]
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """Scramble uint64 numbers, one to one: the finalizer of splitmix64 (Steele et al. 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
 
 
 class WindowIndex:

@@ -1,0 +1,211 @@
+"""How the processes of one reader agree on what is in the folders, so that all of them plan the same.
+
+One rule: one process looks, the others take its word. Among ranks that is rank 0, in the process that trains; for
+the workers of `rollout_data.loader` it is the process that takes their batches; of a plain DataLoader, the first worker
+that needs it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from storage.errors import RolloutDataError, UsageError
+
+from .sharding import Shard
+
+#: Look at the folders; what was seen can be pickled. None: the same as before.
+Look = Callable[[], Any]
+#: Give what was seen for the pass of this number, here or by the process that looks for all.
+Agree = Callable[[int, Look], Any]
+_POLL_S = 0.001
+#: Notes of so many passes stay: no worker is further behind another.
+_NUM_NOTES = 1000
+
+
+def alone(number: int, look: Look) -> Any:
+    """Look, and ask nobody."""
+    return look()
+
+
+def among_ranks(number: int, look: Look) -> Any:
+    """Let rank 0 look and tell the others; all ranks call this at the same step of their streams."""
+    told = [_told(look) if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(told, src=0)
+    return _heard(told[0])
+
+
+def _told(look: Look) -> tuple[Any, RolloutDataError | None]:
+    """Look; what goes wrong is told as well, since the others would wait for it."""
+    try:
+        return look(), None
+    except RolloutDataError as problem:
+        return None, problem
+
+
+def _heard(told: Any) -> Any:
+    seen, problem = told
+    if problem is not None:
+        raise problem
+    return seen
+
+
+def agreement_of(chosen: Shard | None, shard: Shard) -> Agree:
+    """Choose how this process agrees with the others, outside of workers."""
+    is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if shard.total == 1 or not is_group or shard != (torch.distributed.get_rank(), torch.distributed.get_world_size()):
+        return alone
+    if chosen is None:
+        _refuse_dispatch()
+    return among_ranks
+
+
+def _refuse_dispatch() -> None:
+    """Raise where accelerate iterates the dataset in rank 0 alone: there is no other rank to agree with."""
+    state = sys.modules.get("accelerate.state")
+    loader = state.GradientState().active_dataloader if state is not None else None
+    if type(loader).__name__ == "DataLoaderDispatcher":
+        raise UsageError(
+            "share the data out", "", "all ranks to read", "accelerate, which reads in rank 0 and dispatches",
+            "Do not prepare this loader, or give the dataset shard='none'",
+        )  # fmt: skip
+
+
+class Undecided(Exception):
+    """A pass has to begin, and the thread that reads ahead may not look."""
+
+    def __init__(self, number: int, look: Look) -> None:
+        super().__init__(number)
+        self.number, self.look = number, look
+
+
+class Deferred:
+    """Agreement for a thread that reads ahead: asks by `Undecided`, and finds the answer at its next try."""
+
+    def __init__(self, agree: Agree) -> None:
+        self.agree = agree
+        self._answers: dict[int, Any] = {}
+
+    def __call__(self, number: int, look: Look) -> Any:
+        if number not in self._answers:
+            raise Undecided(number, look)
+        return self._answers.pop(number)
+
+    def decide(self, wanted: Undecided) -> None:
+        """Look, in the thread that takes the batches: all batches before this pass were delivered."""
+        self._answers[wanted.number] = self.agree(wanted.number, wanted.look)
+
+
+class Board:
+    """Notes of the plain DataLoader workers of one dataset, in a temporary folder that is made with the first of them.
+
+    Of several workers that leave a note of one name, the first one's counts.
+    """
+
+    def __init__(self) -> None:
+        self._path = Path(tempfile.gettempdir()) / f"rollout_data_{secrets.token_hex(16)}"
+        self._finish = weakref.finalize(self, _remove, self._path, os.getpid())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers get the same board; any other copy one of its own."""
+        is_spawning = multiprocessing.context.get_spawning_popen() is not None
+        return {"_path": self._path if is_spawning else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["_path"] is None:
+            Board.__init__(self)
+        else:
+            self._path = state["_path"]
+
+    def read(self, name: str) -> Any:
+        """Give a note, None if there is none."""
+        try:
+            # Nothing foreign: the folder is this user's, its name is known to the dataset alone.
+            return pickle.loads((self._path / name).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, note: Any, is_final: bool = False) -> bool:
+        """Leave a note, whole or not at all; one that `is_final` only where there is none: False if there was."""
+        self._path.mkdir(mode=0o700, exist_ok=True)
+        temporary = self._path / f".{name}.{os.getpid()}"
+        temporary.write_bytes(pickle.dumps(note))
+        try:
+            (os.link if is_final else os.replace)(temporary, self._path / name)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def forget(self, name: str) -> None:
+        """Take a note away, if there is one."""
+        (self._path / name).unlink(missing_ok=True)
+
+    def begin(self, group: str, epoch: int, saved: str) -> tuple[int, bool]:
+        """Begin an epoch together: its number, and whether it continues the state of that name.
+
+        `epoch` counts if workers have read none yet; a state is continued once.
+        """
+        while (note := self.read(group)) is None:
+            following, done = self.read("next") or (epoch, "")
+            is_resumed = saved not in ("", done)
+            if self.write(group, (epoch if is_resumed else following, is_resumed), is_final=True):
+                self.write("next", (self.read(group)[0] + 1, saved))
+        begun: tuple[int, bool] = note
+        return begun
+
+    def agree(self, group: str) -> Agree:
+        """Agreement of the workers of one epoch: who comes first looks for all."""
+
+        def among_workers(number: int, look: Look) -> Any:
+            name = f"{group}_{number}"
+            if (note := self.read(name)) is None:
+                self.write(name, _told(look), is_final=True)
+                note = self.read(name)
+            self.forget(f"{group}_{number - _NUM_NOTES}")
+            return _heard(note)
+
+        return among_workers
+
+
+class Told:
+    """Agreement for the workers of `rollout_data.loader`: they wait for what the process with the loader has seen."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def tell(self, number: int, seen: Any) -> Any:
+        """Say what was seen for a pass."""
+        self._board.write(f"told_{number}", (seen, None))
+        self._board.forget(f"told_{number - _NUM_NOTES}")
+        return seen
+
+    def end(self) -> None:
+        """Let workers wait no more."""
+        self._board.write("ended", True)
+
+    def __call__(self, number: int, look: Look) -> Any:
+        parent = multiprocessing.parent_process()
+        while (note := self._board.read(f"told_{number}")) is None:
+            if self._board.read("ended") or (parent is not None and not parent.is_alive()):
+                raise EOFError("the process that takes the batches takes no more")
+            time.sleep(_POLL_S)
+        return _heard(note)
+
+
+def _remove(path: Path, process: int) -> None:
+    if process == os.getpid():
+        shutil.rmtree(path, ignore_errors=True)

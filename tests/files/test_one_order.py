@@ -1,0 +1,231 @@
+"""One order for any number of ranks and workers: the stream of all envs is one, however it is read and resumed."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rollout_data
+from rollout_data import RolloutDataset
+from storage.errors import UsageError
+from tests.files.recorded import record
+
+NUM_ENVS = 12  # of all ranks: 1, 2, 3 and 4 ranks have equal shares
+
+
+def opened(data_dir, shard=(0, 1), num_envs=NUM_ENVS, **options):
+    number, total = shard
+    share = (number + 1) * num_envs // total - number * num_envs // total
+    return RolloutDataset(data_dir, share, device="cpu", shard=shard, **options)
+
+
+def seen(batch):
+    """What a batch shows, env by env: lists of (trajectory, frame, valid, is_first, is_last)."""
+    columns = [batch.observation[..., 0], batch.observation[..., 1], batch.valid, batch.is_first, batch.is_last]
+    return torch.stack([column.long() for column in columns], -1).transpose(0, 1).tolist()
+
+
+def next_of_all(ranks, num_steps):
+    """The next batch of every rank put side by side; None when all ranks end together."""
+    batches = []
+    for rank in ranks:
+        try:
+            batches.append(rank.get_batch(num_steps))
+        except StopIteration:
+            batches.append(None)
+    if None in batches:
+        assert batches == [None] * len(ranks)  # all ranks give equally many batches
+        return None
+    assert [batch.stream_id for batch in batches] == list(range(len(ranks)))
+    return [env for batch in batches for env in seen(batch)]
+
+
+lengths = st.lists(st.integers(1, 9), min_size=NUM_ENVS, max_size=30)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=lengths, num_steps=st.integers(1, 6), shuffle=st.booleans(), loops=st.integers(1, 2), drop=st.booleans())
+def test_ranks_are_shares_of_one_stream(tmp_path_factory, lengths, num_steps, shuffle, loops, drop):
+    data_dir = tmp_path_factory.mktemp("data")
+    record(data_dir, lengths, num_envs=3)
+    options = {
+        "dataset_loops": loops, "random_shuffle_traj_order": shuffle, "starting_frame_range": (0, 3), "drop_last": drop
+    }  # fmt: skip
+    runs = {total: [opened(data_dir, (rank, total), **options) for rank in range(total)] for total in (1, 2, 3, 4)}
+    while True:
+        found = {total: next_of_all(ranks, num_steps) for total, ranks in runs.items()}
+        assert all(batch == found[1] for batch in found.values())
+        if found[1] is None:
+            break
+    dropped = {total: sum(rank.num_dropped_frames for rank in ranks) for total, ranks in runs.items()}
+    assert len(set(dropped.values())) == 1
+
+
+class LiveFolder:
+    """A folder to which trajectories are added, and from which those that were delivered are deleted."""
+
+    def __init__(self, data_dir):
+        self.data_dir, self.count, self.blocks = data_dir, 0, {}
+        self.add([4] * NUM_ENVS)
+
+    def add(self, new_lengths):
+        """Record trajectories, each in a block of its own, by a writer of their own."""
+        before = set(self.data_dir.glob("*.h5"))
+        for length in new_lengths:
+            record(self.data_dir, [length], first_number=self.count)
+            (path,) = set(self.data_dir.glob("*.h5")) - before
+            before.add(path)
+            self.blocks[self.count] = path
+            self.count += 1
+
+    def delete(self, numbers):
+        for number in numbers:
+            self.blocks.pop(number).unlink()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("shuffle", "latest"), [(False, 0), (True, 0), (True, NUM_ENVS)])
+def test_legs_of_other_sizes_give_the_uninterrupted_sequence_beside_writers_and_deletions(
+    tmp_path, seed, shuffle, latest
+):
+    chance = random.Random(seed)
+    num_steps, folder = chance.randint(1, 5), LiveFolder(tmp_path)
+    options = {
+        "dataset_loops": 0, "random_shuffle_traj_order": shuffle, "starting_frame_range": (0, 2),
+        "keep_latest_n_trajs": latest, "seed": 3,
+    }  # fmt: skip
+    uninterrupted = [opened(folder.data_dir, **options)]
+    ranks = [opened(folder.data_dir, (rank, 3), **options) for rank in range(3)]
+    begun, delivered, number_of_pass, age = set(), set(), 0, 0
+    for _ in range(20):
+        expected = next_of_all(uninterrupted, num_steps)
+        assert next_of_all(ranks, num_steps) == expected
+        assert all(valid for env in expected for *_, valid, _, _ in env)
+        age += 1
+        if number_of_pass != (number_of_pass := uninterrupted[0].state_dict()["pass"]):
+            begun, delivered, age = set(), set(), 0
+        elif age > 1:  # what begins now was dealt in this pass
+            begun |= {number for env in expected for number, _, _, is_first, _ in env if is_first}
+            delivered |= begun & {number for env in expected for number, _, _, _, is_last in env if is_last}
+        event = chance.choice(["", "add", "delete", "resume", "resume"])
+        if event == "add":
+            folder.add([chance.randint(1, 6) for _ in range(chance.randint(1, 3))])
+        elif event == "delete":
+            state = ranks[0].state_dict()
+            writers = {path.name.split("_")[1]: number for number, path in folder.blocks.items()}
+            playing = {writers[state["writers"][writer]] for writer, _ in state["trajectory"]}
+            gone = sorted((delivered & set(folder.blocks)) - playing)[:2]
+            if len(folder.blocks) - len(gone) >= NUM_ENVS:
+                folder.delete(gone)
+        elif event == "resume":
+            states = [json.loads(json.dumps(rank.state_dict())) for rank in ranks]
+            assert all(state == states[0] for state in states)
+            total = chance.randint(1, 4)
+            ranks = [opened(folder.data_dir, (rank, total), **options) for rank in range(total)]
+            for rank in ranks:
+                rank.load_state_dict(states[0])
+
+
+def test_uneven_shares_of_a_state_are_given_by_its_number_of_envs(tmp_path):
+    record(tmp_path, [5] * 20)
+    whole = [opened(tmp_path, num_envs=10)]
+    next_of_all(whole, 3)
+    state = whole[0].state_dict()
+    ranks = [opened(tmp_path, (rank, 4), num_envs=10) for rank in range(4)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    assert [rank.num_envs for rank in ranks] == [2, 3, 2, 3]
+    assert next_of_all(ranks, 4) == next_of_all(whole, 4)
+    with pytest.raises(UsageError, match=r"expected num_envs=3 as in this dataset, got 2 of its 10 for this rank"):
+        RolloutDataset(tmp_path, 3, device="cpu", shard=(0, 4)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("plain", [True, False], ids=["DataLoader", "loader"])
+def test_workers_take_turns_and_the_start_method_makes_no_difference(tmp_path, context, plain):
+    record(tmp_path, [3, 4, 5, 6, 2, 7, 1] * 4)
+    options = {"num_transitions_per_env": 2, "random_shuffle_traj_order": True, "dataset_loops": 2}
+    expected = [seen(batch) for batch in opened(tmp_path, **options)]
+    for total, num_workers in [(1, 2), (2, 1), (2, 3), (3, 2)] if context == "fork" else [(2, 2)]:
+        ranks = []
+        for rank in range(total):
+            dataset = opened(tmp_path, (rank, total), **options)
+            with_workers = {"num_workers": num_workers, "multiprocessing_context": context}
+            if plain:
+                batches = torch.utils.data.DataLoader(dataset, batch_size=None, **with_workers)
+            else:
+                batches = rollout_data.loader(dataset, **with_workers)
+            ranks.append([seen(batch) for batch in batches])
+        assert len({len(batches) for batches in ranks}) == 1
+        assert [[env for batch in side for env in batch] for side in zip(*ranks, strict=True)] == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_a_loader_stands_where_it_has_delivered_and_is_resumed_by_any_number_of_workers(tmp_path, num_workers):
+    folder = LiveFolder(tmp_path)
+    folder.add([3, 6, 2])
+    options = {"num_transitions_per_env": 2, "random_shuffle_traj_order": True, "dataset_loops": 6}
+    direct, read = opened(tmp_path, **options), opened(tmp_path, **options)
+    loader, number = rollout_data.loader(read, num_workers), 0
+    for batch in loader:
+        assert seen(batch) == seen(direct.get_batch(2))
+        assert loader.state_dict() == direct.state_dict()
+        number += 1
+        if number == 2:
+            folder.add([5, 5])  # seen by both from the next pass on, however far workers have read ahead
+        if number == 9:
+            break
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = rollout_data.loader(opened(tmp_path, **options), {0: 3, 1: 0, 3: 2}[num_workers])
+    other.load_state_dict(state)
+    rest = [seen(batch) for batch in other]
+    assert rest == [seen(batch) for batch in iter_rest(direct)] and len(rest) > 3
+
+
+def iter_rest(dataset):
+    while True:
+        try:
+            yield dataset.get_batch(2)
+        except StopIteration:
+            return
+
+
+def test_a_pass_beside_a_live_writer_is_dealt_once_by_several_workers(tmp_path):
+    folder = LiveFolder(tmp_path)
+    dataset = opened(tmp_path, num_transitions_per_env=1, dataset_loops=2, num_envs=4)
+    frames = []
+    for number, batch in enumerate(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=3)):
+        frames += [(n, f) for env in seen(batch) for n, f, valid, _, _ in env if valid] if number < 12 else []
+        if number < 8:
+            folder.add([2])
+    assert sorted(frames) == [(number, frame) for number in range(NUM_ENVS) for frame in range(4)]
+
+
+@pytest.mark.parametrize("even", ["pad", "drop", "none"])
+def test_ranks_end_together_unless_told_otherwise(tmp_path, even):
+    record(tmp_path, [4, 4, 4, 10])
+    ranks = [opened(tmp_path, (rank, 2), num_envs=2, num_transitions_per_env=2, even=even) for rank in range(2)]
+    numbers = [len(list(rank)) for rank in ranks]
+    # Rank 0 plays trajectories of 4 and 4 frames, rank 1 of 4 and 10.
+    assert numbers == {"pad": [7, 7], "drop": [4, 4], "none": [4, 7]}[even]
+
+
+def test_some_envs_of_several_ranks_are_not_reset_alone(tmp_path):
+    record(tmp_path, [5] * 12)
+    dataset = opened(tmp_path, (1, 2), num_envs=4)
+    dataset.get_batch(2)
+    with pytest.raises(UsageError, match=r"cannot reset some envs .*2 ranks.*shard='none'"):
+        dataset.reset([0])
+    dataset.reset()
+    assert dataset.get_batch(1).observation[0, :, 1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("shard", ["all", (2, 2), (-1, 2), (0,), 3, None])
+def test_a_share_that_cannot_be_is_refused(tmp_path, shard):
+    with pytest.raises(UsageError, match="expected shard 'auto', 'none' or"):
+        RolloutDataset(tmp_path, 1, shard=shard)
