@@ -122,7 +122,7 @@ class ColumnTable:
             self.allocate(first_brought)
             return self.plan(transition, row)
         self.num_changes += 1
-        self._versions = tuple(map(_version_of, self._results))  # a quarter of a microsecond; 1.5 % of a small step
+        self._versions = tuple(map(_version_of, self._results))  # 0.4 of 18 microseconds
         return writes
 
     @lasting
