@@ -259,6 +259,7 @@ def rsl_filled(
     storage = kind("rl", num_envs, num_steps, steps[0].observations, (ACTIONS,))
     for t in range(num_steps):
         storage.add_transition(steps[t % NUM_SOURCES])
+    storage.returns, storage.advantages = storage.values.clone(), storage.values.clone()  # as their PPO writes them
     return storage, steps
 
 

@@ -58,7 +58,8 @@ def teach(settings: Settings) -> Teacher:
     """Learn the teacher by PPO (see `ppo.py`, which explains it)."""
     teacher, envs = Teacher(), make_envs(settings.num_envs)
     optimizer = torch.optim.Adam(teacher.parameters(), lr=settings.learning_rate)
-    storage = RolloutStorage(settings.num_envs, settings.num_steps, (NUM_ALL,), None, (1,), generator=settings.seed)
+    sizes = settings.num_envs, settings.num_steps, (NUM_ALL,), None, (1,)
+    storage = RolloutStorage(*sizes, generator=settings.seed, policy_outputs={})  # no mean, no deviation
     obs = torch.as_tensor(envs.reset(seed=settings.seed)[0], dtype=torch.float32)
     for _ in trange(settings.num_teacher_updates, desc="teacher"):
         with torch.no_grad():
@@ -67,7 +68,6 @@ def teach(settings: Settings) -> Teacher:
                 distribution = teacher.distribution(obs)
                 transition.actions = distribution.sample()
                 transition.actions_log_prob = distribution.log_prob(transition.actions)
-                transition.action_mean, transition.action_sigma = distribution.mean, distribution.stddev
                 obs, final_obs, rewards, transition.dones, transition.time_outs = step(envs, transition.actions)
                 transition.rewards, transition.bootstrap_values = 0.1 * rewards, teacher.value(final_obs)
                 storage.add_transitions(transition)
@@ -108,7 +108,6 @@ class Lesson:
             distribution = self.student.distribution(features[0])
             transition.actions = distribution.sample()
             transition.actions_log_prob = distribution.log_prob(transition.actions)
-            transition.action_mean, transition.action_sigma = distribution.mean, distribution.stddev
             transition.action_labels = torch.sigmoid(self.teacher.logit(self.obs))
             transition.values = torch.zeros(len(self.obs))  # nobody needs them here
             self.obs, _, transition.rewards, dones, _ = step(self.envs, transition.actions)
@@ -126,7 +125,8 @@ def distill(teacher: Teacher, settings: Settings, curve: list[tuple[int, float]]
     student, envs = Policy(has_memory=True), make_envs(settings.num_envs)
     optimizer = torch.optim.Adam(student.parameters(), lr=settings.learning_rate)
     sizes = settings.num_envs, settings.num_steps, (NUM_VISIBLE,), None, (1,)
-    storage = ActionLabelRollout(*sizes, buffer_dilation_ratio=settings.num_rollouts_kept, generator=settings.seed)
+    options = {"buffer_dilation_ratio": settings.num_rollouts_kept, "generator": settings.seed}
+    storage = ActionLabelRollout(*sizes, **options, policy_outputs={})
     obs = torch.as_tensor(envs.reset(seed=settings.seed)[0], dtype=torch.float32)
     lengths = torch.zeros(settings.num_envs)
     lesson = Lesson(student, teacher, envs, storage, obs, student.start(settings.num_envs), lengths)

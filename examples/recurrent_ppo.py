@@ -105,7 +105,6 @@ def collect(
         distribution = policy.distribution(features[0])
         transition.actions = distribution.sample()
         transition.actions_log_prob = distribution.log_prob(transition.actions)
-        transition.action_mean, transition.action_sigma = distribution.mean, distribution.stddev
         transition.values = policy.value(obs)
         obs, final_obs, rewards, transition.dones, transition.time_outs = step(envs, transition.actions)
         transition.rewards = rewards * settings.reward_scale
@@ -134,7 +133,7 @@ def train(settings: Settings, report: Callable[[int, list[float]], None]) -> Pol
     envs, policy = make_envs(settings.num_envs), Policy(settings.has_memory)
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
     sizes = settings.num_envs, settings.num_steps, (NUM_VISIBLE,), (NUM_ALL,), (1,)
-    storage = RolloutStorage(*sizes, generator=settings.seed)
+    storage = RolloutStorage(*sizes, generator=settings.seed, policy_outputs={})  # no mean, no deviation
     obs = torch.as_tensor(envs.reset(seed=settings.seed)[0], dtype=torch.float32)
     state, running = policy.start(settings.num_envs), torch.zeros(settings.num_envs)
     for number in range(settings.num_updates):

@@ -18,7 +18,7 @@ import torch
 from storage.errors import FieldTypeError, MissingFieldError, RolloutDataWarning, SchemaError, UsageError, nearest
 from storage.fields import Field, Schema, dtype_name
 from storage.host_arrays import viewable
-from storage.tree import check_same_names, flatten
+from storage.tree import check_same_names, flatten, map_leaves
 
 from .given_record import items_of
 from .observation_parts import ObservationParts
@@ -132,7 +132,8 @@ def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
         if include:
             raise UsageError("include fields", ", ".join(include), "a RolloutStorage", type(transition).__name__)
         return transition
-    names = ("observations", "critic_observations", "actions", "rewards", "dones", "time_outs", *include)
+    usual = ("observations", "critic_observations", "actions", "rewards", "dones", "time_outs", "policy_outputs")
+    names = (*usual, *include)
     found = {name: getattr(transition, name, None) for name in names}
     for name in include:
         if found[name] is None:
@@ -140,10 +141,10 @@ def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     return {name: _filled(value, transition) for name, value in found.items() if value is not None}
 
 
-def _filled(column: torch.Tensor, storage: Any) -> torch.Tensor:
+def _filled(column: Any, storage: Any) -> Any:
     """Give the filled steps in the order of time: a queue that has come round begins at its cursor."""
-    newest = column[: storage.step]
-    return torch.cat([column[storage.step :], newest]) if getattr(storage, "buffer_full", False) else newest
+    step, is_round = storage.step, getattr(storage, "buffer_full", False)
+    return map_leaves(lambda x: torch.cat([x[step:], x[:step]]) if is_round else x[:step], column)
 
 
 def read_rollout(

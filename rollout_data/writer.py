@@ -197,7 +197,7 @@ class RolloutWriter(Unique):
 
         Args:
             transition: Also a `storage.RolloutStorage`, of which all filled steps are recorded (a queue's each time
-                anew), or a batch of a `RolloutDataset` (see `Transition` for what it does not hold).
+                anew) with declared `policy_outputs`, or a batch of a `RolloutDataset` (see `Transition` for limits).
             final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time, then env.
             policy_version: An integer, `[T]` or `[T, N]`.
             include: Fields of a `RolloutStorage` to record besides the usual ones: "values", "mu", "sigma", ...

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter, ne
 from typing import Any
 
 import numpy as np
 import torch
 
 from .buffer_pool import BufferPool
-from .columns import Column, schema_of
+from .columns import Column, flatten_column, schema_of
 from .errors import FieldTypeError, MissingFieldError, SchemaError
 from .fields import Field, Schema, signed
 from .host_arrays import as_given
@@ -22,6 +23,7 @@ from .modes import lasting
 from .tree import check_same_names, flatten, unflatten
 
 _ACTION = "add a transition"
+_version_of = attrgetter("_version")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,7 @@ class ColumnTable:
         for column in columns:
             if not column.is_lazy:
                 self.allocate(column.fields)
+        self.note_results(False)
 
     @lasting
     def allocate(self, fields: Iterable[Field], with_envs: bool = True) -> None:
@@ -119,22 +122,26 @@ class ColumnTable:
             self.allocate(first_brought)
             return self.plan(transition, row)
         self.num_changes += 1
+        self._versions = tuple(map(_version_of, self._results))  # 0.4 of 18 microseconds
         return writes
 
     @lasting
     def grow(self, num_rows: int) -> None:
         """Append `num_rows` steps, filled like new ones, to every tensor; what is written stays."""
+        has_results = self.has_results
         for name, tensor in self.tensors.items():
             more = torch.full((num_rows, *tensor.shape[1:]), self._fills[name], dtype=tensor.dtype, device=self.device)
             self.tensors[name] = torch.cat([tensor, more])
         self.num_rows += num_rows
-        self._note_change()
+        self._note_change(has_results)
 
     def roll(self, start: int) -> None:
         """Rotate every tensor in place so that the step at `start` comes first."""
+        has_results = self.has_results
         for tensor in self.tensors.values():
             tensor.copy_(torch.cat([tensor[start:], tensor[:start]]))
         self.num_changes += 1
+        self.note_results(has_results)
 
     def check(self, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Check values for columns by name, as `plan` would; give their leaves by field name."""
@@ -198,10 +205,43 @@ class ColumnTable:
         self.num_rows = num_rows
         self._note_change()
 
-    def _note_change(self) -> None:
+    @property
+    def has_results(self) -> bool:
+        """Whether each column that no transition brings was computed, assigned or changed since the last step."""
+        return all(map(ne, map(_version_of, self._results), self._versions))
+
+    def note_results(self, are_new: bool) -> None:
+        """Say whether the results are those of the steps; if not, wait for the next change of `_version`.
+
+        torch counts there what it writes in place, through any view, in any mode.
+        """
+        results = [column for column in self.columns.values() if column.batch and not column.source]
+        self._results = [self.tensors[x.name] for column in results for x in column.fields if x.name in self.tensors]
+        self._versions = tuple(-1 if are_new else x._version for x in self._results)
+
+    def batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
+        """List what a mini-batch carries: flat mini-batch name, `[rows, B, ...]`, and whether it is padded."""
+        has_results = self.has_results
+        return [
+            (name, x, column.is_padded)
+            for column in self.columns.values()
+            if column.batch and (column.source or has_results)
+            for name, x in flatten_column(column.batch, self.view(column.name, rows))
+        ]
+
+    def fill_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Nest what `batch_columns` named, and add what it could not give: the fallback, or None."""
+        found = unflatten(batch) if any("/" in name for name in batch) else dict(batch)
+        for column in self.columns.values():
+            if column.batch and column.batch not in found:
+                found[column.batch] = found[column.fallback] if column.fallback else None
+        return found
+
+    def _note_change(self, has_results: bool = False) -> None:
         """Other tensors are here: forget the rows that were cut of the earlier ones."""
         self.num_changes += 1
         self._rows = None
+        self.note_results(has_results)
 
     def _is_lazy(self, field: Field) -> bool:
         return self.columns[field.name.split("/")[0]].is_lazy

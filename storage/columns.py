@@ -24,6 +24,7 @@ ShapeLike = int | Sequence[int] | Mapping[str, Any]
 
 #: What a storage is made with -> the column that has that shape.
 SHAPED = {"obs": "observations", "critic_obs": "critic_observations", "actions": "actions"}
+_OUTPUTS = "policy_outputs"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,11 @@ def check_sizes(sizes: Mapping[str, Any]) -> None:
 
 
 def rollout_columns(
-    obs_shape: ShapeLike, critic_obs_shape: ShapeLike | None, actions_shape: ShapeLike, num_rewards: int
+    obs_shape: ShapeLike,
+    critic_obs_shape: ShapeLike | None,
+    actions_shape: ShapeLike,
+    num_rewards: int,
+    policy_outputs: Mapping[str, Any] | None = None,
 ) -> list[Column]:
     """Declare what on-policy learning keeps of each step."""
 
@@ -103,8 +108,7 @@ def rollout_columns(
         Column("dones", (done,), "dones", is_flag=True),
         Column("values", like_rewards("values"), "values", "values"),
         Column("actions_log_prob", (log_prob,), "actions_log_prob", "old_actions_log_prob"),
-        Column("mu", like_actions("mu"), "action_mean", "old_mu"),
-        Column("sigma", like_actions("sigma"), "action_sigma", "old_sigma"),
+        *_policy_columns(actions_shape, policy_outputs),
         Column("returns", like_rewards("returns"), batch="returns"),
         Column("advantages", like_rewards("advantages"), batch="advantages"),
         Column("time_outs", (cut,), "time_outs", is_required=False, is_flag=True),
@@ -117,6 +121,19 @@ def rollout_columns(
             is_lazy=True,
         ),
     ]
+
+
+def _policy_columns(actions_shape: ShapeLike, outputs: Mapping[str, Any] | None) -> list[Column]:
+    """Declare mean and deviation of a Gaussian policy, or what another policy gives instead."""
+    gaussian = {"mu": "action_mean", "sigma": "action_sigma"}
+    if outputs is None:
+        columns = [Column(x, declare_fields(x, actions_shape), gaussian[x], f"old_{x}") for x in gaussian]
+        return [*columns, Column(_OUTPUTS, ())]
+    if not isinstance(outputs, Mapping):
+        raise SchemaError("create a storage", f"with {_OUTPUTS}", "a mapping of names to shapes", repr(outputs))
+    fields = declare_fields(_OUTPUTS, outputs) if outputs else ()
+    absent = [Column(x, (), batch=f"old_{x}") for x in gaussian]
+    return [*absent, Column(_OUTPUTS, fields, _OUTPUTS if fields else "", _OUTPUTS)]
 
 
 def is_absent(shape: ShapeLike | None) -> bool:
@@ -182,12 +199,16 @@ def shape_from_json(written: Any) -> Any:
 def shapes_to_json(columns: Mapping[str, Column]) -> dict[str, Any]:
     """Write the shapes that a storage with these columns is made with."""
     fields = {short: columns[name].fields if name in columns else () for short, name in SHAPED.items()}
-    return {f"{short}_shape": shape_to_json(SHAPED[short], found) for short, found in fields.items()}
+    shapes = {f"{short}_shape": shape_to_json(SHAPED[short], found) for short, found in fields.items()}
+    if _OUTPUTS in columns and columns[_OUTPUTS].batch:  # those of a Gaussian policy are not named
+        shapes[_OUTPUTS] = shape_to_json(_OUTPUTS, columns[_OUTPUTS].fields) or []
+    return shapes
 
 
 def shapes_from_json(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Read what `shapes_to_json` wrote."""
-    return {f"{short}_shape": shape_from_json(arguments[f"{short}_shape"]) for short in SHAPED}
+    shapes = {f"{short}_shape": shape_from_json(arguments[f"{short}_shape"]) for short in SHAPED}
+    return shapes | ({_OUTPUTS: shape_from_json(arguments[_OUTPUTS])} if _OUTPUTS in arguments else {})
 
 
 def flatten_column(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ class QueueRolloutStorage(RolloutStorage):
 
     Args:
         num_envs, num_transitions_per_env, obs_shape, critic_obs_shape, actions_shape, num_rewards,
-            device, generator: As for `RolloutStorage`; `num_transitions_per_env` is one rollout.
+            device, generator, policy_outputs: As for `RolloutStorage`; `num_transitions_per_env` is one rollout.
         buffer_dilation_ratio: How many rollouts are kept, at least 1; need not be whole.
 
     It starts with room for one rollout. When that is full, `clear()` grows it by another one, until
@@ -141,10 +141,12 @@ class QueueRolloutStorage(RolloutStorage):
 class ActionLabelRollout(QueueRolloutStorage):
     """A `QueueRolloutStorage` with the actions that a teacher would have taken, for distillation.
 
-    `Transition.action_labels` `[B, *A]` is required; mini-batches end with `action_labels`.
+    `Transition.action_labels` `[B, *A]` is required; mini-batches end with `action_labels`. Labels need no
+    `compute_returns`: without it since the last step, returns and advantages of a mini-batch are None.
     """
 
     MiniBatch = ActionLabelMiniBatch
+    needs_returns = False
 
     def declare_columns(self) -> list[Column]:
         """Declare one column more."""

@@ -18,7 +18,6 @@ from .columns import (
     ShapeLike,
     Signals,
     check_sizes,
-    flatten_column,
     is_absent,
     rollout_columns,
     shapes_from_json,
@@ -49,7 +48,6 @@ from .returns import (
 from .scans import Scalar
 from .snapshot import Snapshotted, State, checked_count
 from .transition import MiniBatch, Transition
-from .tree import unflatten
 
 # Inside the class these names are the established class attributes.
 _Transition = Transition
@@ -65,22 +63,26 @@ class RolloutStorage(Snapshotted):
         obs_shape: Shape of one observation, or a nested dict whose leaves are shapes or pairs of
             shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`.
         critic_obs_shape: The same for the critic; None, (None,) or [None] if it sees no other.
-        actions_shape: Shape of one action.
+        actions_shape: Shape of one action, float32, or a pair of shape and dtype: `((), "int64")`.
         num_rewards: R, reward heads.
         device: Where everything is kept.
         generator: Draws the permutations: a `torch.Generator`, a seed, or None for a generator of
             its own that is seeded once from torch's.
+        policy_outputs: What a policy that is not Gaussian gives instead of `action_mean` and `action_sigma`, which
+            are then neither taken nor kept: `{"logits": (7,), "option": ((), torch.int64)}`, or {} for nothing.
         output_device: Where mini-batches are delivered; None for `device`. From the CPU to a GPU they
             travel as pinned memory on a stream of their own.
 
-    Every column is an attribute: `observations`, `critic_observations` (None if absent),
-    `actions`, `rewards`, `dones` (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `returns`,
-    `advantages`, `time_outs` (bool), `saved_hidden_states`. They share memory with the storage.
-    A subclass adds a column by extending `declare_columns`.
+    Every column is an attribute, None if absent: `observations`, `critic_observations`, `actions`, `rewards`, `dones`
+    (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `policy_outputs` (a dict), `returns`, `advantages`,
+    `time_outs` (bool), `saved_hidden_states`. They share memory with the storage: writing both `returns` and
+    `advantages`, by assignment or in place, replaces `compute_returns`. A subclass extends `declare_columns`.
     """
 
     Transition: type[Any] = Transition
     MiniBatch: type[Any] = MiniBatch
+    #: Whether mini-batches are refused until returns are computed; if not, they carry None instead.
+    needs_returns = True
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class RolloutStorage(Snapshotted):
         *,
         generator: torch.Generator | int | None = None,
         output_device: torch.device | str | None = None,
+        policy_outputs: Mapping[str, Any] | None = None,
     ) -> None:
         sizes = {"num_envs": num_envs, "num_transitions_per_env": num_transitions_per_env, "num_rewards": num_rewards}
         check_sizes(sizes)
@@ -102,6 +105,7 @@ class RolloutStorage(Snapshotted):
         self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
         self.actions_shape = actions_shape
         self.num_rewards = int(num_rewards)
+        self.policy_output_shapes = policy_outputs
         self.device = checked_device("device", device)
         self.rng = make_generator(generator)
         self.step = 0
@@ -113,7 +117,8 @@ class RolloutStorage(Snapshotted):
 
     def declare_columns(self) -> list[Column]:
         """Declare what is kept; subclasses add to the list."""
-        return rollout_columns(self.obs_shape, self.critic_obs_shape, self.actions_shape, self.num_rewards)
+        shapes = self.obs_shape, self.critic_obs_shape, self.actions_shape
+        return rollout_columns(*shapes, self.num_rewards, self.policy_output_shapes)
 
     @property
     def num_transitions_per_env(self) -> int:
@@ -214,6 +219,7 @@ class RolloutStorage(Snapshotted):
             normalize_(x.advantages, normalize)
             self._delivery.note_write()
             self._num_partial_rows = rows
+            self._table.note_results(True)
 
     @torch.no_grad()
     def get_statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,16 +256,13 @@ class RolloutStorage(Snapshotted):
                 (others in each epoch) is left out. False: sizes differ by at most one, all rows come.
 
         Raises:
-            UsageError: At the call, not at the first `next`: an argument is not as above, or the
-                rollout is not full (partial ones need `compute_returns(allow_partial=True)`). At a later
-                mini-batch: steps were added or a state loaded meanwhile, and rows are read at each.
+            UsageError: At the call, not at the first `next`: an argument is not as above, the rollout is not full
+                (partial ones need `compute_returns(allow_partial=True)`), or its returns were not computed (or
+                written) since the last step. Later: steps were added or a state loaded, and rows are read at each.
         """
-        with self._lock:
-            rows = self._num_rows_for(GENERATE, allow_partial=False)
-        check_counts(num_mini_batches, num_epochs, rows * self.num_envs, "row")
         if reshuffle not in _RESHUFFLES:
             raise UsageError(GENERATE, "", f"reshuffle one of {_RESHUFFLES}", repr(reshuffle))
-        bounds = batch_bounds(rows * self.num_envs, num_mini_batches, drop_last)
+        rows, bounds = self._plan_batches(num_mini_batches, num_epochs, drop_last, "row")
         return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
 
     def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[Any]:
@@ -274,14 +277,22 @@ class RolloutStorage(Snapshotted):
         Raises:
             UsageError: At the call: like `mini_batch_generator`; at most one mini-batch per env.
         """
-        with self._lock:
-            rows = self._num_rows_for(GENERATE, allow_partial=False)
-        check_counts(num_mini_batches, num_epochs, self.num_envs, "env")
-        bounds = batch_bounds(self.num_envs, num_mini_batches, drop_last=False)
+        rows, bounds = self._plan_batches(num_mini_batches, num_epochs, False, "env")
         return self._env_batches(rows, bounds, num_epochs)
 
     #: The established misspelling.
     reccurent_mini_batch_generator = recurrent_mini_batch_generator
+
+    def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
+        """Say how many steps there are, and how their rows or envs are cut; refuse what cannot be generated."""
+        with self._lock:
+            rows = self._num_rows_for(GENERATE, allow_partial=False)
+            num_items = self.num_envs * (rows if item == "row" else 1)
+            check_counts(num_mini_batches, num_epochs, num_items, item)
+            if self.needs_returns and not self._table.has_results:
+                expected, advice = "compute_returns() since the last step", "Call it, or write returns and advantages"
+                raise UsageError(GENERATE, "", expected, "none", advice)
+        return rows, batch_bounds(num_items, num_mini_batches, drop_last)
 
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
         with self._lock, torch.no_grad():
@@ -314,20 +325,10 @@ class RolloutStorage(Snapshotted):
                 yield self._to_mini_batch(batch, hidden_states=self._states.build(leaves), masks=masks)
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
-        """List what a mini-batch carries: flat mini-batch name, `[rows, B, ...]`, and whether it is padded."""
-        carried = [column for column in self._table.columns.values() if column.batch]
-        return [
-            (name, x, column.is_padded)
-            for column in carried
-            for name, x in flatten_column(column.batch, self._table.view(column.name, rows))
-        ]
+        return self._table.batch_columns(rows)
 
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
-        found = (unflatten(batch) if any("/" in name for name in batch) else dict(batch)) | more
-        for column in self._table.columns.values():
-            if column.batch and column.batch not in found:
-                found[column.batch] = found[column.fallback] if column.fallback else None
-        return self.MiniBatch(**found)
+        return self.MiniBatch(**self._table.fill_batch(batch), **more)
 
     def _put_in_order(self) -> None:
         """Bring the steps into the order of time; here they always are."""
@@ -365,7 +366,7 @@ class RolloutStorage(Snapshotted):
             numbers = {
                 "step": self.step,
                 "num_rows": self._table.num_rows,
-                "num_partial_rows": self._num_partial_rows,
+                "num_partial_rows": self._num_partial_rows or self._table.num_rows * self._table.has_results,
                 "states": structure.layout if structure else None,
             }
             tensors = {**self._table.tensors, "rng": self.rng.get_state()}
@@ -378,6 +379,7 @@ class RolloutStorage(Snapshotted):
             kept = {name: x for name, x in tensors.items() if name != "rng"}
             self._states.check_kept(numbers["states"], kept, num_rows)
             self._table.replace(kept, num_rows)
+            self._table.note_results(num_partial_rows > 0)
             self._states.structure = StateStructure(numbers["states"]) if numbers["states"] is not None else None
             self.rng.set_state(tensors["rng"])
             self.step, self._num_partial_rows = step, num_partial_rows

@@ -36,7 +36,7 @@ class SarsaRolloutStorage(RolloutStorage):
 
     Args:
         num_envs, num_transitions_per_env, obs_shape, critic_obs_shape, actions_shape, num_rewards,
-            device, generator: As for `RolloutStorage`.
+            device, generator, policy_outputs: As for `RolloutStorage`.
         strict_next: Whether `next_obs` at a done is the true final observation, if one was given;
             False gives the plain shift, which is the first observation after the reset.
         emit_next_valid: Whether mini-batches say in `next_valid` where `next_obs` is of the same

@@ -39,9 +39,9 @@ class Transition:
     actions_log_prob: torch.Tensor | None = None
     """`[B]` or `[B, 1]`: log-probability of the action."""
     action_mean: torch.Tensor | None = None
-    """`[B, *A]`: mean of the action distribution."""
+    """`[B, *A]`: mean of the action distribution; not with declared `policy_outputs`."""
     action_sigma: torch.Tensor | None = None
-    """`[B, *A]`: standard deviation of the action distribution."""
+    """`[B, *A]`: standard deviation of the action distribution; not with declared `policy_outputs`."""
     hidden_states: Any = None
     """The recurrent state before the step: None, a `[layers, B, H]` tensor, or (named) tuples of them."""
     time_outs: torch.Tensor | None = None
@@ -54,6 +54,8 @@ class Transition:
     """Like `next_observations`, for the critic."""
     action_labels: torch.Tensor | None = None
     """`[B, *A]`: what a teacher would have done."""
+    policy_outputs: Tree = None
+    """A dict of `[B, ...]`: what a policy that is not Gaussian gives, as declared with the storage."""
 
     def clear(self) -> None:
         """Set every field to None."""
@@ -79,28 +81,31 @@ class MiniBatch(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
     old_actions_log_prob: torch.Tensor
-    old_mu: torch.Tensor
-    old_sigma: torch.Tensor
+    old_mu: torch.Tensor | None
+    old_sigma: torch.Tensor | None
     hidden_states: Any = None
     """Recurrent batches: the states at the first step of each trajectory, leaves `[layers, n_traj, H]`."""
     masks: torch.Tensor | None = None
     """Recurrent batches: `[T, n_traj]` bool, False on padding."""
+    policy_outputs: Tree = None
+    """A dict of `[M, ...]`, in recurrent batches `[T, envs, ...]`: what was declared instead of mean and deviation."""
 
 
 class ActionLabelMiniBatch(NamedTuple):
-    """A `MiniBatch` with the labels of a teacher."""
+    """A `MiniBatch` with the labels of a teacher; without computed returns, these and the advantages are None."""
 
     obs: Tree
     critic_obs: Tree
     actions: torch.Tensor
     values: torch.Tensor
-    advantages: torch.Tensor
-    returns: torch.Tensor
+    advantages: torch.Tensor | None
+    returns: torch.Tensor | None
     old_actions_log_prob: torch.Tensor
-    old_mu: torch.Tensor
-    old_sigma: torch.Tensor
+    old_mu: torch.Tensor | None
+    old_sigma: torch.Tensor | None
     hidden_states: Any = None
     masks: torch.Tensor | None = None
+    policy_outputs: Tree = None
     action_labels: torch.Tensor | None = None
     """`[M, *A]`; in recurrent batches `[T, envs, *A]`, like the actions."""
 
@@ -115,10 +120,11 @@ class SarsaMiniBatch(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
     old_actions_log_prob: torch.Tensor
-    old_mu: torch.Tensor
-    old_sigma: torch.Tensor
+    old_mu: torch.Tensor | None
+    old_sigma: torch.Tensor | None
     hidden_states: Any = None
     masks: torch.Tensor | None = None
+    policy_outputs: Tree = None
     next_obs: Tree = None
     """Like `obs`, one step later; the true final observation where one was given."""
     next_critic_obs: Tree = None

@@ -22,7 +22,7 @@ from ..columns import Column, declare_fields
 from ..errors import UsageError, nearest
 from ..fields import DTYPES, Field, dtype_name
 from ..hidden_states import SavedStates
-from ..mini_batches import GENERATE, WIDE_ROW_BYTES_ONCE, RowGather, batch_bounds, check_counts
+from ..mini_batches import GENERATE, WIDE_ROW_BYTES_ONCE, RowGather
 from ..rollout_storage import RolloutStorage
 from ..snapshot import State
 from ..tree import unflatten
@@ -164,18 +164,15 @@ class RslRlStorage(RolloutStorage):
         self._check_rl()
         if not self.compat:
             return super().mini_batch_generator(num_mini_batches, num_epochs, **options)
-        num_rows = self._num_rows_for(GENERATE, allow_partial=False) * self.num_envs
-        check_counts(num_mini_batches, num_epochs, num_rows, "row")
-        return self._compatible(batch_bounds(num_rows, num_mini_batches, drop_last=True), num_epochs)
+        _, bounds = self._plan_batches(num_mini_batches, num_epochs, True, "row")
+        return self._compatible(bounds, num_epochs)
 
     def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[Any]:
         """Yield mini-batches of whole envs, padded; see `RolloutStorage`."""
         self._check_rl()
         if not self.compat:
             return super().recurrent_mini_batch_generator(num_mini_batches, num_epochs)
-        rows = self._num_rows_for(GENERATE, allow_partial=False)
-        check_counts(num_mini_batches, num_epochs, self.num_envs, "env")
-        return self._env_batches(rows, batch_bounds(self.num_envs, num_mini_batches, drop_last=True), num_epochs)
+        return self._env_batches(*self._plan_batches(num_mini_batches, num_epochs, True, "env"), num_epochs)
 
     def _arguments(self) -> dict[str, Any]:
         """JSON-able: the training type and settings beside sizes and shapes."""

@@ -81,6 +81,15 @@ def test_ppo_learns_something_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.isfinite(parameter).all() for parameter in policy.parameters())
 
 
+def test_a_categorical_policy_learns_to_balance_the_pole(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    before_s = processor_s()
+    text = run(tmp_path, "categorical_ppo.py")
+    assert processor_s() - before_s < MAX_QUICK_S
+    found = re.search(r"without exploration: (\d+) of 500", text)
+    assert found and int(found[1]) >= 475
+
+
 def test_the_examples_are_short_enough_to_copy() -> None:
     lengths = {name: len((EXAMPLES / name).read_text().splitlines()) for name in ("ppo.py", "playback.py")}
     assert lengths["ppo.py"] < 150 and lengths["playback.py"] <= 25

@@ -124,6 +124,8 @@ def rows(step, *shape):
 
 def test_every_field_of_a_row_belongs_together():
     storage = filled()
+    with pytest.raises(UsageError, match=r"generate mini-batches: expected compute_returns\(\) since the last step"):
+        storage.mini_batch_generator(4, 2)
     storage.returns, storage.advantages = storage.values + 1, storage.values - 1
     assert storage.observations.batch_size == torch.Size([STEPS, ENVS])
     for batch in storage.mini_batch_generator(4, 2):
@@ -137,7 +139,9 @@ def test_every_field_of_a_row_belongs_together():
 
 
 def test_every_epoch_of_one_update_has_the_same_batches_and_every_row_once():
-    batches = [batch.values.flatten() for batch in filled().mini_batch_generator(4, 2)]
+    storage = filled()
+    storage.compute_returns(torch.zeros(ENVS), 0.9, 0.9)
+    batches = [batch.values.flatten() for batch in storage.mini_batch_generator(4, 2)]
     assert all(torch.equal(x, y) for x, y in zip(batches[:4], batches[4:], strict=True))
     assert torch.equal(torch.cat(batches[:4]).sort().values, filled().values.flatten().sort().values)
 

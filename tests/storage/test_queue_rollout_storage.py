@@ -109,9 +109,11 @@ def test_i04_both_generators_see_the_order_of_time():
     storage = queue(ratio=1.0)
     fill(storage, count=4)
     fill(storage, first=4, count=3)
+    storage.compute_returns(torch.zeros(3), 0.9, 0.9)
     flat = sorted(int(x) for batch in storage.mini_batch_generator(2, 1) for x in batch.obs[:, 0])
     assert sorted(set(flat)) == [3, 4, 5, 6] and storage.step == 0
     fill(storage, first=7, count=1)
+    storage.compute_returns(torch.zeros(3), 0.9, 0.9)
     (batch,) = storage.recurrent_mini_batch_generator(1, 1)
     assert batch.obs[:, 0, 0].int().tolist() == [4, 5, 6, 7]
 

@@ -141,6 +141,7 @@ def test_final_observations_of_an_earlier_rollout_are_not_used_again():
             transition.next_observations = later.observations
             transition.next_critic_observations = later.critic_observations
         storage.add_transitions(transition)
+    storage.compute_returns(torch.zeros(2), 0.9, 0.9)
     for batch in storage.mini_batch_generator(1, 1):
         check_rows(batch.obs, batch.next_obs, torch.zeros(6))
 
