@@ -75,19 +75,13 @@ class WindowLoader:
             told = [dataset.opened_as]
             torch.distributed.broadcast_object_list(told, 0)
             self.dataset = dataset.at(told[0])
-        if len(dataset) and not len(self):
-            ranks = current_shard(self._shard).total
-            about = f"batch_size {self.batch_size}, drop_last {self.drop_last}, ranks {ranks}"
-            text = f"a WindowLoader has no batch: there are too few of {len(dataset)} windows ({about})"
+        if len(self.dataset) and not len(self):
+            about = f"batch_size {batch_size}, drop_last {drop_last}, ranks {current_shard(self._shard).total}"
+            text = f"a WindowLoader has no batch: there are too few of {len(self.dataset)} windows ({about})"
             warnings.warn(text, RolloutDataWarning, stacklevel=2)
         #: Counts iterations that were begun and jumps: an iteration from before is over.
         self._turn = 0
         self.set_epoch(0)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next batch belongs to."""
-        return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, and count on from there."""
@@ -95,7 +89,8 @@ class WindowLoader:
         self._turn += 1
 
     def _go_to(self, epoch: int) -> None:
-        self._epoch, self._position, self._windows = epoch, 0, self.dataset
+        self.epoch = epoch  #: The epoch that the next batch belongs to.
+        self._position, self._windows = 0, self.dataset
 
     def __len__(self) -> int:
         """Count the batches of a whole epoch of this rank."""
@@ -109,11 +104,10 @@ class WindowLoader:
         return generator.permutation(len(windows)) if self.shuffle else np.arange(len(windows))
 
     def _bounds(self, start: int, stop: int) -> Int64s:
-        shard = current_shard(self._shard)
-        return rank_batches(start, stop, self.batch_size, shard, self.even, self.drop_last)
+        return rank_batches(start, stop, self.batch_size, current_shard(self._shard), self.even, self.drop_last)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        epoch, start, order = self._epoch, self._position, self.order(self._epoch)
+        epoch, start, order = self.epoch, self._position, self.order(self.epoch)
         self._turn += 1
         turn, global_size = self._turn, self.batch_size * current_shard(self._shard).total
         bounds = self._bounds(start, len(order))
@@ -135,8 +129,9 @@ class WindowLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks stand after the last batch that was delivered, in plain data: the same in each of them."""
-        place = {"epoch": self._epoch, "position": self._position, "windows": self._windows.opened_as}
-        return {"version": _VERSION, **place, **self._settings(self._windows)}
+        place = {"epoch": self.epoch, "position": self._position, "windows": self._windows.opened_as}
+        settings = {"num_windows": len(self._windows), "shuffle": self.shuffle, "seed": self.seed}
+        return {"version": _VERSION, **place, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, in any number of ranks and with any batch size: the same windows follow.
@@ -154,17 +149,14 @@ class WindowLoader:
             raise UsageError("resume the loader", "", f"a state of version 1 or {_VERSION}", repr(state.get("version")))
         elif position:
             windows = windows.at(state["windows"])
-        for name, value in self._settings(windows).items():
-            if state.get(name) != value and (position or name != "num_windows"):
+        num_windows = {"num_windows": len(windows)} if position else {}
+        for name, value in {**num_windows, "shuffle": self.shuffle, "seed": self.seed}.items():
+            if state.get(name) != value:
                 raise UsageError("resume the loader", "", f"{name} = {value}", repr(state.get(name)))
         position, epoch = whole("position", position, 0), whole("epoch", state["epoch"], 0)
-        self.set_epoch(epoch)
-        self._position, self._windows = position, windows
-        if position and not len(self._bounds(position, len(windows))):
-            self._go_to(epoch + 1)
-
-    def _settings(self, windows: WindowDataset | WindowMixture) -> dict[str, Any]:
-        return {"num_windows": len(windows), "shuffle": self.shuffle, "seed": self.seed}
+        is_over = position > 0 and not len(self._bounds(position, len(windows)))
+        self.set_epoch(epoch + is_over)
+        self._position, self._windows = (0, self.dataset) if is_over else (position, windows)
 
 
 def _batches(windows: WindowDataset | WindowMixture, order: Int64s, bounds: Int64s) -> Iterator[dict[str, Any]]:

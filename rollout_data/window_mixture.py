@@ -112,8 +112,7 @@ class WindowMixture(Dataset[dict[str, Any]]):
         """Give the mixture of its members as they were opened; see `WindowDataset`."""
         if self.opened_as == opened_as:
             return self
-        members = [dataset.at(one) for dataset, one in zip(self.datasets, opened_as, strict=True)]
-        return WindowMixture(members, self._given)
+        return WindowMixture([each.at(one) for each, one in zip(self.datasets, opened_as, strict=True)], self._given)
 
     #: See `WindowDataset.collate`.
     collate = staticmethod(collate_windows)
@@ -145,9 +144,7 @@ class MixtureSampler(Sampler[int]):
     themselves, as accelerate and Lightning do, need `shard="none"`.
     """
 
-    def __init__(
-        self, mixture: WindowMixture, num_samples: int, seed: int, even: Even = "pad", shard: ShardChoice = "auto"
-    ) -> None:
+    def __init__(self, mixture: WindowMixture, num_samples: int, seed: int, even: Even, shard: ShardChoice) -> None:
         self.mixture, self.num_samples, self.seed = mixture, num_samples, whole("seed", seed, 0)
         self.even, self._shard, self.epoch = checked_even(even), checked_shard(shard), 0
 
