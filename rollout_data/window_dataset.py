@@ -72,6 +72,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
 
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
+        opened_as: What it shows, for `at`: a short list of plain data.
 
     Raises:
         UsageError: An argument is wrong, or nothing was recorded.
@@ -107,7 +108,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
         self._flatten_observations = bool(flatten_observations)
         self._verify_on_open = verify_on_open
         self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
-        self._opened_as: tuple[dict[str, int] | None, int] | None = None
+        self.opened_as: list[Any] | None = None
         self._open()
         if not len(self):
             warnings.warn(self._why_empty(), RolloutDataWarning, stacklevel=2)
@@ -116,20 +117,17 @@ class WindowDataset(Dataset[dict[str, Any]]):
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
         self._source: Source = open_source(self._paths, self._verify_on_open, self._chunk_cache_bytes)
         self._source.refresh()
-        before = self._opened_as
+        before = self.opened_as
         self._store: FrameStore = self._source.snapshot(before[0] if before is not None else None)
         self.trajectories = choose_trajectories(self._store.index, self._split)
         if not len(self._store.layouts[DATA].schema):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
             raise UsageError("read windows", f"of {self.data_dir!r}", "recorded trajectories", found)
-        is_known = isinstance(self._source, BlockSource)
-        state = writers_upto(self._store.index) if is_known else None, _fingerprint(self._store, self.trajectories)
-        if before is not None and state[1] != before[1]:
-            expected = "the trajectories that it was opened with"
-            raise DataFileError(
-                "open the windows again", f"of {self.data_dir!r}", expected, "others", "Open the dataset anew"
-            )
-        self._opened_as = state
+        upto = writers_upto(self._store.index) if isinstance(self._source, BlockSource) else None
+        self.opened_as = [upto, _fingerprint(self._store, self.trajectories)]
+        if before is not None and self.opened_as[1] != before[1]:
+            what, expected = f"of {self.data_dir!r}", "the trajectories that it was opened with"
+            raise DataFileError("open the windows again", what, expected, "others", "Open the dataset anew")
         layout, next_observations = self._store.layouts[DATA], self._next_observations
         self.plan: WindowPlan = plan_windows(
             layout, self.length, self._delta, self._fields, next_observations, self._flatten_observations
@@ -172,6 +170,14 @@ class WindowDataset(Dataset[dict[str, Any]]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
+
+    def at(self, opened_as: Any) -> WindowDataset:
+        """Give the dataset as it was `opened_as` this; `DataFileError` if trajectories of then are gone."""
+        if self.opened_as == opened_as:
+            return self
+        earlier: WindowDataset = object.__new__(type(self))
+        earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as})
+        return earlier
 
     # What there is
 

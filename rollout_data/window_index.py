@@ -17,11 +17,14 @@ import numpy as np
 from storage.errors import UsageError, nearest
 
 from .index import Int64s, TrajectoryIndex
+from .sharding import Shard
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
 PADDINGS = ("none", "repeat", "edge", "zero")
 SPLITS = ("train", "validation")
+EVENS = ("pad", "drop", "none")
+Even = Literal["pad", "drop", "none"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,28 @@ class WindowIndex:
         """Give the place in `trajectories` and the anchor of each window, int64 `[B]` both."""
         place = np.searchsorted(self.first_window, windows, side="right") - 1
         return place, self.first_anchor + (windows - self.first_window[place]) * self.stride
+
+
+def checked_even(value: str) -> str:
+    """Check an `even` argument."""
+    if value not in EVENS:
+        raise UsageError("share windows out", "", f"even {nearest(str(value), EVENS)}", repr(value))
+    return value
+
+
+def rank_batches(start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool) -> Int64s:
+    """Cut places of an epoch into batches of all ranks, and those into the ranks' parts: int64 `[K, 2]`, half-open.
+
+    Parts that go beyond `stop` go on with the first places of the epoch; those of `even="none"` may be empty.
+    """
+    size = batch_size * shard.total
+    stop -= (stop - start) % size if drop_last else 0
+    first = np.arange(start, stop, size)
+    share, rest = np.divmod(np.minimum(size, stop - first), shard.total)
+    share += (rest > 0) & (even == "pad")
+    rest *= even == "none"
+    ranks = np.array([[shard.number], [shard.number + 1]])
+    return (first + ranks * share + np.minimum(ranks, rest))[:, share + rest > 0].T
 
 
 def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:

@@ -18,10 +18,10 @@ from storage.tree import flatten, map_leaves, unflatten
 
 from .dataset_arguments import whole
 from .index import Int64s
-from .sharding import is_in_worker
+from .sharding import ShardChoice, checked_shard, current_shard, is_in_worker
 from .window_batch import SharedMemory, WindowBatch, collate_windows
 from .window_dataset import WindowDataset
-from .window_index import checked_windows
+from .window_index import Even, checked_even, checked_windows, rank_batches
 from .window_reader import Allocate
 
 
@@ -54,7 +54,8 @@ class WindowMixture(Dataset[dict[str, Any]]):
         if ((given > 0) & (sizes == 0)).any():
             empty = int(np.flatnonzero((given > 0) & (sizes == 0))[0])
             raise UsageError("mix datasets", f"with number {empty}", "windows, or no weight", "no window")
-        self.weights = given / given.sum()
+        self.weights, self._given = given / given.sum(), weights
+        self.opened_as = [dataset.opened_as for dataset in self.datasets]
         self._first = np.append(0, np.cumsum(sizes))
         self._check_alike()
         self._pool, self._shared = BufferPool(), SharedMemory()
@@ -107,6 +108,12 @@ class WindowMixture(Dataset[dict[str, Any]]):
                 _as_array(out[name])[places] = _as_array(values)
         return unflatten(out)
 
+    def at(self, opened_as: Any) -> WindowMixture:
+        """Give the mixture of its members as they were opened; see `WindowDataset`."""
+        if self.opened_as == opened_as:
+            return self
+        return WindowMixture([each.at(one) for each, one in zip(self.datasets, opened_as, strict=True)], self._given)
+
     #: See `WindowDataset.collate`.
     collate = staticmethod(collate_windows)
 
@@ -122,29 +129,40 @@ class WindowMixture(Dataset[dict[str, Any]]):
         sizes = np.diff(self._first)[member]
         return self._first[member] + np.minimum((generator.random(num_samples) * sizes).astype(np.int64), sizes - 1)
 
-    def sampler(self, num_samples: int | None = None, seed: int = 0) -> MixtureSampler:
+    def sampler(
+        self, num_samples: int | None = None, seed: int = 0, *, even: Even = "pad", shard: ShardChoice = "auto"
+    ) -> MixtureSampler:
         """Give a sampler for a `DataLoader`: `num_samples` draws an epoch (None: as many as there are windows)."""
-        return MixtureSampler(self, len(self) if num_samples is None else whole("num_samples", num_samples, 0), seed)
+        num_samples = len(self) if num_samples is None else whole("num_samples", num_samples, 0)
+        return MixtureSampler(self, num_samples, seed, even, shard)
 
 
 class MixtureSampler(Sampler[int]):
-    """Draws of a mixture, a function of (seed, epoch); each iteration is the next epoch."""
+    """Draws of a mixture, a function of (seed, epoch); each iteration is the next epoch.
 
-    def __init__(self, mixture: WindowMixture, num_samples: int, seed: int) -> None:
+    Rank r of W takes the draws r, r + W, ...; `even` and `shard` are as in `WindowLoader`. Trainers that split samplers
+    themselves, as accelerate and Lightning do, need `shard="none"`.
+    """
+
+    def __init__(self, mixture: WindowMixture, num_samples: int, seed: int, even: Even, shard: ShardChoice) -> None:
         self.mixture, self.num_samples, self.seed = mixture, num_samples, whole("seed", seed, 0)
-        self.epoch = 0
+        self.even, self._shard, self.epoch = checked_even(even), checked_shard(shard), 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of another epoch."""
-        self.epoch = int(epoch)
+        """Let the next iteration be that of another epoch, and count on from there."""
+        self.epoch = whole("epoch", epoch, 0)
+
+    def _places(self) -> Int64s:
+        bounds = rank_batches(0, self.num_samples, 1, current_shard(self._shard), self.even, False)
+        return bounds[bounds[:, 0] < bounds[:, 1], 0]
 
     def __len__(self) -> int:
-        return self.num_samples
+        return len(self._places())
 
     def __iter__(self) -> Iterator[int]:
         order = self.mixture.draw(self.num_samples, np.random.default_rng([self.seed, self.epoch]))
         self.epoch += 1
-        return iter(order.tolist())
+        return iter(order.take(self._places(), mode="wrap").tolist())
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:

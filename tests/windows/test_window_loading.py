@@ -155,19 +155,19 @@ def test_a_resumed_loader_repeats_and_skips_nothing(plain, num_seen):
     for _, batch in zip(range(num_seen), loader, strict=False):
         seen.append(tuple(batch["observation"][:, 0, 2].tolist()))
     state = loader.state_dict()
-    assert state["num_delivered"] == num_seen
+    assert state["position"] == 8 * num_seen
     again = WindowLoader(plain, 8, seed=5)
     again.load_state_dict(state)
     assert seen + numbers_of(again) + numbers_of(again) == expected
-    with pytest.raises(UsageError, match="expected batch_size = 9, got 8"):
-        WindowLoader(plain, 9, seed=5).load_state_dict(state)
+    with pytest.raises(UsageError, match="expected seed = 6, got 5"):
+        WindowLoader(plain, 8, seed=6).load_state_dict(state)
 
 
 def test_of_two_iterations_the_first_is_over(plain):
     loader = WindowLoader(plain, 8, seed=5)
     with pytest.raises(UsageError, match="expected one at a time, got another one"):
         list(zip(loader, loader, strict=True))
-    assert loader.state_dict()["num_delivered"] == 2
+    assert loader.state_dict()["position"] == 16
     rest = numbers_of(loader)
     assert rest == numbers_of(WindowLoader(plain, 8, seed=5))[2:]
     old = iter(loader)
