@@ -9,7 +9,7 @@ from storage.errors import RolloutDataError, RolloutDataWarning
 from .base import RolloutFileBase
 from .expert import load_expert_trajectories
 from .normalization import FieldStatistics
-from .recording import RecordingSummary, record_demonstrations
+from .recording import EpisodeSummary, RecordingSummary, RecordingWrapper, record_demonstrations
 from .rollout_dataset import RolloutDataset
 from .trajectory_replay_buffer import TrajectoryCache, TrajectoryReplayBuffer
 from .transition import Transition
@@ -19,8 +19,10 @@ from .window_mixture import WindowMixture
 from .writer import RolloutWriter
 
 __all__ = [
+    "EpisodeSummary",
     "FieldStatistics",
     "RecordingSummary",
+    "RecordingWrapper",
     "RolloutDataError",
     "RolloutDataWarning",
     "RolloutDataset",
