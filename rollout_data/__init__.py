@@ -10,7 +10,7 @@ from .base import RolloutFileBase
 from .delivery import RolloutLoader, loader
 from .expert import load_expert_trajectories
 from .normalization import FieldStatistics
-from .recording import RecordingSummary, record_demonstrations
+from .recording import EpisodeSummary, RecordingSummary, RecordingWrapper, record_demonstrations
 from .rollout_dataset import RolloutDataset
 from .trajectory_replay_buffer import TrajectoryCache, TrajectoryReplayBuffer
 from .transition import Transition
@@ -20,8 +20,10 @@ from .window_mixture import WindowMixture
 from .writer import RolloutWriter
 
 __all__ = [
+    "EpisodeSummary",
     "FieldStatistics",
     "RecordingSummary",
+    "RecordingWrapper",
     "RolloutDataError",
     "RolloutDataWarning",
     "RolloutDataset",

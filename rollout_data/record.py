@@ -57,6 +57,7 @@ class Rollout:
         finals: Field -> `[k, *shape]`, one row for each end in the order of time, then env; or None.
         has_final_privileged: False if the privileged part of `finals` only stands in.
         is_plain: Known to end no trajectory and to lack no frame.
+        is_kept: `[T, N]` bool: a trajectory that ends here is not dropped; None if none is.
     """
 
     fields: Mapping[str, torch.Tensor | np.ndarray]
@@ -67,6 +68,7 @@ class Rollout:
     finals: dict[str, torch.Tensor] | None
     has_final_privileged: bool = True
     is_plain: bool = False
+    is_kept: np.ndarray | None = None
 
     @property
     def num_steps(self) -> int:
@@ -89,6 +91,7 @@ class Rollout:
             version[part] if isinstance(version, np.ndarray) else version,
             finals,
             self.has_final_privileged,
+            is_kept=None if self.is_kept is None else self.is_kept[part],
         )
 
 

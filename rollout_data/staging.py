@@ -77,11 +77,11 @@ class Staging:
         """`[T, N]` uint8: the marks of the frames."""
         return self._bits[: self.num_steps]
 
-    def put(self, rollout: Rollout, time_ns: int, drop_terminated: bool = False) -> None:
-        """Copy a rollout of at most `room` steps; with `drop_terminated` a termination voids its trajectory."""
+    def put(self, rollout: Rollout, time_ns: int) -> None:
+        """Copy a rollout of at most `room` steps."""
         start, count = self.num_steps, rollout.num_steps
         self._data.put(start, rollout.fields)
-        bits = _bits(rollout, drop_terminated)
+        bits = _bits(rollout)
         if count == 1:
             self._bits[start], self._times_ns[start] = bits[0], time_ns
         else:
@@ -205,7 +205,7 @@ class Staging:
         return step * self.num_envs + env
 
 
-def _bits(rollout: Rollout, drop_terminated: bool) -> np.ndarray:
+def _bits(rollout: Rollout) -> np.ndarray:
     if rollout.is_plain:
         return _plain_bits(rollout.present.shape)
     bits = np.where(rollout.terminated, np.uint8(PRESENT | TERMINATED), np.uint8(PRESENT))
@@ -213,8 +213,8 @@ def _bits(rollout: Rollout, drop_terminated: bool) -> np.ndarray:
         bits |= rollout.truncated * np.uint8(TRUNCATED)
     if not rollout.present.all():
         bits[~rollout.present] = 0
-    if drop_terminated:
-        bits |= (rollout.terminated & ~rollout.truncated) * np.uint8(DROPPED)
+    if rollout.is_kept is not None:
+        bits |= ((rollout.terminated | rollout.truncated) & ~rollout.is_kept) * np.uint8(DROPPED)
     if rollout.finals is not None and not rollout.has_final_privileged:
         bits |= (rollout.terminated | rollout.truncated) * np.uint8(FINAL_OBSERVATION_ONLY)
     return bits

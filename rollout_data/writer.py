@@ -34,7 +34,7 @@ from .record import given_values, read_rollout, unpack_storage
 from .repeated_step import RepeatedStep, form_of
 from .staging import MAX_STAGED_BYTES, Staging
 from .tally import MAX_UNCOUNTED, Tally
-from .writer_arguments import check_arguments, check_rewards, checked_env_ids
+from .writer_arguments import check_arguments, check_rewards, checked_env_ids, kept_flags
 
 
 class RolloutWriter(Unique):
@@ -57,8 +57,8 @@ class RolloutWriter(Unique):
         writer_name: Letters, digits and "-"; left out, a free one is made up. A name that was used
             before continues its numbering.
         nonfinite_rewards: "accept" counts NaN and Inf rewards, "refuse" raises before writing.
-        success_only: Keep only trajectories that end by a timeout; one that ends by a `done` that
-            is not a timeout, or does not end, is dropped.
+        success_only: Keep only trajectories of which `success`, given to `add` for each env where they end, is
+            true; one that does not end is dropped. `success` is then a flag and no field.
         frames_per_chunk: How many frames of a coded component are decoded together at most: fewer
             make short random windows faster and files larger. None is what suits the codec: 8, or fewer.
             Never more than make 64 MiB.
@@ -204,10 +204,10 @@ class RolloutWriter(Unique):
         """
         self._add(unpack_storage(transition, include), _keywords(locals()), is_step=False)
 
-    def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor) -> None:
-        """Drop the trajectories in progress of these envs, also what is published of them."""
+    def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
+        """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
         self._check_usable()
-        self._end(checked_env_ids(env_ids, self.num_envs), DROPPED)
+        self._end(checked_env_ids(env_ids, self.num_envs), OPEN if leave_open and not self.success_only else DROPPED)
 
     def flush(self) -> None:
         """Publish everything that was added and wait until it is on the disk."""
@@ -291,10 +291,12 @@ class RolloutWriter(Unique):
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
         values = given_values(transition, keywords)
+        success = values.pop("success", None) if self.success_only else None
         rollout = self._step_form.read(values) if is_step and self._step_form is not None else None
         schema = None
         if rollout is None:
             rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
+        rollout.is_kept = kept_flags(success, rollout) if self.success_only else None
         if self.nonfinite_rewards == "refuse":
             check_rewards(rollout)
         if schema is not None:
@@ -307,7 +309,7 @@ class RolloutWriter(Unique):
             stop = min(num_steps, start + staging.room)
             part = rollout if stop - start == num_steps else rollout.steps(start, stop)
             self._last_ns = max(self._last_ns + 1, time.time_ns())
-            staging.put(part, self._last_ns, self.success_only)
+            staging.put(part, self._last_ns)
             self._last_ns += stop - start - 1
             self._num_accepted += part.present.size if part.is_plain else int(np.count_nonzero(part.present))
             self._journal.accept(self._num_accepted)

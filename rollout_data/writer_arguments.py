@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.errors import UsageError
+from storage.errors import SchemaError, UsageError
 
-from .record import REWARD, Rollout, num_nonfinite
+from .record import REWARD, Rollout, as_tensor, num_nonfinite
 
 #: Ids of envs are stored as int32.
 MAX_NUM_ENVS = 1 << 24
@@ -68,6 +68,17 @@ def check_rewards(rollout: Rollout) -> None:
         if name.split("/")[0] == REWARD and (count := num_nonfinite(values, rollout.present)):
             got = f"{count} NaN or infinite ones"
             raise UsageError("add a record", f"with the field {name!r}", "finite values", got)
+
+
+def kept_flags(success: Any, rollout: Rollout) -> np.ndarray | None:
+    """Give `success` of a record as `[T, N]` bool; None where it is not given and nothing ends."""
+    if success is None and not (rollout.terminated | rollout.truncated).any():
+        return None
+    flags = np.zeros(0) if success is None else as_tensor("success", success).ne(0).cpu().numpy()
+    if flags.size != rollout.present.size:
+        expected = f"success of shape {rollout.present.shape[1:]} for a step, true where a trajectory is kept"
+        raise SchemaError("add a record", "with success_only", expected, f"shape {flags.shape}" * (flags.size > 0))
+    return flags.reshape(rollout.present.shape)
 
 
 def _check_whole(what: str, value: Any, most: int | None = None) -> None:

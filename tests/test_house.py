@@ -147,7 +147,7 @@ HOUSE = {
         "tally",
         "writer_arguments",
         "writer",
-        "gym_adapter",
+        "simulators",
         "recording",
         "retention",
         "repair",

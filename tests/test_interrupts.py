@@ -98,7 +98,8 @@ def add(writer: RolloutWriter, *steps: int, num_together: int = 1) -> None:
         ends = {"done": some % 2 == 1, "timeout": some % 4 == 1}
         observation = some[..., None].float().expand(-1, -1, 20)
         values = {"observation": observation, "action": observation, "final_observation": observation + 0.5}
-        writer.add_rollout(values, reward=some.float(), **ends)
+        success = {"success": ends["timeout"]} if writer.success_only else {}
+        writer.add_rollout(values, reward=some.float(), **ends, **success)
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -110,7 +110,9 @@ def record(name: str, folder: Path) -> None:
         folder, num_envs, writer_name=f"golden-{name}", metadata={"made_by": "tests"}, **options
     ) as writer:
         for t in range(num_steps):
-            writer.add(**steps(t))
+            values = steps(t)
+            success = {"success": values["truncated"]} if "success_only" in options else {}
+            writer.add(**values, **success)
 
 
 def main() -> None:

@@ -158,7 +158,7 @@ def test_pack_keeps_every_trajectory_and_makes_it_contiguous(tmp_path, capsys, i
         big = np.zeros((N, 600))
         for t in range(4):
             values = {"observation": {"a": np.zeros((N, 2)), "big": big}, "action": np.zeros(N, np.float32)}
-            ends = {"done": [t == 2, t == 3, 0], "timeout": [0, t == 3, 0]}
+            ends = {"done": [t == 2, t == 3, 0], "timeout": [0, t == 3, 0], "success": [0, 1, 0]}
             writer.add(**values, reward=np.zeros((N, 1), np.float32), **ends)
     before = in_order(source)
     target = source if in_place else tmp_path / "packed"

@@ -263,18 +263,19 @@ def test_min_timesteps_without_unfinished_trajectories(tmp_path):
     assert sum(one.length for one in found) == summary.num_frames >= 100
 
 
-def test_success_only_keeps_the_trajectories_that_timed_out(tmp_path):
-    record_demonstrations(
-        make_envs("NextStep"),
-        zeros,
-        tmp_path,
-        min_trajectories=6,
-        success_only=True,
-        show_progress=False,
-        block_bytes=200,
-    )
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_success_only_keeps_the_episodes_that_infos_call_successful(tmp_path, mode):
+    class Told(Counting):
+        def step(self, action):
+            *values, terminated, truncated, _ = super().step(action)
+            return *values, terminated, truncated, {"success": bool(terminated)}
+
+    envs = SyncVectorEnv([lambda n=n: Told(n) for n in range(3)], autoreset_mode=mode)
+    options = {"min_trajectories": 6, "success_only": True, "show_progress": False, "block_bytes": 200}
+    record_demonstrations(envs, zeros, tmp_path, **options)
     found = check_counting(tmp_path)
-    assert len(found) >= 6 and {end_of(one) for one in found} == {"truncated"}
+    assert len(found) >= 6 and {end_of(one) for one in found} == {"terminated"}
+    assert json.loads((tmp_path / "metadata.json").read_text())["success_traj_only"] is True
 
 
 def test_ctrl_c_publishes_what_was_recorded(tmp_path):

@@ -239,13 +239,20 @@ def test_discarded_trajectories_vanish_published_parts_included(tmp_path):
     assert (writer.num_frames, writer.num_trajectories) == (6, 3)
 
 
-def test_success_only_drops_what_ends_by_itself_and_what_does_not_end(tmp_path):
+def test_success_only_keeps_what_ends_with_success_however_it_ends(tmp_path):
     with make(tmp_path, success_only=True, block_bytes=100) as writer:
         for t in range(6):
-            writer.add(**step(t, done=[t == 3, t == 4, False], timeout=[False, t == 4, False]))
-    (one,) = trajectories_of(tmp_path)
-    assert (one.env, one.length, end_of(one)) == (1, 5, "truncated")
-    assert (writer.num_frames, writer.num_trajectories) == (5, 1)
+            ends = {"done": [t in (1, 3), t == 4, False], "timeout": [t == 1, False, False]}
+            success = {"success": [t == 1, t == 4, True]} if t in (1, 3, 4) else {}  # needed where something ends
+            writer.add(**step(t, **ends), **success)
+        for given, got in (({}, "expected success of shape"), ({"success": [True]}, "got shape (1,)")):
+            with pytest.raises(SchemaError) as caught:
+                writer.add(**step(6, done=[True, False, False]), **given)
+            assert got in str(caught.value)
+    found = trajectories_of(tmp_path)
+    assert [(one.env, one.length, end_of(one)) for one in found] == [(0, 2, "truncated"), (1, 5, "terminated")]
+    assert (writer.num_frames, writer.num_trajectories) == (7, 2)
+    assert "success" not in found[0].fields
     assert json.loads((tmp_path / "metadata.json").read_text())["success_traj_only"] is True
 
 

@@ -130,7 +130,7 @@ def test_steps_come_back_as_recorded(seed, num_steps, num_envs, has_mask, succes
         discards: dict[int, list[int]] = {}
         with writer:
             for t in range(num_steps):
-                writer.add(**at(values, t))
+                writer.add(**at(values, t), **({"success": at(values["timeout"], t)} if success_only else {}))
                 if rng.random() < 0.05:
                     writer.flush()
                 if rng.random() < 0.1:
@@ -166,6 +166,6 @@ def test_rollouts_of_any_length_equal_single_steps(
                 if rng.random() < 0.5:  # only the rows of the ends
                     for name in ("final_observation", "final_privileged_observation"):
                         part[name] = at(part[name], is_end)
-                writer.add_rollout(part)
+                writer.add_rollout(part, **({"success": part["timeout"]} if success_only else {}))
                 start = stop
         check_same(Path(folder), values, success_only)

@@ -117,7 +117,7 @@ def test_a_still_open_trajectory_has_windows_and_ends_by_timeout(tmp_path):
 def test_a_recording_of_which_nothing_was_kept_has_no_window(tmp_path):
     with RolloutWriter(tmp_path, 1, success_only=True, durable=False) as writer:
         for step in range(4):
-            writer.add(observation=np.ones((1, 3)), action=np.zeros((1, 2)), done=[step == 3], timeout=[False])
+            writer.add(observation=np.ones((1, 3)), action=np.zeros((1, 2)), done=[step == 3], success=[False])
             writer.flush()
     with pytest.warns(RolloutDataWarning, match="no trajectory was kept"):
         assert len(WindowDataset(tmp_path)) == 0
@@ -131,6 +131,7 @@ def test_dropped_and_undecided_trajectories_have_no_windows(tmp_path):
                 action=np.zeros((3, 2)),
                 done=np.array([step == 3, step == 5, False]),
                 timeout=np.array([step == 3, False, False]),
+                success=[True, False, True],
             )
             if step % 2:
                 writer.flush()

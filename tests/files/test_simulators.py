@@ -1,0 +1,250 @@
+"""Recording from the interfaces of simulators: what is recorded is what each fake has played."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_data import RecordingWrapper, RolloutDataset, WindowDataset, record_demonstrations
+from storage.errors import UsageError
+from tests.files.readback import end_of, trajectories_of
+from tests.files.simulator_fakes import (
+    SB3,
+    GymForm,
+    Gymnasium029,
+    IsaacLab,
+    LeggedGym,
+    ManiSkill,
+    N,
+    OldRslRl,
+    Privileged,
+    RslRl,
+)
+
+#: Name -> (env, field of the state, whether there are privileged and final observations, options).
+FAKES = {
+    "isaac lab": (lambda: IsaacLab("torch"), "observation", True, False, {}),
+    "privileged": (lambda: Privileged("torch"), "observation/state", True, True, {}),
+    "maniskill": (lambda: ManiSkill("torch"), "observation", False, True, {}),
+    "gymnasium 0.29": (Gymnasium029, "observation", False, True, {}),
+    "stable-baselines3": (SB3, "observation", False, True, {}),
+    "rsl_rl": (RslRl, "observation", True, False, {}),
+    "old rsl_rl": (OldRslRl, "observation", True, False, {}),
+    "legged_gym": (LeggedGym, "observation", True, False, {}),
+    "silent, same step": (GymForm, "observation", False, False, {"autoreset": "same_step"}),
+    "silent, next step": (lambda: GymForm(mode="next_step"), "observation", False, True, {"autoreset": "next_step"}),
+    "tensors, next step": (lambda: GymForm("torch", "next_step", "NextStep"), "observation", False, True, {}),
+    "tensors, disabled": (lambda: GymForm("torch", "disabled", "Disabled"), "observation", False, True, {}),
+}
+ALL = pytest.mark.parametrize("name", FAKES)
+
+
+def policy_of(env):
+    def policy(observation):
+        state = observation
+        while hasattr(state, "items"):
+            state = state["policy"] if "policy" in list(state.keys()) else state["state"]
+        assert isinstance(state, torch.Tensor if env.library == "torch" else np.ndarray)
+        return state[:, 1:] + (torch.zeros(1) if env.library == "torch" else np.float32(0))
+
+    return policy
+
+
+def check(folder, name, has_all=True):
+    """Compare what was recorded with what the fake made: state by state, from the first episode on."""
+    _, field, has_privileged, has_final, _ = FAKES[name]
+    found = trajectories_of(folder)
+    for one in found:
+        state = one.column(field)
+        episode = int(state[0, 1])
+        assert state.tolist() == [[one.env, episode, t] for t in range(one.length)]
+        assert one.column("reward").reshape(-1).tolist() == list(range(1, one.length + 1))
+        assert one.column("action").tolist() == state[:, 1:].tolist()
+        if has_privileged:
+            assert one.column("privileged_observation").tolist() == (state + 0.5).tolist()
+        if end_of(one) == "open":
+            continue
+        assert one.length == one.env + episode % 3 + 2
+        assert end_of(one) == ("truncated" if episode % 2 else "terminated")
+        assert (one.finals is not None) == has_final
+        if has_final:
+            assert one.finals[field].tolist() == [one.env, episode, one.length]
+        if has_final and has_privileged:
+            assert one.finals["privileged_observation"].tolist() == [one.env + 0.5, episode + 0.5, one.length + 0.5]
+    for env in range(N if has_all else 0):
+        episodes = sorted(int(one.column(field)[0, 1]) for one in found if one.env == env)
+        assert episodes == list(range(1, len(episodes) + 1)), "each episode once"
+    return found
+
+
+@ALL
+def test_each_interface_is_recorded_as_it_was_played(tmp_path, name):
+    make, _, has_privileged, _, options = FAKES[name]
+    env = make()
+    summary = record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=14, show_progress=False, **options)
+    assert len(check(tmp_path, name)) == summary.num_trajectories >= 14
+    dataset = RolloutDataset(tmp_path, 1, num_transitions_per_env=1, device="cpu")
+    batch = dataset.get_batch()
+    assert (batch.privileged_observation is not None) == has_privileged
+    state = batch.observation["state"] if isinstance(batch.observation, dict) else batch.observation
+    assert state[0, 2] == 0, "no first frame is lost"
+    assert WindowDataset(tmp_path, 2).num_trajectories == summary.num_trajectories
+
+
+@ALL
+def test_the_wrapper_records_the_same_and_changes_nothing_of_what_a_loop_sees(tmp_path, name):
+    make, _, _, _, options = FAKES[name]
+    alone, inner = make(), make()
+
+    def play(env):
+        policy, seen, waiting = policy_of(alone), [], np.zeros(N, bool)
+        observation = env.get_observations() if hasattr(env, "get_observations") else env.reset()
+        for _ in range(40):
+            state = observation[0] if isinstance(observation, tuple) else observation
+            actions = policy(state)
+            if hasattr(env, "step_async"):
+                env.step_async(actions)
+                observation = env.step_wait()
+            else:
+                observation = env.step(actions)
+            seen.append([_plain(item) for item in observation])
+            if alone.__dict__.get("mode") == "disabled":
+                waiting = observation[2] | observation[3]
+                if waiting.any():
+                    observation = env.reset(options={"reset_mask": waiting})
+        return seen
+
+    with RecordingWrapper(inner, tmp_path, **options) as wrapper:
+        assert isinstance(wrapper, type(inner)) and wrapper.num_envs == N
+        with pytest.raises(AttributeError):
+            wrapper.not_there  # noqa: B018
+        wrapper.episode_length_buf = 7
+        assert inner.episode_length_buf == 7
+        assert play(wrapper) == play(alone)
+        wrapper.close()
+    wrapper.close()
+    assert sum(one.length for one in check(tmp_path, name)) == wrapper.rollout_writer.num_frames > 20 * N
+
+
+def _plain(value):
+    if hasattr(value, "items"):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return ["tensor", value.dtype, value.tolist()]
+    return ["array", value.dtype, _plain(value.tolist())] if isinstance(value, np.ndarray) else value
+
+
+def test_an_env_that_does_not_tell_when_it_is_reset_is_asked_about(tmp_path):
+    env = GymForm()
+    with pytest.raises(UsageError) as caught:
+        record_demonstrations(env, policy_of(env), tmp_path, min_timesteps=100, show_progress=False)
+    assert "autoreset='next_step', 'same_step' or 'disabled'" in str(caught.value)
+    assert {end_of(one) for one in trajectories_of(tmp_path)} == {"open"}
+    with pytest.raises(UsageError, match="autoreset 'next_step', 'disabled', 'same_step', got 'nextstep'"):
+        RecordingWrapper(env, tmp_path / "x", autoreset="nextstep")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_reset_in_the_middle_of_an_episode_leaves_an_open_trajectory(tmp_path):
+    env, closed = SB3(), []
+    env.close = lambda: closed.append("env")
+    with RecordingWrapper(env, tmp_path) as wrapper:
+        wrapper.reset()
+        for number in range(9):
+            wrapper.step(policy_of(env)(wrapper.reset() if number == 4 else env.memory.copy()))
+    assert closed == ["env"]
+    found = check(tmp_path, "stable-baselines3", has_all=False)
+    assert sum(one.length for one in found) == 9 * N
+    assert [one.length for one in found if one.env == 2][:2] == [4, 5], "4 of 5 frames, then the next episode"
+
+
+def test_a_step_without_an_observation_before_it_is_refused(tmp_path):
+    with RecordingWrapper(SB3(), tmp_path) as wrapper, pytest.raises(UsageError, match="reset\\(\\) or get_obs"):
+        wrapper.step(np.zeros((N, 2)))
+
+
+@pytest.mark.parametrize("name", ["maniskill", "gymnasium 0.29", "stable-baselines3"])
+def test_success_is_read_from_infos_of_every_form(tmp_path, name):
+    env = FAKES[name][0]()
+    options = {"min_trajectories": 8, "show_progress": False}
+    summary = record_demonstrations(env, policy_of(env), tmp_path / "a", success_only=True, **options)
+    found = check(tmp_path / "a", name, has_all=False)
+    assert len(found) == summary.num_trajectories >= 8
+    assert {int(one.column("observation")[0, 1]) % 3 for one in found} == {1}
+    assert {end_of(one) for one in found} == {"terminated", "truncated"}, "a timeout is no success by itself"
+
+
+def test_keep_chooses_by_the_summary_of_an_episode(tmp_path):
+    env, seen = ManiSkill("torch"), []
+
+    def is_good(episode):
+        return episode.total_reward >= 6 and not episode.truncated
+
+    def keep(episode):
+        seen.append(episode)
+        return is_good(episode)
+
+    record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=5, keep=keep, show_progress=False)
+    for one in seen:
+        assert one.total_reward == one.length * (one.length + 1) / 2 and one.terminated != one.truncated
+        assert one.success == one.success_once and isinstance(one.success, bool)
+    kept = [(one.env_id, one.length) for one in seen if is_good(one)]
+    found = check(tmp_path, "maniskill", has_all=False)
+    assert sorted((one.env, one.length) for one in found) == sorted(kept[: len(found)])
+    assert {end_of(one) for one in found} == {"terminated"}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"keep": lambda episode: False, "max_dropped": 7}, "keep is false of them"),
+        (
+            {"success_only": True, "success_key": "solved"},
+            "infos never have 'solved' or 'is_solved', but ['elapsed_steps', 'success']",
+        ),
+        (
+            {"success_only": True, "keep": lambda one: not one.success, "max_dropped": 9},
+            "they ended without success or keep",
+        ),
+    ],
+)
+def test_a_recording_that_drops_everything_stops_and_says_why(tmp_path, options, text):
+    env = ManiSkill("torch")
+    with pytest.raises(UsageError) as caught:
+        record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=1, show_progress=False, **options)
+    assert text in str(caught.value)
+    assert not trajectories_of(tmp_path)
+
+
+def test_a_wrapped_loop_goes_on_while_nothing_succeeds_yet(tmp_path):
+    class Failing(ManiSkill):
+        def advance(self, actions, envs=slice(None)):
+            *values, success, last = super().advance(actions, envs)
+            return *values, success & False, last
+
+    env = Failing("torch")
+    with RecordingWrapper(env, tmp_path, success_only=True) as wrapper:
+        observation, _ = wrapper.reset()
+        for _ in range(2000):
+            observation, *_ = wrapper.step(policy_of(env)(observation))
+    assert wrapper.rollout_writer.num_trajectories == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_tensors_on_a_device_stay_there(tmp_path):
+    class OnDevice(ManiSkill):
+        def given(self, array):
+            return super().given(array).cuda()
+
+        def advance(self, actions, envs=slice(None)):
+            assert actions.is_cuda
+            return super().advance(actions, envs)
+
+    env = OnDevice("torch")
+    record_demonstrations(
+        env, lambda state: state[:, 1:].cpu(), tmp_path, min_trajectories=6, show_progress=False, success_only=True
+    )
+    check(tmp_path, "maniskill", has_all=False)
