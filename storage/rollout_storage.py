@@ -79,6 +79,8 @@ class RolloutStorage(Snapshotted):
     A subclass adds a column by extending `declare_columns`.
     """
 
+    _is_saved_whole = True
+
     Transition: type[Any] = Transition
     MiniBatch: type[Any] = MiniBatch
 
