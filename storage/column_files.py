@@ -235,8 +235,11 @@ class ColumnFile:
     def read(self, name: str, crc: int | None = None) -> torch.Tensor:
         """Read a dataset whole; compare its checksum with `crc` instead of its own."""
         found = torch.empty(self.shapes[name], dtype=_DTYPES[self.dtype(name)][0], device="cpu")
-        for first, rows in self.chunks(name, crc):
-            found[first : first + len(rows)] = rows
+        into = _as_array(found) if _is_plain(self._datasets[name]) else None
+        with ThreadPoolExecutor(1) as pool:
+            for first, rows in self._checked_chunks(name, self._step(name), pool, crc, into):
+                if into is None:
+                    found[first : first + len(rows)] = rows
         return found
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
@@ -250,24 +253,28 @@ class ColumnFile:
             for parts in zip(*(self._checked_chunks(name, step, pool) for name in self.shapes), strict=True):
                 yield parts[0][0], {name: part for name, (_, part) in zip(self.shapes, parts, strict=True)}
 
-    def chunks(self, name: str, expected: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+    def chunks(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, rows) of a dataset, and check its checksum at the end, if it has one.
 
         The rows are there until the next ones are asked for, which are read meanwhile: two chunks are in memory.
         """
-        step = max(1, CHUNK_BYTES // max(1, _row_bytes(self._datasets[name])))
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            yield from self._checked_chunks(name, step, pool, expected)
+            yield from self._checked_chunks(name, self._step(name), pool)
+
+    def _step(self, name: str) -> int:
+        return max(1, CHUNK_BYTES // max(1, _row_bytes(self._datasets[name])))
 
     def _checked_chunks(
-        self, name: str, step: int, pool: ThreadPoolExecutor, expected: int | None = None
+        self, name: str, step: int, pool: ThreadPoolExecutor, expected: int | None = None, into: Any = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
         dataset = self._datasets[name]
         is_bfloat16 = self.dtype(name) == "bfloat16"
         expected, crc = attribute(dataset, _CRC_TAG) if expected is None else expected, 0
         add_up = crc32 if expected is not None else _no_sum
         is_plain = _is_plain(dataset)
-        parts = self._raw_chunks(dataset, step, add_up, pool) if is_plain else _decoded_chunks(dataset, step, add_up)
+        parts = (
+            self._raw_chunks(dataset, step, add_up, pool, into) if is_plain else _decoded_chunks(dataset, step, add_up)
+        )
         for start, part, crc_so_far in parts:
             crc = crc_so_far
             tensor = torch.from_numpy(viewable(part))
@@ -276,14 +283,15 @@ class ColumnFile:
             raise CorruptFileError("load", f"{name!r} of {str(self.path)!r}", f"checksum {expected:08x}", f"{crc:08x}")
 
     def _raw_chunks(
-        self, dataset: h5py.Dataset, step: int, add_up: AddUp, pool: ThreadPoolExecutor
+        self, dataset: h5py.Dataset, step: int, add_up: AddUp, pool: ThreadPoolExecutor, into: Any
     ) -> Iterator[_Chunk]:
-        """Read rows from where they stand in the file, a chunk ahead."""
+        """Read rows from where they stand in the file, a chunk ahead, into an array if there is one."""
         place, row_bytes = dataset.id.get_offset(), _row_bytes(dataset)
-        room = [np.empty((min(step, len(dataset)), *dataset.shape[1:]), dataset.dtype) for _ in range(2)]
+        num_rows = min(step, len(dataset)) if into is None else 0
+        room = [np.empty((num_rows, *dataset.shape[1:]), dataset.dtype) for _ in range(2)]
 
         def read(start: int, crc: int) -> tuple[npt.NDArray[Any], int]:
-            part = room[start // step % 2][: len(dataset) - start]
+            part = room[start // step % 2][: len(dataset) - start] if into is None else into[start : start + step]
             data, done = _bytes(part), 0
             while done < len(data):
                 count = os.preadv(self._handle, [data[done:]], place + start * row_bytes + done)
