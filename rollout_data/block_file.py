@@ -26,6 +26,7 @@ from storage.checksums import crc32
 from storage.durable import sync_path
 from storage.errors import CorruptFileError, UsageError
 from storage.fields import Schema
+from storage.hdf5_files import SparseFile, begin_file, kind_of, reserve, write_at
 from storage.work_split import WorkSplit, num_processors
 
 from .block_header import (
@@ -42,8 +43,7 @@ from .block_header import (
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, Coding, codings_text
 from .coded_rows import CodedRows, CodingOptions, code_tables
 from .row_source import RowSource
-from .row_writing import RowWriting, row_ranges, write_at
-from .sparse_file import SparseFile
+from .row_writing import RowWriting, row_ranges
 
 #: Rows start at a multiple of this, so that files can be mapped side by side.
 DATA_ALIGNMENT = 4096
@@ -130,7 +130,7 @@ def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool
     coded = code_tables(content.schema, content.fragments, content.rows, options, splits)
     content, codings = replace(content, rows=coded[0]), coded[1]
     header = SparseFile()
-    with _begin_file(header) as file, open(path, "xb", buffering=0) as out:
+    with begin_file(header, DATA_ALIGNMENT) as file, open(path, "xb", buffering=0) as out:
         descriptor = out.fileno()
         offsets = _reserve_tables(file, content)
         writing = RowWriting(descriptor, content.rows, offsets, content.fragments, starts_writeback=durable)
@@ -138,13 +138,11 @@ def _write_file(path: Path, content: BlockContent, durable: bool, in_haste: bool
             helper.ask()
             _write_tables(file, content, codings)
             file.close()
-            for offset, data in header.writes:
-                write_at(descriptor, memoryview(data), offset)
+            header.write_to(descriptor)
             writing.work(before_each=helper.ask, num_ahead=_NUM_AHEAD)
         tables = {f"checksums/{table}": values for table, values in writing.checksums.items()}
         for name, values in (tables | _plain_tables(content)).items():
             write_at(descriptor, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, offsets[name])
-        os.ftruncate(descriptor, header.size)
         if durable:
             os.fsync(descriptor)
 
@@ -252,15 +250,15 @@ def _reserve_tables(file: h5py.File, content: BlockContent) -> dict[str, int]:
     """Make room for fragments, rows and checksums, which HDF5 does not write; give the file offsets."""
     offsets: dict[str, int] = {}
     for name, values in _plain_tables(content).items():
-        offsets[name] = _reserve(file, name, values.dtype, values.shape)
+        offsets[name] = reserve(file, name, values.dtype, values.shape)
     for table, layout in layouts_of(content.schema).items():
         for name, column in layout.columns.items():
             shape, place = (content.rows[table][name].num_rows,), f"{table}/{name}"
             inner = f"{place}/{CHUNKS}" if column.is_coded else place
             dtype = np.dtype("u1") if column.is_coded else layout.numpy_dtype(column)
-            offsets[place] = _reserve(file, inner, dtype, shape)
+            offsets[place] = reserve(file, inner, dtype, shape)
         num_checksums = (len(content.fragments), len(layout.columns))
-        offsets[f"checksums/{table}"] = _reserve(file, f"checksums/{table}", np.dtype("<u4"), num_checksums)
+        offsets[f"checksums/{table}"] = reserve(file, f"checksums/{table}", np.dtype("<u4"), num_checksums)
     return offsets
 
 
@@ -300,53 +298,12 @@ def _text_of(schema: Schema) -> str:
     return json.dumps(schema.to_json())
 
 
-def _begin_file(header: SparseFile) -> h5py.File:
-    """Begin an HDF5 file in memory, in a third of the time of `h5py.File(header, "w", ...)`."""
-    access, creation = _file_settings()
-    access = access.copy()
-    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, header)
-    return h5py.File(h5py.h5f.create(repr(header).encode(), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access))
-
-
-@lru_cache(maxsize=1)
-def _file_settings() -> tuple[Any, Any]:
-    access, creation = h5py.h5p.create(h5py.h5p.FILE_ACCESS), h5py.h5p.create(h5py.h5p.FILE_CREATE)
-    access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
-    access.set_alignment(1, DATA_ALIGNMENT)
-    creation.set_obj_track_times(False)
-    return access, creation
-
-
 def _set_attribute(file: h5py.File, name: str, value: str | int) -> None:
     """Write a text or number as h5py does, in a quarter of the time of `file.attrs[name] = value`."""
     dtype = h5py.string_dtype() if isinstance(value, str) else np.dtype("<i8")
-    h5py.h5a.create(file.id, name.encode(), _kind_of(dtype), _scalar()).write(np.array(value, dtype))
+    h5py.h5a.create(file.id, name.encode(), kind_of(dtype), _scalar()).write(np.array(value, dtype))
 
 
 @lru_cache(maxsize=1)
 def _scalar() -> Any:
     return h5py.h5s.create_simple(())
-
-
-def _reserve(file: h5py.File, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> int:
-    """Create a contiguous dataset whose bytes are written later, without HDF5; give its file offset."""
-    settings, links = _reserving()
-    space, kind = h5py.h5s.create_simple(shape), _kind_of(dtype)
-    return h5py.h5d.create(file.id, name.encode(), kind, space, settings, lcpl=links).get_offset() or 0
-
-
-@lru_cache(maxsize=1)
-def _reserving() -> tuple[Any, Any]:
-    """How a dataset is made whose bytes HDF5 does not write, and its link; made once, as it takes long."""
-    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    settings.set_layout(h5py.h5d.CONTIGUOUS)
-    settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
-    return settings, links
-
-
-@lru_cache(maxsize=64)
-def _kind_of(dtype: np.dtype) -> Any:
-    return h5py.h5t.py_create(dtype, logical=True)

@@ -21,10 +21,10 @@ import numpy as np
 from storage.checksums import crc32
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError
 from storage.fields import Schema
+from storage.hdf5_files import GuardedFile
 
 from .block_tables import FRAGMENT_BYTES, corrupt, locate, read_table
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, read_codings, table_of
-from .guarded_file import GuardedFile
 from .layout import RowLayout
 
 FORMAT_NAME = "rollout-data"

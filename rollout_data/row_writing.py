@@ -7,7 +7,6 @@ written soon, while it is in the processor's cache. Whoever has time does the ne
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from bisect import bisect_right
 from collections import deque
@@ -22,6 +21,7 @@ import numpy as np
 
 from storage.buffer_pool import BufferPool
 from storage.checksums import crc32
+from storage.hdf5_files import write_at
 
 from .block_header import row_ranges
 from .coded_rows import CodedRows
@@ -153,13 +153,6 @@ class RowWriting:
         if self._sync_range is not None:
             self._sync_range(self._descriptor, offset, len(part), _SYNC_FILE_RANGE_WRITE)
         self._free.append(memory)
-
-
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` to the file at `offset`."""
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def _pieces(

@@ -7,12 +7,12 @@ same, load too.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -21,21 +21,22 @@ from .column_files import (
     COLUMNS_NAME,
     CONFIG_NAME,
     FINALS_NAME,
+    NONSENSE,
     OWN_NAMES,
     SAVE_ID,
+    Column,
     ColumnFile,
-    file_keys,
+    load_one_save,
+    open_columns,
     read_config,
     write_columns,
-    write_config,
 )
 from .durable import existing_folder, replace_folder
 from .errors import CorruptFileError, ForeignFileError, RolloutDataError, RolloutDataWarning, SchemaError, nearest
-from .fields import Field, Schema
+from .plain_files import write_json
+from .ring import RingStore
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .final_rows import FinalRows
     from .ring_buffer import RingBuffer
 
@@ -44,8 +45,6 @@ _DEFAULT_SEPARATOR = "-"
 _FINAL_KEYS = "row_key"
 _Buffer = TypeVar("_Buffer", bound="RingBuffer")
 
-#: What values of wrong kinds make Python raise.
-_NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, MemoryError)
 #: Last part of `__target__` -> what opens the folder. Classes add themselves with `can_load`.
 LOADERS: dict[str, Callable[..., Any]] = {}
 
@@ -58,9 +57,6 @@ class _Loadable(Protocol):
 
 
 _Class = TypeVar("_Class", bound=type[_Loadable])
-_Made = TypeVar("_Made")
-#: A folder that is saved anew each time while it is read is read so often; a read takes about as long as a save.
-_MAX_READS = 1000
 
 
 class UnknownBufferError(ForeignFileError, ValueError):
@@ -109,82 +105,103 @@ def all_or_nothing(buffer: Any) -> Iterator[None]:
         vars(buffer).clear()
         vars(buffer).update(before)
         buffer.generator.set_state(drawn)
-        if isinstance(cause, RolloutDataError) or not isinstance(cause, _NONSENSE):
+        if isinstance(cause, RolloutDataError) or not isinstance(cause, NONSENSE):
             raise
         expected = "what state_dict() of an equal buffer gave"
         raise SchemaError("load a state", "", expected, f"{type(cause).__name__}: {cause}") from cause
 
 
-@contextmanager
-def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Report what a folder's content makes Python raise as damage to the folder."""
-    try:
-        yield
-    except (*_NONSENSE, OSError) as cause:
-        is_no_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM  # mapping so much was refused
-        if isinstance(cause, RolloutDataError) or not (is_no_memory or isinstance(cause, _NONSENSE)):
-            raise
-        got = f"{type(cause).__name__}: {cause}"
-        raise CorruptFileError("load", repr(str(path)), "what save() wrote", got) from cause
+def save_buffer(
+    buffer: Any,
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    ring: RingStore | None,
+    separator: str = _DEFAULT_SEPARATOR,
+    finals: FinalRows | None = None,
+) -> None:
+    """Write a buffer; its lock is held meanwhile, and two chunks of memory.
 
-
-def save_buffer_folder(buffer: RingBuffer, folder: str | os.PathLike[str], separator: str) -> None:
-    """Write a buffer; it holds its lock meanwhile, and two chunks of memory."""
-    ring = buffer._ring
+    Args:
+        buffer: Its class, device and random state are written.
+        folder: Is replaced.
+        config: What else makes an equal buffer, as JSON.
+        ring: Its live rows are written, with lanes if the buffer has `_has_lanes_in_file`; None for none.
+        separator: Joins levels of keys.
+        finals: Are written too.
+    """
+    has_lanes = getattr(buffer, "_has_lanes_in_file", False)
     keys = file_keys([] if ring is None else list(ring.schema), separator)
-    config = {
+    if finals is not None and _FINAL_KEYS in keys.values():
+        raise SchemaError("save final rows", "", f"fields of other names than {_FINAL_KEYS!r}", "one of that name")
+    save_id = secrets.token_hex(8)
+    about = {
         "__target__": f"{type(buffer).__module__}.{type(buffer).__qualname__}",
-        "format": FORMAT,
-        "version": VERSION,
         "device": str(buffer.device),
-        "nested_key_separator": separator,
-        SAVE_ID: secrets.token_hex(8),
-        "has_finals": buffer._finals is not None,
-        "_idx": buffer._idx,
-        "_is_full": buffer._is_full,
+        **config,
+        SAVE_ID: save_id,
         "generator": random_state(buffer.generator),
-        **buffer._counters(),
-        **buffer._config(),
     }
     with replace_folder(folder, OWN_NAMES) as new:
-        write_config(new / CONFIG_NAME, config)
+        write_json(new / CONFIG_NAME, about)
         if ring is None:
             return
 
         def read(name: str, first: int, last: int) -> torch.Tensor:
             rows = ring.slots_view(name)[first:last]
-            return rows if buffer._has_lanes_in_file else rows.squeeze(1)
+            return rows if has_lanes else rows.squeeze(1)
 
-        lead = (ring.num_lanes,) if buffer._has_lanes_in_file else ()
-        write_columns(new / COLUMNS_NAME, ring.schema, ring.num_live, lead, read, keys, config[SAVE_ID])
-        if buffer._finals is not None:
-            _write_finals(buffer._finals, new / FINALS_NAME, separator, config[SAVE_ID])
+        lead = (ring.num_live, ring.num_lanes) if has_lanes else (ring.num_live,)
+        columns = {
+            keys[name]: Column((*lead, *field.shape), field.dtype, partial(read, name))
+            for name, field in ring.schema.items()
+        }
+        write_columns(new / COLUMNS_NAME, columns, save_id)
+        if finals is not None:
+            row_keys, leaves = finals.live()
+            parts = {_FINAL_KEYS: row_keys.unsqueeze(1), **{keys[name]: leaf for name, leaf in leaves.items()}}
+            write_columns(new / FINALS_NAME, {key: whole_column(leaf) for key, leaf in parts.items()}, save_id)
+
+
+def file_keys(names: list[str], separator: str) -> dict[str, str]:
+    """Join the levels of names by `separator`: flat name -> key in the file. Ambiguity is an error."""
+    if not isinstance(separator, str) or not separator or "/" in separator:
+        raise SchemaError("save columns", "", "a separator that is not empty and has no '/'", repr(separator))
+    for name in names:
+        for part in name.split("/"):
+            if separator in part:
+                expected = f"keys without the separator {separator!r}"
+                raise SchemaError("save the field", repr(name), expected, repr(part), "Give another separator")
+    keys = {name: name.replace("/", separator) for name in names}
+    for name, key in keys.items():
+        # HDF5 would end the first too early, take the second for the folder itself, and knows no others.
+        if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
+            raise SchemaError("save the field", repr(name), "a key that is text, not '.', without null", repr(key))
+    return keys
+
+
+def whole_column(leaf: torch.Tensor) -> Column:
+    """Describe a tensor as a dataset to be written."""
+    return Column(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), lambda first, last: leaf[first:last])
+
+
+def save_ring(buffer: RingBuffer, folder: str | os.PathLike[str], separator: str) -> None:
+    """Write a buffer on a ring."""
+    config = {
+        "format": FORMAT,
+        "version": VERSION,
+        "nested_key_separator": separator,
+        "has_finals": buffer._finals is not None,
+        "_idx": buffer._idx,
+        "_is_full": buffer._is_full,
+        **buffer._counters(),
+        **buffer._config(),
+    }
+    save_buffer(buffer, folder, config, buffer._ring, separator, buffer._finals)
 
 
 def load_buffer_folder(cls: type[_Buffer], path: str | os.PathLike[str], device: torch.device | str | None) -> _Buffer:
-    """Make a buffer of what `save_buffer_folder`, or an earlier system, wrote."""
+    """Make a buffer of what `save_ring`, or an earlier system, wrote."""
     return load_one_save(path, lambda config: _load(cls, path, config, device))
-
-
-def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]], _Made]) -> _Made:
-    """Load a folder by its config; again, as long as another process saves meanwhile and the files are not of one save.
-
-    Args:
-        path: The folder.
-        load: Loads what a config says; raises if a file is of another save.
-    """
-    config = read_config(path)
-    for _ in range(_MAX_READS):
-        try:
-            with as_damage(path):
-                return load(config)
-        except (RolloutDataError, OSError):
-            newer = read_config(path)
-            if newer.get(SAVE_ID) == config.get(SAVE_ID):
-                raise
-            config = newer
-    with as_damage(path):
-        return load(config)
 
 
 def _load(
@@ -202,25 +219,18 @@ def _load(
     separator = config.get("nested_key_separator", _DEFAULT_SEPARATOR)
     place = device_for(config.get("device"), device)
     buffer = cls(device=place, nested_key_separator=separator, **cls._arguments(config))
-    if not (folder / COLUMNS_NAME).exists():
-        if config.get("total", 0):
-            raise CorruptFileError("load", repr(str(path)), f"the file {COLUMNS_NAME}", "none")
-    else:
-        with ColumnFile(folder / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
+    # Only a buffer that never held a row is saved without them.
+    if (folder / COLUMNS_NAME).exists() or "format" not in config or config.get("num_lanes") or config.get("total"):
+        with open_columns(folder / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
             _restore_rows(buffer, file, config, path)
         if config.get("has_finals", (folder / FINALS_NAME).exists()):
-            with ColumnFile(folder / FINALS_NAME, separator, config.get(SAVE_ID)) as file:
-                columns = {field.name: _column(file, field) for field in file.schema(1).values()}
-            buffer._restore_finals(columns.pop(_FINAL_KEYS).squeeze(1), columns)
+            with open_columns(folder / FINALS_NAME, separator, config.get(SAVE_ID)) as file:
+                columns = {name: file.read(name) for name in file.shapes}
+            # A separator that is in the key of the rows is in no other name.
+            buffer._restore_finals(columns.pop(_FINAL_KEYS.replace(separator, "/")).squeeze(1), columns)
     if "generator" in config:
         restore_generator(buffer.generator, config["generator"])
     return buffer
-
-
-def _column(file: ColumnFile, field: Field) -> torch.Tensor:
-    """Read a dataset whole; none of its rows may be there."""
-    empty = torch.empty((0, *field.shape), dtype=field.torch_dtype, device="cpu")
-    return torch.cat([empty, *(part.clone() for _, part in file.chunks(field.name))])
 
 
 def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
@@ -297,15 +307,3 @@ def oldest_ages(counters: Mapping[str, Any], num_lanes: int, most: int) -> torch
         expected = f"oldest_ages of {num_lanes} lanes, 0 to {most}"
         raise SchemaError("load a state", "", expected, repr(counters["oldest_ages"])[:100])
     return ages
-
-
-def _write_finals(finals: FinalRows, path: Path, separator: str, save_id: str) -> None:
-    row_keys, columns = finals.live()
-    schema = Schema([Field(_FINAL_KEYS, (1,), "int64"), *finals.schema.values()])
-    leaves = {_FINAL_KEYS: row_keys.unsqueeze(1), **columns}
-    keys = file_keys(list(schema), separator) if separator not in _FINAL_KEYS else {name: name for name in schema}
-
-    def read(name: str, first: int, last: int) -> torch.Tensor:
-        return leaves[name][first:last]
-
-    write_columns(path, schema, len(row_keys), (), read, keys, save_id)

@@ -6,14 +6,15 @@ here, nor how a folder takes the place of another (see `durable.py`).
 
 from __future__ import annotations
 
-import json
+import errno
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -22,10 +23,12 @@ import torch
 
 from .checksums import crc32
 from .durable import existing_folder
-from .errors import CorruptFileError, DataFileError, SchemaError, UnsafeFileError
-from .fields import Field, Schema, dtype_name
+from .errors import CorruptFileError, DataFileError, RolloutDataError, SchemaError
+from .fields import DTYPES, Schema, dtype_name
+from .hdf5_files import Allowance, SparseFile, attribute, begin_file, member, open_hdf5, reserve, write_at
 from .host_arrays import viewable
-from .records import make_field
+from .plain_files import read_json
+from .records import COMPLEX_DTYPES, make_field
 
 COLUMNS_NAME, CONFIG_NAME, FINALS_NAME = "buffer.hdf5", "config.json", "finals.hdf5"
 #: All that a saved buffer consists of.
@@ -36,13 +39,20 @@ CHUNK_BYTES = 8 << 20
 _NUM_READERS = 4
 #: So much is written before flushing begins.
 _FLUSH_BYTES = 128 << 20
-#: Bytes that one of a compressed dataset may stand for; deflate makes 1032 of it at most.
-_MAX_GAIN = 1100
+#: Rows start at a multiple of this, so that they can be mapped.
+_ALIGNMENT = 64
 #: Attribute of datasets whose numpy type does not say the dtype.
 _DTYPE_TAG = "torch_dtype"
 _CRC_TAG = "crc32"
+#: Name -> dtype in memory and in the file.
+_DTYPES = {**DTYPES, **COMPLEX_DTYPES, "bfloat16": (torch.bfloat16, np.dtype("<i2"))}
 #: Entry of the config, and attribute of each file, that says which save they are of.
 SAVE_ID = "save_id"
+#: What values of wrong kinds make Python and torch raise.
+NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+#: A folder that is saved anew each time while it is read is read so often; a read takes about as long as a save.
+_MAX_READS, _MAX_LOOKS = 1000, 10
+_Made = TypeVar("_Made")
 
 
 class MissingFolderError(DataFileError, FileNotFoundError):
@@ -51,85 +61,63 @@ class MissingFolderError(DataFileError, FileNotFoundError):
     __str__ = DataFileError.__str__
 
 
-#: (field name, first row, last row) -> that part of the column, `[rows, ...]`.
-ReadRows = Callable[[str, int, int], torch.Tensor]
+@dataclass(frozen=True)
+class Column:
+    """A dataset to be written.
+
+    Attributes:
+        shape: Rows first.
+        dtype: By name.
+        read: (first row, last row) -> that part, `[rows, ...]`, from any device; called in order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[int, int], torch.Tensor]
+
+
 #: (bytes, sum of those before them) -> sum.
 AddUp = Callable[[Any, int], int]
 #: (first row, rows, the sum up to their end).
 _Chunk = tuple[int, npt.NDArray[Any], int]
 
 
-def file_keys(names: list[str], separator: str) -> dict[str, str]:
-    """Join the levels of names by `separator`: flat name -> key in the file. Ambiguity is an error."""
-    if not isinstance(separator, str) or not separator or "/" in separator:
-        raise SchemaError("save columns", "", "a separator that is not empty and has no '/'", repr(separator))
-    for name in names:
-        for part in name.split("/"):
-            if separator in part:
-                expected = f"keys without the separator {separator!r}"
-                raise SchemaError("save the field", repr(name), expected, repr(part), "Give another separator")
-    keys = {name: name.replace("/", separator) for name in names}
-    for name, key in keys.items():
-        # HDF5 would end the first too early, take the second for the folder itself, and knows no others.
-        if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
-            raise SchemaError("save the field", repr(name), "a key that is text, not '.', without null", repr(key))
-    return keys
-
-
-def write_columns(
-    path: Path,
-    schema: Schema,
-    num_rows: int,
-    lead: tuple[int, ...],
-    read: ReadRows,
-    keys: Mapping[str, str],
-    save_id: str = "",
-) -> None:
-    """Write `[num_rows, *lead, *event]` datasets, with checksums, a chunk at a time.
+def write_columns(path: Path, columns: Mapping[str, Column], save_id: str) -> dict[str, int]:
+    """Write datasets with checksums, a chunk at a time; give the checksums. HDF5 itself writes into memory only.
 
     Args:
         path: The new file.
-        schema: The fields.
-        num_rows: Rows of each.
-        lead: Axes between the rows and the event.
-        read: Gives parts of a column, from any device; called in order.
-        keys: Names in the file.
-        save_id: Tells files of one save from those of another; "" for none.
+        columns: By the name in the file.
+        save_id: Tells files of one save from those of another.
+
+    Raises:
+        OSError: The disk is full.
     """
-    with h5py.File(path, "w", libver=("v110", "v110"), track_order=True) as file, _Appender(path) as appender:
-        datasets = {
-            name: _create(file, keys[name], (num_rows, *lead, *field.shape), field) for name, field in schema.items()
-        }
-        if save_id:
-            file.attrs[SAVE_ID] = save_id
-        file.flush()
-        for name, field in schema.items():
-            row_bytes = max(1, field.row_bytes * int(np.prod(lead, dtype=np.int64)))
+    header, sums = SparseFile(), {}
+    with begin_file(header, _ALIGNMENT, keeps_order=True) as file, _Appender(path) as appender:
+        places = {key: reserve(file, key, _DTYPES[column.dtype][1], column.shape) for key, column in columns.items()}
+        file.attrs[SAVE_ID] = save_id
+        for key, column in columns.items():
+            num_rows, (torch_dtype, dtype) = column.shape[0], _DTYPES[column.dtype]
+            row_bytes = max(1, prod(column.shape[1:]) * dtype.itemsize)
             step = max(1, CHUNK_BYTES // row_bytes)
-            place = datasets[name].id.get_offset() or 0
             # Two rooms, for all chunks: fresh memory for each would cost as much as writing it.
-            shape = (2, min(step, num_rows), *lead, *field.shape)
-            rooms = torch.empty(shape, dtype=field.torch_dtype, device="cpu")
+            shape = (2, min(step, num_rows), *column.shape[1:])
+            rooms = torch.empty(shape, dtype=torch_dtype, device="cpu")
             crc = 0
             for number, start in enumerate(range(0, num_rows, step)):
-                part = rooms[number % 2][: num_rows - start].copy_(read(name, start, min(start + step, num_rows)))
+                part = rooms[number % 2][: num_rows - start].copy_(column.read(start, min(start + step, num_rows)))
                 data = _bytes(_as_array(part))
-                appender.put(data, place + start * row_bytes)
+                appender.put(data, places[key] + start * row_bytes)
                 crc = crc32(data, crc)
             appender.wait()
-            datasets[name].attrs[_CRC_TAG] = np.uint32(crc)
-
-
-def _create(file: h5py.File, key: str, shape: tuple[int, ...], field: Field) -> h5py.Dataset:
-    """Make a contiguous dataset whose place in the file is known at once."""
-    options = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    options.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    options.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    dtype = h5py.h5t.py_create(_file_dtype(field), logical=True)
-    dataset = h5py.Dataset(h5py.h5d.create(file.id, key.encode(), dtype, h5py.h5s.create_simple(shape), options))
-    if field.dtype == "bfloat16":
-        dataset.attrs[_DTYPE_TAG] = "bfloat16"
-    return dataset
+            sums[key] = crc
+            file[key].attrs[_CRC_TAG] = np.uint32(crc)
+            if column.dtype == "bfloat16":
+                file[key].attrs[_DTYPE_TAG] = column.dtype
+        file.close()
+        header.write_to(appender.handle)
+    return sums
 
 
 class _Appender:
@@ -140,7 +128,7 @@ class _Appender:
     """
 
     def __init__(self, path: Path) -> None:
-        self._handle = os.open(path, os.O_WRONLY)
+        self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._writer, self._flusher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
         self._flushed: Future[None] | None = None
@@ -151,19 +139,19 @@ class _Appender:
 
     def put(self, data: memoryview | bytes, place: int) -> None:
         """Begin to write a chunk, which must not change until then; wait until the one before it is written."""
-        following = self._writer.submit(self._write, data, place)
+        following = self._writer.submit(write_at, self.handle, memoryview(data), place)
         self.wait()
         self._written = following
         self._unflushed_bytes += len(data)
         if self._unflushed_bytes >= _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
             if self._flushed is not None:
                 self._flushed.result()
-            self._flushed, self._unflushed_bytes = self._flusher.submit(os.fdatasync, self._handle), 0
+            self._flushed, self._unflushed_bytes = self._flusher.submit(os.fdatasync, self.handle), 0
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._writer.shutdown()
         self._flusher.shutdown()
-        os.close(self._handle)
+        os.close(self.handle)
         if kind is None:
             self.wait()
             if self._flushed is not None:
@@ -174,49 +162,54 @@ class _Appender:
         if self._written is not None:
             self._written.result()
 
-    def _write(self, data: memoryview | bytes, place: int) -> None:
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self._handle, data[written:], place + written)
 
-
-class ColumnFile:
-    """Read what `write_columns` wrote, or what an earlier system did.
+@contextmanager
+def open_columns(
+    path: Path, separator: str, save_id: object = None, names: list[str] | None = None
+) -> Iterator[ColumnFile]:
+    """Open what `write_columns` wrote, or what an earlier system did.
 
     Args:
         path: The file.
         separator: Joins levels of names in it.
         save_id: Of the save that the file should be of, if that is known and the file tells.
+        names: Which datasets; None for all that are not in groups.
 
     Raises:
-        CorruptFileError, UnsafeFileError: Naming the file and the dataset.
+        CorruptFileError, UnsafeFileError: Naming the file and the dataset; also for what the block raises because
+            of the file.
+    """
+    try:
+        with open_hdf5(path) as (file, handle):
+            found = attribute(file, SAVE_ID)
+            if save_id is not None and found is not None and str(found) != save_id:
+                got = f"one of {str(found)!r}"
+                raise CorruptFileError("load", repr(str(path)), f"a file of the save {save_id!r}", got)
+            keys = {key.replace(separator, "/"): key for key in (file if names is None else names)}
+            yield ColumnFile(path, handle, {name: member(file, key, path) for name, key in keys.items()})
+    except FileNotFoundError as cause:
+        raise CorruptFileError("load", repr(str(path.parent)), f"the file {path.name}", "none") from cause
+
+
+class ColumnFile:
+    """Read the datasets of an open file; nothing is read of those that are not plainly there.
+
+    Args:
+        path: The file.
+        handle: Its descriptor.
+        datasets: By the names of fields.
     """
 
-    def __init__(self, path: Path, separator: str, save_id: object = None) -> None:
-        self.path = path
-        _check_is_file(path)
-        try:
-            self._file = h5py.File(path, "r", driver="sec2")  # whose handle is a descriptor
-        except OSError as cause:
-            raise CorruptFileError("open", repr(str(path)), "an HDF5 file", str(cause).splitlines()[0]) from cause
-        found = self._file.attrs.get(SAVE_ID)
-        if save_id is not None and found is not None and str(found) != save_id:
-            self.close()
-            raise CorruptFileError("load", repr(str(path)), f"a file of the save {save_id!r}", f"one of {str(found)!r}")
-        self._handle = self._file.id.get_vfd_handle()
-        self._datasets = {key: self._dataset(key) for key in self._file}
-        self.names = {key.replace(separator, "/"): key for key in self._datasets}
-        self.shapes = {name: self._datasets[key].shape for name, key in self.names.items()}
-
-    def __enter__(self) -> ColumnFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    def __init__(self, path: Path, handle: int, datasets: Mapping[str, Any]) -> None:
+        self.path, self._handle, self._datasets = path, handle, datasets
+        allowance = Allowance(os.fstat(handle).st_size)
+        for name, found in datasets.items():
+            where = f"{name!r} of {str(path)!r}"
+            if not isinstance(found, h5py.Dataset) or not found.shape or found.dtype.kind not in "biufc":
+                got = f"{found.dtype} of shape {found.shape}" if isinstance(found, h5py.Dataset) else "a group"
+                raise CorruptFileError("load", where, "rows of numbers", got)
+            allowance.take(found, where)
+        self.shapes = {name: tuple(found.shape) for name, found in datasets.items()}
 
     @property
     def num_rows(self) -> int:
@@ -228,38 +221,60 @@ class ColumnFile:
 
     def schema(self, num_lead: int) -> Schema:
         """Say which fields there are; `num_lead` axes come before the event."""
-        return Schema(
-            make_field(name, self._datasets[key].shape[num_lead:], self._dtype(key)) for name, key in self.names.items()
-        )
+        return Schema(make_field(name, shape[num_lead:], self.dtype(name)) for name, shape in self.shapes.items())
+
+    def dtype(self, name: str) -> str:
+        """Give the name of a dataset's dtype."""
+        dtype = self._datasets[name].dtype
+        if attribute(self._datasets[name], _DTYPE_TAG) == "bfloat16" and dtype.itemsize == 2:
+            return "bfloat16"
+        if dtype.kind == "c":
+            return str(dtype.newbyteorder("="))
+        return dtype_name(dtype, f"of {name!r} in {str(self.path)!r}")
+
+    def read(self, name: str, crc: int | None = None) -> torch.Tensor:
+        """Read a dataset whole; compare its checksum with `crc` instead of its own."""
+        found = torch.empty(self.shapes[name], dtype=_DTYPES[self.dtype(name)][0], device="cpu")
+        into = _as_array(found) if _is_plain(self._datasets[name]) else None
+        with ThreadPoolExecutor(1) as pool:
+            for first, rows in self._checked_chunks(name, self._step(name), pool, crc, into):
+                if into is None:
+                    found[first : first + len(rows)] = rows
+        return found
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Yield (first row, rows of every dataset), as `chunks` does; together they take as much memory as one does.
 
         Whoever lays fields side by side passes through his memory once instead of once per field.
         """
-        row_bytes = sum(_row_bytes(self._datasets[key]) for key in self.names.values())
+        row_bytes = sum(map(_row_bytes, self._datasets.values()))
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            for parts in zip(*(self._checked_chunks(name, step, pool) for name in self.names), strict=True):
-                yield parts[0][0], {name: part for name, (_, part) in zip(self.names, parts, strict=True)}
+            for parts in zip(*(self._checked_chunks(name, step, pool) for name in self.shapes), strict=True):
+                yield parts[0][0], {name: part for name, (_, part) in zip(self.shapes, parts, strict=True)}
 
     def chunks(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first row, rows) of a dataset, and check its checksum at the end, if it has one.
 
         The rows are there until the next ones are asked for, which are read meanwhile: two chunks are in memory.
         """
-        step = max(1, CHUNK_BYTES // max(1, _row_bytes(self._datasets[self.names[name]])))
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            yield from self._checked_chunks(name, step, pool)
+            yield from self._checked_chunks(name, self._step(name), pool)
 
-    def _checked_chunks(self, name: str, step: int, pool: ThreadPoolExecutor) -> Iterator[tuple[int, torch.Tensor]]:
-        key = self.names[name]
-        dataset = self._datasets[key]
-        is_bfloat16 = self._dtype(key) == "bfloat16"
-        expected, crc = dataset.attrs.get(_CRC_TAG), 0
+    def _step(self, name: str) -> int:
+        return max(1, CHUNK_BYTES // max(1, _row_bytes(self._datasets[name])))
+
+    def _checked_chunks(
+        self, name: str, step: int, pool: ThreadPoolExecutor, expected: int | None = None, into: Any = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        dataset = self._datasets[name]
+        is_bfloat16 = self.dtype(name) == "bfloat16"
+        expected, crc = attribute(dataset, _CRC_TAG) if expected is None else expected, 0
         add_up = crc32 if expected is not None else _no_sum
         is_plain = _is_plain(dataset)
-        parts = self._raw_chunks(dataset, step, add_up, pool) if is_plain else _decoded_chunks(dataset, step, add_up)
+        parts = (
+            self._raw_chunks(dataset, step, add_up, pool, into) if is_plain else _decoded_chunks(dataset, step, add_up)
+        )
         for start, part, crc_so_far in parts:
             crc = crc_so_far
             tensor = torch.from_numpy(viewable(part))
@@ -268,14 +283,15 @@ class ColumnFile:
             raise CorruptFileError("load", f"{name!r} of {str(self.path)!r}", f"checksum {expected:08x}", f"{crc:08x}")
 
     def _raw_chunks(
-        self, dataset: h5py.Dataset, step: int, add_up: AddUp, pool: ThreadPoolExecutor
+        self, dataset: h5py.Dataset, step: int, add_up: AddUp, pool: ThreadPoolExecutor, into: Any
     ) -> Iterator[_Chunk]:
-        """Read rows from where they stand in the file, a chunk ahead."""
+        """Read rows from where they stand in the file, a chunk ahead, into an array if there is one."""
         place, row_bytes = dataset.id.get_offset(), _row_bytes(dataset)
-        room = [np.empty((min(step, len(dataset)), *dataset.shape[1:]), dataset.dtype) for _ in range(2)]
+        num_rows = min(step, len(dataset)) if into is None else 0
+        room = [np.empty((num_rows, *dataset.shape[1:]), dataset.dtype) for _ in range(2)]
 
         def read(start: int, crc: int) -> tuple[npt.NDArray[Any], int]:
-            part = room[start // step % 2][: len(dataset) - start]
+            part = room[start // step % 2][: len(dataset) - start] if into is None else into[start : start + step]
             data, done = _bytes(part), 0
             while done < len(data):
                 count = os.preadv(self._handle, [data[done:]], place + start * row_bytes + done)
@@ -292,73 +308,54 @@ class ColumnFile:
                 following = pool.submit(read, start + step, crc)
             yield start, part, crc
 
-    def _dataset(self, key: str) -> h5py.Dataset:
-        where = f"{key!r} of {str(self.path)!r}"
-        link = self._file.get(key, getlink=True)
-        if not isinstance(link, h5py.HardLink):
-            raise UnsafeFileError("load", where, "a dataset in the file itself", type(link).__name__)
-        found = self._file[key]
-        if not isinstance(found, h5py.Dataset):
-            raise CorruptFileError("load", where, "a dataset", type(found).__name__)
-        if found.is_virtual or found.external:
-            raise UnsafeFileError("load", where, "data in the file itself", "a reference to other files")
-        if not found.shape:
-            raise CorruptFileError("load", where, "rows", f"shape {found.shape}")
-        file_bytes = os.fstat(self._handle).st_size
-        packed_bytes = 0 if found.chunks is None else min(found.id.get_storage_size(), file_bytes)
-        if found.size * found.dtype.itemsize > max(file_bytes, packed_bytes * _MAX_GAIN):
-            raise CorruptFileError("load", where, "a file that holds its data", f"{file_bytes} bytes")
-        return found
-
-    def _dtype(self, key: str) -> str:
-        dataset = self._datasets[key]
-        tag = str(dataset.attrs.get(_DTYPE_TAG, ""))
-        if tag == "bfloat16" and dataset.dtype.itemsize == 2:
-            return tag
-        if dataset.dtype.kind == "c":
-            return str(dataset.dtype.newbyteorder("="))
-        return dtype_name(dataset.dtype, f"of {key!r} in {str(self.path)!r}")
-
-
-def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write JSON; checked for being JSON before the file is made."""
-    text = json.dumps(config, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
-
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a folder's `config.json`."""
-    path = existing_folder(folder) / CONFIG_NAME
-    try:
+    for _ in range(_MAX_LOOKS):
         try:
-            text = _text(path)
-        except FileNotFoundError:  # perhaps it was replaced at this moment: look again
-            path = existing_folder(folder) / CONFIG_NAME
-            text = _text(path)
-        found = json.loads(text)
-    except FileNotFoundError as cause:
-        raise MissingFolderError("load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none") from cause
-    except (OSError, ValueError, RecursionError) as cause:
-        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)) from cause
-    if not isinstance(found, dict):
-        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__)
-    return found
+            return read_json(existing_folder(folder) / CONFIG_NAME)
+        except FileNotFoundError as error:  # perhaps it was replaced at this moment: look again
+            cause = error
+    raise MissingFolderError("load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none") from cause
 
 
-def _text(path: Path) -> str:
-    _check_is_file(path)
-    return path.read_text(encoding="utf-8")
+def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]], _Made]) -> _Made:
+    """Load a folder by its config; again, as long as another process saves meanwhile and the files are not of one save.
+
+    Args:
+        path: The folder.
+        load: Loads what a config says; raises if a file is of another save.
+    """
+    config = read_config(path)
+    for _ in range(_MAX_READS):
+        try:
+            with as_damage(path):
+                return load(config)
+        except (RolloutDataError, OSError):
+            newer = read_config(path)
+            if newer.get(SAVE_ID) == config.get(SAVE_ID):
+                raise
+            config = newer
+    with as_damage(path):
+        return load(config)
 
 
-def _check_is_file(path: Path) -> None:
-    """Refuse a pipe or device, which would be waited for; that nothing is there, opening says."""
-    with suppress(OSError):
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CorruptFileError("open", repr(str(path)), "a file", "something else")
-
-
-def _file_dtype(field: Field) -> np.dtype[Any]:
-    return np.dtype("<i2") if field.dtype == "bfloat16" else field.numpy_dtype
+@contextmanager
+def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Report what a folder's content makes Python raise as damage to the folder, and name it in every error."""
+    try:
+        yield
+    except (*NONSENSE, OSError, RolloutDataError) as cause:
+        if isinstance(cause, RolloutDataError):
+            if str(path) not in cause.where:
+                cause.where = f"{cause.where} from {str(path)!r}".strip()
+            raise
+        is_no_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM  # mapping so much was refused
+        is_damage = is_no_memory or isinstance(cause, NONSENSE)
+        if not is_damage or isinstance(cause, torch.cuda.OutOfMemoryError):
+            raise
+        got = f"{type(cause).__name__}: {cause}"
+        raise CorruptFileError("load", repr(str(path)), "what save() wrote", got) from cause
 
 
 def _as_array(part: torch.Tensor) -> npt.NDArray[Any]:
@@ -383,7 +380,7 @@ def _decoded_chunks(dataset: h5py.Dataset, step: int, add_up: AddUp) -> Iterator
 
 
 def _row_bytes(dataset: h5py.Dataset) -> int:
-    return int(dataset.dtype.itemsize) * int(np.prod(dataset.shape[1:], dtype=np.int64))
+    return int(dataset.dtype.itemsize) * int(prod(dataset.shape[1:]))
 
 
 def _no_sum(data: Any, crc: int) -> int:

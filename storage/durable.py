@@ -117,6 +117,10 @@ def _made_beside(target: Path) -> Iterator[Path]:
         os.close(handle)
     try:
         yield made
+    except OSError as error:  # the disk is full: name what the caller knows
+        if error.errno is not None and (error.filename is None or str(error.filename).startswith(str(made))):
+            error.filename = str(target)
+        raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
         os.close(handle)

@@ -7,7 +7,6 @@ leaves its episode, because its start is drawn among the starts that the episode
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,19 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .buffer_files import all_or_nothing, can_load, device_for, load_one_save, random_state, restore_generator
-from .column_files import (
-    COLUMNS_NAME,
-    CONFIG_NAME,
-    OWN_NAMES,
-    SAVE_ID,
-    ColumnFile,
-    file_keys,
-    write_columns,
-    write_config,
-)
+from .buffer_files import all_or_nothing, can_load, device_for, restore_generator, save_buffer
+from .column_files import COLUMNS_NAME, SAVE_ID, load_one_save, open_columns
 from .duplicates import Duplicable
-from .durable import existing_folder, replace_folder
+from .durable import existing_folder
 from .episodes import Episodes, read_episodes
 from .errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
 from .fields import Schema
@@ -181,9 +171,9 @@ class TrajectoryDictBuffer(Duplicable):
         with self._lock:
             new = self.priorities.cpu().to(torch.float64).numpy()
             new[places.long().numpy()] = values.numpy()  # numpy assigns in order: the last one stays
-            total = new.sum()
-            if total > 0:
-                new = new / total
+            if new.any():
+                new = new / new.max()  # or the sum may be infinite
+                new = new / new.sum()
             self.priorities = torch.from_numpy(new.astype(np.float32)).to(self.device)
             self._drawn_by.clear()
 
@@ -222,32 +212,22 @@ class TrajectoryDictBuffer(Duplicable):
             self._set_up(schema, state["lengths"], self.device, options, self.generator)
             self._ring.put_slots(0, columns)
             self._know(state)
-            self.priorities = state["priorities"].to(self.device, copy=True)
+            self.priorities = self._checked_priorities(state["priorities"].to(self.device, copy=True))
             self.generator.set_state(state["generator"].cpu())
 
     def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
         """Write everything to a folder, atomically; one that exists is replaced."""
         separator = nested_key_separator or self.nested_key_separator
-        keys = file_keys(list(self._ring.schema), separator)
-        with self._lock, replace_folder(folder, OWN_NAMES) as new:
+        with self._lock:
             config = {
-                "__target__": f"{type(self).__module__}.{type(self).__qualname__}",
                 "capacity": self.capacity,
-                "device": str(self.device),
                 "_idx": 0,
                 "_is_full": True,
                 **self._config(),
                 "nested_key_separator": separator,
-                SAVE_ID: secrets.token_hex(8),
                 "priorities": self.priorities.tolist(),
-                "generator": random_state(self.generator),
             }
-            write_config(new / CONFIG_NAME, config)
-
-            def read(name: str, first: int, last: int) -> torch.Tensor:
-                return self._ring.slots_view(name)[first:last, 0]
-
-            write_columns(new / COLUMNS_NAME, self._ring.schema, self.capacity, (), read, keys, config[SAVE_ID])
+            save_buffer(self, folder, config, self._ring, separator)
 
     @classmethod
     def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
@@ -263,19 +243,17 @@ class TrajectoryDictBuffer(Duplicable):
         if missing:
             raise CorruptFileError("load", repr(str(path)), f"{missing[0]!r} in its config.json", "none")
         made = cls._bare(None)
-        with ColumnFile(existing_folder(path) / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
+        with open_columns(existing_folder(path) / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
             if file.num_rows != sum(config["lengths"]):
                 raise SchemaError("load", repr(str(path)), f"{sum(config['lengths'])} frames", f"{file.num_rows}")
             options = {name: config[name] for name in _OPTIONS}
             made._set_up(file.schema(1), config["lengths"], device_for(config.get("device"), device), options, None)
-            for name in file.names:
+            for name in file.shapes:
                 for first, rows in file.chunks(name):
                     made._ring.put_slots(first, {name: rows.unsqueeze(1)})
         made._know(config)
-        made.priorities = torch.tensor(config["priorities"], dtype=torch.float32, device=made.device)
-        if made.priorities.shape != made.lengths.shape or not bool((made.priorities >= 0).all()):
-            expected = f"{made.num_episodes} priorities >= 0 in its config.json"
-            raise CorruptFileError("load", repr(str(path)), expected, str(config["priorities"])[:60])
+        priorities = torch.tensor(config["priorities"], dtype=torch.float32, device=made.device)
+        made.priorities = made._checked_priorities(priorities)
         restore_generator(made.generator, config.get("generator", ""))
         return made
 
@@ -337,6 +315,13 @@ class TrajectoryDictBuffer(Duplicable):
             first += len(rows[0])
         self._order.record(is_write=True)
         self.motion_ids, self.file_names = episodes.motion_ids, episodes.file_names
+
+    def _checked_priorities(self, priorities: torch.Tensor) -> torch.Tensor:
+        """Refuse loaded priorities that cannot be."""
+        if priorities.shape != self.lengths.shape or not bool((priorities >= 0).all() & priorities.isfinite().all()):
+            expected = f"{self.num_episodes} finite priorities >= 0"
+            raise SchemaError("load a state", "", expected, str(priorities.tolist())[:60])
+        return priorities
 
     def _know(self, config: Mapping[str, Any]) -> None:
         self.motion_ids, self.file_names = list(config["motion_ids"]), list(config["file_names"])

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy.typing as npt
 import torch
 
-from .buffer_files import accepted_share, all_or_nothing, load_buffer_folder, oldest_ages, save_buffer_folder
+from .buffer_files import accepted_share, all_or_nothing, load_buffer_folder, oldest_ages, save_ring
 from .duplicates import Duplicable
 from .end_flags import Places, array_ends, end_places, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
@@ -210,7 +210,7 @@ class RingBuffer(Duplicable):
             nested_key_separator: Joins levels of keys, instead of the buffer's own.
         """
         with self._lock:
-            save_buffer_folder(self, folder, nested_key_separator or self.nested_key_separator)
+            save_ring(self, folder, nested_key_separator or self.nested_key_separator)
 
     @classmethod
     def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:

@@ -79,6 +79,8 @@ class RolloutStorage(Snapshotted):
     `advantages`, by assignment or in place, replaces `compute_returns`. A subclass extends `declare_columns`.
     """
 
+    _is_saved_whole = True
+
     Transition: type[Any] = Transition
     MiniBatch: type[Any] = MiniBatch
     #: Whether mini-batches are refused until returns are computed; if not, they carry None instead.

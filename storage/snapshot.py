@@ -6,46 +6,42 @@ name. A folder with `config.json` is complete (see `durable.py`).
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
 import threading
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-import h5py
-import numpy as np
 import torch
 
-from .checksums import crc32
+from .buffer_files import device_for, whole_column
+from .column_files import (
+    CONFIG_NAME,
+    NONSENSE,
+    SAVE_ID,
+    load_one_save,
+    open_columns,
+    write_columns,
+)
 from .duplicates import Duplicable
 from .durable import existing_folder, replace_folder
 from .errors import (
     CorruptFileError,
-    DataFileError,
     ForeignFileError,
     MissingFieldError,
     RolloutDataError,
-    RolloutDataWarning,
     SchemaError,
     nearest,
 )
-from .fields import DTYPES, dtype_name
 from .modes import lasting
-from .records import COMPLEX_DTYPES
+from .plain_files import write_json
 
 FORMAT = "rollout-data snapshot"
 VERSION = 1
-CONFIG, COLUMNS = "config.json", "columns.hdf5"
-_DTYPES = {**DTYPES, **COMPLEX_DTYPES}
-_CHUNK_BYTES = 16 * 1024 * 1024
-#: What values of wrong kinds make Python and torch raise.
-_NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+COLUMNS = "columns.hdf5"
 _Store = TypeVar("_Store", bound="Snapshotted")
 
 #: Name -> class, for everything that can be loaded by `load_store`.
@@ -73,6 +69,8 @@ class Snapshotted(Duplicable):
     A subclass says in `_get_state` what it is and takes it back in `_set_state`; both hold its lock.
     """
 
+    #: Whether all of its memory is in its state, the rows that were not yet written too.
+    _is_saved_whole: ClassVar[bool] = False
     device: torch.device
     rng: torch.Generator
     _lock: threading.RLock
@@ -167,22 +165,35 @@ class Snapshotted(Duplicable):
         Raises:
             DataFileError: The folder is missing, damaged, of another format or of another class.
         """
-        config = read_config(Path(directory))
+        return load_one_save(directory, lambda config: cls._of_save(Path(directory), config, device))
+
+    @classmethod
+    def _of_save(
+        cls: type[_Store], directory: Path, config: dict[str, Any], device: torch.device | str | None
+    ) -> _Store:
+        where = repr(str(directory))
+        check_config(directory, config)
         kind = STORES.get(config["class"])
         if kind is None or not issubclass(kind, cls):
-            options = nearest(str(config["class"]), (name for name, known in STORES.items() if issubclass(known, cls)))
-            raise ForeignFileError("load a store from", repr(str(directory)), options, repr(config["class"]))
-        wanted = None if device is None else torch.device(device)
+            options = nearest(config["class"], (name for name, known in STORES.items() if issubclass(known, cls)))
+            raise ForeignFileError("load a store from", where, options, repr(config["class"]))
         try:
-            made = kind._from_arguments(config["arguments"], _device(config["device"], wanted))
-            made._take_state(config["numbers"], read_columns(Path(directory), config))
-        except _NONSENSE as cause:
-            is_ours = isinstance(cause, RolloutDataError) and not isinstance(cause, SchemaError)
-            if is_ours or isinstance(cause, torch.cuda.OutOfMemoryError):
-                raise
-            got = str(cause) if isinstance(cause, SchemaError) else f"{type(cause).__name__}: {cause}"
-            raise CorruptFileError("load a store from", repr(str(directory)), "a whole state", got) from cause
+            tensors = read_columns(directory, config)
+            if kind._is_saved_whole:
+                kind._check_sizes(config["arguments"], tensors)
+            made = kind._from_arguments(config["arguments"], device_for(config["device"], device))
+            made._take_state(config["numbers"], tensors)
+        except SchemaError as cause:
+            raise CorruptFileError("load a store from", where, "a whole state", str(cause)) from cause
         return made
+
+    @classmethod
+    def _check_sizes(cls, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise before memory is taken for an empty store that would be larger than the filled one in the file."""
+        empty = cls._from_arguments(arguments, torch.device("meta"))._get_state().tensors
+        num_bytes, most = (sum(x.nbytes for x in found.values()) for found in (empty, tensors))
+        if num_bytes > most:
+            raise SchemaError("load a state", "", f"arguments of a store of at most {most} bytes", str(num_bytes))
 
     def _copy_state(self) -> State:
         """Copy everything as it is at one moment, on this device."""
@@ -205,7 +216,7 @@ class Snapshotted(Duplicable):
             try:
                 torch.Generator(self.rng.device).set_state(tensors["rng"])
                 self._set_state(numbers, {name: _onto(x, self.device, name) for name, x in tensors.items()})
-            except _NONSENSE as cause:
+            except NONSENSE as cause:
                 if isinstance(cause, RolloutDataError):
                     raise
                 raise SchemaError("load a state", "", "what state_dict() gave", f"{cause}") from cause
@@ -235,130 +246,48 @@ def load_store(directory: str | os.PathLike[str], device: torch.device | str | N
 
 def write_snapshot(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a snapshot folder; it takes the place of an earlier one."""
-    with replace_folder(directory, (CONFIG, COLUMNS)) as new:
-        columns = _write_columns(new / COLUMNS, tensors)
-        text = json.dumps({"format": FORMAT, "version": VERSION, **config, "columns": columns}, indent=1)
-        (new / CONFIG).write_text(text, encoding="utf-8")
+    with replace_folder(directory, (CONFIG_NAME, COLUMNS)) as new:
+        save_id = secrets.token_hex(8)
+        columns = {name: whole_column(tensor) for name, tensor in tensors.items()}
+        sums = write_columns(new / COLUMNS, columns, save_id)
+        listed = [
+            {"name": name, "dtype": column.dtype, "shape": list(column.shape), "crc32": sums[name]}
+            for name, column in columns.items()
+        ]
+        about = {"format": FORMAT, "version": VERSION, **config, SAVE_ID: save_id, "columns": listed}
+        write_json(new / CONFIG_NAME, about)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Read and check `config.json` of a snapshot folder."""
-    path = existing_folder(directory) / CONFIG
-    _check_is_file(path)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as cause:
-        raise DataFileError("load a store from", repr(str(directory)), f"a folder with {CONFIG}", "none") from cause
-    except (ValueError, OSError, RecursionError) as cause:
-        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)) from cause
-    if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:
-        got = f"{config.get('format')} {config.get('version')}" if isinstance(config, dict) else type(config).__name__
+def check_config(directory: Path, config: dict[str, Any]) -> None:
+    """Check what a snapshot folder's `config.json` says of itself."""
+    if config.get("format") != FORMAT or config.get("version") != VERSION:
+        got = f"{config.get('format')} {config.get('version')}"
         raise ForeignFileError("load a store from", repr(str(directory)), f"{FORMAT} {VERSION}", got)
     config.setdefault("device", "cpu")
     for key, kind in {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}.items():
         if not isinstance(config.get(key), kind):
             got = type(config[key]).__name__ if key in config else "none"
-            raise CorruptFileError("read", repr(str(path)), f"{key!r} as a {kind.__name__}", got)
-    return config
+            where = repr(str(directory / CONFIG_NAME))
+            raise CorruptFileError("read", where, f"{key!r} as a {kind.__name__}", got)
 
 
 def read_columns(directory: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Read all tensors of a snapshot onto the CPU; sizes are checked before anything is allocated."""
-    path = existing_folder(directory) / COLUMNS
-    found: dict[str, torch.Tensor] = {}
-    _check_is_file(path)
-    try:
-        with h5py.File(path, "r") as file, open(path, "rb", buffering=0) as raw:
-            size = path.stat().st_size
-            places = [(column, _find(file, column, size, path)) for column in config["columns"]]
-            for column, offset in places:
-                found[column["name"]] = _read_column(raw, column, offset, path)
-    except FileNotFoundError as cause:
-        raise DataFileError("load a store from", repr(str(directory)), f"the file {COLUMNS}", "none") from cause
-    except (OSError, KeyError, RuntimeError) as cause:
-        if isinstance(cause, DataFileError):
-            raise
-        raise CorruptFileError(
-            "read", repr(str(path)), "an HDF5 file with the columns of its config", str(cause)
-        ) from cause
+    path, found = existing_folder(directory) / COLUMNS, {}
+    columns = {column["name"]: column for column in config["columns"]}
+    with open_columns(path, "/", config.get(SAVE_ID), list(columns)) as file:
+        for name, column in columns.items():
+            dtype = file.dtype(name)
+            is_old = column["dtype"] == "bfloat16" and dtype == "uint16"  # earlier saves do not mark them
+            if list(file.shapes[name]) != column["shape"] or not (is_old or dtype == column["dtype"]):
+                where, got = f"{name!r} of {str(path)!r}", f"{dtype} of shape {list(file.shapes[name])}"
+                raise CorruptFileError("read", where, f"{column['dtype']} of shape {column['shape']}", got)
+            found[name] = file.read(name, column["crc32"])
+            if is_old:
+                found[name] = found[name].view(torch.bfloat16)
     return found
-
-
-def _check_is_file(path: Path) -> None:
-    """Refuse what is there and is no file: opening a pipe would wait for ever."""
-    if path.exists() and not path.is_file():
-        raise CorruptFileError("read", repr(str(path)), "a regular file", "something else")
-
-
-def _write_columns(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Stream every tensor into a contiguous dataset; a second thread computes the checksums meanwhile."""
-    columns: list[dict[str, Any]] = []
-    with h5py.File(path, "w") as file, ThreadPoolExecutor(1) as pool:
-        for name, tensor in tensors.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            dtype = dtype if dtype in COMPLEX_DTYPES else dtype_name(tensor.dtype, repr(name))
-            dataset = file.create_dataset(name, tuple(tensor.shape), _DTYPES[dtype][1])
-            crc: Future[int] | None = None
-            rows = max(1, _CHUNK_BYTES // max(1, tensor[:1].nbytes if tensor.dim() else tensor.nbytes))
-            for start in range(0, len(tensor) if tensor.dim() else 1, rows):
-                part = _to_numpy(tensor[start : start + rows] if tensor.dim() else tensor, dtype)
-                crc = pool.submit(_extend_crc, crc, part)
-                if part.size:
-                    dataset[(slice(start, start + len(part)),) if tensor.dim() else ()] = part
-            value = crc.result() if crc is not None else 0
-            columns.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "crc32": value})
-    return columns
-
-
-def _extend_crc(before: Future[int] | None, part: np.ndarray[Any, Any]) -> int:
-    return crc32(part.reshape(-1).view(np.uint8).data if part.size else b"", before.result() if before else 0)
-
-
-def _to_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:
-    on_cpu = tensor.detach().cpu().contiguous()
-    array: np.ndarray[Any, Any] = (on_cpu.view(torch.uint16) if dtype == "bfloat16" else on_cpu).numpy()
-    return array
-
-
-def _find(file: h5py.File, column: Mapping[str, Any], file_size: int, path: Path) -> int:
-    """Find where a column's bytes stand in the file; refuse anything that is not plainly there."""
-    shape, (_, numpy_dtype) = tuple(column["shape"]), _DTYPES[column["dtype"]]
-    dataset = file[column["name"]]
-    num_bytes = prod(shape) * numpy_dtype.itemsize
-    offset = dataset.id.get_offset() if isinstance(dataset, h5py.Dataset) else None
-    is_plain = isinstance(dataset, h5py.Dataset) and dataset.shape == shape and dataset.dtype == numpy_dtype
-    if not is_plain or (num_bytes and (offset is None or offset + num_bytes > file_size)):
-        expected = f"{column['dtype']} of shape {list(shape)} inside the file for {column['name']!r}"
-        raise CorruptFileError("read", repr(str(path)), expected, "something else")
-    return int(offset or 0)
-
-
-def _read_column(raw: Any, column: Mapping[str, Any], offset: int, path: Path) -> torch.Tensor:
-    torch_dtype, _ = _DTYPES[column["dtype"]]
-    tensor = torch.empty(column["shape"], dtype=torch_dtype, device="cpu")
-    data = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
-    raw.seek(offset)
-    crc = 0
-    for start in range(0, len(data), _CHUNK_BYTES):
-        part = data[start : start + _CHUNK_BYTES]
-        if raw.readinto(part) != len(part):
-            raise CorruptFileError("read", repr(str(path)), f"{len(data)} bytes of {column['name']!r}", "fewer")
-        crc = crc32(part, crc)
-    if crc != column["crc32"]:
-        where = f"{str(path)!r}, column {column['name']!r}"
-        raise CorruptFileError("read", where, f"checksum {column['crc32']:08x}", f"{crc:08x}")
-    return tensor
 
 
 def _onto(tensor: torch.Tensor, device: torch.device, name: str) -> torch.Tensor:
     """Copy to a device; random states stay on the CPU."""
     return tensor.detach().clone() if name == "rng" else tensor.detach().to(device, copy=True)
-
-
-def _device(saved: str, wanted: torch.device | str | None) -> torch.device:
-    if wanted is not None:
-        return torch.device(wanted)
-    if torch.device(saved).type == "cuda" and not torch.cuda.is_available():
-        warnings.warn(f"{saved!r} is not here; the store is loaded onto the CPU", RolloutDataWarning)
-        return torch.device("cpu")
-    return torch.device(saved)

@@ -6,26 +6,16 @@ One rule: it is a ring with one field; whatever is added is detached and cast.
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from .buffer_files import all_or_nothing, can_load, device_for, load_one_save, random_state, restore_generator
-from .column_files import (
-    COLUMNS_NAME,
-    CONFIG_NAME,
-    OWN_NAMES,
-    SAVE_ID,
-    ColumnFile,
-    file_keys,
-    write_columns,
-    write_config,
-)
+from .buffer_files import all_or_nothing, can_load, device_for, restore_generator, save_buffer
+from .column_files import COLUMNS_NAME, SAVE_ID, load_one_save, open_columns
 from .duplicates import Duplicable
-from .durable import existing_folder, replace_folder
+from .durable import existing_folder
 from .errors import BufferEmptyError, CorruptFileError, SchemaError, UsageError
 from .fields import DTYPES, Field, Schema, dtype_name
 from .modes import lasting
@@ -139,16 +129,8 @@ class ZBuffer(Duplicable):
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write everything to a folder, atomically; one that exists is replaced."""
-        with self._lock, replace_folder(folder, OWN_NAMES) as new:
-            target = f"{type(self).__module__}.{type(self).__qualname__}"
-            state = {"device": str(self.device), "generator": random_state(self.generator)}
-            save_id = secrets.token_hex(8)
-            write_config(new / CONFIG_NAME, {"__target__": target, **self._config(), **state, SAVE_ID: save_id})
-
-            def read(name: str, first: int, last: int) -> torch.Tensor:
-                return self._ring.slots_view(name)[first:last, 0]
-
-            write_columns(new / COLUMNS_NAME, self._ring.schema, len(self), (), read, file_keys([_NAME], "-"), save_id)
+        with self._lock:
+            save_buffer(self, folder, self._config(), self._ring)
 
     @classmethod
     def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
@@ -162,11 +144,13 @@ class ZBuffer(Duplicable):
         for key in ("capacity", "dim", "dtype", "total"):
             if key not in config:
                 raise CorruptFileError("load", repr(str(path)), f"{key!r} in its config.json", "none")
-        place = device_for(config.get("device"), device)
-        made = cls(config["capacity"], config["dim"], place, DTYPES[config["dtype"]][0])
-        with ColumnFile(existing_folder(path) / COLUMNS_NAME, "-", config.get(SAVE_ID)) as file:
-            if file.num_rows > made.capacity or min(config["total"], made.capacity) != file.num_rows:
-                raise SchemaError("load", repr(str(path)), f"at most {made.capacity} vectors", str(file.num_rows))
+        capacity, dim = config["capacity"], config["dim"]
+        with open_columns(existing_folder(path) / COLUMNS_NAME, "-", config.get(SAVE_ID)) as file:
+            if list(file.shapes.items()) != [(_NAME, (min(config["total"], capacity), dim))]:
+                expected = f"{min(config['total'], capacity)} vectors of {dim} numbers"
+                raise SchemaError("load", repr(str(path)), expected, str(file.shapes))
+            place = device_for(config.get("device"), device)
+            made = cls(capacity, dim, place, DTYPES[config["dtype"]][0])
             for first, rows in file.chunks(_NAME):
                 made._ring.put_slots(first, {_NAME: rows.unsqueeze(1)})
         made._ring.total = int(config["total"])

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from storage.checksums import crc32
 from storage.durable import existing_folder, replace_file
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
+from storage.plain_files import CHECKSUM, json_checksum, read_text
 
 from .files import FORMATS, TrajectoryBlock, find_files, id_in_name, read_trajectory
 from .rows import Rows, TrajectoryLayout, layout_of
@@ -31,7 +31,6 @@ INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
 #: What an earlier system called the index.
 LEGACY_INDEX_NAME = "trajector_index.json"
 _FORMAT, _VERSION = "rollout-data trajectories", 1
-_CHECKSUM = "crc32"
 #: The names of files have room for 18 digits.
 _MAX_COUNTER = 10**18
 
@@ -130,11 +129,9 @@ def write_index(folder: Path, entries: Iterable[Entry], counters: Counters) -> N
         "version": _VERSION,
         "counters": {**summary, "rng": base64.b64encode(counters.rng.numpy().tobytes()).decode()},
     }
-    text = json.dumps(index)
-    checked = f'{text[:-1]}, "{_CHECKSUM}": "{_checksum(text)}"}}'
-    for name, content in ((INDEX_NAME, checked), (METADATA_NAME, json.dumps(summary))):
+    for name, content in ((INDEX_NAME, {**index, CHECKSUM: json_checksum(index)}), (METADATA_NAME, summary)):
         with replace_file(folder / name) as new:
-            new.write_text(content, encoding="utf-8")
+            new.write_text(json.dumps(content), encoding="utf-8")
 
 
 def check_json(info: Mapping[str, Any], where: str) -> None:
@@ -234,16 +231,12 @@ def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted
     return Entry(trajectory_id, layout, size, info, name, version, path, block=block)
 
 
-def _checksum(text: str) -> str:
-    return f"{crc32(text.encode()):08x}"
-
-
 def _check_checksum(index: dict[str, Any], path: Path) -> None:
     """Take the checksum out of an index and compare it, if there is one."""
-    if (stated := index.pop(_CHECKSUM, None)) is not None:
-        found = _checksum(json.dumps(index))
+    if (stated := index.pop(CHECKSUM, None)) is not None:
+        found = json_checksum(index)
         if found != stated:
-            advice = f"It was damaged or changed; whoever means the change removes {_CHECKSUM!r} from it"
+            advice = f"It was damaged or changed; whoever means the change removes {CHECKSUM!r} from it"
             where, expected = repr(str(path)), f"a JSON object with checksum {stated}"
             raise CorruptFileError("load trajectories from", where, expected, found, advice)
 
@@ -252,7 +245,7 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # opening a pipe would wait for whoever writes into it
         raise CorruptFileError("read", repr(str(path)), "a JSON object", "no regular file")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as cause:
         if optional and isinstance(cause, FileNotFoundError):
             return {}

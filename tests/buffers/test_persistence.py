@@ -25,6 +25,7 @@ from storage import (
     load_buffer,
 )
 from storage.errors import DataFileError
+from tests.saved import config_of
 
 from .streams import rows
 
@@ -159,7 +160,7 @@ def test_frames_are_stacked_as_before_where_the_ring_cut_a_trajectory(
     for other in (loaded, load_buffer(tmp_path / "again"), restored):
         assert stacks(other) == expected
     path = tmp_path / "b" / "config.json"
-    config = json.loads(path.read_text())
+    config = config_of(path)
     for wrong in (None, 1, [-1] * num_envs, [5] * num_envs, [0] * (num_envs + 1), [0.5] * num_envs, "0"):
         path.write_text(json.dumps({**config, "oldest_ages": wrong}))
         with pytest.raises(RolloutDataError):
@@ -202,7 +203,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_buffer(tmp_path / "none")
     dict_buffer().save(tmp_path / "b")
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    config = config_of(tmp_path / "b" / "config.json")
     for key, value in (("capacity", 4), ("_idx", 77), ("total", 2)):
         (tmp_path / "b" / "config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(ValueError):
@@ -272,7 +273,7 @@ def test_a_buffer_of_many_fields_loads_with_few_files_and_threads(tmp_path: Path
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 30, hard))
     try:
         loaded = load_buffer(tmp_path / "b")
-        with column_files.ColumnFile(tmp_path / "b" / "buffer.hdf5", "-") as file:
+        with column_files.open_columns(tmp_path / "b" / "buffer.hdf5", "-") as file:
             for _ in file.rows():
                 assert threading.active_count() <= num_threads + 8
     finally:

@@ -26,6 +26,7 @@ from storage import (
     load_buffer,
 )
 from storage.errors import CorruptFileError, RolloutDataError
+from tests.saved import config_of
 
 from .test_persistence import MAKERS
 
@@ -92,7 +93,7 @@ def test_every_config_entry_of_a_wrong_kind_is_reported_or_means_something(
 ) -> None:
     MAKERS[name]().save(tmp_path / "b")
     path = tmp_path / "b" / "config.json"
-    config = json.loads(path.read_text())
+    config = config_of(path)
     for key in config:
         path.write_text(json.dumps({**config, key: value}))
         with contextlib.suppress(RolloutDataError):
@@ -103,7 +104,7 @@ def test_every_config_entry_of_a_wrong_kind_is_reported_or_means_something(
 def test_saved_priorities_are_checked(tmp_path: Path, priorities: object) -> None:
     MAKERS["expert"]().save(tmp_path / "b")
     path = tmp_path / "b" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "priorities": priorities}))
+    path.write_text(json.dumps({**config_of(path), "priorities": priorities}))
     with pytest.raises(RolloutDataError):
         load_buffer(tmp_path / "b")
 
@@ -125,7 +126,7 @@ def test_a_small_file_that_declares_much_is_refused_and_one_that_packs_well_load
         file.create_dataset("z", (5, 1 << 22), np.float64, chunks=(1, 1024), compression="gzip")
     with pytest.raises(RolloutDataError, match="holds its data"):
         load_buffer(tmp_path / "z")
-    config = json.loads((tmp_path / "z" / "config.json").read_text())
+    config = config_of(tmp_path / "z" / "config.json")
     (tmp_path / "z" / "config.json").write_text(json.dumps({**config, "dim": 1 << 18}))
     with h5py.File(path, "w") as file:  # a thousandth of its size
         file.create_dataset("z", data=np.zeros((5, 1 << 18)), chunks=(1, 1 << 18), compression="gzip")
@@ -163,7 +164,7 @@ def test_a_share_of_accepted_draws_that_cannot_be_is_refused(tmp_path: Path, sha
         buffer.load_state_dict({**buffer.state_dict(), "accepted_share": share})
     buffer.save(tmp_path / "b")
     path = tmp_path / "b" / "config.json"
-    config = json.loads(path.read_text())
+    config = config_of(path)
     path.write_text(json.dumps({**config, "accepted_share": share}))
     with pytest.raises(SchemaError, match="accepted_share above 0, at most 1"):
         load_buffer(tmp_path / "b")
@@ -223,7 +224,7 @@ def test_a_save_while_another_process_loads_is_loaded_whole(
 ) -> None:
     of_one_value(1.0, [0, 1, 0, 0]).save(tmp_path / "b")
     newer = of_one_value(2.0, [0, 1, 0, 0, 0, int(has_finals)])
-    inner, num_saves = buffer_files.ColumnFile, []
+    inner, num_saves = buffer_files.open_columns, []
 
     def later(path: Path, *arguments: Any) -> Any:
         if path.name == when and not num_saves:
@@ -231,7 +232,7 @@ def test_a_save_while_another_process_loads_is_loaded_whole(
             newer.save(tmp_path / "b")
         return inner(path, *arguments)
 
-    monkeypatch.setattr(buffer_files, "ColumnFile", later)
+    monkeypatch.setattr(buffer_files, "open_columns", later)
     loaded = load_buffer(tmp_path / "b")
     assert num_saves and equal(loaded.state_dict(), newer.state_dict())
 

@@ -26,6 +26,7 @@ from storage import (
 )
 from storage import snapshot as snapshots
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError
+from tests.saved import config_of
 from tests.storage.rollouts import ACTIONS, assert_same, broken, everything, make_storage, make_transition
 
 KINDS = {
@@ -216,7 +217,7 @@ def test_saving_never_replaces_what_is_no_save(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
 
 
-@pytest.mark.parametrize("at", ["_write_columns", "sync_path", "replace", "rmtree"])
+@pytest.mark.parametrize("at", ["write_columns", "sync_path", "replace", "rmtree"])
 def test_a_process_killed_while_saving_leaves_the_old_save_or_the_new_one(tmp_path, at):
     make("plain", "part").save(tmp_path / "kept")
     outcomes = set()
@@ -249,8 +250,8 @@ def _save_and_die(folder, at, nth):
 
 def test_a_config_without_its_numbers_is_reported(tmp_path):
     make("sarsa", "full").save(tmp_path / "kept")
-    path = tmp_path / "kept" / snapshots.CONFIG
-    path.write_text(json.dumps({**json.loads(path.read_text()), "numbers": {}}))
+    path = tmp_path / "kept" / "config.json"
+    path.write_text(json.dumps({**config_of(path), "numbers": {}}))
     with pytest.raises(CorruptFileError, match="cannot load a state without 'step'"):
         load_store(tmp_path / "kept")
 
@@ -266,7 +267,7 @@ def test_a_crash_between_the_two_renames_loses_nothing(tmp_path):
 def test_each_flipped_bit_and_each_truncation_of_the_columns_is_reported(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damage") / "kept"
     make("plain", "full").save(folder)
-    path = folder / snapshots.COLUMNS
+    path = folder / "columns.hdf5"
     content = bytearray(path.read_bytes())
     whole = RolloutStorage.load(folder)
     if data.draw(st.booleans()):
@@ -292,8 +293,8 @@ def test_each_flipped_bit_and_each_truncation_of_the_columns_is_reported(tmp_pat
 )
 def test_a_changed_config_is_reported(tmp_path, change, error):
     make("plain", "full").save(tmp_path / "kept")
-    path = tmp_path / "kept" / snapshots.CONFIG
-    config = {**json.loads(path.read_text()), **change}
+    path = tmp_path / "kept" / "config.json"
+    config = {**config_of(path), **change}
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     with pytest.raises(error):
         RolloutStorage.load(tmp_path / "kept")
@@ -307,7 +308,7 @@ def test_missing_and_foreign_folders_give_one_clear_error(tmp_path):
     with pytest.raises(CorruptFileError):
         load_store(tmp_path)
     make("plain", "full").save(tmp_path / "kept")
-    (tmp_path / "kept" / snapshots.COLUMNS).unlink()
+    (tmp_path / "kept" / "columns.hdf5").unlink()
     with pytest.raises(DataFileError, match=r"the file columns\.hdf5"):
         load_store(tmp_path / "kept")
 

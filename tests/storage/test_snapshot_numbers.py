@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from storage import HiddenStates, QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage, SchemaError, load_store
-from storage import snapshot as snapshots
 from storage.errors import CorruptFileError
+from tests.saved import config_of
 from tests.storage.rollouts import assert_same, everything, make_storage, make_transition
 
 KINDS = (RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage)
@@ -106,8 +106,8 @@ def test_what_only_a_queue_or_its_next_observations_keep_is_checked_too():
 @pytest.mark.parametrize("name, value", [("step", 77), ("step", 1.5), ("num_partial_rows", True), ("states", ["q"])])
 def test_a_folder_with_such_numbers_is_called_damaged(tmp_path, name, value):
     filled(RolloutStorage).save(tmp_path / "kept")
-    path = tmp_path / "kept" / snapshots.CONFIG
-    config = json.loads(path.read_text())
+    path = tmp_path / "kept" / "config.json"
+    config = config_of(path)
     config["numbers"][name] = value
     path.write_text(json.dumps(config))
     with pytest.raises(CorruptFileError, match=f"with '{name}'"):

@@ -19,8 +19,8 @@ from storage import (
     UsageError,
     load_store,
 )
-from storage import snapshot as snapshots
 from storage.errors import CorruptFileError, DataFileError
+from tests.saved import config_of
 from tests.storage.rollouts import make_storage, make_transition
 
 NONSENSE = [None, float("nan"), float("inf"), -1, 2**60, 10**400, [], {}, [5], "x", 1.5]
@@ -50,8 +50,8 @@ def changed(content, place, value):
 def test_values_of_wrong_kinds_in_a_config_are_reported_or_harmless(tmp_path, number):
     store = stores()[number]
     store.save(tmp_path / "kept")
-    path = tmp_path / "kept" / snapshots.CONFIG
-    config = json.loads(path.read_text())
+    path = tmp_path / "kept" / "config.json"
+    config = config_of(path)
     for place in [("class",), ("device",), *places_in(config, ("arguments", "numbers", "columns"))]:
         for value in NONSENSE:
             path.write_text(json.dumps(changed(config, place, value)))
@@ -90,7 +90,7 @@ def test_a_number_that_cannot_be_is_reported(name):
     assert store.sample(1) is not None
 
 
-@pytest.mark.parametrize("name", [snapshots.CONFIG, snapshots.COLUMNS])
+@pytest.mark.parametrize("name", ["config.json", "columns.hdf5"])
 def test_a_pipe_in_the_place_of_a_file_is_reported_at_once(tmp_path, name):
     NaiveReplayBuffer(4).save(tmp_path / "kept")
     path, is_over = tmp_path / "kept" / name, threading.Event()
@@ -104,7 +104,7 @@ def test_a_pipe_in_the_place_of_a_file_is_reported_at_once(tmp_path, name):
     thread = threading.Thread(target=answer)
     thread.start()
     try:
-        with pytest.raises(CorruptFileError, match=f"read '.*{name}': expected a regular file, got something else"):
+        with pytest.raises(CorruptFileError, match=f"open '.*{name}': expected a file, got a folder, a pipe"):
             load_store(tmp_path / "kept")
     finally:
         is_over.set()
@@ -127,7 +127,7 @@ def test_complex_items_are_kept(tmp_path, cls, dtype):
     for other in others:
         x, y = (one[0]["x"] if cls is EpisodeReplayBuffer else one["x"] for one in (first, other))
         assert y.dtype == dtype and torch.equal(x, y)
-    path = tmp_path / "kept" / snapshots.COLUMNS
+    path = tmp_path / "kept" / "columns.hdf5"
     path.write_bytes(path.read_bytes().replace(items[0]["x"].numpy().tobytes(), bytes(items[0]["x"].nbytes)))
     with pytest.raises(CorruptFileError, match="checksum"):
         load_store(tmp_path / "kept")

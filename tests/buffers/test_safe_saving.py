@@ -1,0 +1,583 @@
+"""Saved folders and motions under real faults: flipped bytes, full disks, links, pipes, forged sizes, other savers."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from rollout_data import load_expert_trajectories
+from storage import (
+    ActionLabelRollout,
+    AdvancedReplayBuffer,
+    BufferManager,
+    DictBuffer,
+    EpisodeReplayBuffer,
+    NaiveReplayBuffer,
+    QueueRolloutStorage,
+    ReplayBuffer,
+    RolloutStorage,
+    SarsaRolloutStorage,
+    TrajectoryDictBuffer,
+    TrajectoryDictBufferMultiDim,
+    ZBuffer,
+    load_buffer,
+    load_store,
+)
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, SchemaError, UnsafeFileError
+from tests.saved import config_of
+from tests.storage.rollouts import make_storage, make_transition
+
+ROOT = Path(__file__).parents[2]
+
+
+def rollout(kind: Any = RolloutStorage, num_envs: int = 2) -> Any:
+    storage = make_storage(num_envs, 2, kind)
+    one = make_transition(0, num_envs)
+    if kind is ActionLabelRollout:
+        one.action_labels = torch.zeros(num_envs, 2)
+    if kind is SarsaRolloutStorage:
+        one.next_observations, one.next_critic_observations = one.observations + 1, one.critic_observations + 1
+    storage.add_transitions(one)
+    return storage
+
+
+def ring(value: float = 1.0, num_rows: int = 3) -> DictBuffer:
+    buffer = DictBuffer(capacity=4, end_key="done", generator=0)
+    ends = torch.zeros(num_rows, 1, dtype=torch.bool)
+    ends[1] = True
+    data = {"o": torch.full((num_rows, 2), value), "done": ends}
+    buffer.extend(data, final={"o": torch.full((num_rows, 2), value + 100)})
+    return buffer
+
+
+def laned() -> TrajectoryDictBufferMultiDim:
+    buffer = TrajectoryDictBufferMultiDim(capacity=3, n_dim=2, seq_length=1, generator=0)
+    buffer.extend({"observation": torch.ones(2, 2, 1), "done": torch.zeros(2, 2, 1, dtype=torch.bool)})
+    return buffer
+
+
+def expert() -> TrajectoryDictBuffer:
+    return TrajectoryDictBuffer([{"observation": torch.ones(3, 1)}] * 2, "cpu", 2, generator=0)
+
+
+def latent() -> ZBuffer:
+    buffer = ZBuffer(3, 2, generator=0)
+    buffer.add(torch.ones(2, 2))
+    return buffer
+
+
+def pairs() -> ReplayBuffer:
+    buffer = ReplayBuffer(3, 4, generator=0)
+    buffer.insert(torch.ones(2, 3), torch.zeros(2, 3))
+    return buffer
+
+
+def items(kind: Any) -> Any:
+    item = {"x": torch.ones(2), "name": "a"}
+    buffer = kind(4, generator=0)
+    buffer.append([item, item] if kind is EpisodeReplayBuffer else item)
+    return buffer
+
+
+def manager() -> BufferManager:
+    made = BufferManager({"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "generator": 0}}, generator=0)
+    made.push([{"x": torch.ones(2)}])
+    return made
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "rollout": rollout,
+    "queue": lambda: rollout(QueueRolloutStorage),
+    "labels": lambda: rollout(ActionLabelRollout),
+    "sarsa": lambda: rollout(SarsaRolloutStorage),
+    "replay": pairs,
+    "naive": lambda: items(NaiveReplayBuffer),
+    "advanced": lambda: items(AdvancedReplayBuffer),
+    "episodes": lambda: items(EpisodeReplayBuffer),
+    "manager": manager,
+    "dict": ring,
+    "laned": laned,
+    "expert": expert,
+    "z": latent,
+}
+BUFFERS = ("dict", "laned", "expert", "z")
+
+
+def load(folder: Path) -> Any:
+    return load_store(folder) if (folder / "columns.hdf5").exists() else load_buffer(folder)
+
+
+def columns_of(folder: Path) -> Path:
+    return next(folder / name for name in ("buffer.hdf5", "columns.hdf5") if (folder / name).exists())
+
+
+def plain(tree: Any) -> Any:
+    """Give a state as something that can be compared."""
+    if isinstance(tree, torch.Tensor):
+        return str(tree.dtype), tree.tolist()
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items()}
+    return [plain(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def in_child(code: str, *arguments: object, timeout_s: float = 300) -> str:
+    """Run code of this file in a process of its own, where a crash or an endless loop shows."""
+    script = f"import sys\nfrom pathlib import Path\nfrom tests.buffers.test_safe_saving import *\n{code}"
+    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    assert found.returncode == 0, f"exit status {found.returncode}: {found.stdout[-500:]} {found.stderr[-2000:]}"
+    return found.stdout
+
+
+def flip_and_load(folder: Path, load_it: Callable[[Path], Any], stride: int, has_sums: bool) -> None:
+    """Flip bytes of every file, each alone: loading gives what was saved, or one of our errors with the file's name."""
+    whole = plain(load_it(folder))
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        for place in range(len(content) % stride, len(content), stride):
+            for bits in (0x01, 0xFF):
+                damaged = bytearray(content)
+                damaged[place] ^= bits
+                path.write_bytes(damaged)
+                try:
+                    found = plain(load_it(folder))
+                except RolloutDataError as error:
+                    assert str(folder) in str(error), f"{path.name} {place}: {error}"
+                    continue
+                assert found == whole or not has_sums, f"byte {place} of {path.name} gave other data"
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_flipped_byte_is_one_clear_error_or_stands_where_no_data_does(tmp_path: Path, name: str) -> None:
+    MAKERS[name]().save(tmp_path / "b")
+    code = "flip_and_load(Path(sys.argv[1]), lambda path: load(path).state_dict(), 401, True)"
+    in_child(code, tmp_path / "b")
+
+
+def read_heaps(folder: Path) -> None:
+    """Flip each byte that the guard looks at, in saves whose attributes are texts, as earlier releases wrote them."""
+    path = folder / "buffer.hdf5"
+    content = path.read_bytes()
+    start = content.index(b"GCOL")
+    for place in range(start, start + 80):
+        for bits in (0x01, 0x80, 0xFF, content[place]):
+            damaged = bytearray(content)
+            damaged[place] ^= bits
+            path.write_bytes(damaged)
+            try:
+                load(folder)
+            except RolloutDataError as error:
+                assert str(path) in str(error)
+
+
+def test_a_damaged_heap_of_an_earlier_save_is_not_walked_for_ever(tmp_path: Path) -> None:
+    ring().save(tmp_path / "b")
+    path = tmp_path / "b" / "buffer.hdf5"
+    with h5py.File(path) as file:
+        save_id, columns = file.attrs["save_id"], {key: file[key][()] for key in file}
+    with h5py.File(path, "w", libver=("v110", "v110"), track_order=True) as file:
+        file.attrs["save_id"] = save_id
+        for key, rows in columns.items():
+            file[key] = rows
+            file[key].attrs["crc32"] = np.uint32(zlib.crc32(rows.tobytes()))
+    in_child("read_heaps(Path(sys.argv[1]))", tmp_path / "b")
+
+
+def legacy(folder: Path, **extra: Any) -> Path:
+    """Write a folder as earlier systems did: with h5py alone, no checksums."""
+    folder.mkdir()
+    values = np.arange(10, dtype=np.float32)[:, None]
+    with h5py.File(folder / "buffer.hdf5", "w") as file:
+        file["observation-state"], file["reward"] = values, values
+        file.create_dataset("packed", data=values.repeat(8, 1), compression="gzip", chunks=(3, 4))
+    config = {"capacity": 10, "_idx": 0, "_is_full": True, "nested_key_separator": "-", "__target__": "old.DictBuffer"}
+    (folder / "config.json").write_text(json.dumps({**config, **extra}))
+    return folder
+
+
+def test_a_flipped_byte_of_a_folder_of_an_earlier_system_is_never_a_raw_error(tmp_path: Path) -> None:
+    code = "flip_and_load(Path(sys.argv[1]), lambda path: load(path).get_full_buffer(), 61, False)"
+    in_child(code, legacy(tmp_path / "old"))
+
+
+def motions(folder: Path, change: Callable[[Any], Any] = lambda file: None, name: str = "a.h5") -> Path:
+    """Write a motion file and a list of it."""
+    folder.mkdir(exist_ok=True)
+    with h5py.File(folder / "a.h5", "w") as file:
+        file.attrs["num_episodes"] = 1
+        file["ep_0/observation"] = np.arange(8.0).reshape(4, 2)
+        file["ep_0/file_name"] = "walk"
+        file["ep_0"].create_dataset("packed", data=np.arange(12.0).reshape(4, 3), chunks=(2, 3), compression="gzip")
+        change(file)
+    (folder / "list.txt").write_text(name + "\n")
+    return folder
+
+
+def load_motions(folder: Path, **options: Any) -> TrajectoryDictBuffer:
+    return load_expert_trajectories(folder / "list.txt", folder, 2, "cpu", **options)
+
+
+def test_a_flipped_byte_of_a_motion_is_never_a_raw_error(tmp_path: Path) -> None:
+    code = "flip_and_load(Path(sys.argv[1]), lambda path: load_motions(path).get_full_buffer(), 61, False)"
+    in_child(code, motions(tmp_path / "m"))
+
+
+def save_onto_a_full_disk(folder: Path, name: str, most_bytes: int) -> None:
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = plain(load(folder).state_dict())
+    store = MAKERS[name]()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+    try:
+        store.save(folder)
+    except OSError as error:
+        assert str(folder) in str(error), error
+    else:
+        raise AssertionError("saved")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert plain(load(folder).state_dict()) == before and [x.name for x in folder.parent.iterdir()] == [folder.name]
+    store.save(folder)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 200, 3000])
+@pytest.mark.parametrize("name", ["dict", "expert", "z", "sarsa", "advanced"])
+def test_a_full_disk_is_an_os_error_that_names_the_folder_and_keeps_the_save(
+    tmp_path: Path, name: str, most_bytes: int
+) -> None:
+    MAKERS[name]().save(tmp_path / "b")
+    if max(path.stat().st_size for path in (tmp_path / "b").iterdir()) <= most_bytes:
+        pytest.skip("the save is smaller")
+    in_child(
+        "save_onto_a_full_disk(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))", tmp_path / "b", name, most_bytes
+    )
+
+
+def save_until_the_disk_is_full(folder: Path) -> None:
+    ring().save(folder / "b")
+    buffer = DictBuffer(capacity=100_000)
+    buffer.extend({"x": torch.ones(100_000, 16)})
+    storage = rollout(num_envs=50_000)
+    for store, name in ((buffer, "b"), (storage, "c")):
+        try:
+            store.save(folder / name)
+        except OSError as error:
+            assert f"{folder / name}" in str(error) and error.errno == 28, error
+        else:
+            raise AssertionError("saved")
+    assert len(load(folder / "b")) == 3 and [x.name for x in folder.iterdir()] == ["b"]
+
+
+def test_a_disk_that_is_full_for_real_does_not_kill_the_process(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        in_child("save_until_the_disk_is_full(Path(sys.argv[1]))", tmp_path)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["external", "soft", "virtual", "outside", "chunks", "group", "text"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_data_that_is_not_plainly_in_the_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    MAKERS[name]().save(tmp_path / "b")
+    path = columns_of(tmp_path / "b")
+    shutil.copy(path, tmp_path / "other.h5")
+    with h5py.File(path, "r+") as file:
+        key = next(iter(file))
+        key = key if isinstance(file[key], h5py.Dataset) else f"{key}/{next(iter(file[key]))}"
+        while not isinstance(file[key], h5py.Dataset):
+            key = f"{key}/{next(iter(file[key]))}"
+        rows = file[key][()]
+        attributes = dict(file[key].attrs)
+        if kind == "soft":
+            file.move(key, "moved")
+            file[key] = h5py.SoftLink("/moved")
+        else:
+            del file[key]
+        if kind == "external":
+            file[key] = h5py.ExternalLink(str(tmp_path / "other.h5"), key)
+        elif kind == "virtual":
+            layout = h5py.VirtualLayout(rows.shape, rows.dtype)
+            layout[...] = h5py.VirtualSource(str(tmp_path / "other.h5"), key, rows.shape)
+            file.create_virtual_dataset(key, layout)
+        elif kind == "outside":
+            file.create_dataset(key, rows.shape, rows.dtype, external=str(tmp_path / "other.h5"))
+        elif kind == "chunks":
+            file.create_dataset(key, (1 << 40, *rows.shape[1:]), rows.dtype, chunks=(1, *rows.shape[1:]))
+        elif kind == "group":
+            file.create_group(key)
+        elif kind == "text":
+            file.create_dataset(key, data=["x"] * len(rows), dtype=h5py.string_dtype())
+        if kind != "soft":
+            file[key].attrs.update(attributes) if kind in ("chunks", "group", "text") else None
+    with pytest.raises(DataFileError, match=str(path)) as caught:
+        load(tmp_path / "b")
+    assert isinstance(caught.value, UnsafeFileError) == (kind in ("external", "soft", "virtual", "outside"))
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "missing"])
+@pytest.mark.parametrize("name", ["rollout", "dict", "expert", "z", "manager"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, what: str) -> None:
+    for place in ("config.json", "columns"):
+        folder = tmp_path / place
+        MAKERS[name]().save(folder)
+        path = columns_of(folder) if place == "columns" else folder / place
+        path.unlink()
+        if what == "pipe":
+            os.mkfifo(path)
+        elif what == "device":
+            path.symlink_to("/dev/zero")
+        elif what == "folder":
+            path.mkdir()
+    code = (
+        "for place in ('config.json', 'columns'):\n"
+        "    try:\n"
+        "        (load_buffer if sys.argv[2] in BUFFERS else load_store)(Path(sys.argv[1]) / place)\n"
+        "    except DataFileError as error:\n"
+        "        print(error)\n"
+    )
+    text = in_child(code, tmp_path, name, timeout_s=60).splitlines()
+    assert len(text) == 2 and all(str(tmp_path) in line for line in text)
+
+
+FORGED: dict[str, tuple[tuple[str, ...], Any]] = {
+    "rollout": (("arguments", "num_envs"), 10**8),
+    "queue": (("arguments", "num_transitions_per_env"), 10**8),
+    "sarsa": (("arguments", "obs_shape"), [10**8]),
+    "replay": (("numbers", "total"), 10**9),
+    "naive": (("numbers", "total"), 10**9),
+    "advanced": (("columns",), [{"name": "rng", "dtype": "float32", "shape": [10**9], "crc32": 0}]),
+    "dict": (("total",), 10**9),
+    "laned": (("num_lanes",), 10**9),
+    "expert": (("lengths",), [10**9, 10**9]),
+    "z": (("dim",), 10**9),
+}
+
+
+def load_with_little_memory(folder: Path, keeps_checksum: bool) -> None:
+    load(folder.parent / "small")  # all that is imported and mapped once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        load(folder)
+    except RolloutDataError as error:
+        assert str(folder) in str(error), error
+    else:
+        assert "total" in str(FORGED) and not keeps_checksum
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
+@pytest.mark.parametrize("keeps_checksum", [True, False])
+@pytest.mark.parametrize("name", FORGED)
+def test_a_config_that_declares_much_takes_no_memory(tmp_path: Path, name: str, keeps_checksum: bool) -> None:
+    for folder in ("small", "b"):
+        MAKERS[name]().save(tmp_path / folder)
+    path = tmp_path / "b" / "config.json"
+    config = json.loads(path.read_text()) if keeps_checksum else config_of(path)
+    (*parents, last), value = FORGED[name]
+    level = config
+    for key in parents:
+        level = level[key]
+    assert last in level
+    level[last] = value
+    path.write_text(json.dumps(config))
+    in_child("load_with_little_memory(Path(sys.argv[1]), bool(int(sys.argv[2])))", tmp_path / "b", int(keeps_checksum))
+
+
+@pytest.mark.parametrize("name", ["rollout", "dict"])
+def test_a_config_has_a_size_limit_and_a_checksum_of_what_it_says(tmp_path: Path, name: str) -> None:
+    MAKERS[name]().save(tmp_path / "b")
+    path = tmp_path / "b" / "config.json"
+    text = path.read_text()
+    path.write_text(json.dumps(json.loads(text)))  # laid out anew
+    load(tmp_path / "b")
+    changed = json.loads(text)
+    changed["device"] = "cuda"
+    path.write_text(json.dumps(changed))
+    with pytest.raises(CorruptFileError, match=rf"^cannot read '{path}': expected checksum [0-9a-f]{{8}}, got"):
+        load(tmp_path / "b")
+    path.write_text(json.dumps(config_of(path) | {"device": "cpu"}))  # as earlier saves are
+    load(tmp_path / "b")
+    os.truncate(path, 1 << 40)
+    with pytest.raises(CorruptFileError, match=rf"^cannot read '{path}': expected at most \d+ bytes, got {1 << 40}"):
+        (load_buffer if name in BUFFERS else load_store)(tmp_path / "b")
+
+
+@pytest.mark.parametrize("config", [{}, {"_idx": 0, "_is_full": False}, {"device": "cpu"}])
+def test_a_folder_of_an_earlier_system_without_its_rows_is_an_error(tmp_path: Path, config: dict[str, Any]) -> None:
+    folder = legacy(tmp_path / "old")
+    (folder / "buffer.hdf5").unlink()
+    (folder / "config.json").write_text(json.dumps({"capacity": 10, "__target__": "old.DictBuffer", **config}))
+    with pytest.raises(CorruptFileError, match=r"expected the file buffer\.hdf5, got none"):
+        load_buffer(folder)
+    DictBuffer(capacity=3).save(tmp_path / "new")  # one that never held a row has none
+    assert load_buffer(tmp_path / "new").empty()
+    cleared = ring()
+    cleared.clear()
+    cleared.save(tmp_path / "cleared")
+    (tmp_path / "cleared" / "buffer.hdf5").unlink()
+    with pytest.raises(CorruptFileError, match=r"expected the file buffer\.hdf5, got none"):
+        load_buffer(tmp_path / "cleared")
+
+
+def save_again_and_again(folder: Path, num_saves: int) -> None:
+    for number in range(num_saves):
+        storage = rollout()
+        storage.rewards.fill_(number)
+        storage.values.fill_(number)
+        storage.save(folder)
+
+
+def test_a_store_that_is_saved_anew_while_it_is_loaded_is_loaded_whole(tmp_path: Path) -> None:
+    save_again_and_again(tmp_path / "b", 1)
+    code = "from tests.buffers.test_safe_saving import *; save_again_and_again(Path(__import__('sys').argv[1]), 400)"
+    saver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "b")], cwd=ROOT)
+    seen = set()
+    while saver.poll() is None:
+        loaded = load_store(tmp_path / "b")
+        assert (loaded.rewards == loaded.values).all()
+        seen.add(float(loaded.rewards[0, 0, 0]))
+    assert saver.returncode == 0 and len(seen) > 10
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_store_is_unchanged_by_a_load_that_fails(tmp_path: Path, name: str) -> None:
+    store = MAKERS[name]()
+    store.save(tmp_path / "b")
+    before = plain(store.state_dict())
+    path = columns_of(tmp_path / "b")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataFileError, match=str(path)):
+        type(store).load(tmp_path / "b")
+    assert plain(store.state_dict()) == before
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "nested"])
+def test_stores_as_earlier_releases_wrote_them_load(tmp_path: Path, kind: str) -> None:
+    store = items(NaiveReplayBuffer)
+    if kind == "bfloat16":
+        store = NaiveReplayBuffer(4, generator=0)
+        store.append({"x": torch.arange(3).to(torch.bfloat16)})
+    store.save(tmp_path / "b")
+    config = config_of(tmp_path / "b" / "config.json")
+    del config["save_id"]
+    with h5py.File(tmp_path / "b" / "columns.hdf5", "r") as file:
+        columns = {one["name"]: file[one["name"]][()] for one in config["columns"]}
+    with h5py.File(tmp_path / "b" / "columns.hdf5", "w") as file:
+        for one in config["columns"]:
+            rows = columns[one["name"]]
+            file[one["name"]] = rows.view("<u2") if one["dtype"] == "bfloat16" else rows
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    assert plain(load_store(tmp_path / "b").state_dict()) == plain(store.state_dict())
+
+
+def test_only_floating_observations_are_narrowed(tmp_path: Path) -> None:
+    def write(file: Any) -> None:
+        file["ep_0/qpos"] = np.full((4, 1), 1 / 3)
+        file["ep_0/half"] = np.ones((4, 1), np.float16)
+        file["ep_0/info/observation"] = np.full((4, 1), 1 / 3)
+
+    full = load_motions(motions(tmp_path / "m", write)).get_full_buffer()
+    assert full["observation"].dtype is torch.float32 and full["half"].dtype is torch.float16
+    assert full["qpos"].dtype is torch.float64 and (full["qpos"] == 1 / 3).all()
+    assert full["info"]["observation"].dtype is full["packed"].dtype is torch.float64
+
+
+def test_a_mapper_is_given_nested_observations_too(tmp_path: Path) -> None:
+    def write(file: Any) -> None:
+        del file["ep_0/observation"]
+        file["ep_0/observation/a"], file["ep_0/observation/b"] = np.ones((4, 2)), np.zeros((4, 1), np.int64)
+
+    def swap(observation: Any) -> dict[str, Any]:
+        assert observation["a"].dtype is torch.float32
+        return {"both": torch.cat([observation["b"], observation["a"]], 1)}
+
+    found = load_motions(motions(tmp_path / "m", write), obs_dict_mapper=swap).get_full_buffer()["observation"]
+    assert found["both"].tolist() == [[0, 1, 1]] * 4
+
+
+@pytest.mark.parametrize("way", ["..", "absolute", "inside and out", "link", "folder link", "absolute inside"])
+def test_a_list_leads_out_of_its_root_in_no_way(tmp_path: Path, way: str) -> None:
+    motions(tmp_path / "out")
+    (tmp_path / "root" / "sub").mkdir(parents=True)
+    shutil.copy(tmp_path / "out" / "a.h5", tmp_path / "root" / "b.h5")
+    (tmp_path / "root" / "link.h5").symlink_to(tmp_path / "out" / "a.h5")
+    (tmp_path / "root" / "folder").symlink_to(tmp_path / "out")
+    (tmp_path / "root" / "within.h5").symlink_to("b.h5")
+    names = {
+        "..": "../out/a.h5",
+        "absolute": str(tmp_path / "out" / "a.h5"),
+        "inside and out": "sub/../b.h5",
+        "link": "link.h5",
+        "folder link": "folder/a.h5",
+        "absolute inside": str(tmp_path / "root" / "b.h5"),
+    }
+    (tmp_path / "list.txt").write_text(f"b.h5\n{names[way]}\n")
+    text = rf"line 2 of '{tmp_path / 'list.txt'}': expected a path in '{tmp_path / 'root'}', got one that leads out"
+    with pytest.raises(UnsafeFileError, match=text):
+        load_expert_trajectories(tmp_path / "list.txt", tmp_path / "root", 2, "cpu")
+    (tmp_path / "list.txt").write_text("b.h5\nwithin.h5\n")
+    (tmp_path / "linked").symlink_to(tmp_path / "root")
+    assert load_expert_trajectories(tmp_path / "list.txt", tmp_path / "linked", 2, "cpu").num_episodes == 2
+
+
+@pytest.mark.parametrize("place", ["list.txt", "a.h5"])
+@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+def test_a_motion_or_list_that_is_no_file_is_refused_at_once(tmp_path: Path, place: str, what: str) -> None:
+    path = motions(tmp_path / "m") / place
+    path.unlink()
+    os.mkfifo(path) if what == "pipe" else path.symlink_to("/dev/zero") if what == "device" else path.mkdir()
+    code = "try:\n    load_motions(Path(sys.argv[1]))\nexcept DataFileError as error:\n    print(error)\n"
+    text = in_child(code, tmp_path / "m", timeout_s=60)
+    assert place in text and text.startswith("cannot ")
+
+
+def test_groups_that_hold_each_other_many_times_are_not_walked_for_ever(tmp_path: Path) -> None:
+    def write(file: Any) -> None:
+        inner = file["ep_0"]
+        for depth in range(40):
+            group = file.create_group(f"level{depth}")
+            group["x"] = group["y"] = inner
+            inner = group
+        file["ep_1"] = inner
+        file.attrs["num_episodes"] = 2
+
+    motions(tmp_path / "m", write)
+    code = "try:\n    load_motions(Path(sys.argv[1]))\nexcept CorruptFileError as error:\n    print(error)\n"
+    assert "at most 64 groups in groups and 4096 datasets" in in_child(code, tmp_path / "m", timeout_s=120)
+
+
+def test_priorities_of_any_finite_size_are_scaled_to_a_sum_of_one(tmp_path: Path) -> None:
+    buffer = TrajectoryDictBuffer([{"observation": torch.ones(3, 1)}] * 3, "cpu", 2, generator=0)
+    buffer.update_priorities([1e308, 1e308, 5e307])
+    assert torch.allclose(buffer.priorities, torch.tensor([0.4, 0.4, 0.2]))
+    buffer.update_priorities([1e308, 1e308], [0, 2])
+    assert torch.allclose(buffer.priorities, torch.tensor([0.5, 0.0, 0.5]), atol=1e-6)
+    buffer.update_priorities([5e-324, 5e-324, 0.0])
+    assert buffer.priorities.tolist() == [0.5, 0.5, 0.0]
+    buffer.sample(4)
+    before = plain(buffer.state_dict())
+    for wrong in ([1.0, float("inf"), 0.0], [1.0, -1.0, 0.0], [float("nan")] * 3):
+        with pytest.raises(SchemaError, match="finite priorities >= 0"):
+            buffer.load_state_dict({**buffer.state_dict(), "priorities": torch.tensor(wrong)})
+    assert plain(buffer.state_dict()) == before
+    buffer.save(tmp_path / "b")
+    path = tmp_path / "b" / "config.json"
+    path.write_text(json.dumps({**config_of(path), "priorities": [1e308, 1.0, 0.0]}))
+    with pytest.raises(RolloutDataError, match=str(tmp_path)):
+        load_buffer(tmp_path / "b")
