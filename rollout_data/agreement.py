@@ -154,19 +154,6 @@ class Board:
         """Take a note away, if there is one."""
         (self._path / name).unlink(missing_ok=True)
 
-    def begin(self, group: str, epoch: int, saved: str) -> tuple[int, bool]:
-        """Begin an epoch together: its number, and whether it continues the state of that name.
-
-        `epoch` counts if workers have read none yet; a state is continued once.
-        """
-        while (note := self.read(group)) is None:
-            following, done = self.read("next") or (epoch, "")
-            is_resumed = saved not in ("", done)
-            if self.write(group, (epoch if is_resumed else following, is_resumed), is_final=True):
-                self.write("next", (self.read(group)[0] + 1, saved))
-        begun: tuple[int, bool] = note
-        return begun
-
     def agree(self, group: str) -> Agree:
         """Agreement of the workers of one epoch: who comes first looks for all."""
 

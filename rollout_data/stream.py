@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError
 from storage.prefetch import PrefetchedItems
 
-from .agreement import Agree, Board, Told, agreement_of
+from .agreement import Agree, Board, agreement_of, alone
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps, share_of
@@ -57,7 +57,8 @@ class RolloutStream(RolloutFileBase):
         self._epoch, self._is_used = 0, False  # whether a batch of that epoch was delivered
         self.lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
         self._board, self._num_iterations = Board(), 0
-        self._told: Told | None = None
+        self.agree: Agree = alone  # how this process learns what is in the folders
+        self._is_told = False  # by the process with a `RolloutLoader`
         self.num_dropped_frames = 0
         self._forget()
 
@@ -137,14 +138,14 @@ class RolloutStream(RolloutFileBase):
             return  # of which the state is: it goes on
         if self._saved is not None:
             self._forget()
-        if self._board.read("next") is not None:
-            self._board.write("next", (self._epoch, self._saved_name))
+        if self._noted() is not None:
+            self._note(self._epoch, self._saved_name)
 
     def _begin_epoch(self) -> None:
         """Take the number of the next epoch, and ask who reads what."""
-        if not is_in_worker() and (noted := self._board.read("next")) is not None:  # workers have read
+        if not is_in_worker() and (noted := self._noted()) is not None:  # workers have read
             self._epoch, self._is_used = noted[0], False
-            self._board.forget("next")
+            self._note(None)
         if self._is_used:
             self._epoch, self._is_used = self._epoch + 1, False
 
@@ -152,24 +153,17 @@ class RolloutStream(RolloutFileBase):
         """What orders passes for this process, of `num_envs` envs in all; made anew when rank or epoch may differ."""
         self._shard = self._rank()
         self._mine = self._shard.part_of(num_envs)
-        agree = self._told or agreement_of(self._chosen_shard, self._shard)
-        if is_in_worker() and self._told is None:
-            agree = self._board.agree(self._group())
+        if not self._is_told:
+            is_worker = is_in_worker()
+            self.agree = (
+                self._board.agree(self._group()) if is_worker else agreement_of(self._chosen_shard, self._shard)
+            )
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
         skips = self.on_error == "skip"
-        self._dealer = Dealer(self.source, self._passes, self._epoch, keeps_on, skips, agree)
+        self._dealer = Dealer(
+            self.source, self._passes, self._epoch, keeps_on, skips, lambda number, look: self.agree(number, look)
+        )
         return self._dealer
-
-    @property
-    def agree(self) -> Agree:
-        """How this process learns what is in the folders."""
-        assert self._dealer is not None
-        return self._dealer.agree
-
-    @agree.setter
-    def agree(self, agree: Agree) -> None:
-        assert self._dealer is not None
-        self._dealer.agree = agree
 
     # Streams (see RolloutFileBase)
 
@@ -320,7 +314,7 @@ class RolloutStream(RolloutFileBase):
         Raises:
             UsageError: Workers of a DataLoader did the reading, of which this process knows nothing.
         """
-        if not is_in_worker() and self._board.read("next") is not None:
+        if not is_in_worker() and self._noted() is not None:
             raise UsageError(
                 "say where the stream stands", f"of {self.data_dir!r}", "batches that this process has read",
                 "workers of a DataLoader", "Iterate over rollout_data.loader(dataset, num_workers=...) and ask it, or "
@@ -363,9 +357,9 @@ class RolloutStream(RolloutFileBase):
             self._saved, self._saved_name = dict(state), secrets.token_hex(8)
         if is_in_worker():  # of torchdata's StatefulDataLoader; the next epoch has other workers
             self._is_continued = True
-            self._board.write("next", (self._epoch + self._is_used, ""))
+            self._note(self._epoch + self._is_used)
         else:
-            self._board.forget("next")
+            self._note(None)
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         saved = dict(saved)
@@ -388,7 +382,7 @@ class RolloutStream(RolloutFileBase):
     def __iter__(self) -> Iterator[Any]:
         if is_in_worker():
             return self._begin_in_worker()
-        noted = self._board.read("next")
+        noted = self._noted()
         if self._saved is not None and (noted is None or noted[1] != self._saved_name):
             if not self._is_started:  # a copy
                 self._restore(self._saved)
@@ -400,11 +394,23 @@ class RolloutStream(RolloutFileBase):
         """True if the epoch has no further batch."""
         return self.next_position() is None
 
+    def _noted(self) -> tuple[int, str] | None:
+        """What workers of this rank have noted: the next epoch, and the state that they have continued."""
+        noted: tuple[int, str] | None = self._board.read(f"next_{self._rank().number}")
+        return noted
+
+    def _note(self, epoch: int | None, saved_name: str = "") -> None:
+        name = f"next_{self._rank().number}"
+        if epoch is None:
+            self._board.forget(name)
+        else:
+            self._board.write(name, (epoch, saved_name))
+
     def _group(self) -> str:
         """Name the workers that read this epoch together."""
         worker = get_worker_info()
         assert worker is not None
-        return f"{self._shard.number}_{worker.seed - worker.id}_{self._num_iterations}"
+        return f"{self._rank().number}_{worker.seed - worker.id}_{self._num_iterations}"
 
     def _begin_in_worker(self) -> Iterator[Any]:
         """Begin the epoch that the workers of this loader agree on."""
@@ -416,18 +422,22 @@ class RolloutStream(RolloutFileBase):
         self._shard, self._skip = self._rank(), None
         self._num_iterations += 1
         epoch = self._epoch + self._is_used if self._saved is None else self._saved["epoch"]
-        self._epoch, is_resumed = self._board.begin(self._group(), epoch, self._saved_name)
-        self._is_used = False
+        while (begun := self._board.read(self._group())) is None:
+            following, continued = self._noted() or (epoch, "")
+            is_resumed = self._saved_name not in ("", continued)
+            if self._board.write(self._group(), (epoch if is_resumed else following, is_resumed), is_final=True):
+                self._note(1 + (epoch if is_resumed else following), self._saved_name)
+        (self._epoch, is_resumed), self._is_used = begun, False
         if is_resumed and self._saved is not None:
             self._restore(self._saved)
             if not self.is_over():
                 return self
-            self._board.write("next", (self._epoch + 2, self._saved_name))
+            self._note(self._epoch + 2, self._saved_name)
         return super().__iter__()
 
-    def follow(self, saved: dict[str, Any], told: Told) -> None:
+    def follow(self, saved: dict[str, Any], agree: Agree) -> None:
         """Be what a worker of `rollout_data.loader` reads: from a state on, as it is told."""
-        self._saved, self._told, self._is_continued = saved, told, True
+        self._saved, self.agree, self._is_told, self._is_continued = saved, agree, True, True
 
     def go_to(self, position: Position) -> None:
         self._state, self._deal = position

@@ -115,6 +115,8 @@ HOUSE = {
         "source_base",
         "folder_source",
         "sources",
+        "agreement",
+        "losses",
         "passes",
         "cursor",
         "dealer",
@@ -125,7 +127,9 @@ HOUSE = {
         "resume",
         "prefetch",
         "base",
+        "stream",
         "rollout_dataset",
+        "delivery",
         "window_index",
         "window_fields",
         "window_reader",
@@ -164,7 +168,7 @@ CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
 OPTIONAL_MODULES = ("blosc2", "gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "zarr", "zstandard")
 #: What is imported at once where it is installed: which CRC-32 is quickest is decided before the first one.
 OPTIONAL_AT_IMPORT = {"zlib_ng"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_S = 400, 50, 1.0
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_S = 450, 50, 1.0
 LAYERS = (*FLOORS, "benchmarks", "examples", "tests")
 
 
