@@ -13,7 +13,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from storage.errors import CorruptFileError, UnsafeFileError
+from storage.errors import CorruptFileError
+from storage.hdf5_files import member
 
 #: A larger table must be written: a hole in a file costs its sender nothing, and its reader memory.
 MAX_HOLLOW_BYTES = 1 << 20
@@ -30,21 +31,9 @@ def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
 
 
 def _dataset(path: Path, file: h5py.File, name: str) -> h5py.Dataset:
-    """Find a dataset by hard links only: a link can point to any file of the machine."""
-    node: Any = file
-    parts = name.split("/")
-    for depth, part in enumerate(parts):
-        if part not in node:
-            raise corrupt(path, f"a dataset {name!r}", "none")
-        if not isinstance(node.get(part, getlink=True), h5py.HardLink):
-            raise UnsafeFileError("read the block", repr(str(path)), f"{name!r} inside the file", "a link to elsewhere")
-        node = node[part]
-        if not isinstance(node, h5py.Dataset if depth == len(parts) - 1 else h5py.Group):
-            raise corrupt(path, f"a dataset {name!r}", type(node).__name__)
-    if node.is_virtual or node.external:
-        raise UnsafeFileError("read the block", repr(str(path)), f"{name!r} inside the file", "storage in other files")
-    if node.chunks is not None:
-        raise corrupt(path, f"{name!r} stored contiguously", "chunks")
+    node = member(file, name, path)
+    if not isinstance(node, h5py.Dataset) or node.chunks is not None:
+        raise corrupt(path, f"a dataset {name!r} stored contiguously", "something else")
     return node
 
 

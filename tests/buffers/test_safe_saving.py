@@ -18,128 +18,16 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_data import load_expert_trajectories
 from storage import (
-    ActionLabelRollout,
-    AdvancedReplayBuffer,
-    BufferManager,
     DictBuffer,
-    EpisodeReplayBuffer,
     NaiveReplayBuffer,
-    QueueRolloutStorage,
-    ReplayBuffer,
-    RolloutStorage,
-    SarsaRolloutStorage,
-    TrajectoryDictBuffer,
-    TrajectoryDictBufferMultiDim,
-    ZBuffer,
     load_buffer,
     load_store,
 )
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, SchemaError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
 from tests.saved import config_of
-from tests.storage.rollouts import make_storage, make_transition
 
-ROOT = Path(__file__).parents[2]
-
-
-def rollout(kind: Any = RolloutStorage, num_envs: int = 2) -> Any:
-    storage = make_storage(num_envs, 2, kind)
-    one = make_transition(0, num_envs)
-    if kind is ActionLabelRollout:
-        one.action_labels = torch.zeros(num_envs, 2)
-    if kind is SarsaRolloutStorage:
-        one.next_observations, one.next_critic_observations = one.observations + 1, one.critic_observations + 1
-    storage.add_transitions(one)
-    return storage
-
-
-def ring(value: float = 1.0, num_rows: int = 3) -> DictBuffer:
-    buffer = DictBuffer(capacity=4, end_key="done", generator=0)
-    ends = torch.zeros(num_rows, 1, dtype=torch.bool)
-    ends[1] = True
-    data = {"o": torch.full((num_rows, 2), value), "done": ends}
-    buffer.extend(data, final={"o": torch.full((num_rows, 2), value + 100)})
-    return buffer
-
-
-def laned() -> TrajectoryDictBufferMultiDim:
-    buffer = TrajectoryDictBufferMultiDim(capacity=3, n_dim=2, seq_length=1, generator=0)
-    buffer.extend({"observation": torch.ones(2, 2, 1), "done": torch.zeros(2, 2, 1, dtype=torch.bool)})
-    return buffer
-
-
-def expert() -> TrajectoryDictBuffer:
-    return TrajectoryDictBuffer([{"observation": torch.ones(3, 1)}] * 2, "cpu", 2, generator=0)
-
-
-def latent() -> ZBuffer:
-    buffer = ZBuffer(3, 2, generator=0)
-    buffer.add(torch.ones(2, 2))
-    return buffer
-
-
-def pairs() -> ReplayBuffer:
-    buffer = ReplayBuffer(3, 4, generator=0)
-    buffer.insert(torch.ones(2, 3), torch.zeros(2, 3))
-    return buffer
-
-
-def items(kind: Any) -> Any:
-    item = {"x": torch.ones(2), "name": "a"}
-    buffer = kind(4, generator=0)
-    buffer.append([item, item] if kind is EpisodeReplayBuffer else item)
-    return buffer
-
-
-def manager() -> BufferManager:
-    made = BufferManager({"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "generator": 0}}, generator=0)
-    made.push([{"x": torch.ones(2)}])
-    return made
-
-
-MAKERS: dict[str, Callable[[], Any]] = {
-    "rollout": rollout,
-    "queue": lambda: rollout(QueueRolloutStorage),
-    "labels": lambda: rollout(ActionLabelRollout),
-    "sarsa": lambda: rollout(SarsaRolloutStorage),
-    "replay": pairs,
-    "naive": lambda: items(NaiveReplayBuffer),
-    "advanced": lambda: items(AdvancedReplayBuffer),
-    "episodes": lambda: items(EpisodeReplayBuffer),
-    "manager": manager,
-    "dict": ring,
-    "laned": laned,
-    "expert": expert,
-    "z": latent,
-}
-BUFFERS = ("dict", "laned", "expert", "z")
-
-
-def load(folder: Path) -> Any:
-    return load_store(folder) if (folder / "columns.hdf5").exists() else load_buffer(folder)
-
-
-def columns_of(folder: Path) -> Path:
-    return next(folder / name for name in ("buffer.hdf5", "columns.hdf5") if (folder / name).exists())
-
-
-def plain(tree: Any) -> Any:
-    """Give a state as something that can be compared."""
-    if isinstance(tree, torch.Tensor):
-        return str(tree.dtype), tree.tolist()
-    if isinstance(tree, dict):
-        return {key: plain(value) for key, value in tree.items()}
-    return [plain(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
-
-
-def in_child(code: str, *arguments: object, timeout_s: float = 300) -> str:
-    """Run code of this file in a process of its own, where a crash or an endless loop shows."""
-    script = f"import sys\nfrom pathlib import Path\nfrom tests.buffers.test_safe_saving import *\n{code}"
-    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-    assert found.returncode == 0, f"exit status {found.returncode}: {found.stdout[-500:]} {found.stderr[-2000:]}"
-    return found.stdout
+from .every_store import BUFFERS, MAKERS, ROOT, columns_of, in_child, items, load, plain, ring, rollout
 
 
 def flip_and_load(folder: Path, load_it: Callable[[Path], Any], stride: int, has_sums: bool) -> None:
@@ -212,28 +100,6 @@ def legacy(folder: Path, **extra: Any) -> Path:
 def test_a_flipped_byte_of_a_folder_of_an_earlier_system_is_never_a_raw_error(tmp_path: Path) -> None:
     code = "flip_and_load(Path(sys.argv[1]), lambda path: load(path).get_full_buffer(), 61, False)"
     in_child(code, legacy(tmp_path / "old"))
-
-
-def motions(folder: Path, change: Callable[[Any], Any] = lambda file: None, name: str = "a.h5") -> Path:
-    """Write a motion file and a list of it."""
-    folder.mkdir(exist_ok=True)
-    with h5py.File(folder / "a.h5", "w") as file:
-        file.attrs["num_episodes"] = 1
-        file["ep_0/observation"] = np.arange(8.0).reshape(4, 2)
-        file["ep_0/file_name"] = "walk"
-        file["ep_0"].create_dataset("packed", data=np.arange(12.0).reshape(4, 3), chunks=(2, 3), compression="gzip")
-        change(file)
-    (folder / "list.txt").write_text(name + "\n")
-    return folder
-
-
-def load_motions(folder: Path, **options: Any) -> TrajectoryDictBuffer:
-    return load_expert_trajectories(folder / "list.txt", folder, 2, "cpu", **options)
-
-
-def test_a_flipped_byte_of_a_motion_is_never_a_raw_error(tmp_path: Path) -> None:
-    code = "flip_and_load(Path(sys.argv[1]), lambda path: load_motions(path).get_full_buffer(), 61, False)"
-    in_child(code, motions(tmp_path / "m"))
 
 
 def save_onto_a_full_disk(folder: Path, name: str, most_bytes: int) -> None:
@@ -484,100 +350,3 @@ def test_stores_as_earlier_releases_wrote_them_load(tmp_path: Path, kind: str) -
             file[one["name"]] = rows.view("<u2") if one["dtype"] == "bfloat16" else rows
     (tmp_path / "b" / "config.json").write_text(json.dumps(config))
     assert plain(load_store(tmp_path / "b").state_dict()) == plain(store.state_dict())
-
-
-def test_only_floating_observations_are_narrowed(tmp_path: Path) -> None:
-    def write(file: Any) -> None:
-        file["ep_0/qpos"] = np.full((4, 1), 1 / 3)
-        file["ep_0/half"] = np.ones((4, 1), np.float16)
-        file["ep_0/info/observation"] = np.full((4, 1), 1 / 3)
-
-    full = load_motions(motions(tmp_path / "m", write)).get_full_buffer()
-    assert full["observation"].dtype is torch.float32 and full["half"].dtype is torch.float16
-    assert full["qpos"].dtype is torch.float64 and (full["qpos"] == 1 / 3).all()
-    assert full["info"]["observation"].dtype is full["packed"].dtype is torch.float64
-
-
-def test_a_mapper_is_given_nested_observations_too(tmp_path: Path) -> None:
-    def write(file: Any) -> None:
-        del file["ep_0/observation"]
-        file["ep_0/observation/a"], file["ep_0/observation/b"] = np.ones((4, 2)), np.zeros((4, 1), np.int64)
-
-    def swap(observation: Any) -> dict[str, Any]:
-        assert observation["a"].dtype is torch.float32
-        return {"both": torch.cat([observation["b"], observation["a"]], 1)}
-
-    found = load_motions(motions(tmp_path / "m", write), obs_dict_mapper=swap).get_full_buffer()["observation"]
-    assert found["both"].tolist() == [[0, 1, 1]] * 4
-
-
-@pytest.mark.parametrize("way", ["..", "absolute", "inside and out", "link", "folder link", "absolute inside"])
-def test_a_list_leads_out_of_its_root_in_no_way(tmp_path: Path, way: str) -> None:
-    motions(tmp_path / "out")
-    (tmp_path / "root" / "sub").mkdir(parents=True)
-    shutil.copy(tmp_path / "out" / "a.h5", tmp_path / "root" / "b.h5")
-    (tmp_path / "root" / "link.h5").symlink_to(tmp_path / "out" / "a.h5")
-    (tmp_path / "root" / "folder").symlink_to(tmp_path / "out")
-    (tmp_path / "root" / "within.h5").symlink_to("b.h5")
-    names = {
-        "..": "../out/a.h5",
-        "absolute": str(tmp_path / "out" / "a.h5"),
-        "inside and out": "sub/../b.h5",
-        "link": "link.h5",
-        "folder link": "folder/a.h5",
-        "absolute inside": str(tmp_path / "root" / "b.h5"),
-    }
-    (tmp_path / "list.txt").write_text(f"b.h5\n{names[way]}\n")
-    text = rf"line 2 of '{tmp_path / 'list.txt'}': expected a path in '{tmp_path / 'root'}', got one that leads out"
-    with pytest.raises(UnsafeFileError, match=text):
-        load_expert_trajectories(tmp_path / "list.txt", tmp_path / "root", 2, "cpu")
-    (tmp_path / "list.txt").write_text("b.h5\nwithin.h5\n")
-    (tmp_path / "linked").symlink_to(tmp_path / "root")
-    assert load_expert_trajectories(tmp_path / "list.txt", tmp_path / "linked", 2, "cpu").num_episodes == 2
-
-
-@pytest.mark.parametrize("place", ["list.txt", "a.h5"])
-@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
-def test_a_motion_or_list_that_is_no_file_is_refused_at_once(tmp_path: Path, place: str, what: str) -> None:
-    path = motions(tmp_path / "m") / place
-    path.unlink()
-    os.mkfifo(path) if what == "pipe" else path.symlink_to("/dev/zero") if what == "device" else path.mkdir()
-    code = "try:\n    load_motions(Path(sys.argv[1]))\nexcept DataFileError as error:\n    print(error)\n"
-    text = in_child(code, tmp_path / "m", timeout_s=60)
-    assert place in text and text.startswith("cannot ")
-
-
-def test_groups_that_hold_each_other_many_times_are_not_walked_for_ever(tmp_path: Path) -> None:
-    def write(file: Any) -> None:
-        inner = file["ep_0"]
-        for depth in range(40):
-            group = file.create_group(f"level{depth}")
-            group["x"] = group["y"] = inner
-            inner = group
-        file["ep_1"] = inner
-        file.attrs["num_episodes"] = 2
-
-    motions(tmp_path / "m", write)
-    code = "try:\n    load_motions(Path(sys.argv[1]))\nexcept CorruptFileError as error:\n    print(error)\n"
-    assert "at most 64 groups in groups and 4096 datasets" in in_child(code, tmp_path / "m", timeout_s=120)
-
-
-def test_priorities_of_any_finite_size_are_scaled_to_a_sum_of_one(tmp_path: Path) -> None:
-    buffer = TrajectoryDictBuffer([{"observation": torch.ones(3, 1)}] * 3, "cpu", 2, generator=0)
-    buffer.update_priorities([1e308, 1e308, 5e307])
-    assert torch.allclose(buffer.priorities, torch.tensor([0.4, 0.4, 0.2]))
-    buffer.update_priorities([1e308, 1e308], [0, 2])
-    assert torch.allclose(buffer.priorities, torch.tensor([0.5, 0.0, 0.5]), atol=1e-6)
-    buffer.update_priorities([5e-324, 5e-324, 0.0])
-    assert buffer.priorities.tolist() == [0.5, 0.5, 0.0]
-    buffer.sample(4)
-    before = plain(buffer.state_dict())
-    for wrong in ([1.0, float("inf"), 0.0], [1.0, -1.0, 0.0], [float("nan")] * 3):
-        with pytest.raises(SchemaError, match="finite priorities >= 0"):
-            buffer.load_state_dict({**buffer.state_dict(), "priorities": torch.tensor(wrong)})
-    assert plain(buffer.state_dict()) == before
-    buffer.save(tmp_path / "b")
-    path = tmp_path / "b" / "config.json"
-    path.write_text(json.dumps({**config_of(path), "priorities": [1e308, 1.0, 0.0]}))
-    with pytest.raises(RolloutDataError, match=str(tmp_path)):
-        load_buffer(tmp_path / "b")
