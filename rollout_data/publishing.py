@@ -124,7 +124,8 @@ class BlockPublisher:
         return self._failure is not None
 
     def raise_failure(self) -> None:
-        """Raise what made a block fail, if one did; again at every call."""
+        """Raise what made a block fail, if one did; again at every call. Raise in a forked child."""
+        self._worker.check()
         if self.has_failed():
             raise BackgroundError(
                 "publish a block",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from storage.background import OwnCondition
 from storage.checkpoint_files import as_path
 from storage.duplicates import Unique
 from storage.errors import ClosedError, MissingFieldError, UsageError
@@ -94,7 +95,7 @@ class TrajectoryReplayBuffer(Unique):
         self.rng = torch.Generator().manual_seed(self.seed)
         self._cache_size = cache_size if enable_cache else None
         self._max_pending, self._monitor = max_pending, monitor
-        self._lock = threading.RLock()
+        self._lock: Any = OwnCondition("a buffer with auto_save") if self.auto_save else threading.RLock()
         self._gatherer = Gatherer(self.trusted)
         self._saver: TrajectorySaver | None = None
         self._is_closed = False
@@ -198,8 +199,7 @@ class TrajectoryReplayBuffer(Unique):
         """
         [num_chunks] = check_at_least(1, num_chunks=num_chunks)
         request = Request(num_chunks, keys, min_weights_version, contiguous)
-        # Where nothing is timed the lock, twice, is quicker than a context that does nothing.
-        with self._lock if self._monitor is None else self._timed("sample"), self._lock:
+        with self._timed("sample"), self._lock:
             self._check_usable("sample")
             return draw_sample(request, self._live, self._cache, self._gatherer, self.rng)
 
@@ -233,7 +233,9 @@ class TrajectoryReplayBuffer(Unique):
             self._saver.flush()
 
     def close(self) -> None:
-        """Save what is not saved yet, stop the thread, free everything; raises a failure. Idempotent."""
+        """Save what is not saved yet, stop the thread, free all; raises a failure. Idempotent; idle in a fork."""
+        if self._saver is not None and not self._lock.is_own:
+            return
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
@@ -247,8 +249,8 @@ class TrajectoryReplayBuffer(Unique):
     def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
         """Write every live trajectory and what this buffer needs to go on, atomically.
 
-        An earlier checkpoint there is replaced. Files that are saved already are linked rather than
-        copied where the file system can. Without `auto_save` adding and sampling wait meanwhile.
+        An earlier checkpoint there is replaced. Saved files are linked where the file system can, otherwise copied.
+        Without `auto_save` adding and sampling wait meanwhile.
 
         Raises:
             DataFileError: There is a file, or a folder with other files.
@@ -284,11 +286,9 @@ class TrajectoryReplayBuffer(Unique):
             min_weights_version: Leave out trajectories of earlier policies, and of unknown ones.
             verify: Compare the checksums of all rows; otherwise only what is needed to find them.
 
-        The random state is restored; sharded, each rank gets one of its own derived from it. With `auto_save`
-        the files get a second name in the folder of this buffer, or are copied where the file system has no links:
-        `directory` is not needed any more, and the index names them. Those whose ids other trajectories there
-        have are read from `directory` all the same, but not named, with a warning; there is one too of
-        trajectories there that are not among these, whose files stay.
+        The random state is restored; sharded, each rank gets one of its own derived from it. With `auto_save` the
+        files are linked, or copied where there are no links, into the folder of this buffer, whose index names them.
+        With a warning, those whose ids others there have stay where they are, and what was there keeps its files.
 
         Raises:
             UsageError: Bad rank or world size.

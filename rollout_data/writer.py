@@ -222,7 +222,7 @@ class RolloutWriter(Unique):
         Raises:
             BackgroundError: A block could not be written; what was published before is intact.
         """
-        if self not in _open_writers:
+        if self not in _open_writers or self._owner != os.getpid():  # a forked child has nothing to publish
             return
         self._closed = True
         try:
@@ -390,11 +390,10 @@ _open_writers: set[RolloutWriter] = set()
 
 def _close_open_writers() -> None:
     for writer in list(_open_writers):
-        if writer._owner == os.getpid():  # a forked child has nothing of its own to publish
-            try:
-                writer.close()
-            except Exception as error:  # noqa: BLE001 - told; the next one must still be closed
-                warnings.warn(str(error), RolloutDataWarning)
+        try:
+            writer.close()
+        except Exception as error:  # noqa: BLE001 - told; the next one must still be closed
+            warnings.warn(str(error), RolloutDataWarning)
 
 
 atexit.register(_close_open_writers)

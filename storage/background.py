@@ -16,7 +16,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from .errors import BackgroundError, ClosedError
+from .errors import BackgroundError, ClosedError, UsageError
 
 _Job = Callable[[], object]
 
@@ -33,6 +33,31 @@ class InterruptibleCondition(threading.Condition):
     if not TYPE_CHECKING:  # both are looked up before the first of them is called
         __enter__ = property(attrgetter("_lock.__enter__"))
         __exit__ = property(attrgetter("_lock.__exit__"))
+
+
+class OwnCondition(InterruptibleCondition):
+    """The condition of an object with a thread, `what`. Taking it in a forked child raises a `UsageError`.
+
+    There is no such thread there, and a lock that another thread held during the fork stays taken.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what, self._process = what, os.getpid()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that made it."""
+        return self._process == os.getpid()
+
+    def check(self) -> None:
+        """Raise in a forked child."""
+        if not self.is_own:
+            expected, got = f"a call in the process {self._process} that made it", f"its child {os.getpid()}"
+            raise UsageError(f"use {self._what}", "", expected, got, "Make another one in this process")
+
+    if not TYPE_CHECKING:
+        __enter__ = property(lambda self: self.check() or self._lock.__enter__)
 
 
 def finish(change: Callable[[], object]) -> None:
@@ -65,9 +90,8 @@ class BackgroundWorker:
         self._num_ended, self._is_running = 0, False
         self._closed = False
         self._failure: BaseException | None = None
-        self._changed = InterruptibleCondition()
+        self._changed = OwnCondition(name)
         self._thread: threading.Thread | None = None
-        self._owner = 0
 
     @property
     def num_pending(self) -> int:
@@ -95,7 +119,8 @@ class BackgroundWorker:
             self._changed.wait_for(lambda: self.num_pending <= num_pending)
 
     def check(self) -> None:
-        """Raise an earlier job's failure, if there is one."""
+        """Raise an earlier job's failure, if there is one, or that this is a forked child."""
+        self._changed.check()
         if self._failure is not None:  # asked often, and nearly always there is none: no lock for that
             with self._changed:
                 self._raise_failure()
@@ -108,12 +133,14 @@ class BackgroundWorker:
             self._raise_failure()
 
     def close(self) -> None:
-        """Run what was accepted, stop the thread, raise the failure of any job. Idempotent."""
+        """Run what was accepted, stop the thread, raise the failure of any job. Idempotent; does nothing in a child."""
+        if not self._changed.is_own:
+            return
         with self._changed:
             self._changed.notify_all()
             self._closed = True
             thread = None if self._thread is threading.current_thread() else self._thread
-            if thread is not None and self._owner == os.getpid():  # in a forked child there is no such thread
+            if thread is not None:
                 # Not left to `join`, which a Ctrl-C makes take the thread for one that has ended.
                 self._changed.wait_for(lambda: not self.num_pending)
         if thread is not None:
@@ -126,7 +153,7 @@ class BackgroundWorker:
         thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         _open_workers.add(self)
         try:
-            self._thread, self._owner = thread, os.getpid()
+            self._thread = thread
             thread.start()
         except BaseException:  # a Ctrl-C: if it runs after all it finds that another is wanted
             self._thread = None

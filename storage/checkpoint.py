@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from .background import BackgroundWorker, InterruptibleCondition
+from .background import BackgroundWorker, OwnCondition
 from .buffer_pool import BufferPool
 from .checkpoint_files import (
     SUFFIX,
@@ -106,7 +106,7 @@ class AsyncCheckpointSaver(Unique):
         self._pending: set[int] = set()
         self._is_closed = False
         self._failure: CheckpointError | None = None
-        self._changed = InterruptibleCondition()
+        self._changed = OwnCondition("a checkpoint saver")
         self._worker = BackgroundWorker("checkpoints", max_pending=1 << 30)  # how many may wait is decided here
         self._compression = new_worker()
         _open_savers.add(self)
@@ -150,6 +150,7 @@ class AsyncCheckpointSaver(Unique):
             ClosedError: After `shutdown`.
             UsageError: `path` is none, or `meta` is not what JSON can hold.
         """
+        self._changed.check()
         target = as_path(path, "save the checkpoint").absolute()  # wherever the process is when it is written
         check_level(level)
         text = None if meta is None else _to_json(meta, target)
@@ -161,7 +162,7 @@ class AsyncCheckpointSaver(Unique):
             with self._monitor.timer("checkpoint/copy"):
                 task = _Task(copy_object(obj, self._pool), target, level if compress else None, text, number)
             if compress:
-                self._compression.submit(_nothing)  # starts the thread: while the interpreter exits none can be
+                self._compression.submit(lambda: None)  # starts the thread: while the interpreter exits none can be
             with self._changed:
                 self._tasks.append(task)
             self._worker.submit(self._save_next)
@@ -191,7 +192,7 @@ class AsyncCheckpointSaver(Unique):
             self._raise_failure()
 
     def shutdown(self, wait: bool = True) -> None:
-        """Accept nothing more and write everything accepted; idempotent.
+        """Accept nothing more and write everything accepted; idempotent. Does nothing in a forked child.
 
         Args:
             wait: Return when all is written; otherwise at once, while the thread goes on.
@@ -199,6 +200,8 @@ class AsyncCheckpointSaver(Unique):
         Raises:
             CheckpointError: A save failed.
         """
+        if not self._changed.is_own:
+            return
         with self._changed:
             self._changed.notify_all()
             self._is_closed = True
@@ -293,10 +296,6 @@ def _finish_open_savers() -> None:
 
 # Registered after the hook of `background`, hence run before it: both threads of a saver still work.
 atexit.register(_finish_open_savers)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _to_json(meta: Any, target: Path) -> bytes:

@@ -82,7 +82,7 @@ def decompress_image_seq(
     frames = ExpectedFrames(image_shape, batch_size, dtype)
     blob = ImageBlob(data, frames)
     count = frames.num_frames if chosen is None else len(chosen)
-    pieces, split = _Pieces([blob], chosen), _splits(num_threads)
+    pieces, split = _Pieces([blob], [chosen]), _splits(num_threads)
     pieces.check(split)
     out = frames.empty((count,))
     pieces.decode(split, [as_stored(out)])
@@ -92,32 +92,56 @@ def decompress_image_seq(
 def decompress_many(
     blobs: Sequence[Any],
     image_shape: Sequence[int],
-    batch_size: int,
+    batch_size: int | Sequence[int],
     dtype: Any,
     indices: Any = None,
     num_threads: int | None = None,
     out: Any = None,
 ) -> Any:
-    """Decompress blobs of equal shape into one output, with threads where they are faster.
+    """Decompress blobs into one output, with threads where they are faster.
 
     Args:
         blobs: B blobs.
-        image_shape, batch_size, dtype, indices: As for `decompress_image_seq`, for every blob.
+        image_shape, dtype: As for `decompress_image_seq`, for every blob.
+        batch_size: How many frames a blob holds: one number for all blobs, or B numbers.
+        indices: Which frames: a list for all blobs, or B lists. None gives all frames, also in the place of a list.
         num_threads: At most so many threads; None takes torch's number of threads.
-        out: `[B, batch_size or len(indices), *image_shape]` contiguous, to write to instead of new memory.
+        out: Contiguous, to write to instead of new memory: `[B, n, *image_shape]` if each blob gives n frames; if
+            the numbers differ `[total, *image_shape]`, where the frames of one blob follow those of the blob before.
 
     Returns:
-        `out`, or a new one.
+        `out`, or a new one; if the numbers differ a list of B views of it, `[n_b, *image_shape]`. Either way
+        `result[b]` holds the frames of blob b.
+
+    Raises:
+        As `decompress_image_seq`. UsageError: There are not B numbers, or not B lists.
     """
-    chosen = None if indices is None else _indices(indices, batch_size)
-    frames = ExpectedFrames(image_shape, batch_size, dtype)
-    found = [ImageBlob(data, frames) for data in blobs]
+    given: Any = batch_size
+    sizes = list(given) or [0] if np.ndim(given) else [given] * max(1, len(blobs))
+    lists = list(indices) if _is_nested(indices) else [indices] * len(sizes)
+    if {len(sizes), len(lists)} != {max(1, len(blobs))}:
+        got = f"{len(sizes)} and {len(lists)} for {len(blobs)} blobs"
+        raise UsageError("decompress images", "", "one batch_size and one list of indices per blob, or for all", got)
+    frames = [ExpectedFrames(image_shape, size, dtype) for size in sizes]
+    chosen = [None if one is None else _indices(one, size) for one, size in zip(lists, sizes, strict=True)]
+    found = [ImageBlob(data, its) for data, its in zip(blobs, frames, strict=False)]
     pieces, split = _Pieces(found, chosen), _splits(num_threads)
     pieces.check(split)
-    lead = (len(found), frames.num_frames if chosen is None else len(chosen))
-    target = frames.empty(lead) if out is None else frames.checked(out, lead)
-    pieces.decode(split, list(as_stored(target)))
-    return target
+    counts = [its.num_frames if one is None else len(one) for its, one in zip(frames, chosen, strict=True)]
+    is_even = len({*counts}) == 1
+    lead = (len(found), counts[0]) if is_even else (sum(counts),)
+    target = frames[0].empty(lead) if out is None else frames[0].checked(out, lead)
+    ends = np.cumsum(counts).tolist()
+    views = target if is_even else [target[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    pieces.decode(split, [as_stored(view) for view in views])
+    return views
+
+
+def _is_nested(indices: Any) -> bool:
+    """Tell whether these are lists of frames, one for each blob, rather than one for all."""
+    if isinstance(indices, (list, tuple)):
+        return any(one is None or np.ndim(one) > 0 for one in indices[:1])
+    return getattr(indices, "ndim", 1) > 1
 
 
 _SPLITS: dict[int | None, WorkSplit] = {}
@@ -155,11 +179,11 @@ def _indices(indices: Any, batch_size: int) -> npt.NDArray[np.int64]:
 
 
 class _Pieces:
-    """The chunks of some blobs that hold the chosen frames."""
+    """The chunks of some blobs that hold the frames chosen of each."""
 
-    def __init__(self, blobs: Sequence[ImageBlob], chosen: npt.NDArray[np.int64] | None) -> None:
+    def __init__(self, blobs: Sequence[ImageBlob], chosen: Sequence[npt.NDArray[np.int64] | None]) -> None:
         self._chosen = chosen
-        self._pieces = [(place, blob, number) for place, blob in enumerate(blobs) for number in blob.chunks_of(chosen)]
+        self._pieces = [(at, blob, number) for at, blob in enumerate(blobs) for number in blob.chunks_of(chosen[at])]
 
     def check(self, split: WorkSplit) -> None:
         """Check the checksums of all; nothing is allocated before that."""
@@ -180,7 +204,7 @@ class _Pieces:
 
         def decode(start: int, stop: int) -> None:
             for place, source, number in self._pieces[start:stop]:
-                source.decode(number, self._chosen, outs[place])
+                source.decode(number, self._chosen[place], outs[place])
 
         kind = (blob.codec.name, piece_bytes.bit_length())
         split.run(decode, len(self._pieces), piece_bytes * len(self._pieces), kind)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import os
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -17,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from .background import InterruptibleCondition
+from .background import OwnCondition
 from .duplicates import Unique
 from .errors import UsageError
 
@@ -78,39 +77,37 @@ class _Channel:
     def __init__(self, size: int) -> None:
         self._size = size
         self._items: deque[Any] = deque()
-        self._changed = InterruptibleCondition()
-        self._is_stopped = self.has_begun = False
-        #: The process in which the producer runs: a forked child has no such thread.
-        self._process: int | None = None
+        self._changed = self.owner = OwnCondition("items that are made ahead")
+        self.is_stopped = self.has_begun = self._is_running = False
         #: Items that the producer has begun, and that the consumer has got.
         self.num_begun = self.num_got = 0
 
     def begin(self) -> bool:
         """Note that the producer runs; False if it need not."""
         with self._changed:
-            if not self._is_stopped:
-                self.has_begun, self._process = True, os.getpid()
+            if not self.is_stopped:
+                self.has_begun = self._is_running = True
             return self.has_begun
 
     def end(self) -> None:
         """Note that the producer touches the source no more."""
         with self._changed:
-            self._process = None
+            self._is_running = False
             self._changed.notify_all()
 
     def put(self, item: Any) -> None:
         """Append an item, waiting for room; `_Stopped` if the consumer has left."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._items) < self._size or self._is_stopped)
-            if self._is_stopped:
+            self._changed.wait_for(lambda: len(self._items) < self._size or self.is_stopped)
+            if self.is_stopped:
                 raise _Stopped
             self._items.append(item)
             self._changed.notify_all()
 
     def get(self) -> Any:
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._items) or self._is_stopped)
-            if self._is_stopped:
+            self._changed.wait_for(lambda: bool(self._items) or self.is_stopped)
+            if self.is_stopped:
                 raise _Stopped
             self._changed.notify_all()
             self.num_got += 1
@@ -124,14 +121,10 @@ class _Channel:
         """Let the producer end; if it is awaited, return when it has."""
         with self._changed:
             self._changed.notify_all()
-            self._is_stopped = True
+            self.is_stopped = True
             self._items.clear()
             if is_awaited:  # not by `Thread.join`, which a Ctrl-C makes take a thread for one that has ended
-                self._changed.wait_for(lambda: self._process != os.getpid())
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._is_stopped
+                self._changed.wait_for(lambda: not self._is_running)
 
 
 class PipelinedDataCollector(Unique, Generic[T]):
@@ -181,6 +174,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
     def __iter__(self) -> PrefetchedItems[T]:
         with self._lock:
             if self._current is not None and not self._current[0].is_stopped:
+                self._current[0].owner.check()
                 raise RuntimeError("cannot iterate twice at once: one iteration is going on. Close it first.")
             if self._current is not None:
                 _stop(*self._current)  # a source is never iterated by two threads
@@ -295,6 +289,8 @@ _running: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKe
 
 
 def _stop(channel: _Channel, thread: threading.Thread) -> None:
+    if not channel.owner.is_own:
+        return
     # The garbage collector may have chosen the thread itself, and a Ctrl-C the time before it was started.
     is_other = thread is not threading.current_thread()
     channel.stop(is_awaited=is_other)

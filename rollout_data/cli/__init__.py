@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from storage.errors import RolloutDataError
 
@@ -27,9 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     options = parser.parse_args(arguments)
     try:
-        return COMMANDS[options.command].run(options)
-    except RolloutDataError as error:
-        print(f"rollout-data {options.command}: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        return 1
+        code = COMMANDS[options.command].run(options)
+        sys.stdout.flush()  # a full disk, or a reader that has left, is told here
+        return code
+    except (RolloutDataError, OSError) as error:
+        print(info.escaped(f"rollout-data {options.command}: {error}"), file=sys.stderr)
+    with suppress(OSError):
+        try:
+            sys.stdout.flush()
+        except OSError:  # otherwise the interpreter tries again, and complains, when it exits
+            sys.stdout.close()
+    return 1

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from storage.errors import DataFileError
 from storage.fields import Schema
 
 from ..block_folder import BlockFolder
 from ..block_header import DATA, OPEN, TERMINATED, TRUNCATED, read_header
 from ..index import TrajectoryIndex
-from ..metadata import load_metadata
+from ..metadata import METADATA_NAME, load_metadata
 from ..repair import check_is_folder
 
 #: How trajectories end: name -> flag.
@@ -30,11 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     about = describe(options.data_dir)
     if options.json:
-        print(json.dumps(_strict(about), indent=2, default=str, allow_nan=False))
+        print(json.dumps(_strict(about), indent=2, default=str, allow_nan=False).replace("\x7f", "\\u007f"))
         return 0
     for line in as_text(about):
-        print(line)
+        print(escaped(line))
     return 0
+
+
+def escaped(text: str) -> str:
+    """Escape what a terminal would obey, line ends, and what cannot be encoded."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _strict(value: Any) -> Any:
@@ -54,6 +60,10 @@ def describe(data_dir: str) -> dict[str, Any]:
     blocks = list(folder.blocks.values())
     index = TrajectoryIndex(blocks, folder.built)
     metadata = load_metadata(path)
+    names = [*folder.blocks, *folder.problems]
+    if not (metadata and metadata.schema) and not any(name.startswith("rollout_") for name in names):
+        expected = f"blocks (rollout_*.h5), or a {METADATA_NAME} that names fields"
+        raise DataFileError("say what is in", repr(str(path)), expected, "neither")
     lengths = index.lengths
     ends = {name: int(((index.flags & flag) > 0).sum()) for name, flag in ENDS.items()}
     return {

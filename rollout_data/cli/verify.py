@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..repair import DAMAGED_FOLDER, FolderReport, check_folder, check_is_folder, repair_folder
+from .info import escaped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +21,13 @@ def run(options: argparse.Namespace) -> int:
     path = check_is_folder(options.data_dir)
     report = repair_folder(path) if options.repair else check_folder(path)
     for name, problem in report.problems.items():
-        print(f"{name}: {problem}")
+        print(escaped(f"{name}: {problem}"))
         if name in report.salvaged:
             print(f"  kept all but {report.salvaged[name]} of its trajectories")
     for dead in report.dead_writers:
         print(f"writer {dead.writer} died; {dead.num_lost_frames} frames that it had not published are lost")
     for moved in report.moved:
-        print(f"moved to {moved}")
+        print(escaped(f"moved to {moved}"))
     print(summary(report))
     return 1 if report.problems or report.num_broken else 0
 

@@ -124,7 +124,7 @@ class TrajectorySaver:
         self.saved = SavedTrajectories(capacity)
         self._on_saved, self._counters, self._timed = on_saved, counters, timed
         self._worker = BackgroundWorker(f"the trajectories of {str(folder)!r}", max_pending)
-        self._worker.submit(_nothing)  # starts the thread: while the interpreter exits none can be
+        self._worker.submit(lambda: None)  # starts the thread: while the interpreter exits none can be
         self._lock = lock
         self._failure: BaseException | None = None
         self._unsaved: list[Entry] = []
@@ -283,7 +283,3 @@ class TrajectorySaver:
                 self._failure = self._failure or failure
         stop = time.monotonic()
         self._index_due_s = stop + (stop - start) / _INDEX_SHARE
-
-
-def _nothing() -> None:
-    pass

@@ -16,7 +16,7 @@ import torch
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..host_arrays import float32_tensor, own, tensor_of
 from ..snapshot import State
-from .item_ids import UNIQUE_ID, check_count, check_iteration, check_range, finite_or_none, without_given
+from .item_ids import UNIQUE_ID, check_count, check_iteration, finite_or_none, without_given
 from .managed_buffers import ManagedBuffer
 from .prioritized_rows import PrioritizedRows, PriorityRule
 from .prioritized_store import Draw, PrioritizedStore, Push
@@ -115,19 +115,6 @@ class AdvancedReplayBuffer(ManagedBuffer):
             self.monitor.note_push(num_rows, time=time.perf_counter() - start_s, **self._push_values(read))
         return ids
 
-    def sample_check(self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None) -> bool:
-        """Remove stale items, then tell whether `sample` would give `size` items."""
-        check_count("sample", "size", size, 0)
-        check_range(sample_range)
-        with self._lock:
-            self._data.drop_stale(check_iteration(cur_learner_iter))
-            if size == 0:
-                return True
-            if sample_range is None:
-                return self._is_enough(size, self.count()) and self._data.rows.total > 0
-            slots = self._data.slots_in(sample_range)
-            return self._is_enough(size, len(slots)) and self._data.rows.has_mass(slots)
-
     @torch.no_grad()
     def sample(
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = True
@@ -147,8 +134,17 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """
         return super().sample(size, cur_learner_iter, sample_range, replace)
 
+    def _has(self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False) -> bool:
+        self._data.drop_stale(iteration)
+        if size == 0:
+            return True
+        if sample_range is None:
+            return self._is_enough(size, self.count()) and self._data.rows.total > 0
+        slots = self._data.slots_in(sample_range)
+        return self._is_enough(size, len(slots)) and self._data.rows.has_mass(slots)
+
     def _take(
-        self, size: int, iteration: int, sample_range: slice | None, replace: bool
+        self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False
     ) -> list[dict[str, Any]] | None:
         start_s = time.perf_counter()
         drawn = self._draw(size, iteration, sample_range)

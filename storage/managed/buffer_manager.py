@@ -41,7 +41,7 @@ class BufferManager(Snapshotted):
         generator: Chooses among the buffers: a `torch.Generator` on the CPU, a seed, or None for one of
             its own that is seeded once from torch's. Buffers have their own.
 
-    Threads may push, sample and update at once.
+    Threads may push, sample and update at once, also while a limiter lets one of them wait.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BufferManager(Snapshotted):
         self.device = torch.device(device)
         self.rng = generator_on(generator, torch.device("cpu"))
         self._lock = threading.RLock()
-        #: Choosing buffers, and being let pass by their limiters; pushes do not wait for it.
+        #: Choosing buffers, and being let pass by their limiters at once; not held while a limiter waits.
         self._choice_lock = threading.Lock()
         self._buffers = make_buffers(cfg, self.device)
         self._shares_of_samples = SampleShares(self.buffer_name, self._buffer, cfg.get("sample_ratio"))
@@ -126,12 +126,15 @@ class BufferManager(Snapshotted):
         cur_learner_iter: int = 0,
         sample_ratio: Mapping[str, float] | None = None,
     ) -> bool:
-        """Tell whether `sample` would give something, however the ratio falls; stale items are removed."""
+        """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
         cur_learner_iter = check_iteration(cur_learner_iter)
-        sizes = self._shares_of_samples.most(batch_size, sample_ratio)
-        with self._locked(sizes):
-            found = [self._buffers[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
-        return all(found)
+        with self._choice_lock:
+            before = self.rng.get_state()
+            _, sizes = self._shares_of_samples.share_out(batch_size, sample_ratio, self.rng)
+            self.rng.set_state(before)  # the next sample shares out alike
+            with self._locked(sizes):
+                found = [self._buffers[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
+        return all(found) and not self._is_closed
 
     def sample(
         self,
@@ -142,33 +145,24 @@ class BufferManager(Snapshotted):
         """Draw from the buffers, from all that are asked or from none.
 
         Args:
-            batch_size: A number, which is shared out by ratio: the buffer of each position is drawn, one
-                from each of `batch_size` equal intervals, so that shares are met to less than two items.
-                Or a number by name.
+            batch_size: A number, which is shared out by ratio: the buffer of each item is drawn, one from each
+                of `batch_size` equal intervals, so that shares are met to less than two items. Or a number by name.
             cur_learner_iter: Where the learner is.
             sample_ratio: Shares for this call only, in the place of the configured ones.
 
         Returns:
-            A list of `batch_size` items; or by name a list of items. None if a buffer refuses: then nothing
-            has changed, but for stale items that were removed.
+            A list of `batch_size` items in random order; or by name a list of items. None if a buffer refuses:
+            then nothing has changed, but for stale items that were removed.
 
         Raises:
             KeyError: No buffer is called so.
             ValueError: The shares are negative, or do not sum to 1.
         """
-        cur_learner_iter = check_iteration(cur_learner_iter)
-        self._check_open("sample")
-        with self._choice_lock:
-            before = self.rng.get_state()
-            order, sizes = self._shares_of_samples.share_out(batch_size, sample_ratio, self.rng)
-            found = self._sample_all(sizes, cur_learner_iter, "_take")
-            if found is None:
-                self.rng.set_state(before)
-                return None
-        if order is None:
+        order, found = self._drawn(batch_size, cur_learner_iter, sample_ratio, "_take")
+        if found is None or order is None:
             return found
-        waiting = {name: iter(items) for name, items in found.items()}
-        return [next(waiting[name]) for name in order]
+        items = [item for part in found.values() for item in part]
+        return [items[place] for place in order]
 
     def sample_tensors(
         self,
@@ -182,16 +176,7 @@ class BufferManager(Snapshotted):
             Name -> (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each buffer that gives
             a row; `update_priorities` takes the ids. None if a buffer refuses.
         """
-        cur_learner_iter = check_iteration(cur_learner_iter)
-        with self._choice_lock:
-            before = self.rng.get_state()
-            _, sizes = self._shares_of_samples.share_out(batch_size, sample_ratio, self.rng)
-            sizes = {name: size for name, size in sizes.items() if size}
-            self._check_prioritized(sizes)
-            found = self._sample_all(sizes, cur_learner_iter, "_take_tensors")
-            if found is None:
-                self.rng.set_state(before)
-        return found
+        return self._drawn(batch_size, cur_learner_iter, sample_ratio, "_take_tensors")[1]
 
     # What a learner found.
 
@@ -370,23 +355,41 @@ class BufferManager(Snapshotted):
         buffer = self._buffers[name]
         return buffer.as_episodes(data) if isinstance(buffer, EpisodeReplayBuffer) else as_items(data)
 
-    def _sample_all(self, sizes: Mapping[str, int], iteration: int, method: str) -> dict[str, Any] | None:
-        """Draw from all buffers or from none; `method` of a buffer draws, after it was checked."""
+    def _drawn(
+        self, batch_size: Any, iteration: int, ratio: Mapping[str, float] | None, method: str
+    ) -> tuple[list[int] | None, dict[str, Any] | None]:
+        """Draw from all buffers or from none: their order, and what `method` of each gives; (None, None) if none."""
+        iteration, start_s = check_iteration(iteration), time.monotonic()
+        while True:
+            self._check_open("sample")
+            with self._choice_lock:
+                before = self.rng.get_state()
+                order, sizes = self._shares_of_samples.share_out(batch_size, ratio, self.rng)
+                if method == "_take_tensors":
+                    sizes = {name: size for name, size in sizes.items() if size}
+                    self._check_prioritized(sizes)
+                found = self._sample_all(sizes, iteration, method)
+                if isinstance(found, dict):
+                    return order, found
+                self.rng.set_state(before)
+            # Nothing is held or counted here: who waits must not keep others from what it waits for.
+            if found is None or not self._buffers[found]._await_sample(sizes[found], start_s):
+                return None, None
+
+    def _sample_all(self, sizes: Mapping[str, int], iteration: int, method: str) -> dict[str, Any] | str | None:
+        """Draw from all buffers or from none; then give the name of one whose limiter does not let it pass, if any."""
         with ExitStack() as undo:
             for name, size in sizes.items():
-                if not self._buffers[name]._admit_sample(size):
-                    return None
+                if not self._buffers[name]._admit_sample(size, waits=False):
+                    return name
                 undo.callback(self._buffers[name]._undo_sample, size)
             with self._locked(sizes):
                 self._check_open("sample")
                 # Each is asked, also after one that refuses, so that all let go of what is stale.
-                answers = [self._buffers[name].sample_check(size, iteration) for name, size in sizes.items()]
+                answers = [self._buffers[name]._has(size, iteration) for name, size in sizes.items()]
                 if not all(answers):
                     return None
-                how = (None, False) if method == "_take" else ()
-                found = {
-                    name: getattr(self._buffers[name], method)(size, iteration, *how) for name, size in sizes.items()
-                }
+                found = {name: getattr(self._buffers[name], method)(size, iteration) for name, size in sizes.items()}
             undo.pop_all()
         return found
 

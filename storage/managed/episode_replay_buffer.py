@@ -20,7 +20,7 @@ from ..errors import SchemaError, UsageError
 from ..samplers import uniform
 from ..snapshot import State
 from ..tree import unflatten
-from .item_ids import SLOT, UNIQUE_ID, check_count, check_range, without_given
+from .item_ids import SLOT, UNIQUE_ID, check_count, without_given
 from .item_store import Items, ItemStore
 from .managed_buffers import ManagedBuffer
 from .naive_replay_buffer import draw_places
@@ -102,15 +102,6 @@ class EpisodeReplayBuffer(ManagedBuffer):
         episodes = list(data)
         self._add(episodes, len(episodes))
 
-    def sample_check(
-        self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
-    ) -> bool:
-        """Tell whether `sample` with these arguments would give `size` episodes."""
-        check_count("sample", "size", size, 0)
-        with self._lock:
-            num_episodes = len(range(self.count())[check_range(sample_range) or slice(None)])
-            return size == 0 or num_episodes >= (1 if replace else size)
-
     def sample_windows(self, num_windows: int, length: int) -> dict[str, Any]:
         """Draw windows of consecutive steps of one episode, uniformly over all that there are.
 
@@ -186,7 +177,9 @@ class EpisodeReplayBuffer(ManagedBuffer):
         self._store.schema, self._store.arrays = schema, arrays
         self._episodes = deque(_Episode(e.first - first, e.length, e.is_stack) for e in self._episodes)
 
-    def _take(self, size: int, iteration: int, sample_range: slice | None, replace: bool) -> list[Any] | None:
+    def _take(
+        self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False
+    ) -> list[Any] | None:
         start_s, ages = time.perf_counter(), range(self.count())[sample_range or slice(None)]
         place = draw_places(len(ages), size, replace, self.rng)
         if place is None or not size:

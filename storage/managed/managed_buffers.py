@@ -117,9 +117,15 @@ class ManagedBuffer(Snapshotted):
         """Items that were ever added, since creation or `clear`."""
         return self._store.total
 
-    @abstractmethod
-    def sample_check(self, size: int, cur_learner_iter: int = 0) -> bool:
-        """Tell whether `sample` would give `size` items."""
+    def sample_check(
+        self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
+    ) -> bool:
+        """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
+        size, cur_learner_iter = check_count("sample", "size", size, 0), check_iteration(cur_learner_iter)
+        check_range(sample_range)
+        with self._lock:
+            passes = self.rate_limiter is None or self.rate_limiter.may_sample(size)
+            return self._has(size, cur_learner_iter, sample_range, replace) and passes and not self._is_closed
 
     def sample(
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
@@ -177,10 +183,10 @@ class ManagedBuffer(Snapshotted):
 
     def close(self) -> None:
         """Let go of all items and of whoever waits; pushing and sampling raise from now on. May be called twice."""
+        self._is_closed = True  # first: whoever the limiter lets go of must see it
         if self.rate_limiter is not None:
             self.rate_limiter.close()
         with self._lock:
-            self._is_closed = True
             self._clear()
             self._release()
 
@@ -204,9 +210,15 @@ class ManagedBuffer(Snapshotted):
         if self.rate_limiter is not None:
             self.rate_limiter.undo(num_inserted=num_items)
 
-    def _admit_sample(self, num_items: int) -> bool:
+    def _admit_sample(self, num_items: int, waits: bool = True) -> bool:
         self._check_open("sample from")
-        if self.rate_limiter is None or self.rate_limiter.sample(num_items):
+        if self.rate_limiter is None or self.rate_limiter.sample(num_items, waits):
+            return True
+        self._check_open("sample from")
+        return False
+
+    def _await_sample(self, num_items: int, start_s: float) -> bool:
+        if self.rate_limiter is None or self.rate_limiter.wait_to_sample(num_items, start_s):
             return True
         self._check_open("sample from")
         return False
@@ -226,8 +238,14 @@ class ManagedBuffer(Snapshotted):
             self._undo_sample(num_items)
             raise
 
+    def _has(self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False) -> bool:
+        """Tell whether there are enough for `_take`. The lock is held."""
+        return size == 0 or len(range(self.count())[sample_range or slice(None)]) >= (1 if replace else size)
+
     @abstractmethod
-    def _take(self, size: int, iteration: int, sample_range: slice | None, replace: bool) -> list[Any] | None:
+    def _take(
+        self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False
+    ) -> list[Any] | None:
         """Check and draw; None if there are not enough. The lock is held, the limiter has let it pass."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ import torch
 
 from ..samplers import distinct, uniform
 from ..snapshot import State
-from .item_ids import check_count, check_range, without_given
+from .item_ids import without_given
 from .item_store import Items
 from .managed_buffers import ManagedBuffer
 
@@ -35,17 +35,8 @@ class NaiveReplayBuffer(ManagedBuffer):
     def __init__(self, replay_buffer_size: int, deepcopy: bool = False, **options: Any) -> None:
         super().__init__(replay_buffer_size, **options)
 
-    def sample_check(
-        self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
-    ) -> bool:
-        """Tell whether `sample` with these arguments would give `size` items."""
-        check_count("sample", "size", size, 0)
-        with self._lock:
-            num_rows = len(self._range(sample_range))
-            return size == 0 or (num_rows >= 1 if replace else num_rows >= size)
-
     def _take(
-        self, size: int, iteration: int, sample_range: slice | None, replace: bool
+        self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False
     ) -> list[dict[str, Any]] | None:
         start_s, ages = time.perf_counter(), self._range(sample_range)
         place = draw_places(len(ages), size, replace, self.rng)
@@ -58,7 +49,7 @@ class NaiveReplayBuffer(ManagedBuffer):
         return found
 
     def _range(self, sample_range: slice | None) -> range:
-        return range(self._store.num_live)[check_range(sample_range) or slice(None)]
+        return range(self._store.num_live)[sample_range or slice(None)]
 
     def _read(self, items: Sequence[Any]) -> Items:
         return self._store.read_items([without_given(item) for item in items])

@@ -21,6 +21,8 @@ from .least_weight import LeastWeight
 
 #: Sums of all weights stay below this, far from where float64 ends.
 _MAX_SUM = 1e300
+#: The least that rounding makes of an importance weight, as float32, and of a weight: 0 would not be learned, or drawn.
+_LEAST_IMPORTANCE, _LEAST_WEIGHT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class PriorityRule:
                 raise UsageError("prioritize rows", "", f"{name} {words}", repr(value))
 
     def weight(self, priority: float) -> float:
-        """Give priority ** alpha; inf where float64 ends."""
+        """Give priority ** alpha; inf where float64 ends, above 0 for every priority above 0."""
         try:
-            return float(priority**self.alpha)
+            return max(float(priority**self.alpha), min(priority, _LEAST_WEIGHT))
         except OverflowError:
             return inf
 
@@ -203,10 +205,7 @@ class PrioritizedRows:
         if drawn is None:
             return None
         places, weights = drawn
-        # Not the other way round: that overflows where weights are hardly above 0.
-        importance = (self._least.value() / weights) ** self.beta
-        self.num_draws += 1
-        return places, importance
+        return places, self._importance(self._least.value(), weights)
 
     def draw_among(
         self, candidates: torch.Tensor, num_draws: int, generator: torch.Generator
@@ -218,10 +217,8 @@ class PrioritizedRows:
         place = some.draw(num_draws, generator)
         if place is None:
             return None
-        beta = self.beta
-        self.num_draws += 1
-        least = weights[weights > 0].min()
-        return candidates.index_select(0, place), some.read(place).div_(least).pow_(-beta)
+        importance = self._importance(float(weights[weights > 0].min()), own(some.read(place)))
+        return candidates.index_select(0, place), tensor_of(importance)
 
     def restore(self, weights: torch.Tensor, priorities: torch.Tensor) -> None:
         """Take over all weights and priorities, `[capacity]` each."""
@@ -248,8 +245,17 @@ class PrioritizedRows:
         """Tell whether weights up to that of a priority are finite and can be summed."""
         return largest < inf and self.rule.weight(largest + self.rule.eps) <= self._max_weight
 
+    def _importance(self, least: float, weights: Any) -> Any:
+        """Give the importance weights of a draw, which is counted, in (0, 1], also as float32."""
+        # Not the other way round: that overflows where weights are hardly above 0.
+        found = ((least / weights) ** self.beta).clip(min=_LEAST_IMPORTANCE)
+        self.num_draws += 1
+        return found
+
     def _set(self, places: Any, values: Any) -> None:
         weights = values**self.rule.alpha
+        if self.rule.alpha > 1:  # otherwise none is less than its priority below 1
+            weights = weights.clip(min=values.clip(max=_LEAST_WEIGHT))
         self._least.note(places, self._weights.exchange(places, weights), weights)
         if self._own_priorities is self.priorities:
             self.priorities.index_copy_(0, places, self._last(places, values))

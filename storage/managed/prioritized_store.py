@@ -111,9 +111,7 @@ class PrioritizedStore:
         kept = min(push.items.num_rows, capacity)
         total = self.items.total + push.items.num_rows
         slots = torch.arange(total - kept, total, device=self.device) % capacity
-        if self.used is not None:  # whatever lies there is overwritten
-            self._give_up(slots[self.limits.is_valid(slots)])
-            self._pass_by((push.items.objects or [])[: push.items.num_rows - kept])
+        gone = [] if self.used is None else self._data_ids(slots[self.limits.is_valid(slots)])  # overwritten
         ids = self.items.write(push.items)
         if not kept:
             return ids
@@ -124,8 +122,9 @@ class PrioritizedStore:
             self.rows.note(push.largest)
         self.limits.add(slots, ids, None if push.collected is None else push.collected[-kept:])
         if self.used is not None:
-            for data_id in self._data_ids(slots):
-                self.used.store(data_id)
+            first = (push.items.objects or [])[: push.items.num_rows - kept]  # overwritten by others of the same push
+            passed = [one["data_id"] for one in first if one.get("data_id") is not None]
+            self.used.replace(gone + passed, passed + self._data_ids(slots))
         return ids
 
     def drop(self, slots: torch.Tensor | None) -> None:
@@ -135,7 +134,7 @@ class PrioritizedStore:
         found = self.limits.remove(slots)
         self.rows.remove(found)
         if self.used is not None:
-            self._give_up(found)
+            self.used.replace(self._data_ids(found), ())
         self.items.forget_objects(found)
 
     def drop_stale(self, iteration: int) -> None:
@@ -145,7 +144,7 @@ class PrioritizedStore:
     def clear(self) -> None:
         """Forget every item, and every priority and use."""
         if self.used is not None:
-            self._give_up(self.limits.valid_slots())
+            self.used.replace(self._data_ids(self.limits.valid_slots()), ())
         self.items.clear()
         self.rows.clear()
         self.limits.clear()
@@ -290,20 +289,6 @@ class PrioritizedStore:
             values.append(highest if value is None else float(value))
             highest = max(highest, values[-1])
         return torch.tensor(values, dtype=torch.float64, device=self.device), largest
-
-    def _give_up(self, slots: torch.Tensor) -> None:
-        """Note that the data of some slots is in one item less."""
-        assert self.used is not None
-        for data_id in self._data_ids(slots):
-            self.used.remove(data_id)
-
-    def _pass_by(self, objects: list[dict[str, Any]]) -> None:
-        """Note the data of items that are overwritten by others of the same push."""
-        assert self.used is not None
-        for one in objects:
-            if one.get("data_id") is not None:
-                self.used.store(one["data_id"])
-                self.used.remove(one["data_id"])
 
     def _data_ids(self, slots: torch.Tensor) -> list[Any]:
         found = (self.items.object_view(slot, "data_id") for slot in slots.tolist())

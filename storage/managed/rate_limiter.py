@@ -71,14 +71,20 @@ class RateLimiter:
         """Count an insertion of `num_items` and let it pass, at once or after waiting; False if it may not."""
         return self._pass(num_items, 0, self._may_insert)
 
-    def sample(self, num_items: int = 1) -> bool:
-        """Count a draw of `num_items` and let it pass, at once or after waiting; False if it may not."""
-        return self._pass(num_items, 1, self._may_sample)
+    def sample(self, num_items: int = 1, waits: bool = True) -> bool:
+        """Count a draw of `num_items` and let it pass, at once or, if `waits`, after waiting; False if it may not."""
+        return self._pass(num_items, 1, self._may_sample, waits)
+
+    def wait_to_sample(self, num_items: int, start_s: float) -> bool:
+        """Wait, for `timeout_s` from `start_s` of `time.monotonic()`, until a draw would pass; nothing is counted."""
+        with self._changed:
+            return self._wait(num_items, self._may_sample, start_s)
 
     def may_sample(self, num_items: int = 1) -> bool:
         """Tell whether a draw would pass at once; nothing is counted."""
         with self._changed:
-            return self._may_sample(_checked(num_items))
+            self._largest_with(1, num_items := _checked(num_items))
+            return self._may_sample(num_items)
 
     def may_insert(self, num_items: int = 1) -> bool:
         """Tell whether an insertion would pass at once; nothing is counted."""
@@ -140,18 +146,24 @@ class RateLimiter:
         return is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
 
     def _may_sample(self, num_items: int) -> bool:
-        return self.num_inserted >= self.min_inserts and self.balance - num_items >= -self.tolerance
+        is_filled = self.num_inserted >= self.min_inserts
+        return not num_items or (is_filled and self.balance - num_items >= -self.tolerance)
 
-    def _pass(self, num_items: int, kind: int, may: Any) -> bool:
-        num_items = _checked(num_items)
-        limit = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+    def _wait(self, num_items: int, may: Any, start_s: float) -> bool:
+        limit = None if self.timeout_s is None else start_s + self.timeout_s
+        while not may(num_items):
+            left = None if limit is None else limit - time.monotonic()
+            if not self.blocking or self._is_closed or (left is not None and left <= 0):
+                return False
+            self._changed.wait(left)
+        return True
+
+    def _pass(self, num_items: int, kind: int, may: Any, waits: bool = True) -> bool:
+        num_items, start_s = _checked(num_items), time.monotonic()
         with self._changed:
-            self._check_tolerance(kind, num_items)
-            while not may(num_items):
-                left = None if limit is None else limit - time.monotonic()
-                if not self.blocking or self._is_closed or (left is not None and left <= 0):
-                    return False
-                self._changed.wait(left)
+            self._largest = self._largest_with(kind, num_items)
+            if not (self._wait(num_items, may, start_s) if waits else may(num_items)):
+                return False
             self._changed.notify_all()
             if kind == 0:  # behind all calls: after a Ctrl-C in one nothing would come of what was counted
                 self.num_inserted += num_items
@@ -159,15 +171,15 @@ class RateLimiter:
                 self.num_sampled += num_items
             return True
 
-    def _check_tolerance(self, kind: int, num_items: int) -> None:
-        """Refuse sizes with which both sides could wait for each other."""
+    def _largest_with(self, kind: int, num_items: int) -> list[int]:
+        """Give the largest sizes with this one; refuse those with which both sides could wait for each other."""
         largest = list(self._largest)
         largest[kind] = max(largest[kind], num_items)
         needed = (self.samples_per_insert * largest[0] + largest[1]) / 2
         if self.tolerance < needed:
             what = f"insertions of {largest[0]} and draws of {largest[1]} items"
             raise UsageError(f"limit {what}", "", f"a tolerance of at least {needed:g}", f"{self.tolerance:g}")
-        self._largest = largest
+        return largest
 
 
 def _checked(num_items: Any) -> int:

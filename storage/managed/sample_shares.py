@@ -59,25 +59,14 @@ class SampleShares:
             raise UsageError(_ACTION, "", "shares that sum to 1", f"{total} of {dict(ratio)}")
         return {name: float(ratio.get(name, 0)) for name in self._names}
 
-    def most(self, batch_size: int | Mapping[str, int], ratio: Mapping[str, float] | None) -> dict[str, int]:
-        """Say how many items each source may be asked for at most."""
-        if isinstance(batch_size, Mapping):
-            return self._sizes(batch_size)
-        size = check_count("sample", "batch_size", batch_size, 0)
-        found, start = {}, 0.0
-        for name, share in self._for_call(ratio).items():
-            stop = start + share * size
-            found[name] = min(size, math.ceil(stop - 1e-9) - math.floor(start + 1e-9)) if share else 0
-            start = stop
-        return found
-
     def share_out(
         self, batch_size: int | Mapping[str, int], ratio: Mapping[str, float] | None, generator: torch.Generator
-    ) -> tuple[list[str] | None, dict[str, int]]:
-        """Choose a source for every position, one from each of `batch_size` equal intervals, and count.
+    ) -> tuple[list[int] | None, dict[str, int]]:
+        """Draw how many items each source gives, one from each of `batch_size` equal intervals, and their order.
 
         Returns:
-            The names in order, None if numbers by name were given; and the number of each source.
+            A permutation of the items of all sources, one source after another, uniform, so that every position is
+            of each source with the probability of its share; None if numbers by name were given. The number by source.
         """
         if isinstance(batch_size, Mapping):
             return None, self._sizes(batch_size)
@@ -88,7 +77,8 @@ class SampleShares:
         points = (np.arange(size) + drawn) / max(size, 1)
         places = np.minimum(np.searchsorted(ends, points * ends[-1], side="right"), len(names) - 1)
         counts = np.bincount(places, minlength=len(names)).tolist()
-        return [names[place] for place in places], dict(zip(names, counts, strict=True))
+        order = torch.randperm(size, generator=generator, device="cpu").tolist()
+        return order, dict(zip(names, counts, strict=True))
 
     def _for_call(self, ratio: Mapping[str, float] | None) -> dict[str, float]:
         """Take the shares of this call, else the configured ones, which no call changes."""

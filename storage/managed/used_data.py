@@ -7,7 +7,7 @@ holds it was released. What is done with the data, for example deleting its file
 from __future__ import annotations
 
 import queue
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +27,20 @@ class UsedQueue(queue.Queue[Any]):
     def __len__(self) -> int:
         return self.qsize()
 
+    def withdraw(self, data_id: Any) -> None:
+        """Take an id out again, if it is there: it is needed again."""
+        with self.mutex:
+            self.unfinished_tasks -= self.queue.pop(data_id, 0)
+
+    def _init(self, maxsize: int) -> None:  # what `queue.Queue` asks of a kind of queue, under its lock
+        self.queue: Any = OrderedDict()
+
+    def _put(self, item: Any) -> None:
+        self.queue[item] = 1
+
+    def _get(self) -> Any:
+        return self.queue.popitem(last=False)[0]
+
 
 class UsedData:
     """Count who needs which data. Not locked: the buffer's lock is held."""
@@ -40,13 +54,16 @@ class UsedData:
         #: Ids that are in no item any more but held; in order.
         self._waiting: dict[Any, None] = {}
 
-    def store(self, data_id: Any) -> None:
-        """Note an item with this data."""
-        self._stored[data_id] += 1
-        self._waiting.pop(data_id, None)
+    def replace(self, gone: Iterable[Any], new: Iterable[Any]) -> None:
+        """Note the data of items that are gone and of new ones; what is in both is not given out in between."""
+        for data_id in new:
+            self._stored[data_id] += 1
+            self._waiting.pop(data_id, None)
+            self.queue.withdraw(data_id)
+        for data_id in gone:
+            self._remove(data_id)
 
-    def remove(self, data_id: Any) -> None:
-        """Note that an item with this data is gone."""
+    def _remove(self, data_id: Any) -> None:
         self._stored[data_id] -= 1
         if self._stored[data_id] > 0:
             return

@@ -241,3 +241,58 @@ def test_mistakes_are_named(call, kind, text):
     with pytest.raises(kind) as caught:
         call()
     assert text in str(caught.value)
+
+
+RAGGED = [smooth(count, (6, 5), "u1", count) for count in (3, 17, 1, 9)]
+RAGGED_BLOBS = [compress_image_seq(stack, frames_per_chunk=4) for stack in RAGGED]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", [np.uint8, torch.uint8])
+def test_blobs_of_different_lengths_and_choices_lie_behind_each_other(dtype, num_threads):
+    lists = [[2, 0], None, [], np.array([8, 8, 1, 0])]
+    for indices in (None, lists, [None, range(3, 9), [0], None], [0]):
+        own = indices if isinstance(indices, list) and indices != [0] else [indices] * 4
+        expected = [stack if one is None else stack[list(one)] for stack, one in zip(RAGGED, own, strict=True)]
+        got = decompress_many(RAGGED_BLOBS, (6, 5), [3, 17, 1, 9], dtype, indices, num_threads)
+        assert len(got) == 4
+        for frames_of_one, wanted in zip(got, expected, strict=True):
+            assert same_bits(np.asarray(frames_of_one), wanted)
+            assert isinstance(frames_of_one, torch.Tensor) == (dtype is torch.uint8)
+        total = sum(map(len, expected))
+        shape = (4, 1, 6, 5) if indices == [0] else (total, 6, 5)
+        out = torch.zeros(shape, dtype=dtype) if dtype is torch.uint8 else np.zeros(shape, dtype)
+        got = decompress_many(RAGGED_BLOBS, (6, 5), np.array([3, 17, 1, 9]), dtype, indices, num_threads, out)
+        assert (got is out) == (indices == [0])
+        assert same_bits(np.asarray(out).reshape(-1, 6, 5), np.concatenate(expected))
+
+
+def test_equal_numbers_of_frames_are_stacked_however_they_are_asked_for():
+    equal = [compress_image_seq(stack[:3]) for stack in RAGGED[:2]]
+    stacks = np.stack([RAGGED[0], RAGGED[1][:3]])
+    for size in (3, [3, 3], (3, 3), torch.tensor([3, 3])):
+        assert same_bits(decompress_many(equal, (6, 5), size, np.uint8), stacks)
+    nested = [[0, 2], [1, 0]]
+    wanted = np.stack([stacks[0][[0, 2]], stacks[1][[1, 0]]])
+    for indices in (nested, np.array(nested), torch.tensor(nested), tuple(nested)):
+        assert same_bits(decompress_many(equal, (6, 5), 3, np.uint8, indices), wanted)
+    assert same_bits(decompress_many(equal[:1], (6, 5), [3], np.uint8, [[1]]), stacks[:1, [1]])
+    assert decompress_many([], (6, 5), [], np.uint8).shape == (0, 0, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("size", "indices", "kind", "text"),
+    [
+        ([3, 17], None, UsageError, "one batch_size and one list of indices per blob, or for all, got 2 and 2 for 4"),
+        ([3, 17, 1, 9], [[0]] * 3, UsageError, "got 4 and 3 for 4 blobs"),
+        ([3, 17, 1, 9], [[0], [0], [1], [0]], UsageError, "expected frame numbers in 0:1, got 1:2"),
+        ([3, 17, 1, 9], [2], UsageError, "expected frame numbers in 0:1, got 2:3"),
+        ([3, 17, 9, 1], None, SchemaError, "9 frames of uint8"),
+        ([3, 17, 1, 1.5], None, UsageError, "whole numbers"),
+        (3, None, SchemaError, "17 of uint8"),
+    ],
+)
+def test_lengths_and_choices_that_do_not_fit_their_blob_are_named(size, indices, kind, text):
+    with pytest.raises(kind) as caught:
+        decompress_many(RAGGED_BLOBS, (6, 5), size, np.uint8, indices)
+    assert text in str(caught.value)

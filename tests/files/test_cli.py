@@ -292,3 +292,85 @@ def test_it_runs_as_a_module(tmp_path):
         [sys.executable, "-m", "rollout_data.cli", "verify", str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0 and "9 frames intact" in done.stdout
+
+
+def run_cli(*arguments, **options):
+    command = [sys.executable, "-m", "rollout_data.cli", *map(str, arguments)]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, **options)
+
+
+def the_line(done):
+    """The one line on stderr of a call that failed."""
+    assert done.returncode in (1, 2), done
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "pack"])
+def test_an_error_of_the_operating_system_is_one_line(tmp_path, command):
+    record(tmp_path / "data", num_steps=3)
+    more = ["--in-place"] if command == "pack" else []
+    assert "File name too long" in the_line(run_cli(command, "x" * 300, *more))
+    assert "a folder" in the_line(run_cli(command, tmp_path / "data" / "metadata.json", *more))
+    with open("/dev/full", "w") as full:
+        assert "No space left" in the_line(run_cli(command, tmp_path / "data", *more, stdout=full))
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert "Broken pipe" in the_line(run_cli(command, tmp_path / "data", *more, stdout=writer))
+    os.close(writer)
+    if command == "pack":
+        inside_a_file = tmp_path / "data" / "metadata.json" / "out"
+        assert "Not a directory" in the_line(run_cli(command, tmp_path / "data", inside_a_file))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_folder_that_may_not_be_read_is_one_line(tmp_path):
+    record(tmp_path / "data", num_steps=3)
+    (tmp_path / "data").chmod(0)
+    try:
+        assert "Permission denied" in the_line(run_cli("info", tmp_path / "data"))
+    finally:
+        (tmp_path / "data").chmod(0o700)
+
+
+@pytest.mark.parametrize("content", [{}, {"a.png": b"x", "b.h5": b"y"}, {"metadata.json": b'{"name": "x"}'}])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_info_on_a_folder_that_is_no_dataset_fails(tmp_path, capsys, content, options):
+    for name, text in content.items():
+        (tmp_path / name).write_bytes(text)
+    assert main(["info", str(tmp_path), *options]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and "expected blocks (rollout_*.h5), or a metadata.json that names fields" in told.err
+    assert len(told.err.splitlines()) == 1
+
+
+def test_info_on_a_dataset_without_frames_or_without_metadata_or_with_damaged_blocks_is_well(tmp_path, capsys):
+    record(tmp_path, num_steps=3)
+    (tmp_path / "metadata.json").rename(tmp_path / "kept")
+    assert main(["info", str(tmp_path)]) == 0 and "9 frames" in capsys.readouterr().out
+    for path in tmp_path.glob("rollout_*.h5"):
+        path.write_bytes(b"damaged")
+    assert main(["info", str(tmp_path)]) == 0 and "2 files left out" in capsys.readouterr().out
+    for path in tmp_path.glob("rollout_*.h5"):
+        path.unlink()
+    (tmp_path / "kept").rename(tmp_path / "metadata.json")
+    assert main(["info", str(tmp_path)]) == 0 and "0 trajectories, 0 frames" in capsys.readouterr().out
+
+
+def test_what_files_say_cannot_speak_to_the_terminal(tmp_path, capsys):
+    evil = "a\x1b[31mb\nc\r\x07\x9b2J\u202ed\x7f\u2028"
+    with RolloutWriter(tmp_path, 1, durable=False, metadata={evil: evil, "plain \u00e9": {evil: [evil]}}) as writer:
+        writer.add(observation={"f" + evil: np.zeros((1, 2))}, action=np.zeros(1), done=[True])
+    (tmp_path / f"{evil.replace('/', '')}.h5").write_bytes(b"x")
+    for options in ([], ["--json"]):
+        assert main(["info", str(tmp_path), *options]) == 0
+        text = capsys.readouterr().out
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
+        assert ("\\x1b[31mb\\nc" if not options else "\\u001b[31mb\\nc") in text
+    assert json.loads(text)["metadata"][evil] == evil
+    assert main(["verify", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert all(letter.isprintable() or letter == "\n" for letter in text) and len(text.splitlines()) == 2
+    assert main(["info", str(tmp_path / evil)]) == 1
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1 and told[:-1].isprintable()

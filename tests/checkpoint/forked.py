@@ -1,0 +1,252 @@
+"""Programs that fork while an object of theirs has a thread at work; `python -m tests.checkpoint.forked NAME FOLDER`.
+
+The child leaves through the `with` blocks and exit hooks that it has inherited, and then as those of `multiprocessing`
+do: HDF5 itself does not survive its own exit in the child of a process that was making a file in a thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from rollout_data import RolloutDataset, RolloutWriter, TrajectoryReplayBuffer, WindowDataset, WindowLoader
+from storage import AsyncCheckpointSaver, PipelinedDataCollector, load_checkpoint
+from storage.errors import UsageError
+
+PARENT = os.getpid()
+N = 2
+
+
+def fork(work: Callable[[], None]) -> None:
+    """Run `work` in a child; it must end well, and soon."""
+    process = os.fork()
+    if not process:
+        work()
+        sys.exit(0)
+    end_s = time.monotonic() + 20
+    while True:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > end_s:
+            os.kill(process, 9)
+            os.waitpid(process, 0)
+            raise TimeoutError("the child hangs")
+        time.sleep(0.005)
+    assert os.waitstatus_to_exitcode(status) == 0, status
+
+
+def refused(calls: Iterable[Callable[[], Any]]) -> None:
+    """Each call says whose the object is."""
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except UsageError as error:
+            assert f"a call in the process {PARENT} that made it" in str(error), error
+            assert f"its child {os.getpid()}" in str(error), error
+        else:
+            raise AssertionError(f"call {number} is not refused")
+
+
+def step(number: int) -> dict[str, Any]:
+    code = torch.arange(N) + 10.0 * number
+    return {
+        "observation": code[:, None].repeat(1, 50),
+        "action": code[:, None],
+        "reward": code,
+        "done": torch.full((N,), number % 20 == 19),
+    }
+
+
+def record(folder: Path, num_steps: int = 100) -> Path:
+    with RolloutWriter(folder, N, durable=False) as writer:
+        for number in range(num_steps):
+            writer.add(**step(number))
+    return folder
+
+
+def rewards(folder: Path) -> list[float]:
+    dataset = WindowDataset(folder, length=1)
+    return sorted(float(dataset[number]["reward"]) for number in range(len(dataset)))
+
+
+def writer(folder: Path) -> None:
+    with RolloutWriter(folder, N, block_bytes=4000, durable=False) as own:
+
+        def child() -> None:
+            rollout = {name: value[None] for name, value in step(0).items()}
+            calls = [
+                lambda: own.add(**step(0)),
+                lambda: own.add_rollout(**rollout),
+                lambda: own.discard([0]),
+                own.flush,
+            ]
+            refused(calls)
+            own.close()
+            own.close()
+            refused(calls)
+
+        for number in range(300):
+            own.add(**step(number))
+            if number % 60 == 30:
+                fork(child)
+    assert rewards(folder) == [float(e + 10 * n) for n in range(300) for e in range(N)]
+    assert not [name for name in os.listdir(folder) if "tmp" in name]
+
+
+def saver(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with AsyncCheckpointSaver(max_queue_size=8) as own:
+
+        def child() -> None:
+            refused([lambda: own.save_async({"x": 1}, folder / "child"), own.wait, lambda: own.wait(1.0)])
+            own.shutdown()
+            own.shutdown(wait=False)
+
+        for number in range(6):
+            own.save_async({"x": torch.full((1 << 20,), float(number))}, folder / f"{number}", compress=number % 2 == 1)
+            if number in (1, 4):
+                fork(child)
+        own.wait()
+    found = sorted(os.listdir(folder))
+    assert found == ["0", "1.lz4", "2", "3.lz4", "4", "5.lz4"], found
+    for number in range(6):
+        assert bool((load_checkpoint(folder / f"{number}")["x"] == number).all())
+
+
+def unused_saver(folder: Path) -> None:
+    own = AsyncCheckpointSaver()
+    fork(lambda: refused([lambda: own.save_async({}, folder / "x")]))
+    own.shutdown()
+
+
+def collector(folder: Path) -> None:
+    own = PipelinedDataCollector(range(1000), prefetch_count=2)
+    items = iter(own)
+    seen = [next(items) for _ in range(3)]
+
+    def child() -> None:
+        refused([lambda: next(items), lambda: iter(own)])
+        items.close()
+        own.close()
+        another = PipelinedDataCollector(range(5))
+        assert list(another) == list(range(5))
+
+    fork(child)
+    seen += items
+    assert seen == list(range(1000))
+    fork(lambda: check(list(own) == list(range(1000))))  # it is at rest: no thread is missed
+    assert list(own) == list(range(1000))
+
+
+def check(is_so: bool) -> None:
+    assert is_so
+
+
+def prefetch(folder: Path) -> None:
+    record(folder)
+    dataset = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
+    whole = [batch.reward.clone() for batch in RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)]
+    ahead = dataset.prefetch(2)
+    batches = iter(ahead)
+    seen = [next(batches).reward.clone() for _ in range(4)]
+
+    def child() -> None:
+        refused([lambda: next(batches)])
+        ahead.close()
+        fresh = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
+        assert len(list(fresh)) == len(whole)
+        assert len(rewards(folder)) == 200
+
+    fork(child)
+    seen += [batch.reward.clone() for batch in batches]
+    assert len(seen) == len(whole) and all(map(torch.equal, seen, whole))
+
+
+def windows(folder: Path) -> None:
+    loader = WindowLoader(WindowDataset(record(folder), length=4), 3, shuffle=False)
+    batches = iter(loader)
+    seen = [next(batches)["reward"].clone() for _ in range(2)]
+
+    def child() -> None:
+        refused([lambda: next(batches)])
+        loader.set_epoch(0)
+        assert len(list(loader)) == len(loader)
+
+    fork(child)
+    seen += [batch["reward"].clone() for batch in batches]
+    again = [batch["reward"] for batch in loader]
+    assert len(seen) == len(loader) and all(map(torch.equal, seen, again))
+
+
+def trajectories(folder: Path) -> None:
+    def one(number: int) -> dict[str, Any]:
+        return {"rewards": torch.full((5, N, 1), float(number)), "obs": torch.zeros(5, N, 400)}
+
+    own = TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder, sample_window_size=0)
+
+    def child() -> None:
+        refused(
+            [
+                lambda: own.add(one(0)),
+                lambda: own.add_trajectories([one(0)]),
+                lambda: own.sample(1),
+                lambda: own.get(0),
+                lambda: own.about(0),
+                lambda: own.trajectory_ids,
+                own.flush,
+                own.clear,
+                own.clear_cache,
+                lambda: own.save_checkpoint(folder.with_name("elsewhere")),
+                lambda: own.load_checkpoint(folder),
+            ]
+        )
+        own.close()
+
+    for number in range(30):
+        own.add(one(number))
+        if number % 8 == 5:
+            fork(child)
+    own.close()
+    loaded = TrajectoryReplayBuffer(sample_window_size=0)
+    loaded.load_checkpoint(folder)
+    assert [float(loaded.get(i)["rewards"][0, 0, 0]) for i in loaded.trajectory_ids] == list(range(30))
+    in_memory = TrajectoryReplayBuffer()
+    in_memory.add(one(7))
+    fork(lambda: check(in_memory.sample(3)["rewards"].eq(7).all()))
+
+
+def workers(folder: Path) -> None:
+    """Reading needs no thread of the parent: forked workers of a loader go on, also beside a writer."""
+    record(folder)
+    with RolloutWriter(folder.with_name("other"), N, durable=False) as own:
+        own.add(**step(0))
+        dataset = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
+        assert len(list(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))) > 0
+        single = WindowDataset(folder, length=1)
+        options = {"num_workers": 2, "multiprocessing_context": "fork", "collate_fn": single.collate}
+        found = DataLoader(single, batch_size=20, **options)
+        assert sum(len(batch["reward"]) for batch in found) == 200
+        own.add(**step(1))
+    assert rewards(folder.with_name("other")) == [0.0, 1.0, 10.0, 11.0]
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (writer, saver, unused_saver, collector, prefetch, windows, trajectories, workers)
+}
+
+if __name__ == "__main__":
+    try:
+        PROGRAMS[sys.argv[1]](Path(sys.argv[2]))
+    except SystemExit as left:
+        atexit._run_exitfuncs()
+        os._exit(left.code)

@@ -1,0 +1,19 @@
+"""After a fork the child is told whose an object with a thread is, ends at once, and harms nothing of the parent's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.forked import PROGRAMS
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_forked_child_neither_hangs_nor_harms_its_parent(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.checkpoint.forked", name, str(tmp_path / "data")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
