@@ -84,6 +84,7 @@ class RolloutStream(RolloutFileBase):
         for name in ("_source", "_dealer", "_deal", "_reader", "_readahead", "_state", "lent_to"):
             del state[name]
         state["_travelled"] = self._rank()
+        state["agree"] = self.agree if self._is_told else alone
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
