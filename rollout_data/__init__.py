@@ -4,6 +4,15 @@ Write with `RolloutWriter` (or `record_demonstrations`), read with `RolloutDatas
 beside this file specifies the files.
 """
 
+import storage as _storage
+
+if not hasattr(_storage, "AsyncCheckpointSaver"):
+    _hiding = _storage.__file__ or next(iter(_storage.__path__))
+    raise ImportError(
+        f"cannot import rollout_data: its package 'storage' is hidden by {_hiding!r}. "
+        "Rename that folder or file, or start Python from another folder."
+    )
+
 from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .base import RolloutFileBase
@@ -11,6 +20,7 @@ from .delivery import RolloutLoader, loader
 from .expert import load_expert_trajectories
 from .normalization import FieldStatistics
 from .recording import EpisodeSummary, RecordingSummary, RecordingWrapper, record_demonstrations
+from .retention import prune
 from .rollout_dataset import RolloutDataset
 from .trajectory_replay_buffer import TrajectoryCache, TrajectoryReplayBuffer
 from .transition import Transition
@@ -38,5 +48,6 @@ __all__ = [
     "WindowMixture",
     "load_expert_trajectories",
     "loader",
+    "prune",
     "record_demonstrations",
 ]

@@ -24,7 +24,7 @@ from storage.errors import CorruptFileError, RolloutDataError, UsageError
 
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
+_MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: addresses alone
 _MADV_RANDOM, _MADV_WILLNEED = 1, 3
 #: Address space costs nothing, but a process has only 128 TiB of it: room for growth, not for everything.
 _MIN_RESERVED_BYTES = 1 << 36
@@ -75,7 +75,7 @@ def _reserve(needed_bytes: int) -> tuple[int, int]:
     num_bytes = max(_MIN_RESERVED_BYTES, _GROWTH * needed_bytes)
     while True:
         try:
-            return _map(None, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE), num_bytes
+            return _map(None, num_bytes, _MAP_NOTHING), num_bytes
         except OSError as cause:
             if num_bytes // 2 < max(_LEAST_RESERVED_BYTES, 2 * needed_bytes):
                 raise UsageError(
@@ -141,6 +141,13 @@ class Arena:
         first, rest = divmod(start + inner - self._base, self.row_bytes)
         assert rest == 0
         return first
+
+    def unmap(self, first_row: int, num_rows: int) -> None:
+        """Give rows that `map_file` mapped back, so that a removed file frees its room; they read as zeros then."""
+        if num_rows:
+            start = self._base + first_row * self.row_bytes
+            page = start // PAGE_BYTES * PAGE_BYTES
+            _map(page, start - page + num_rows * self.row_bytes, _MAP_NOTHING | _MAP_FIXED)
 
     def will_need(self, first_row: int, num_rows: int) -> None:
         """Ask the kernel to read rows from the disk in the background."""

@@ -126,6 +126,10 @@ class RolloutFileBase(IterableDataset, ABC):
         return transition, {} if timeout is None else {"time_outs": timeout}
 
     def __iter__(self) -> Iterator[Any]:
+        """Reset all envs to the first pass and give this object, whose cursors all iterators share.
+
+        For a look that does not disturb a stream use another dataset; `get_batch` goes on without a reset.
+        """
         self.reset()
         return self
 

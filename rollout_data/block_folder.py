@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from storage.durable import as_path
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 from storage.fields import Schema
 
@@ -77,7 +78,7 @@ class BlockFolder:
 
     def __init__(self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = "") -> None:
         self.label = label
-        self.data_dir = Path(data_dir).absolute()  # whatever directory the process goes to
+        self.data_dir = as_path(data_dir, "open the data folder").absolute()  # whatever directory the process goes to
         self.verify_on_open = verify_on_open
         self.schema: Schema | None = None
         self.blocks: dict[str, Block] = {}

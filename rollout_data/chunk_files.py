@@ -137,27 +137,37 @@ class ChunkFiles:
     def __init__(self, place: tuple[str, str], row_bytes: int, cache: ChunkCache, splits: WorkSplit) -> None:
         self.place, self.row_bytes = place, row_bytes
         self.cache, self._splits = cache, splits
-        self._files: list[MappedFile] = []
-        self._tables: list[ChunkTable] = []
+        self._files: dict[int, tuple[MappedFile, ChunkTable, bool]] = {}
+        self._num_files = 0
         #: Of every chunk: its first row (and the number of rows at the end), its file, its bytes there, their checksum.
         self._rows = np.zeros(1, np.int64)
         self._file, self._start, self._stop, self._sum = (np.zeros(0, np.int64) for _ in range(4))
-        #: Of every file: whether its packed chunks are decoded from address to address.
-        self._is_direct: list[bool] = []
 
     def add(self, file: MappedFile) -> int:
         """Take the chunks of one more block; give the number of its first row."""
         table = file.header.chunks[self.place[0]][self.place[1]]
         start = int(self._rows[-1])
         self._rows = np.concatenate([self._rows[:-1], table.rows + start])
-        self._file = np.append(self._file, np.full(len(table.rows) - 1, len(self._files)))
+        self._file = np.append(self._file, np.full(len(table.rows) - 1, self._num_files))
         self._start = np.concatenate([self._start, table.places[:-1]])
         self._stop = np.concatenate([self._stop, table.places[1:]])
         self._sum = np.concatenate([self._sum, table.sums])
-        self._files.append(file)
-        self._tables.append(table)
-        self._is_direct.append(table.is_direct)
+        if len(table.sums):
+            self._files[self._num_files] = file, table, table.is_direct
+        self._num_files += 1
         return start
+
+    def unmap(self, first: int, num_rows: int) -> None:
+        """Give up the block whose first row has this number; its rows must not be asked for any more."""
+        if not num_rows:
+            return
+        del self._files[int(self._file[np.searchsorted(self._rows, first)])]
+        is_kept = np.isin(self._file, list(self._files))
+        is_kept[1:] |= is_kept[:-1]  # the first chunk behind a kept one ends it
+        self._rows = self._rows[np.append(is_kept, True)]
+        self._file, self._start, self._stop, self._sum = (
+            column[is_kept] for column in (self._file, self._start, self._stop, self._sum)
+        )
 
     def copy(self, first: Int64s, runs: Runs, out: torch.Tensor) -> None:
         """Decode rows into `out`.
@@ -187,7 +197,8 @@ class ChunkFiles:
         begin = np.searchsorted(self._rows, first, side="right") - 1
         last = np.searchsorted(self._rows, first + num_rows, side="left") - 1
         for file, start, stop in zip(self._file[begin], self._start[begin], self._stop[last], strict=True):
-            self._files[int(file)].will_need(int(start), int(stop))
+            if int(file) in self._files:
+                self._files[int(file)][0].will_need(int(start), int(stop))
 
     def _plan(self, first: Int64s, runs: Runs) -> tuple[list[_Job], _Pieces]:
         """Cut runs of rows at the bounds of chunks, vectorized."""
@@ -218,7 +229,7 @@ class ChunkFiles:
 
     def _put(self, job: _Job, pieces: _Pieces, target: np.ndarray, address: int) -> None:
         """Decode one chunk and copy its pieces to `target`, which lies at `address`."""
-        first, key = job.first_piece, (self.place, job.chunk)
+        first, key = job.first_piece, (self.place, job.file, job.start)
         rows = self.cache.get(key) if self.cache.max_bytes else None
         if rows is None and job.last_piece - first == 1 and pieces.size[first] == job.num_rows:
             place = pieces.target[first]
@@ -237,12 +248,11 @@ class ChunkFiles:
 
     def _decode(self, job: _Job, rows: np.ndarray, address: int) -> None:
         """Check a chunk and decode it to `rows`, contiguous, which lie at `address`."""
-        source = self._files[job.file]
+        source, table, is_direct = self._files[job.file]
         chunk = source.bytes[job.start : job.stop]  # never longer than the file
         try:
             check_sum(chunk, job.checksum)
-            table = self._tables[job.file]
-            if self._is_direct[job.file]:
+            if is_direct:
                 table.codec.decode_at(chunk, source.address + job.start, address, rows.nbytes)
             else:
                 table.decode(chunk, rows)

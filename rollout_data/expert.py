@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from storage import TrajectoryDictBuffer
+from storage.durable import as_path
 from storage.errors import (
     CorruptFileError,
     DataFileError,
@@ -68,9 +69,9 @@ def load_expert_trajectories(
         UnsafeFileError: A path leads out of `motions_root`, or a link out of its file.
         TypeError: `obs_dict_mapper` was given, and a motion has no observation.
     """
-    episodes, names = [], []
+    root, episodes, names = as_path(motions_root, "load motions"), [], []
     for number, name in read_motion_list(motions):
-        path = _motion_path(Path(motions_root), name, f"{name!r}, line {number} of {str(motions)!r}")
+        path = _motion_path(root, name, f"{name!r}, line {number} of {str(motions)!r}")
         for episode in read_motion(path):
             episodes.append(_mapped(episode, obs_dict_mapper, path))
             names.append(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,18 +22,6 @@ from .layout import RowLayout
 ReadRows = Callable[[Block, Place], np.ndarray]
 #: What a file raises that is gone, or is another's now.
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-_NUM_NAMED = 3
-
-
-class LostBlockError(DataFileError):
-    """A file that an index knows is gone or damaged: its trajectories cannot be played to their end.
-
-    Attributes:
-        path: The file.
-        block: Its number in the index that knows it.
-    """
-
-    path, block = Path(), -1
 
 
 class FileFrames(FrameStore):
@@ -80,20 +67,11 @@ class FileFrames(FrameStore):
         try:
             return self._read_rows(self.index.blocks[block], place)
         except self._losses as cause:
-            advice = "A stream goes on with other trajectories; for windows, open the dataset again"
-            lost = LostBlockError(*self._what(block), _in_words(cause), advice)
-            lost.path, lost.block = self.index.blocks[block].path, block
-            raise lost from cause
+            raise self.index.lost_block(block, _in_words(cause)) from cause
         except OSError as cause:
-            raise DataFileError(*self._what(block), _in_words(cause), "Try again, or reset these envs") from cause
-
-    def _what(self, block: int) -> tuple[str, str, str]:
-        """Action, place and expectation of an error about a block."""
-        path = self.index.blocks[block].path
-        keys = self.index.keys(self.index.trajectories_in([block]))
-        named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
-        named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
-        return f"play trajectory {', '.join(named)}", f"in {str(path)!r}", "the file as it was when it was found"
+            lost = self.index.lost_block(block, _in_words(cause))
+            advice = "Try again, or reset these envs"
+            raise DataFileError(lost.action, lost.where, lost.expected, lost.got, advice) from cause
 
 
 def _in_words(cause: Exception) -> str:

@@ -17,11 +17,11 @@ from storage.fields import Schema
 
 from .block_folder import block_names
 from .block_header import layouts_of
-from .file_frames import GONE, FileFrames, LostBlockError
+from .file_frames import GONE, FileFrames
 from .formats.trajectory_folder import FolderScan, read_chunk_rows, scan_trajectory_folder
 from .formats.trajectory_listing import ChunkFile
 from .frames import FrameStore, Place
-from .index import Block, Int64s, TrajectoryIndex
+from .index import Block, Int64s, LostBlockError, TrajectoryIndex
 from .source_base import BlocksInUse, Source
 
 

@@ -24,7 +24,7 @@ from . import arena
 from .arena import PAGE_BYTES, Arena
 from .block_header import DATA, FINAL
 from .chunk_files import CHUNK_CACHE_BYTES, ChunkCache, ChunkFiles, MappedFile
-from .index import Block, Int64s, Runs, TrajectoryIndex
+from .index import Block, Identity, Int64s, Runs, TrajectoryIndex
 from .layout import RowLayout
 
 #: (table, column): one kind of row.
@@ -182,11 +182,20 @@ class FileMap:
         self.chunks = {place: ChunkFiles(place, self._row_bytes(place), cache, splits) for place in coded}
         plain = [place for place in self.places if place not in self.chunks]
         self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain}
-        self._first_rows: dict[tuple[Path, int, int], list[int]] = {}
+        #: What is mapped: the block and the first row of each kind.
+        self.mapped: dict[Identity, tuple[Block, list[int]]] = {}
+        self.num_unmapped = 0
+
+    def unmap(self, identities: Iterable[Identity]) -> None:
+        """Give up mapped blocks: stores that know them raise a `LostBlockError` instead of reading them."""
+        for block, rows in map(self.mapped.pop, identities):
+            for place, first in zip(self.places, rows, strict=True):
+                (self.chunks.get(place) or self.arenas[place]).unmap(first, block.places[place][1])
+            self.num_unmapped += 1
 
     def has_room(self, blocks: Sequence[Block]) -> bool:
         """True if those of the blocks that are not mapped yet fit."""
-        new = [block for block in blocks if block.identity not in self._first_rows]
+        new = [block for block in blocks if block.identity not in self.mapped]
         return all(mapped.free_bytes >= self._size(place, new) for place, mapped in self.arenas.items())
 
     def _row_bytes(self, place: Place) -> int:
@@ -204,18 +213,18 @@ class FileMap:
             FileNotFoundError: It is gone and was not mapped before.
             CorruptFileError: It is too short.
         """
-        if block.identity in self._first_rows:
+        if block.identity in self.mapped:
             return
         file = MappedFile(block) if self.chunks else None
         rows = {place: mapped.map_file(block.path, *block.places[place]) for place, mapped in self.arenas.items()}
         if file is not None:
             rows |= {place: chunks.add(file) for place, chunks in self.chunks.items()}
-        self._first_rows[block.identity] = [rows[place] for place in self.places]
+        self.mapped[block.identity] = block, [rows[place] for place in self.places]
 
     def first_rows(self, blocks: Sequence[Block]) -> dict[Place, Int64s]:
         """For each kind of row, the number of each block's first row, int64 `[B]`."""
-        nowhere = [0] * len(self.places)
-        table = np.array([self._first_rows.get(block.identity, nowhere) for block in blocks], np.int64)
+        nowhere = None, [0] * len(self.places)
+        table = np.array([self.mapped.get(block.identity, nowhere)[1] for block in blocks], np.int64)
         table = table.reshape(len(blocks), len(self.places))
         return {place: np.ascontiguousarray(table[:, k]) for k, place in enumerate(self.places)}
 
@@ -234,11 +243,18 @@ class MappedFrames(FrameStore):
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap) -> None:
         super().__init__(index, layouts, torch.device("cpu"))
         self.files = files
-        self._first_rows = files.first_rows(index.blocks)
+        self._first_rows, self._num_unmapped = files.first_rows(index.blocks), -1
+        self._is_unmapped: np.ndarray | None = None  # of each block, if one is
         self._advisers: ThreadPoolExecutor | None = None
         self._advisers_pid = 0
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        if self._num_unmapped != self.files.num_unmapped:
+            self._num_unmapped = self.files.num_unmapped
+            is_unmapped = np.array([block.identity not in self.files.mapped for block in self.index.blocks])
+            self._is_unmapped = is_unmapped if is_unmapped.any() else None
+        if self._is_unmapped is not None and (lost := self._is_unmapped[runs.block]).any():
+            raise self.index.lost_block(int(runs.block[np.argmax(lost)]), "it was removed")
         if place in self.files.chunks:
             self.files.chunks[place].copy(self._first(place, runs), runs, out)
         else:

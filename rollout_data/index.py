@@ -16,10 +16,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from storage.checksums import crc32
+from storage.errors import DataFileError
 
 from .block_header import COMPLETE, DROPPED, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
+#: Of a file: its path, size and time of the last change in ns.
+Identity = tuple[Path, int, int]
+_NUM_NAMED = 3
+
+
+class LostBlockError(DataFileError):
+    """A file that an index knows is gone or damaged: its trajectories cannot be played to their end.
+
+    Attributes:
+        path: The file.
+        block: Its number in the index that knows it.
+    """
+
+    path, block = Path(), -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +60,7 @@ class Block:
     mtime_ns: int = 0
 
     @property
-    def identity(self) -> tuple[Path, int, int]:
+    def identity(self) -> Identity:
         """What is the same only as long as the file is the same."""
         return self.path, self.file_bytes, self.mtime_ns
 
@@ -248,6 +263,17 @@ class TrajectoryIndex:
         frames = self.fragment_frame[:-1][np.isin(self.fragment_block, blocks)]
         played = np.searchsorted(self.first_frame, frames, side="right") - 1
         return np.union1d(played, np.flatnonzero(np.isin(self.final_block, blocks)))
+
+    def lost_block(self, block: int, got: str) -> LostBlockError:
+        """Build the error for a block that cannot be read any more; it names the trajectories."""
+        path, keys = self.blocks[block].path, self.keys(self.trajectories_in([block]))
+        named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
+        named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
+        action, expected = f"play trajectory {', '.join(named)}", "the file as it was when it was found"
+        advice = "A stream goes on with other trajectories; for windows, open the dataset again"
+        lost = LostBlockError(action, f"in {str(path)!r}", expected, got, advice)
+        lost.path, lost.block = path, block
+        return lost
 
     def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
         """bool, for each of these: it was truncated, or the recording was cut without an end."""

@@ -11,9 +11,8 @@ import torch
 from storage.errors import DataFileError
 
 from .block_header import DATA, FINAL
-from .file_frames import LostBlockError
 from .frames import FrameStore
-from .index import Int64s
+from .index import Int64s, LostBlockError
 from .source_base import Source
 
 

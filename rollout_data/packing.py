@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from storage.durable import as_path
 from storage.errors import DataFileError, UsageError
 
 from .block_file import BlockContent, open_block, write_block
@@ -56,7 +57,7 @@ def pack_dataset(
         DataFileError: A block is damaged; nothing was changed.
     """
     source = check_is_folder(data_dir)
-    target = source / STAGING_FOLDER if out_dir is None else Path(out_dir)
+    target = source / STAGING_FOLDER if out_dir is None else as_path(out_dir, "pack into")
     if out_dir is None and target.exists():
         shutil.rmtree(target)  # of a packing that was interrupted; the old blocks are still there
     target.mkdir(parents=True, exist_ok=True)

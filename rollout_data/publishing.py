@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import h5py
 
@@ -28,6 +29,7 @@ from .chunk_table import Coding, codings_text
 from .cutting import Carry
 from .journal import Journal
 from .layout import PACKED
+from .retention import prune
 from .staging import Staging
 
 #: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
@@ -51,6 +53,7 @@ class BlockPublisher:
 
     Attributes:
         frames_per_chunk: Frames of a chunk of a coded component at most; None is what suits the codec.
+        retention: Limits of `prune` for the folder after each block; None for none.
         last_ns: When the last frame of the writer's earlier blocks was added, after `start`.
     """
 
@@ -71,6 +74,7 @@ class BlockPublisher:
         #: What "auto" chose for each field on the first block.
         self._codecs: dict[str, str] = {}
         self.frames_per_chunk: int | None = None
+        self.retention: dict[str, Any] | None = None
         self._worker = BackgroundWorker(f"writer {writer!r}", max_pending=max_pending)
         self._num_others = max(0, max_pending - 2)  # that may be pending when another one is submitted
         self._failure: BaseException | None = None
@@ -167,6 +171,11 @@ class BlockPublisher:
             self._num_uncached += 1
         self._carry = carry
         self._journal.publish(num_accepted)
+        try:
+            if self.retention is not None:
+                prune(self._folder, **self.retention)
+        except (OSError, RolloutDataError) as error:  # tried again after the next block
+            warnings.warn(f"old blocks of {str(self._folder)!r} were not deleted: {error}", RolloutDataWarning)
         if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
             self._save_index()
 

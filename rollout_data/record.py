@@ -7,7 +7,6 @@ one form only. Storing is elsewhere.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,35 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.errors import FieldTypeError, MissingFieldError, RolloutDataWarning, SchemaError, UsageError, nearest
+from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 from storage.fields import Field, Schema, dtype_name
 from storage.host_arrays import viewable
 from storage.tree import check_same_names, flatten, map_leaves
 
-from .given_record import items_of
 from .observation_parts import ObservationParts
 
 OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
 REQUIRED = (OBSERVATION, "action")
 FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
 FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
-#: Names that other records use for the same thing.
-_ALIASES = {
-    "observations": OBSERVATION,
-    "critic_observations": PRIVILEGED,
-    "privileged_observations": PRIVILEGED,
-    "actions": "action",
-    "rewards": REWARD,
-    "dones": "done",
-    "time_outs": "timeout",
-    "timeouts": "timeout",
-    "valid": "env_mask",
-}
-#: Parts of other records that a recording does not repeat: they follow from the rest.
-_DERIVED = {"next_observation", "next_observations", "next_privileged_observation", "is_first"}
-#: What transitions of other storages carry besides, in shapes of their own; given by keyword it is a field like others.
-_CARRIED = {"hidden_states"}
-_NOT_OURS = _DERIVED | set(_ALIASES)
 
 
 @dataclass(eq=False)  # not frozen: for each step that would take four times as long
@@ -103,30 +84,6 @@ def num_nonfinite(rewards: torch.Tensor | np.ndarray, present: np.ndarray) -> in
         return 0
     is_finite = np.isfinite(rewards)
     return 0 if is_finite.all() else int((~is_finite)[present].sum())
-
-
-def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
-
-    Names are brought to ours ("actions" -> "action"); None means not given. What follows from the rest is left out,
-    with a warning if it was given by keyword.
-    """
-    if transition is None and _NOT_OURS.isdisjoint(keywords):  # as in most steps of most loops
-        return {name: value for name, value in keywords.items() if value is not None}
-    for name in _DERIVED.intersection(keywords):
-        if keywords[name] is not None:
-            text = f"{name!r} is not recorded: it follows from the frames, and from final_observation where they end"
-            warnings.warn(f"{text}; to keep it give it another name", RolloutDataWarning, stacklevel=4)
-    merged: dict[str, Any] = {}
-    for source, left_out in ((items_of(transition), _DERIVED | _CARRIED), (keywords, _DERIVED)):
-        for name, value in source.items():
-            if value is None or name in left_out:
-                continue
-            name = _ALIASES.get(name, name)
-            if name in merged:
-                raise UsageError("add a record", f"with {name!r}", "each value once", "two values")
-            merged[name] = value
-    return merged
 
 
 def unpack_storage(transition: Any, include: Sequence[str]) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from storage.durable import as_path
 from storage.errors import RolloutDataError, UsageError
 
 from .block_file import BlockContent, damaged_fragments, write_block
@@ -140,7 +141,7 @@ def _compacted(header: BlockHeader, fragments: np.ndarray) -> tuple[dict[str, di
 
 def check_is_folder(data_dir: str | os.PathLike[str]) -> Path:
     """Give the path of an existing folder, or raise."""
-    path = Path(data_dir)
+    path = as_path(data_dir, "open the data folder")
     if not path.is_dir():
         raise UsageError("open the data folder", repr(str(path)), "a folder", "a file" if path.exists() else "nothing")
     return path

@@ -8,54 +8,85 @@ beginning is left out by every reader.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from storage.errors import UsageError
+from storage.records import is_count
 
 from .block_folder import BlockFolder, save_index_cache
 from .index import TrajectoryIndex
+from .journal import journal_path
+
+#: What `prune` can limit.
+LIMITS = ("trajectories", "frames", "bytes")
 
 
-def apply_retention(data_dir: str | os.PathLike[str], keep_latest_n: int) -> list[Path]:
-    """Delete the blocks that the latest N complete trajectories, and what is newer, do not need.
+def prune(
+    data_dir: str | os.PathLike[str],
+    *,
+    trajectories: int | None = None,
+    frames: int | None = None,
+    bytes: int | None = None,
+    dry_run: bool = False,
+) -> list[Path]:
+    """Delete the blocks that the newest trajectories do not need; writers and readers may be at work.
+
+    A block stays or goes as a whole: beyond the limits there is what shares blocks with the newest trajectories, and
+    with those that living writers have in progress. The newest trajectory always stays.
 
     Args:
-        data_dir: The data folder; writers and readers may be at work in it.
-        keep_latest_n: N >= 1, in the order of completion.
+        data_dir: The data folder.
+        trajectories: How many complete ones are kept, in the order of completion.
+        frames: How many frames are kept, of whole trajectories.
+        bytes: How many bytes of files. At least one limit must be given; all that are given hold.
+        dry_run: Delete nothing.
 
     Returns:
-        The deleted files.
+        The files, oldest first for each writer.
     """
-    if keep_latest_n < 1:
-        raise UsageError("apply retention", f"to {str(data_dir)!r}", "keep_latest_n >= 1", str(keep_latest_n))
+    limits = checked_limits({"trajectories": trajectories, "frames": frames, "bytes": bytes})
     folder = BlockFolder(data_dir)
     folder.refresh()
-    blocks = list(folder.blocks.values())
-    index = TrajectoryIndex(blocks, folder.built)
-    complete = np.flatnonzero(index.is_complete())
-    if len(complete) <= keep_latest_n:
-        return []
-    first_kept = int(complete[-keep_latest_n])
-    kept = {(index.writers[writer], int(number)) for writer, number in zip(
-        index.writer[first_kept:].tolist(), index.number[first_kept:].tolist(), strict=True)}  # fmt: skip
-    deleted = []
-    for writer in index.writers:
-        for block in sorted((one for one in blocks if one.writer == writer), key=lambda one: one.sequence):
-            if any((writer, number) in kept for number in np.unique(block.fragments["trajectory"]).tolist()):
+    index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
+    is_growing = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
+    is_kept = ~index.is_complete() & np.array(is_growing, bool)[index.writer]
+    is_kept[_first_kept(index, limits) :] = True
+    old: list[Path] = []
+    for number, writer in enumerate(index.writers):
+        known = index.number[index.writer == number]
+        kept = set(index.number[is_kept & (index.writer == number)].tolist())
+        for block in sorted((one for one in index.blocks if one.writer == writer), key=lambda one: one.sequence):
+            found = block.fragments["trajectory"]
+            # Beyond the newest known ones are tentative ones, which the index does not list yet.
+            if (found > known.max(initial=-1)).any() or not kept.isdisjoint(found.tolist()):
                 break
-            if _is_still_growing(block.fragments["trajectory"], writer, index):
-                break
-            block.path.unlink(missing_ok=True)
-            deleted.append(block.path)
-    if deleted:
+            old.append(block.path)
+    for path in () if dry_run else old:
+        path.unlink(missing_ok=True)
+    if old and not dry_run:
         save_index_cache(data_dir)
-    return deleted
+    return old
 
 
-def _is_still_growing(numbers: np.ndarray, writer: str, index: TrajectoryIndex) -> bool:
-    """Whether a block holds a part of a tentative trajectory, which the index does not list yet."""
-    known = index.number[index.writer == index.writers.index(writer)]
-    newest = int(known.max()) if len(known) else -1
-    return bool((numbers > newest).any())
+def checked_limits(given: Mapping[str, int | None]) -> dict[str, int]:
+    """Check the limits of `prune`; None is none."""
+    limits = {name: limit for name, limit in given.items() if limit is not None}
+    if not limits or not limits.keys() <= set(LIMITS) or not all(is_count(limit, 1) for limit in limits.values()):
+        expected = f"at least one of {', '.join(LIMITS)}, each a whole number >= 1"
+        raise UsageError("keep only the newest part", "", expected, repr(limits))
+    return limits
+
+
+def _first_kept(index: TrajectoryIndex, limits: Mapping[str, int]) -> int:
+    """Find the oldest of the newest trajectories that are within all limits."""
+    frames, block = np.diff(index.fragment_frame), index.fragment_block
+    num_used = np.bincount(block, frames, len(index.blocks))
+    frame_bytes = np.array([one.file_bytes for one in index.blocks]) / np.maximum(num_used, 1)
+    ends = np.append(0, np.cumsum(frames * frame_bytes[block]))
+    sizes = np.diff(ends[np.searchsorted(index.fragment_frame, index.first_frame)])
+    weights = dict(zip(LIMITS, (index.is_complete(), index.lengths, sizes), strict=True))
+    fitting = [np.searchsorted(np.cumsum(weights[name][::-1]), limit, "right") for name, limit in limits.items()]
+    return max(0, len(index) - max(1, int(min(fitting))))

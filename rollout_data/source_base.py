@@ -13,17 +13,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from storage.durable import as_path
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 from storage.fields import Schema
 
 from .block_folder import unlisted
 from .chunk_files import CHUNK_CACHE_BYTES
-from .file_frames import LostBlockError
 from .frames import FrameStore
-from .index import Block
+from .index import Block, LostBlockError
 
 #: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
 BlocksInUse = Callable[[], Collection[Block]]
+#: So many problems are kept, and so many known again, by their hashes: those of as many files are told once.
+MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
 DataDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -31,7 +33,7 @@ def absolute_paths(data_dir: DataDirs) -> list[Path]:
     """Give the folders of a `data_dir` argument so that they stay the same when the process goes elsewhere."""
     try:
         listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
-        return [Path(path).absolute() for path in listed]
+        return [as_path(os.fspath(path), "open the dataset").absolute() for path in listed]
     except TypeError as cause:
         raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
 
@@ -58,7 +60,8 @@ class Source:
     """The blocks of one or several data folders.
 
     Attributes:
-        problems: Everything that was left out or repaired, in the order in which it was found.
+        problems: What was left out or repaired, in the order in which it was found; the last `MAX_PROBLEMS`.
+        num_problems: How many there were.
         num_vanished_blocks: Blocks, or chunks, that were lost since they were found: removed or spoilt.
         num_lost_trajectories: Trajectories that could not be read to their end.
     """
@@ -68,8 +71,8 @@ class Source:
     ) -> None:
         self.paths = as_paths(data_dir)
         self.problems: list[RolloutDataError] = []
-        self.num_vanished_blocks = self.num_lost_trajectories = 0
-        self._reported: set[str] = set()
+        self.num_problems = self.num_vanished_blocks = self.num_lost_trajectories = 0
+        self._reported: dict[int, None] = {}
         self._lost: set[Path] = set()  # counted already
         self._verify_on_open, self._chunk_cache_bytes = verify_on_open, chunk_cache_bytes
         self._schema: Schema | None = None
@@ -85,6 +88,12 @@ class Source:
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
         """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
+
+    def release(self, in_use: BlocksInUse = tuple) -> None:
+        """Unmap blocks that are gone and not `in_use`, which gives the disk their room back; for between batches.
+
+        Cheap: it seldom looks at the folders. Reading such a block from an earlier snapshot is a `LostBlockError`.
+        """
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
         """Give what is there now; with `upto` only blocks up to this sequence number of each writer."""
@@ -112,9 +121,14 @@ class Source:
 
     def report(self, problem: RolloutDataError) -> None:
         """Warn of a problem, once."""
-        if str(problem) not in self._reported:
-            self._reported.add(str(problem))
+        key = hash(str(problem))
+        if key not in self._reported:
+            self._reported[key] = None
+            if len(self._reported) > _MAX_REPORTED:
+                del self._reported[next(iter(self._reported))]
+            self.num_problems += 1
             self.problems.append(problem)
+            del self.problems[:-MAX_PROBLEMS]
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
 
     def _check_schema(self, schema: Schema, where: str) -> None:

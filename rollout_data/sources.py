@@ -6,6 +6,8 @@ cannot be read is reported once, by name, and the rest goes on.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +32,9 @@ from .layout import RowLayout
 from .metadata import read_metadata
 from .source_base import BlocksInUse, DataDirs, Source, as_paths
 
+#: Between batches the folders are looked at for this share of the time at most, and once a second.
+_LOOK_SHARE = 0.005
+
 
 class BlockSource(Source):
     """Folders of block files."""
@@ -47,6 +52,7 @@ class BlockSource(Source):
         self._files: FileMap | None = None
         self._last: FrameStore | None = None
         self._broken: DataFileError | None = None
+        self._look_due_s = 0.0
         self._adopted: list[Block] | None = None
         self._sight: tuple[FrameStore | None, Any] = None, None
 
@@ -77,11 +83,27 @@ class BlockSource(Source):
         if self._last is not None:
             index = self._last.index
             self._count_lost({block.path for block in index.blocks[: index.num_present]} - present, present)
-        gone = [block for block in in_use() if block.path not in present]
+        mapped = self._files.mapped if self._files is not None else ()
+        gone = [block for block in in_use() if block.path not in present and block.identity in mapped]
         known = {block.identity for block in self._last.index.blocks} if self._last is not None else None
         if gone != self._pinned or known != {block.identity for block in self._blocks()}:
             self._pinned = gone
             self._last = None
+        self._lost.intersection_update(block.path for block in gone)
+
+    def release(self, in_use: BlocksInUse = tuple) -> None:
+        if self._files is None or (start_s := time.monotonic()) < self._look_due_s:
+            return
+        try:
+            present = {f"{one.data_dir}{os.sep}{name}" for one in self._folders for name in block_names(one.data_dir)}
+        except RolloutDataError:  # the folder itself cannot be looked at: `refresh` tells
+            return
+        if gone := {identity for identity in self._files.mapped if str(identity[0]) not in present}:
+            self._count_lost(identity[0] for identity in gone)
+            if unused := gone - {block.identity for block in in_use()}:
+                self._files.unmap(unused)
+        stop_s = time.monotonic()
+        self._look_due_s = stop_s + max(1.0, (stop_s - start_s) / _LOOK_SHARE)
 
     def _blocks(self) -> list[Block]:
         if self._adopted is not None:
@@ -110,12 +132,13 @@ class BlockSource(Source):
 
     def _mapped_frames(self, blocks: list[Block], layouts: Mapping[str, RowLayout], is_all: bool) -> FrameStore:
         if self._files is None or self._files.layouts is not layouts or not self._files.has_room(blocks):
-            # Blocks that are gone cannot be mapped again: what is played of them ends here.
-            self._files, self._pinned = FileMap(layouts, blocks, self._chunk_cache_bytes), []
+            # Blocks that are gone cannot be mapped again: what is played of them counts as lost.
+            self._files = FileMap(layouts, blocks, self._chunk_cache_bytes)
         mapped = self._mapped(blocks, self._files)
         is_as_cached = is_all and mapped == blocks and not self._pinned and len(self._folders) == 1
         built = self._folders[0].built if is_as_cached else None
         index = TrajectoryIndex([*mapped, *self._pinned], built, num_present=len(mapped))
+        self._look_due_s = 0.0
         return MappedFrames(index, layouts, self._files)
 
     def _report_broken(self, index: TrajectoryIndex) -> None:
@@ -160,6 +183,11 @@ class UndecidedSource(Source):
             self.problems = self._found.problems
         if self._found is not None:
             self._found.refresh(in_use)
+            self.num_vanished_blocks = self._found.num_vanished_blocks
+
+    def release(self, in_use: BlocksInUse = tuple) -> None:
+        if self._found is not None:
+            self._found.release(in_use)
             self.num_vanished_blocks = self._found.num_vanished_blocks
 
     def sight(self) -> Any:

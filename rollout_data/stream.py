@@ -30,7 +30,7 @@ from .readahead import ReadAhead
 from .resume import Misfit, Position, check_settings, misfit, position_in, state_at
 from .sharding import ALONE, Shard, current_shard, current_worker, is_in_worker
 from .source_base import Source
-from .sources import open_source
+from .sources import blocks_of, open_source
 from .transition import Transition
 
 Even = Literal["pad", "drop", "none"]
@@ -284,6 +284,8 @@ class RolloutStream(RolloutFileBase):
         """Count what lies before a position as delivered."""
         self._state, self._deal = position
         self._saved, self._is_used = None, True
+        index, played = position.deal.source.index, position.state.trajectory
+        self.source.release(lambda: blocks_of(index, played[played >= 0]))
 
     def next_position(self) -> Position | None:
         """Plan the next batch of iteration without reading it: the position behind it, None if there is none."""

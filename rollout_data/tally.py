@@ -6,15 +6,20 @@ so that whoever keeps it has that of before or that of after, also if a Ctrl-C f
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 
 import numpy as np
+
+from storage.errors import RolloutDataWarning
 
 from .block_header import DROPPED, ENDS
 from .cutting import PRESENT
 
 #: Steps that are counted together cost less than one by one; more of them would keep a caller waiting.
 MAX_UNCOUNTED = 32
+#: Most environments have time limits of 1,000 steps: where nothing has ended in twice as many, ends are not told.
+MAX_STEPS_WITHOUT_END = 2000
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +70,14 @@ class Tally:
         num_frames = self.num_finished_frames + int(self.lengths[env_ids].sum())
         num_trajectories = self.num_trajectories + int(np.count_nonzero(self.lengths[env_ids]))
         return replace(self, lengths=lengths, num_finished_frames=num_frames, num_trajectories=num_trajectories)
+
+    def warn_if_endless(self, num_accepted: int, folder: str) -> None:
+        """Warn if all accepted frames are of trajectories in progress."""
+        if int(self.lengths.sum()) >= num_accepted:
+            text = (
+                f"no trajectory has ended in more than {MAX_STEPS_WITHOUT_END} steps in {folder!r}: say where they end"
+            )
+            warnings.warn(f"{text}, by done= or by terminated= and truncated=", RolloutDataWarning, stacklevel=4)
 
     def with_next_block(self) -> Tally:
         """Go on to a block of which nothing is counted."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from storage.background import OwnCondition
-from storage.checkpoint_files import as_path
 from storage.duplicates import Unique
+from storage.durable import as_path
 from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.monitors import PerformanceMonitor
 from storage.records import Key
@@ -327,7 +327,10 @@ class TrajectoryReplayBuffer(Unique):
         with self._lock:
             entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
             self._next_id += self._id_step
-            self._append(entry)
+            for old in self._live.append(entry):
+                self._gatherer.forget(old)
+                if self._cache is not None:
+                    self._cache.drop(old.trajectory_id)
             if self._cache is not None:
                 self._cache.put_rows(entry.trajectory_id, [(layout, rows)])
             if self._saver is not None:
@@ -348,12 +351,6 @@ class TrajectoryReplayBuffer(Unique):
         if self._cache is not None and entry.trajectory_id in self._cache:
             return self._cache.find(entry.trajectory_id)[0].rows()
         return self._gatherer.load(entry)
-
-    def _append(self, entry: Entry) -> None:
-        """Make an entry live; give up the oldest beyond what is kept."""
-        for old in self._live.append(entry):
-            if self._cache is not None:
-                self._cache.drop(old.trajectory_id)
 
     def _empty_state(self) -> tuple[LiveTrajectories, TrajectoryCache | None]:
         # Without files the cache is the store, and what goes is decided here.

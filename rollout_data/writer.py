@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,14 +27,16 @@ from storage.errors import ClosedError, DataFileError, RolloutDataWarning
 from storage.fields import Schema
 
 from .block_header import DATA, DROPPED, OPEN, layouts_of
+from .given_record import given_values, keywords_of, warn_of_misspellings
 from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
 from .metadata import METADATA_NAME, Metadata, publish_metadata
 from .observation_parts import observation_parts
 from .publishing import BlockPublisher, check_storable
-from .record import given_values, read_rollout, unpack_storage
+from .record import read_rollout, unpack_storage
 from .repeated_step import RepeatedStep, form_of
+from .retention import checked_limits
 from .staging import MAX_STAGED_BYTES, Staging
-from .tally import MAX_UNCOUNTED, Tally
+from .tally import MAX_STEPS_WITHOUT_END, MAX_UNCOUNTED, Tally
 from .writer_arguments import check_arguments, check_rewards, checked_env_ids, kept_flags
 
 
@@ -59,9 +62,9 @@ class RolloutWriter(Unique):
         nonfinite_rewards: "accept" counts NaN and Inf rewards, "refuse" raises before writing.
         success_only: Keep only trajectories of which `success`, given to `add` for each env where they end, is
             true; one that does not end is dropped. `success` is then a flag and no field.
-        frames_per_chunk: How many frames of a coded component are decoded together at most: fewer
-            make short random windows faster and files larger. None is what suits the codec: 8, or fewer.
-            Never more than make 64 MiB.
+        frames_per_chunk: How many frames of a coded component are decoded together at most: fewer make short
+            windows faster and files larger. None is what suits the codec, at most 8 frames and 64 MiB.
+        retention: After every block, the folder is pruned to these limits, as in `{"bytes": 10**9}` (see `prune`).
 
     Attributes:
         name: The writer's name, part of its file names.
@@ -91,16 +94,15 @@ class RolloutWriter(Unique):
         nonfinite_rewards: Literal["accept", "refuse"] = "accept",
         success_only: bool = False,
         frames_per_chunk: int | None = None,
+        retention: Mapping[str, int] | None = None,
     ) -> None:
         self._closed, self._is_ended = True, False
         name = secrets.token_hex(4) if writer_name is None else writer_name
         counts = {"block_bytes": block_bytes, "max_pending_blocks": max_pending_blocks}
-        counts |= {} if frames_per_chunk is None else {"frames_per_chunk": frames_per_chunk}
+        counts |= {"frames_per_chunk": 1 if frames_per_chunk is None else frames_per_chunk}
         check_arguments(data_dir, num_envs, counts, block_age_s, name, nonfinite_rewards, metadata)
         self.data_dir = Path(data_dir).absolute()  # whatever directory the process goes to
-        self.num_envs = int(num_envs)
-        self.name = name
-        self.success_only = success_only
+        self.num_envs, self.name, self.success_only = int(num_envs), name, success_only
         self.nonfinite_rewards = nonfinite_rewards
         self._num_nonfinite = 0  # in the stagings before this one
         self._parts = observation_parts(obs_segments, obs_disassemble_mapping)
@@ -114,12 +116,13 @@ class RolloutWriter(Unique):
         self._publisher = BlockPublisher(
             self.data_dir, name, self.num_envs, self._journal, self._max_pending, durable, is_tentative=success_only
         )
+        self._publisher.retention = retention if retention is None else checked_limits(retention)
         self._publisher.frames_per_chunk = None if frames_per_chunk is None else int(frames_per_chunk)
         self._schema: Schema | None = None
         self._step_form: RepeatedStep | None = None
         self._staging: Staging | None = None
         self._pool = BufferPool()
-        self._num_accepted = 0
+        self._num_accepted, self._ends_due = 0, MAX_STEPS_WITHOUT_END * self.num_envs
         self._tally = Tally(np.zeros(self.num_envs, np.int64), success_only)
         self._owner = os.getpid()
         try:
@@ -172,7 +175,7 @@ class RolloutWriter(Unique):
                 nothing was written and the writer stays usable.
             BackgroundError: A block could not be written; the cause is the disk's error.
         """
-        self._add(transition, _keywords(locals()), is_step=True)
+        self._add(transition, keywords_of(locals()), is_step=True)
 
     def add_rollout(
         self,
@@ -202,7 +205,7 @@ class RolloutWriter(Unique):
             policy_version: An integer, `[T]` or `[T, N]`.
             include: Fields of a `RolloutStorage` to record besides the usual ones: "values", "mu", "sigma", ...
         """
-        self._add(unpack_storage(transition, include), _keywords(locals()), is_step=False)
+        self._add(unpack_storage(transition, include), keywords_of(locals()), is_step=False)
 
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
         """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
@@ -302,6 +305,7 @@ class RolloutWriter(Unique):
         if schema is not None:
             if self._schema is None:
                 self._declare(schema)
+                warn_of_misspellings(values)
             self._step_form = form_of(values, schema, self._parts, self.num_envs) if is_step else None
         start, num_steps = 0, rollout.num_steps
         while start < num_steps:
@@ -318,6 +322,9 @@ class RolloutWriter(Unique):
                 self._counted()
             if not staging.room or time.monotonic() - (staging.started_s or 0) > self._block_age_s:
                 self._hand_over()
+        if self._num_accepted > self._ends_due:
+            self._ends_due = sys.maxsize
+            self._counted().warn_if_endless(self._num_accepted, str(self.data_dir))
 
     def _declare(self, schema: Schema) -> None:
         """Freeze the schema: agree with the folder about it, then make room."""
@@ -376,13 +383,6 @@ class RolloutWriter(Unique):
         if self._closed:
             raise ClosedError("record into", repr(str(self.data_dir)), "an open writer", "a closed one")
         self._publisher.raise_failure()
-
-
-def _keywords(given: dict[str, Any]) -> dict[str, Any]:
-    """Give the keyword values of `add` that were given, from its locals."""
-    extras = given.pop("extras")
-    del given["self"], given["transition"]
-    return {name: value for name, value in given.items() if value is not None and name != "include"} | extras
 
 
 _open_writers: set[RolloutWriter] = set()

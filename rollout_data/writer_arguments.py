@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from storage.durable import as_path
 from storage.errors import SchemaError, UsageError
 
 from .record import REWARD, Rollout, as_tensor, num_nonfinite
@@ -29,9 +29,7 @@ def check_arguments(
     Args:
         counts: Further arguments that are whole numbers >= 1, by name.
     """
-    if not isinstance(data_dir, str | os.PathLike):
-        _refuse("data_dir", "a path", data_dir)
-    if "\0" in os.fsdecode(data_dir):
+    if "\0" in str(as_path(data_dir, "record into")):
         _refuse("data_dir", "a path without NUL characters", data_dir)
     _check_whole("num_envs", num_envs, MAX_NUM_ENVS)
     for what, value in counts.items():

@@ -25,13 +25,13 @@ from .buffer_pool import BufferPool
 from .checkpoint_files import (
     SUFFIX,
     MissingCheckpointError,
-    as_path,
     load_checkpoint,
     load_checkpoint_meta,
     load_checkpoint_parallel,
     write_checkpoint,
 )
 from .duplicates import Unique
+from .durable import as_path
 from .errors import BackgroundError, ClosedError, RolloutDataError, UsageError, WaitTimeoutError, nearest
 from .lz4_frames import check_level, new_worker
 from .monitors import PerformanceMonitor

@@ -24,7 +24,7 @@ import torch
 
 from .background import BackgroundWorker
 from .checksums import crc32
-from .durable import replace_file
+from .durable import as_path, replace_file
 from .errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError, UsageError
 from .lz4_frames import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
 
@@ -39,13 +39,6 @@ _CHUNK_BYTES = 4 << 20
 _ADVICE = "The file is damaged or was cut off"
 #: What nonsense makes unpickling raise, besides its own error and what torch raises.
 _NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, struct.error)
-
-
-def as_path(path: Any, action: str) -> Path:
-    """Give a path as a `Path`; `UsageError` if it is none."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(action, "", "a path", repr(path))
-    return Path(path)
 
 
 class MissingCheckpointError(DataFileError, FileNotFoundError):

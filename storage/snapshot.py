@@ -27,7 +27,7 @@ from .column_files import (
     write_columns,
 )
 from .duplicates import Duplicable
-from .durable import existing_folder, replace_folder
+from .durable import as_path, existing_folder, replace_folder
 from .errors import (
     CorruptFileError,
     ForeignFileError,
@@ -152,7 +152,7 @@ class Snapshotted(Duplicable):
             "arguments": state.arguments,
             "numbers": state.numbers,
         }
-        write_snapshot(Path(directory), config, state.tensors)
+        write_snapshot(as_path(directory, "save the store"), config, state.tensors)
 
     @classmethod
     def load(cls: type[_Store], directory: str | os.PathLike[str], device: torch.device | str | None = None) -> _Store:
@@ -165,7 +165,7 @@ class Snapshotted(Duplicable):
         Raises:
             DataFileError: The folder is missing, damaged, of another format or of another class.
         """
-        return load_one_save(directory, lambda config: cls._of_save(Path(directory), config, device))
+        return load_one_save(directory, lambda config: cls._of_save(as_path(directory, "load a store"), config, device))
 
     @classmethod
     def _of_save(

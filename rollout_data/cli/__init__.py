@@ -13,10 +13,10 @@ from contextlib import suppress
 
 from storage.errors import RolloutDataError
 
-from . import info, pack, verify
+from . import info, pack, prune, verify
 
 #: Name -> module with a docstring, `add_arguments(parser)` and `run(options) -> exit code`.
-COMMANDS = {"info": info, "verify": verify, "pack": pack}
+COMMANDS = {"info": info, "verify": verify, "pack": pack, "prune": prune}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

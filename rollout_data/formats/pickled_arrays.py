@@ -77,9 +77,13 @@ class PickledArray:
         self.stored = stored
 
 
-def corrupt_pickle(path: Path, expected: str, got: str) -> CorruptFileError:
-    """Build the error for a damaged pickle."""
-    return CorruptFileError("read the pickle", repr(str(path)), expected, got)
+class TruncatedPickleError(CorruptFileError):
+    """A pickle breaks off: it was cut, or is being written."""
+
+
+def corrupt_pickle(path: Path, expected: str, got: str, is_cut: bool = False) -> CorruptFileError:
+    """Build the error for a damaged pickle, or for one that breaks off."""
+    return (TruncatedPickleError if is_cut else CorruptFileError)("read the pickle", repr(str(path)), expected, got)
 
 
 def unsafe_pickle(path: Path, got: str, expected: str = "arrays and plain containers only") -> UnsafeFileError:

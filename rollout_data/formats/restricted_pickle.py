@@ -100,11 +100,11 @@ class _Machine:
     def take(self, count: int) -> bytes:
         data = self.file.read(count)
         if len(data) < count:
-            raise corrupt_pickle(self.path, f"{count} more bytes", f"the end of the file at {self.file_bytes}")
+            raise corrupt_pickle(self.path, f"{count} more bytes", f"the end of the file at {self.file_bytes}", True)
         return data
 
     def byte(self) -> int:
-        return self.file.read(1)[0]
+        return self.take(1)[0]
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -117,13 +117,15 @@ class _Machine:
     def line(self) -> str:
         line = self.file.readline(MAX_TEXT_BYTES)
         if not line.endswith(b"\n"):
-            raise corrupt_pickle(self.path, "a line", f"no end of it at {self.file.tell()}")
+            raise corrupt_pickle(self.path, "a line", f"no end of it at {self.file.tell()}", len(line) < MAX_TEXT_BYTES)
         return line[:-1].decode("ascii")
 
     def skip(self, count: int) -> Span:
         offset = self.file.tell()
         if not 0 <= count <= self.file_bytes - offset:
-            raise corrupt_pickle(self.path, f"{count} bytes at {offset}", f"{self.file_bytes - offset} up to the end")
+            raise corrupt_pickle(
+                self.path, f"{count} bytes at {offset}", f"{self.file_bytes - offset} up to the end", True
+            )
         self.file.seek(count, os.SEEK_CUR)
         return Span(offset, count)
 
@@ -149,9 +151,8 @@ class _Machine:
         known = _KNOWN.get(code.decode("latin-1"))
         if known is None:
             at = self.file.tell() - len(code)
-            raise corrupt_pickle(
-                self.path, f"a pickle operation at {at}", repr(code) if code else "the end of the file"
-            )
+            got = repr(code) if code else "the end of the file"
+            raise corrupt_pickle(self.path, f"a pickle operation at {at}", got, not code)
         if code == b"i":
             self.find(self.line(), self.line())
         if code == b"P":

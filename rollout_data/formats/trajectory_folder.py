@@ -25,6 +25,7 @@ from storage.errors import CorruptFileError, DataFileError, ForeignFileError
 from storage.fields import Schema, dtype_name
 
 from ..block_header import DATA, FRAGMENT_DTYPE, layouts_of
+from .pickled_arrays import TruncatedPickleError
 from .trajectory_chain import Pieces, cut_trajectories, join_chunks
 from .trajectory_chunk import Chunk, OpenChunk, Signature, chunk_problem, open_chunk, scan_chunk
 from .trajectory_fields import build_schema, difference, key_of, most_common_signature
@@ -40,6 +41,8 @@ from .trajectory_listing import (
 #: Walking a pickle holds the GIL, so that threads help only where the disk is waited for: they cost
 #: 30 % with a warm page cache. The first chunks tell.
 _NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
+#: The older writer writes chunks in place: a last one that breaks off is left alone while it has changed so lately.
+_WRITING_NS = 10 * 10**9
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +121,10 @@ def scan_trajectory_folder(
     joined = []
     for folder in listing.folders:
         good = []
-        for found in (scanned[file] for file in folder.files if file in scanned):
+        for file, found in ((file, scanned[file]) for file in folder.files if file in scanned):
             if isinstance(found, DataFileError):
-                problems.append(found)
+                is_new_end = file == folder.files[-1] and (previous is None or file.path not in previous.files)
+                problems += [] if is_new_end and _is_being_written(file, found) else [found]
             elif found.signature != signature:
                 problems.append(_disagreement(found, *difference(signature, found.signature)))
             else:
@@ -186,8 +190,9 @@ def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
         return scan_chunk(file)
     except DataFileError as error:
         advice = f"{error.advice}. {_CUT}" if error.advice else _CUT
-        problem = type(error)(error.action, error.where, error.expected, error.got, advice)
-        problem.__cause__ = error.__cause__
+        kind = CorruptFileError if isinstance(error, TruncatedPickleError) else type(error)
+        problem = kind(error.action, error.where, error.expected, error.got, advice)
+        problem.__cause__ = error.__cause__ or error
     except OSError as error:
         problem = chunk_problem(file.path, "a readable file", error.strerror or str(error), _CUT)
         problem.__cause__ = error
@@ -195,6 +200,11 @@ def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
 
 
 _CUT = "Left out, with what follows it in its trajectory"
+
+
+def _is_being_written(file: ChunkFile, problem: DataFileError) -> bool:
+    """Tell whether a chunk breaks off because its writer is at it: the next scan takes it, or reports it."""
+    return isinstance(problem.__cause__, TruncatedPickleError) and abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
 
 
 def _disagreement(chunk: Chunk, expected: str, got: str) -> DataFileError:

@@ -229,6 +229,11 @@ class MappedRows:
             found[name] = torch.index_select(mapped.words_view, 0, torch.from_numpy(rows))
         return found
 
+    def unmap(self, block: TrajectoryBlock) -> None:
+        """Unmap a file, if it is mapped."""
+        for name, first in self._first.pop(block.path, {}).items():
+            self._arenas[name].unmap(first, block.num_rows)
+
     def close(self) -> None:
         """Unmap everything. Idempotent."""
         for mapped in self._arenas.values():

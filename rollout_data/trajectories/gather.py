@@ -106,6 +106,11 @@ class Gatherer:
             is_changed = True
         return is_changed
 
+    def forget(self, entry: Entry) -> None:
+        """Unmap the file of an entry that is not live any more, so that its room on the disk comes back."""
+        if entry.block is not None and entry.layout in self._mapped:
+            self._mapped[entry.layout].unmap(entry.block)
+
     def close(self) -> None:
         """Give mapped files and the memory of samples back. Idempotent."""
         self._cuts.clear()

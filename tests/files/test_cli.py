@@ -11,13 +11,13 @@ import h5py
 import numpy as np
 import pytest
 
+from rollout_data import prune
 from rollout_data.block_folder import BlockFolder
 from rollout_data.block_header import DROPPED, read_header
 from rollout_data.cli import main
 from rollout_data.index import TrajectoryIndex
 from rollout_data.packing import pack_dataset
 from rollout_data.repair import check_folder
-from rollout_data.retention import apply_retention
 from rollout_data.writer import RolloutWriter
 from storage.errors import DataFileError, UsageError
 from tests.files.readback import blocks_of, end_of, trajectories_of
@@ -212,7 +212,7 @@ def test_retention_keeps_the_latest_and_deletes_whole_blocks(tmp_path, keep):
     record(tmp_path, num_steps=80)
     record(tmp_path, num_steps=40, seed=2)
     before, num_blocks = in_order(tmp_path), len(blocks_of(tmp_path))
-    deleted = apply_retention(tmp_path, keep)
+    deleted = prune(tmp_path, trajectories=keep)
     assert len(blocks_of_any(tmp_path)) == num_blocks - len(deleted) < num_blocks
     blocks = BlockFolder(tmp_path)
     blocks.refresh()
@@ -220,7 +220,7 @@ def test_retention_keeps_the_latest_and_deletes_whole_blocks(tmp_path, keep):
     assert index.lengths[-keep:].tolist() == [len(one[2]) for one in before[-keep:]]
     assert index.end_time_ns[-keep:].tolist() == [one[3] for one in before[-keep:]]
     assert set(index.end_time_ns.tolist()) <= {one[3] for one in before}, "nothing is torn"
-    assert apply_retention(tmp_path, keep) == []
+    assert prune(tmp_path, trajectories=keep) == []
 
 
 def blocks_of_any(folder):
@@ -233,7 +233,7 @@ def test_no_tool_waits_for_a_pipe_named_like_a_block(tmp_path, capsys):
     (tmp_path / "metadata.json").unlink()
     os.mkfifo(tmp_path / "rollout_0_000000.h5")
     assert main(["info", str(tmp_path)]) == 0
-    assert apply_retention(tmp_path, 1000) == []
+    assert prune(tmp_path, trajectories=1000) == []
     assert main(["verify", "--repair", str(tmp_path)]) == 1
     assert (tmp_path / "damaged" / "rollout_0_000000.h5").is_fifo()
     assert main(["verify", str(tmp_path)]) == 0
@@ -241,9 +241,9 @@ def test_no_tool_waits_for_a_pipe_named_like_a_block(tmp_path, capsys):
 
 def test_retention_keeps_everything_while_there_are_too_few(tmp_path):
     record(tmp_path, num_steps=5)
-    assert apply_retention(tmp_path, 100) == []
-    with pytest.raises(UsageError, match="keep_latest_n >= 1, got 0"):
-        apply_retention(tmp_path, 0)
+    assert prune(tmp_path, trajectories=100) == []
+    with pytest.raises(UsageError, match=r"each a whole number >= 1, got .*: 0"):
+        prune(tmp_path, trajectories=0)
 
 
 def test_retention_never_revives_a_dropped_trajectory(tmp_path):
@@ -257,7 +257,7 @@ def test_retention_never_revives_a_dropped_trajectory(tmp_path):
                 writer.flush()
                 for header in blocks_of(tmp_path):
                     dropped |= set(header.fragments["trajectory"][header.fragments["flags"] & DROPPED > 0].tolist())
-                apply_retention(tmp_path, 2)
+                prune(tmp_path, trajectories=2)
                 blocks = BlockFolder(tmp_path)
                 blocks.refresh()
                 assert not dropped & set(TrajectoryIndex(list(blocks.blocks.values())).number.tolist())

@@ -56,7 +56,9 @@ def test_at_equal_times_the_longer_chunk_is_kept(folder: NaiveFolder) -> None:
 
 def test_if_the_newest_is_damaged_the_older_one_is_kept(folder: NaiveFolder) -> None:
     folder.chunk(0, 0, 4)
-    folder.chunk(0, 0, 6).write_bytes(b"")
+    path = folder.chunk(0, 0, 6)
+    path.write_bytes(b"")
+    os.utime(path, ns=(0, folder.time_ns))
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 4, OPEN)]
     assert "traj_000000_000006.pickle" in one_problem(scan, CorruptFileError)
@@ -114,6 +116,7 @@ def test_every_truncation_of_a_chunk_is_reported_and_the_rest_loads(folder: Naiv
     whole = path.read_bytes()
     for length in [*range(0, len(whole), 37), len(whole) - 1]:
         path.write_bytes(whole[:length])
+        os.utime(path, ns=(0, folder.time_ns))  # long ago: no writer is at it
         scan = scan_of(folder.data_dir)
         assert frames_of(scan) == [(1000, 4, TERMINATED)]
         assert "trajectory_0/traj_000000_000004.pickle" in one_problem(scan, CorruptFileError)

@@ -1,0 +1,102 @@
+"""Where data may lie: on this machine; and what is said where another package stands in our place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import storage
+from rollout_data import (
+    RolloutDataset,
+    RolloutWriter,
+    TrajectoryReplayBuffer,
+    WindowDataset,
+    load_expert_trajectories,
+    prune,
+)
+from rollout_data.cli import main
+from storage.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+def saved_async(where):
+    with storage.AsyncCheckpointSaver() as saver:
+        saver.save_async({"a": torch.zeros(1)}, where)
+
+
+def a_storage():
+    return storage.RolloutStorage(2, 3, (4,), None, (1,))
+
+
+ENTRIES = {
+    "writer": lambda where: RolloutWriter(where, 1),
+    "dataset": lambda where: RolloutDataset(where, 1),
+    "datasets": lambda where: RolloutDataset([where], 1),
+    "windows": lambda where: WindowDataset(where),
+    "replay": lambda where: TrajectoryReplayBuffer(auto_save=True, auto_save_path=where),
+    "replay checkpoint": lambda where: TrajectoryReplayBuffer().load_checkpoint(where),
+    "prune": lambda where: prune(where, frames=1),
+    "motions": lambda where: load_expert_trajectories("list.txt", where, 2, "cpu"),
+    "checkpoint": saved_async,
+    "load checkpoint": lambda where: storage.load_checkpoint(where),
+    "save store": lambda where: a_storage().save(where),
+    "load store": lambda where: storage.RolloutStorage.load(where),
+    "save buffer": lambda where: storage.ZBuffer(4, 2).save(where),
+    "load buffer": lambda where: storage.load_buffer(where),
+}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/walk", "gs://b/x", "https://a.b/c", "hf://datasets/x", "my+fs://x"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_url_is_refused_and_no_folder_of_that_name_made(tmp_path, monkeypatch, entry, url):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="expected a path on this machine, got a URL"):
+        ENTRIES[entry](url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_that_was_made_a_path_is_refused_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="got a URL"):
+        RolloutWriter(Path("s3://bucket/walk"), 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["verify"], ["pack", "--in-place"], ["prune", "--frames", "1"]])
+def test_the_command_refuses_a_url(capsys, arguments):
+    assert main([arguments[0], "s3://bucket/walk", *arguments[1:]]) == 1
+    assert "got a URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["run:1", "C:/data", "a:b/c", "s3", "2026-01-01T10:00:00"])
+def test_names_with_a_colon_are_names(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with RolloutWriter(name, 1, durable=False) as writer:
+        writer.add(observation=np.zeros((1, 1)), action=np.zeros((1, 1)), done=[True])
+    assert RolloutDataset(name, 1, device="cpu").num_frames == 1
+
+
+@pytest.mark.parametrize("kind", ["package", "module", "folder"])
+def test_a_folder_called_storage_that_hides_ours_is_named(tmp_path, kind):
+    hiding = tmp_path / ("storage.py" if kind == "module" else "storage")
+    if kind == "module":
+        hiding.write_text("")
+    else:
+        hiding.mkdir()
+        (hiding / ("__init__.py" if kind == "package" else "data.txt")).write_text("")
+    (tmp_path / "there").mkdir()
+    os.symlink(ROOT / "rollout_data", tmp_path / "there" / "rollout_data")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, tmp_path / "there")))}
+    command = [sys.executable, "-c", "import rollout_data"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: cannot import rollout_data: its package 'storage' is hidden by")
+    assert str(hiding) in last and "Rename" in last

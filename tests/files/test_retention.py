@@ -1,0 +1,195 @@
+"""Old data go, by the writer, the function and the command; the disk gets the room back while readers live."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_data import RolloutDataset, RolloutWriter, TrajectoryReplayBuffer, WindowDataset, prune
+from rollout_data.cli import main
+from storage.errors import RolloutDataWarning, UsageError
+
+LENGTH = 10
+pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+
+
+def record(writer: RolloutWriter, num_trajectories: int, start: int = 0) -> None:
+    """Record trajectories of 10 frames, one after the other in each of 2 envs; values are the step."""
+    for step in range(start, start + num_trajectories // 2 * LENGTH):
+        obs = np.full((2, 64), step, np.float32)
+        writer.add(observation=obs, action=obs[:, :1], done=np.full(2, step % LENGTH == LENGTH - 1))
+
+
+def written(folder: Path, num_trajectories: int, **options) -> Path:
+    options = {"durable": False, "block_bytes": 20_000, **options}
+    with RolloutWriter(folder, 2, **options) as writer:
+        record(writer, num_trajectories)
+    return folder
+
+
+def num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("rollout_*.h5"))
+
+
+def still_mapped(folder: Path) -> int:
+    """Bytes of removed files of a folder that this process keeps from the disk."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if str(folder) in line and line.endswith("(deleted)")]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
+
+
+def steps_of(folder: Path) -> list[int]:
+    windows = WindowDataset(folder, 1, stride=1)
+    return sorted(int(windows[number]["observation"].flatten()[0]) for number in range(len(windows)))
+
+
+@pytest.mark.parametrize(
+    ("limits", "least", "most"),
+    [
+        ({"trajectories": 40}, 400, 480),
+        ({"frames": 400}, 400, 480),
+        ({"bytes": 600_000}, 60, 480),
+        ({"frames": 400, "trajectories": 10}, 100, 180),
+        ({"frames": 1}, 10, 90),
+    ],
+)
+@pytest.mark.parametrize("way", ["function", "writer", "command"])
+def test_the_newest_stay_and_what_shares_blocks_with_them(tmp_path, capsys, way, limits, least, most):
+    written(tmp_path, 200, retention=limits if way == "writer" else None)
+    if way == "function":
+        before = set(tmp_path.glob("rollout_*.h5"))
+        would_go = prune(tmp_path, dry_run=True, **limits)
+        assert set(tmp_path.glob("rollout_*.h5")) == before
+        assert set(prune(tmp_path, **limits)) == set(would_go) == before - set(tmp_path.glob("rollout_*.h5"))
+        assert prune(tmp_path, **limits) == []
+    elif way == "command":
+        arguments = [word for name, limit in limits.items() for word in (f"--{name}", str(limit))]
+        num_before = len(list(tmp_path.glob("rollout_*.h5")))
+        assert main(["prune", str(tmp_path), "--dry-run", *arguments]) == 0
+        assert "would be deleted" in capsys.readouterr().out and num_before == len(list(tmp_path.glob("rollout_*.h5")))
+        assert main(["prune", str(tmp_path), *arguments]) == 0
+        assert "blocks were deleted" in capsys.readouterr().out
+    steps = steps_of(tmp_path)
+    assert least <= len(steps) <= most
+    assert "bytes" not in limits or 500_000 < num_bytes(tmp_path) < 760_000
+    assert steps == sorted(2 * list(range(1000 - len(steps) // 2, 1000))), "the newest, whole"
+
+
+@pytest.mark.parametrize("wrong", [{}, {"frames": 0}, {"frames": 1.5}, {"frames": True}, {"trajectories": -1}])
+def test_wrong_limits_are_refused(tmp_path, wrong):
+    written(tmp_path / "data", 2)
+    with pytest.raises(UsageError, match="at least one of trajectories, frames, bytes, each a whole number >= 1"):
+        prune(tmp_path / "data", **wrong)
+    with pytest.raises(UsageError, match="each a whole number >= 1"):
+        RolloutWriter(tmp_path / "new", 1, retention={"fames": 1} | wrong)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_trajectory_that_a_writer_has_in_progress_is_kept_whole(tmp_path):
+    with RolloutWriter(tmp_path, 2, durable=False, block_bytes=20_000, writer_name="slow") as slow:
+        for step in range(80):
+            slow.add(observation=np.full((2, 64), step, np.float32), action=np.zeros((2, 1), np.float32))
+        slow.flush()
+        written(tmp_path, 100)
+        prune(tmp_path, trajectories=4)
+        slow.add(observation=np.zeros((2, 64), np.float32), action=np.zeros((2, 1), np.float32), done=[True, True])
+    lengths = [len(one["observation"]) for one in map(RolloutDatasetOf(tmp_path), range(2))]
+    assert lengths == [81, 81]
+
+
+class RolloutDatasetOf:
+    """The whole trajectories of a folder, the newest first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.dataset = RolloutDataset(folder, 2, keep_latest_n_trajs=2, device="cpu")
+        self.batch = self.dataset.get_batch(100)
+
+    def __call__(self, env: int) -> dict[str, torch.Tensor]:
+        return {"observation": self.batch.observation[self.batch.valid[:, env], env]}
+
+
+@pytest.mark.parametrize("codec", ["raw", "lz4"])
+def test_the_bound_holds_on_the_disk_with_a_reader_alive(tmp_path, codec):
+    parts = {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}} if codec != "raw" else {}
+    options = {"durable": False, "block_bytes": 20_000, "retention": {"bytes": 150_000}, **parts}
+    with RolloutWriter(tmp_path, 2, **options) as writer:
+        record(writer, 100)
+        writer.flush()
+        dataset = RolloutDataset(tmp_path, 4, dataset_loops=0, device="cpu", chunk_cache_bytes=0)
+        most = most_held = 0
+        for part in range(1, 40):
+            batch = dataset.get_batch(8)
+            assert torch.equal(batch.observation[..., 0], batch.action[..., 0]), "never zeros for what is gone"
+            record(writer, 20, start=500 * part)
+            writer.flush()
+            most, most_held = max(most, num_bytes(tmp_path)), max(most_held, still_mapped(tmp_path))
+        wait_until(lambda: dataset.get_batch(8) is not None and still_mapped(tmp_path) < 100_000)
+    assert most < 300_000 and most_held < 2_000_000
+    assert dataset.source.num_vanished_blocks > 5
+
+
+def wait_until(holds) -> None:
+    stop_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < stop_s
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("codec", ["raw", "lz4"])
+def test_within_a_long_pass_what_is_not_being_played_is_given_back(tmp_path, codec):
+    parts = {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}} if codec != "raw" else {}
+    written(tmp_path, 400, **parts)
+    dataset = RolloutDataset(tmp_path, 4, device="cpu", chunk_cache_bytes=0)
+    first = dataset.get_batch(3).observation[:, :, 0]
+    gone = prune(tmp_path, frames=2000)
+    assert still_mapped(tmp_path) > 100_000
+    seen = []
+    with pytest.warns(RolloutDataWarning, match="it was removed"):
+        wait_until(lambda: (seen.append(dataset.get_batch(1)), still_mapped(tmp_path) < 60_000)[1])
+        for batch in iter(lambda: next_or_none(dataset), None):
+            seen.append(batch)
+    rows = torch.cat([batch.observation[batch.valid] for batch in seen])
+    assert torch.equal(rows[:, 0], torch.cat([batch.action[batch.valid] for batch in seen])[:, 0])
+    assert set(rows[:, 0].tolist()) >= set(range(1000, 2000)), "what is there is played to its end"
+    assert first.tolist() == [[step, step, step + 10, step + 10] for step in range(3)]
+    assert dataset.source.num_vanished_blocks == len(gone)
+    texts = [str(problem) for problem in dataset.problems]
+    assert len(texts) == len(set(texts)) and any(str(gone[-1]) in text for text in texts)
+
+
+def next_or_none(dataset):
+    try:
+        return dataset.get_batch(1)
+    except StopIteration:
+        return None
+
+
+def test_trajectories_beyond_max_trajectories_free_their_room_on_the_disk(tmp_path):
+    options = {"auto_save": True, "auto_save_path": tmp_path, "enable_cache": False, "max_trajectories": 10}
+    with TrajectoryReplayBuffer(sample_window_size=0, **options) as buffer:
+        for number in range(200):
+            buffer.add(
+                {"actions": torch.full((50, 4, 20), float(number)), "rewards": torch.full((50, 4), float(number))}
+            )
+            if number % 5 == 4:
+                buffer.flush()
+                sample = buffer.sample(64)
+                assert torch.equal(sample["actions"][:, 0], sample["rewards"].flatten())
+                assert int(sample["rewards"].min()) > number - 10
+        buffer.flush()
+        assert still_mapped(tmp_path) < 300_000
+
+
+def test_problems_stay_bounded_while_files_come_and_go(tmp_path):
+    written(tmp_path, 2)
+    dataset = RolloutDataset(tmp_path, 2, dataset_loops=0, device="cpu")
+    dataset.get_batch(LENGTH)
+    for number in range(1200):
+        (tmp_path / f"rollout_x_{number:06d}.h5").write_bytes(b"no block")
+    dataset.get_batch(2 * LENGTH)
+    assert len(dataset.problems) == 1000 and dataset.source.num_problems == 1200
+    assert "rollout_x_001199.h5" in str(dataset.problems[-1])
