@@ -6,6 +6,7 @@ go: trajectories by writer and number, and how far each writer's blocks were kno
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from storage.errors import UsageError
 from .cursor import Deal, StreamState
 from .dealer import Dealer
 from .index import TrajectoryIndex
-from .passes import PassOptions, num_dealt
+from .passes import Name, PassOptions, num_dealt
 from .sources import writers_upto
 
 #: 1 was the state of one shard.
@@ -95,7 +96,7 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     if shapes != {(saved["settings"]["num_envs"],)}:
         raise Misfit(f"{saved['settings']['num_envs']} numbers of each kind", str(sorted(shapes)))
     state = _without_the_gone(state, store.index, keys)
-    first, last = saved["bounds"]
+    first, last = map(_name, saved["bounds"])
     deal = dealer.dealt(int(saved["pass"]), store, state.trajectory, bounds=(first, last))
     if deal.number < 0 or not dealer.options.has_pass(deal.number):
         raise Misfit("a pass of this dataset", f"pass {deal.number}")
@@ -103,8 +104,15 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     if ((state.frame < 0) | (state.frame > limit)).any():
         raise Misfit("frames within their trajectories", str(state.frame.tolist()[:8]))
     number = dealer.number_of(deal.number)
-    position = num_dealt(store.index, deal.order, dealer.options, number, saved["dealt"]) if saved["dealt"] else 0
-    return Position(replace(state, position=position), deal)
+    if saved["dealt"] is not None:
+        position = num_dealt(store.index, deal.order, dealer.options, number, _name(saved["dealt"]))
+        state = replace(state, position=position)
+    return Position(state, deal)
+
+
+def _name(given: Any) -> Name:
+    end_time_ns, writer, number = given
+    return operator.index(end_time_ns), str(writer), operator.index(number)
 
 
 def _without_the_gone(state: StreamState, index: TrajectoryIndex, keys: list[tuple[str, int]]) -> StreamState:

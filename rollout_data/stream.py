@@ -354,10 +354,11 @@ class RolloutStream(RolloutFileBase):
         if not isinstance(state, Mapping):
             raise UsageError("continue the stream", "", "what state_dict() gave", repr(state)[:100])
         self._forget()
-        self._epoch, self._is_used = whole("epoch", state.get("epoch", 0), 0), False
         if state.get("is_started", True):
             self._restore(state)
             self._saved, self._saved_name = dict(state), secrets.token_hex(8)
+        else:
+            self._epoch, self._is_used = whole("epoch", state.get("epoch", 0), 0), False
         if is_in_worker():  # of torchdata's StatefulDataLoader; the next epoch has other workers
             self._is_continued = True
             self._note(self._epoch + self._is_used)

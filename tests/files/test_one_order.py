@@ -171,11 +171,10 @@ def test_a_loader_stands_where_it_has_delivered_and_is_resumed_by_any_number_of_
     folder.add([3, 6, 2])
     options = {"num_transitions_per_env": 2, "random_shuffle_traj_order": True, "dataset_loops": 6}
     direct, read = opened(tmp_path, **options), opened(tmp_path, **options)
-    loader, number = rollout_data.loader(read, num_workers), 0
-    for batch in loader:
+    loader = rollout_data.loader(read, num_workers)
+    for number, batch in enumerate(loader, 1):
         assert seen(batch) == seen(direct.get_batch(2))
         assert loader.state_dict() == direct.state_dict()
-        number += 1
         if number == 2:
             folder.add([5, 5])  # seen by both from the next pass on, however far workers have read ahead
         if number == 9:

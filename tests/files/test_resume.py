@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rollout_data
 from rollout_data import RolloutDataset
 from storage.errors import UsageError
 from tests.files.recorded import drain, record
@@ -134,14 +135,68 @@ def test_a_state_whose_trajectories_are_gone_is_refused(tmp_path):
         RolloutDataset(tmp_path, 1, device="cpu").load_state_dict(state)
 
 
-def test_workers_refuse_a_state_that_is_not_theirs(tmp_path):
-    record(tmp_path, [5] * 8)
-    dataset = RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=2)
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_workers_continue_a_state_together_and_the_dataset_does_not_pretend_to_know_where(tmp_path, num_workers):
+    opened, plain = four_trajectories(tmp_path)
+    dataset = opened()
     dataset.get_batch(2)
-    state = dataset.state_dict()
+    dataset.load_state_dict(dataset.state_dict())
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    assert all(same(a, b) for a, b in zip(loader, plain[1:], strict=True))
+    with pytest.raises(UsageError, match=r"workers of a DataLoader.*rollout_data\.loader\(dataset"):
+        dataset.state_dict()
+    dataset.reset()
+    assert dataset.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_epoch_has_its_own_order_and_set_epoch_reaches_living_workers(tmp_path, num_workers, persistent):
+    record(tmp_path, [1] * 12)
+
+    def opened():
+        return RolloutDataset(tmp_path, 2, random_shuffle_traj_order=True, device="cpu", num_transitions_per_env=2)
+
+    def order(batches):
+        return [int(value) for batch in batches for value in batch.observation[..., 0].T.flatten()]
+
+    expected = []
+    for epoch in range(5):
+        dataset = opened()
+        dataset.set_epoch(epoch)
+        expected.append(order(dataset))
+    assert len({tuple(one) for one in expected}) == 5
+    dataset = opened()
+    options = {"num_workers": num_workers, "persistent_workers": persistent and num_workers > 0}
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, **options)
+    assert [order(loader) for _ in range(2)] == expected[:2]
+    dataset.set_epoch(3)
+    assert [order(loader) for _ in range(2)] == expected[3:]
+    dataset.set_epoch(0)
+    assert [order(dataset.prefetch()) for _ in range(3)] == expected[:3]
+    assert order(dataset) == expected[3]
+
+
+def test_a_state_of_the_end_of_an_epoch_begins_the_next_one(tmp_path):
+    record(tmp_path, [3, 4, 5, 2])
+
+    def opened():
+        return RolloutDataset(tmp_path, 2, random_shuffle_traj_order=True, device="cpu", num_transitions_per_env=2)
+
+    first = opened()
+    assert list(first)
+    state, second = first.state_dict(), list(first)
+    for num_workers in (0, 2):
+        dataset = opened()
+        dataset.load_state_dict(state)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=num_workers)
+        assert all(same(a, b) for a, b in zip(loader, second, strict=True))
+        assert len(list(loader)) > 0
+    dataset = opened()
     dataset.load_state_dict(state)
-    with pytest.raises(UsageError, match="shard"):
-        list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2))
+    assert all(same(a, b) for a, b in zip(dataset.prefetch(), second, strict=True))
+    dataset.load_state_dict(state)
+    assert all(same(a, b) for a, b in zip(rollout_data.loader(dataset, 2), second, strict=True))
 
 
 def test_a_pickled_dataset_starts_from_the_beginning(tmp_path):
@@ -215,13 +270,14 @@ def test_one_thread_at_a_time_reads_ahead_of_a_dataset(tmp_path, ending):
     elif ending == "drop":
         del batches
     else:
-        num_read += len(list(batches))
+        assert len(list(batches)) == len(plain) - num_read
+        num_read = 0  # the next iteration is the next epoch
     rest = list(dataset.prefetch())
     assert num_read + len(rest) == len(plain)
     assert all(same(a, b) for a, b in zip(rest, plain[num_read:], strict=True))
     if ending == "close":  # what was closed stays so, and leaves the dataset alone
         second = dataset.prefetch()
-        assert list(batches) == list(second) == []
+        assert list(batches) == [] and len(list(second)) == len(plain)
 
 
 def test_prefetching_hands_over_errors_at_their_place(tmp_path, monkeypatch):
@@ -246,10 +302,11 @@ def test_prefetching_hands_over_errors_at_their_place(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"frame": [10**6, 0]}, {"frame": [-5, 0]}, {"frame": [0]}, {"position": -3}, {"position": 10**6},
+        {"frame": [10**6, 0]}, {"frame": [-5, 0]}, {"frame": [0]}, {"position": 3}, {"dealt": 10**6}, {"dealt": [1]},
+        {"bounds": None}, {"bounds": [[0, "x", 0]]}, {"skip": 1}, {"epoch": -1}, {"epoch": None},
         {"pass": -1}, {"pass": 10**9},
         {"writers": []}, {"settings": None}, {"frame": None}, {"shard": None}, {"trajectory": [[0, 0]]},
-        {"version": 2}, {"upto": {}}, {"num_in_pass": 1},
+        {"version": 2}, {"upto": {}}, {"num_in_pass": 1}, {"dealt": ["0", "x", 0]},
     ],
 )  # fmt: skip
 def test_a_forged_state_is_refused(tmp_path, change):
