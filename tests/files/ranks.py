@@ -1,0 +1,75 @@
+"""A script that torchrun starts in each rank: streams a folder beside a writer and prints what it has got as JSON.
+
+Arguments: folder, how it is read, num_workers, start method of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import rollout_data
+from rollout_data import RolloutDataset
+from tests.files.recorded import record
+
+
+def seen(batch):
+    """(trajectory, frame, valid) of each env and step."""
+    get = batch.__getitem__ if isinstance(batch, dict) else lambda name: getattr(batch, name)
+    values = get("observation").long()
+    return torch.stack([values[..., 0], values[..., 1], get("valid").long()], -1).tolist()
+
+
+def iterate(dataset, reading, num_workers, start_method):
+    """Give an iterator over the dataset, read in some way."""
+    options = {"num_workers": num_workers}
+    if num_workers:
+        options["multiprocessing_context"] = start_method
+    if reading == "prefetch":
+        return dataset.prefetch(4)
+    if reading == "loader":
+        return rollout_data.loader(dataset, **options)
+    batches = torch.utils.data.DataLoader(dataset, batch_size=None, **options)
+    if reading.startswith("accelerate"):
+        from accelerate import Accelerator, DataLoaderConfiguration
+
+        mode = {"accelerate": None, "accelerate-alone": False, "accelerate-dispatch": True}[reading]
+        config = DataLoaderConfiguration(dispatch_batches=mode)
+        return Accelerator(cpu=True, dataloader_config=config).prepare(batches)
+    if reading.startswith("fabric"):
+        from lightning.fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        fabric.launch()
+        return fabric.setup_dataloaders(batches)
+    return batches
+
+
+def main() -> None:
+    data_dir, reading, num_workers, start_method, shard, as_dict = sys.argv[1:]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    dataset = RolloutDataset(
+        data_dir, 4, 3, True, device="cpu", num_transitions_per_env=2, shard=shard, as_dict=as_dict == "dict"
+    )
+    found, error = [], None
+    is_live = reading in ("prefetch", "loader")
+    try:
+        for number, batch in enumerate(iterate(dataset, reading, int(num_workers), start_method)):
+            found.append(seen(batch))
+            if is_live and rank == number % 2:  # no rank waits for the other: what it sees differs
+                record(Path(data_dir), [3, 2], first_number=100 * rank + 2 * number + 20)
+    except Exception as raised:  # noqa: BLE001 - the test looks at it
+        error = f"{type(raised).__name__}: {raised}"
+    Path(data_dir).with_name(f"rank{rank}.json").write_text(json.dumps({"batches": found, "error": error}))
+    if error is None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

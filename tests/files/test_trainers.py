@@ -1,0 +1,118 @@
+"""Ranks of real process groups, and the loaders of trainers: what works is shown, what cannot work is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_data import RolloutDataset
+from tests.files.recorded import record
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = [5, 3, 6, 4, 2, 7, 5, 3, 4, 4, 6, 2]
+ALL = sorted((number, frame) for number, length in enumerate(LENGTHS) for frame in range(length))
+
+
+def needs(name):
+    return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+
+
+def run_ranks(tmp_path, reading, num_workers=0, start_method="fork", shard="auto", as_dict="tuple"):
+    """Read a folder in two ranks; gives what each has got: batches and error."""
+    record(tmp_path / "data", LENGTHS, num_envs=3)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command += ["tests.files.ranks", tmp_path / "data", reading, str(num_workers), start_method, shard, as_dict]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    paths = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    assert all(path.exists() for path in paths), run.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def delivered(ranks, stop=None):
+    """The valid (trajectory, frame) of all ranks."""
+    batches = [batch for rank in ranks for batch in rank["batches"][:stop]]
+    return sorted((n, f) for batch in batches for step in batch for n, f, valid in step if valid)
+
+
+@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "fork"), (2, "fork"), (2, "spawn"), (2, "forkserver")])
+def test_ranks_under_torchrun_share_the_data_whatever_starts_their_workers(tmp_path, num_workers, start_method):
+    ranks = run_ranks(tmp_path, "plain", num_workers, start_method)
+    assert [rank["error"] for rank in ranks] == [None, None]
+    assert len(ranks[0]["batches"]) == len(ranks[1]["batches"])
+    assert delivered(ranks) == sorted(3 * ALL)
+    assert 0 < len(delivered(ranks[:1])) < len(ALL) * 3
+
+
+@pytest.mark.parametrize(("reading", "num_workers"), [("prefetch", 0), ("loader", 0), ("loader", 2)])
+def test_rank_0_decides_beside_live_writers(tmp_path, reading, num_workers):
+    ranks = run_ranks(tmp_path, reading, num_workers)
+    assert [rank["error"] for rank in ranks] == [None, None]
+    assert len(ranks[0]["batches"]) == len(ranks[1]["batches"])
+    counts = {}
+    for frame in delivered(ranks):
+        counts[frame] = counts.get(frame, 0) + 1
+    assert all(counts[frame] == 3 for frame in ALL)  # of the first pass on
+    assert max(number for number, _ in counts) >= 20  # later passes saw what was written meanwhile
+    whole = {number: {count for (n, _), count in counts.items() if n == number} for number, _ in counts}
+    assert all(len(found) == 1 for found in whole.values())  # a pass has all of a trajectory or nothing
+
+
+@needs("accelerate")
+@pytest.mark.parametrize("reading", ["accelerate", "accelerate-dispatch"])
+def test_accelerate_that_dispatches_from_rank_0_is_refused_with_the_cure(tmp_path, reading):
+    ranks = run_ranks(tmp_path, reading, as_dict="dict")
+    assert "shard='none'" in ranks[0]["error"]
+
+
+@needs("lightning")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_lightning_fabric_leaves_the_loader_alone(tmp_path, num_workers):
+    ranks = run_ranks(tmp_path, "fabric", num_workers)
+    assert [rank["error"] for rank in ranks] == [None, None]
+    assert delivered(ranks) == sorted(3 * ALL)
+
+
+@needs("torchdata")
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_stateful_data_loader_continues_where_it_was(tmp_path, num_workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    record(tmp_path, LENGTHS)
+
+    def loader():
+        dataset = RolloutDataset(tmp_path, 4, 2, True, device="cpu", num_transitions_per_env=2)
+        return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers)
+
+    def values(batches):
+        return [batch.observation.tolist() for batch in batches]
+
+    expected = values(loader())
+    first, batches = loader(), []
+    for batch in first:
+        batches.append(batch)
+        if len(batches) == 5:
+            state = json.loads(json.dumps(first.state_dict(), default=repr)) if num_workers == 0 else first.state_dict()
+            break
+    second = loader()
+    second.load_state_dict(state)
+    assert values(batches) + values(second) == expected
+    assert values(second) not in ([], expected)  # the next epoch, in another order
+
+
+def test_batches_as_dicts_hold_tensors_alone(tmp_path):
+    record(tmp_path, LENGTHS)
+    one = RolloutDataset(tmp_path, 4, device="cpu", num_transitions_per_env=2).get_batch(2)
+    dataset = RolloutDataset(tmp_path, 4, device="cpu", num_transitions_per_env=2, as_dict=True)
+    batch = dataset.get_batch(2)
+    assert all(isinstance(value, torch.Tensor) for value in batch.values())
+    assert set(batch) == {name for name, value in one._asdict().items() if isinstance(value, torch.Tensor)}
+    assert all(torch.equal(value, getattr(one, name)) for name, value in batch.items())
+    collated = torch.utils.data.default_collate([batch, dataset.get_batch(2)])
+    assert collated["observation"].shape == (2, 2, 4, 3)
+    assert dataset.get_transition_batch()[1]["time_outs"].shape == (4,)
