@@ -54,7 +54,7 @@ _Transition = Transition
 _RESHUFFLES = ("epoch", "once")
 
 
-class RolloutStorage(Snapshotted):
+class RolloutStorage(Snapshotted, is_saved_whole=True):
     """Steps of all envs between two learner updates, time first: `[T, B, ...]`.
 
     Args:
@@ -78,8 +78,6 @@ class RolloutStorage(Snapshotted):
     `time_outs` (bool), `saved_hidden_states`. They share memory with the storage: writing both `returns` and
     `advantages`, by assignment or in place, replaces `compute_returns`. A subclass extends `declare_columns`.
     """
-
-    _is_saved_whole = True
 
     Transition: type[Any] = Transition
     MiniBatch: type[Any] = MiniBatch

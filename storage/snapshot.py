@@ -75,8 +75,9 @@ class Snapshotted(Duplicable):
     rng: torch.Generator
     _lock: threading.RLock
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, is_saved_whole: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls._is_saved_whole |= is_saved_whole
         STORES[cls.__name__] = cls
 
     @abstractmethod
