@@ -36,7 +36,7 @@ class Transition(NamedTuple):
         next_privileged_observation: Likewise.
         is_first: bool. The first frame delivered of a trajectory.
         valid: bool. False where an env had nothing left and repeats its last transition.
-        stream_id: Number of the stream (rank and DataLoader worker) that these envs belong to.
+        stream_id: The rank whose envs these are.
         extras: Further recorded fields by name, or None if there are none.
         is_last: bool. The last frame of a trajectory, whatever `mark_first_frame` says; None if the reader does not
             tell, as readers of your own need not.

@@ -37,9 +37,9 @@ def iterate(dataset, reading, num_workers, start_method):
     if reading.startswith("accelerate"):
         from accelerate import Accelerator, DataLoaderConfiguration
 
-        mode = {"accelerate": None, "accelerate-alone": False, "accelerate-dispatch": True}[reading]
-        config = DataLoaderConfiguration(dispatch_batches=mode)
-        return Accelerator(cpu=True, dataloader_config=config).prepare(batches)
+        config = DataLoaderConfiguration(dispatch_batches=True if reading == "accelerate-dispatch" else None)
+        given = rollout_data.loader(dataset) if reading == "accelerate-loader" else batches
+        return Accelerator(cpu=True, dataloader_config=config).prepare(given)
     if reading.startswith("fabric"):
         from lightning.fabric import Fabric
 

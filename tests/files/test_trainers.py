@@ -70,6 +70,16 @@ def test_accelerate_that_dispatches_from_rank_0_is_refused_with_the_cure(tmp_pat
     assert "shard='none'" in ranks[0]["error"]
 
 
+@needs("accelerate")
+@pytest.mark.parametrize(
+    ("reading", "shard", "as_dict"), [("accelerate", "none", "dict"), ("accelerate-loader", "auto", "tuple")]
+)
+def test_accelerate_dispatches_what_is_not_shared_out_and_passes_our_loader_through(tmp_path, reading, shard, as_dict):
+    ranks = run_ranks(tmp_path, reading, shard=shard, as_dict=as_dict)
+    assert [rank["error"] for rank in ranks] == [None, None]
+    assert delivered(ranks) == sorted(3 * ALL)
+
+
 @needs("lightning")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_lightning_fabric_leaves_the_loader_alone(tmp_path, num_workers):

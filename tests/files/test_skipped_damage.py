@@ -1,0 +1,83 @@
+"""`on_error="skip"`: a damaged chunk costs its trajectory alone, which is counted and named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import rollout_data
+from rollout_data import RolloutDataset, RolloutWriter
+from storage.errors import CorruptFileError, RolloutDataWarning
+
+LENGTH, NUM_TRAJECTORIES, DAMAGED = 12, 6, 2
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Trajectories of noise, one in each block; a late chunk of one of them has a flipped byte."""
+    rng = np.random.default_rng(0)
+    with RolloutWriter(
+        tmp_path, 1, obs_disassemble_mapping={"depth": "lz4"}, frames_per_chunk=2, durable=False, writer_name="w"
+    ) as writer:
+        for number in range(NUM_TRAJECTORIES):
+            for frame in range(LENGTH):
+                depth = rng.random((1, 16, 16), np.float32)
+                depth[0, 0, :3] = number, frame, 777
+                writer.add(
+                    observation={"depth": depth},
+                    action=np.array([[number, frame]], np.float32),
+                    reward=np.zeros(1, np.float32),
+                    done=np.array([frame == LENGTH - 1]),
+                )
+            writer.flush()
+    flip(tmp_path)
+    return tmp_path
+
+
+def flip(data_dir):
+    """Flip a bit of the chunk with frame 8 of the damaged trajectory; again to heal it."""
+    path = sorted(data_dir.glob("*.h5"))[DAMAGED]
+    data = bytearray(path.read_bytes())
+    data[data.index(np.array([8, 777], np.float32).tobytes()) + 100] ^= 1  # noise is stored as it is
+    path.write_bytes(bytes(data))
+
+
+def opened(data_dir, **options):
+    return RolloutDataset(data_dir, 2, device="cpu", num_transitions_per_env=4, flatten_observations=False, **options)
+
+
+def played(batch):
+    action = batch.action[batch.valid].long()
+    assert torch.equal(batch.observation["depth"][batch.valid][:, 0, :2].long(), action)
+    return [tuple(pair) for pair in action.tolist()]
+
+
+@pytest.mark.parametrize("cache", ["none", "ram"])
+def test_by_default_a_damaged_chunk_is_an_error_that_names_it(damaged, cache):
+    with pytest.raises(CorruptFileError, match=r"w_000002\.h5.*chunk \d+ of"):
+        list(opened(damaged, cache=cache))
+
+
+@pytest.mark.parametrize("cache", ["none", "ram"])
+@pytest.mark.parametrize("reading", ["direct", "prefetch", "loader"])
+def test_skipping_costs_the_damaged_trajectory_alone(damaged, cache, reading):
+    dataset = opened(damaged, cache=cache, on_error="skip", dataset_loops=2)
+    batches = {"direct": dataset, "prefetch": dataset.prefetch(), "loader": rollout_data.loader(dataset)}[reading]
+    with pytest.warns(RolloutDataWarning, match=r"w_000002\.h5.*chunk \d+ of"):
+        frames = [frame for batch in batches for frame in played(batch)]
+    whole = [(number, frame) for number in range(NUM_TRAJECTORIES) if number != DAMAGED for frame in range(LENGTH)]
+    assert sorted(frame for frame in frames if frame[0] != DAMAGED) == sorted(2 * whole)
+    assert all(frame < 8 for number, frame in frames if number == DAMAGED)
+    assert dataset.num_lost_trajectories == 1 and len(dataset.problems) == 1
+
+
+@pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+def test_skipping_moves_no_other_trajectory(damaged):
+    def starts(dataset):
+        return [batch.is_first.nonzero().tolist() for batch in dataset]
+
+    options = {"random_shuffle_traj_order": True, "on_error": "skip"}
+    found = starts(opened(damaged, **options))
+    flip(damaged)
+    assert starts(opened(damaged, **options)) == found
