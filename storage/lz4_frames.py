@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO
 
 import lz4.block
@@ -21,10 +19,7 @@ import lz4.frame
 import numpy as np
 import numpy.typing as npt
 
-from .background import BackgroundWorker
-from .buffer_pool import BufferPool
-from .errors import BackgroundError, CorruptFileError, ForeignFileError, UsageError
-from .lz4_stream import BLOCK_BYTES, BlockStream
+from .errors import CorruptFileError, ForeignFileError, UsageError
 
 MAGIC = b"\x04\x22\x4d\x18"
 #: A frame of this number is skipped by readers of LZ4; ours hold what the writer had to say besides.
@@ -33,6 +28,8 @@ MIN_LEVEL, MAX_LEVEL = -65537, lz4.frame.COMPRESSIONLEVEL_MAX
 #: LZ4 needs at least one byte for so many bytes of output.
 _MAX_RATIO = 255
 _MAX_BLOCK_BYTES = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 4 << 20}
+#: Of what is written, and how many blocks may wait to be.
+BLOCK_BYTES, _MAX_WAITING = 4 << 20, 4
 
 
 def check_level(level: int) -> int:
@@ -42,103 +39,59 @@ def check_level(level: int) -> int:
     return level
 
 
-_Buffers = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
-_pool = BufferPool(max_buffers=10)
-
-
 class Lz4Writer:
-    """A file to write to that passes one LZ4 frame on to `file`; a thread compresses meanwhile.
+    """A file to write to that passes one LZ4 frame on to `file`, in a thread: the caller compresses meanwhile.
 
     Args:
         file: Gets the frame; closed by whoever opened it.
         level: See `check_level`.
-        worker: The thread, to itself for the life of this; None to start one. (While the interpreter
-            exits none can be started.)
 
     Leaving the `with` block without an error completes the frame. What was written may be changed
-    as soon as `write` has returned. Memory: 10 blocks of 4 MiB.
+    as soon as `write` has returned. Memory: 6 blocks of 4 MiB.
     """
 
-    def __init__(self, file: BinaryIO, level: int = 0, worker: BackgroundWorker | None = None) -> None:
+    def __init__(self, file: BinaryIO, level: int = 0) -> None:
         self._file = file
-        self._stream = BlockStream(check_level(level))
-        file.write(self._stream.header)
-        self._worker = worker or new_worker()
-        self._is_own_worker = worker is None
-        # One is filled, one compressed, one written, the others wait. What LZ4 makes of a block stands beside it.
-        num_buffers = 3 + self._worker.max_pending
-        self._free = [(_pool.take(BLOCK_BYTES).numpy(), _pool.take(BLOCK_BYTES).numpy()) for _ in range(num_buffers)]
-        # Writing is left to the thread that fills buffers: it has less to do than the one that compresses.
-        self._done: deque[tuple[_Buffers, bytes, Any]] = deque()
-        self._buffers, self._num_bytes = self._free.pop(), 0
+        self._stream = lz4.frame.LZ4FrameCompressor(
+            block_size=lz4.frame.BLOCKSIZE_MAX4MB,
+            block_linked=False,
+            content_checksum=True,
+            compression_level=check_level(level),
+        )
+        self._pool, self._waiting = ThreadPoolExecutor(1, "lz4"), deque[Future[int]]()
+        self._pass_on(self._stream.begin())
 
     def __enter__(self) -> Lz4Writer:
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:
-        try:
-            if failure is not None:
-                with suppress(Exception):  # which `failure` caused, most likely; it is raised anyway
-                    self._finish()
-                return
-            if self._num_bytes:
-                self._pass_on()
-            self._finish()
-            self._write_done()
-            self._file.write(self._stream.end())
-        finally:
-            self._stream.close()
-            if self._is_own_worker:
-                self._worker.close()
+        with self._pool:
+            if failure is None:
+                self._pass_on(self._stream.flush())
+                self._wait(0)
 
     def write(self, data: Any) -> int:
         """Append bytes; blocks while `file` cannot keep up; raises what writing to it raised."""
-        new = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
-        start = 0
-        while start < len(new):
-            stop = min(len(new), start + BLOCK_BYTES - self._num_bytes)
-            self._buffers[0][self._num_bytes : self._num_bytes + stop - start] = new[start:stop]
-            self._num_bytes += stop - start
-            start = stop
-            if self._num_bytes == BLOCK_BYTES:
-                self._pass_on()
+        new = memoryview(data).cast("B")
+        for start in range(0, len(new), BLOCK_BYTES):
+            self._pass_on(self._stream.compress(new[start : start + BLOCK_BYTES]))
         return len(new)
 
     def flush(self) -> None:
         """Do nothing: blocks are passed on as they are full."""
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, coded: bytes) -> None:
+        self._wait(_MAX_WAITING - 1)
         try:
-            self._worker.submit(partial(self._compress, self._buffers, self._num_bytes))
-        except BackgroundError as error:
-            raise (error.__cause__ or error) from None
-        self._write_done()
-        if not self._free:
-            self._finish()
-            self._write_done()
-        self._buffers, self._num_bytes = self._free.pop(), 0
+            self._waiting.append(self._pool.submit(self._file.write, coded))
+        except RuntimeError:  # while the interpreter exits no thread takes work any more
+            self._wait(0)
+            self._file.write(coded)
 
-    def _write_done(self) -> None:
-        while self._done:
-            buffers, size, content = self._done.popleft()
-            self._file.write(size)
-            self._file.write(content)
-            self._free.append(buffers)
-
-    def _finish(self) -> None:
-        """Wait until nothing is being compressed any more."""
-        try:
-            self._worker.drain()
-        except BackgroundError as error:
-            raise (error.__cause__ or error) from None
-
-    def _compress(self, buffers: _Buffers, num_bytes: int) -> None:
-        self._done.append((buffers, *self._stream.compress(buffers[0][:num_bytes], buffers[1])))
-
-
-def new_worker() -> BackgroundWorker:
-    """Make a thread for `Lz4Writer`; it starts with its first job."""
-    return BackgroundWorker("LZ4 compression", max_pending=2)
+    def _wait(self, most: int) -> None:
+        """Wait until at most so many writes have not ended."""
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
 
 
 def skippable_frame(content: bytes) -> bytes:
