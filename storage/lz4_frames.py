@@ -110,7 +110,6 @@ class Frame:
         has_block_checksums: Each block is followed by its checksum.
         max_block_bytes: Bytes that a block decodes to at most; all but the last may be smaller only
             where the writer flushed.
-        size_code: The code of that size in a header.
         blocks: (start, stop) of each block with its size before it and its checksum behind it.
     """
 
@@ -119,12 +118,8 @@ class Frame:
     is_skippable: bool
     is_independent: bool
     has_block_checksums: bool
-    size_code: int
+    max_block_bytes: int
     blocks: tuple[tuple[int, int], ...]
-
-    @property
-    def max_block_bytes(self) -> int:
-        return _MAX_BLOCK_BYTES[self.size_code]
 
     @property
     def most_bytes(self) -> int:
@@ -151,7 +146,7 @@ def scan_frames(data: memoryview, name: str) -> list[Frame]:
         if magic[1:] == SKIPPABLE_MAGIC[1:] and magic[0] & 0xF0 == 0x50:
             size = place.number(4)
             place.skip(size)
-            frames.append(Frame(start, place.at, True, False, False, 4, ((place.at - size, place.at),)))
+            frames.append(Frame(start, place.at, True, False, False, 0, ((place.at - size, place.at),)))
         elif magic == MAGIC:
             frames.append(_scan_frame(place, start))
         elif frames:
@@ -169,7 +164,7 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
         frames: What `scan_frames` found in it.
         name: Names the file in errors.
         num_threads: With 1 all checksums are compared; with more, full independent blocks decode in
-            parallel, and none is: whoever asks for that has checksums of his own.
+            parallel, and none is: for callers with checksums of their own.
 
     Returns:
         `[num_bytes]`, new.
@@ -179,16 +174,7 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
     """
     frames = [frame for frame in frames if not frame.is_skippable]
     # An upper bound, of which only what is written to becomes memory.
-    out = np.empty(sum(frame.most_bytes for frame in frames), np.uint8)
-    # In a thread of its own, where memory is reused: see `Lz4Writer`.
-    with ThreadPoolExecutor(1, "lz4") as pool:
-        return pool.submit(_decode_into, out, data, frames, name, num_threads).result()
-
-
-def _decode_into(
-    out: npt.NDArray[np.uint8], data: memoryview, frames: list[Frame], name: str, num_threads: int
-) -> npt.NDArray[np.uint8]:
-    size = 0
+    out, size = np.empty(sum(frame.most_bytes for frame in frames), np.uint8), 0
     for frame in frames:
         if num_threads > 1 and frame.is_independent and not frame.has_block_checksums:
             found = _decode_blocks(out[size : size + frame.most_bytes], data, frame, name, num_threads)
@@ -226,8 +212,8 @@ class _Place:
 
 def _scan_frame(place: _Place, start: int) -> Frame:
     flags, block_code = place.take(2)
-    size_code = block_code >> 4
-    if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or size_code not in _MAX_BLOCK_BYTES:
+    most = _MAX_BLOCK_BYTES.get(block_code >> 4)
+    if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or most is None:
         raise place.corrupt("the header of an LZ4 frame", f"the bytes {flags:02x}{block_code:02x} at {start + 4}")
     declared = place.number(8) if flags & 8 else 0
     if flags & 1:
@@ -239,15 +225,15 @@ def _scan_frame(place: _Place, start: int) -> Frame:
         size = place.number(4)
         if not size:
             break
-        if size & 0x7FFFFFFF > _MAX_BLOCK_BYTES[size_code]:
-            most = _MAX_BLOCK_BYTES[size_code]
-            raise place.corrupt(f"a block of at most {most} bytes at {first}", str(size & 0x7FFFFFFF))
-        place.skip((size & 0x7FFFFFFF) + 4 * has_block_checksums)
+        size &= 0x7FFFFFFF
+        if size > most:
+            raise place.corrupt(f"a block of at most {most} bytes at {first}", str(size))
+        place.skip(size + 4 * has_block_checksums)
         blocks.append((first, place.at))
     place.skip(4 * bool(flags & 4))
     if declared > _MAX_RATIO * (place.at - start):
         raise place.corrupt(f"data that {place.at - start} bytes can hold", f"a declared size of {declared} bytes")
-    return Frame(start, place.at, False, bool(flags & 32), has_block_checksums, size_code, tuple(blocks))
+    return Frame(start, place.at, False, bool(flags & 32), has_block_checksums, most, tuple(blocks))
 
 
 def _decode_stream(data: memoryview, frame: Frame, name: str) -> Iterator[bytes]:
