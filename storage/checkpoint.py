@@ -33,7 +33,7 @@ from .checkpoint_files import (
 from .duplicates import Unique
 from .durable import as_path
 from .errors import BackgroundError, ClosedError, RolloutDataError, UsageError, WaitTimeoutError, nearest
-from .lz4_frames import check_level, new_worker
+from .lz4_frames import check_level
 from .monitors import PerformanceMonitor
 from .object_copy import copy_object
 
@@ -108,7 +108,6 @@ class AsyncCheckpointSaver(Unique):
         self._failure: CheckpointError | None = None
         self._changed = OwnCondition("a checkpoint saver")
         self._worker = BackgroundWorker("checkpoints", max_pending=1 << 30)  # how many may wait is decided here
-        self._compression = new_worker()
         _open_savers.add(self)
 
     def __enter__(self) -> AsyncCheckpointSaver:
@@ -161,8 +160,6 @@ class AsyncCheckpointSaver(Unique):
             self._take_place(target, number)
             with self._monitor.timer("checkpoint/copy"):
                 task = _Task(copy_object(obj, self._pool), target, level if compress else None, text, number)
-            if compress:
-                self._compression.submit(lambda: None)  # starts the thread: while the interpreter exits none can be
             with self._changed:
                 self._tasks.append(task)
             self._worker.submit(self._save_next)
@@ -209,7 +206,6 @@ class AsyncCheckpointSaver(Unique):
             with self._changed:
                 self._changed.wait_for(lambda: not self._pending)
             self._worker.close()
-            self._compression.close()
             self._pool.clear()
             _open_savers.discard(self)
         with self._changed:
@@ -267,7 +263,7 @@ class AsyncCheckpointSaver(Unique):
         try:
             if task.future.set_running_or_notify_cancel():
                 with self._monitor.timer("checkpoint/write"):
-                    write_checkpoint(task.obj, task.path, task.level, task.meta, self._compression)
+                    write_checkpoint(task.obj, task.path, task.level, task.meta)
                 task.obj = None
                 task.future.set_result(task.path)
         except BaseException as cause:  # noqa: BLE001 - handed to the caller, never swallowed
@@ -294,7 +290,7 @@ def _finish_open_savers() -> None:
         raise failure
 
 
-# Registered after the hook of `background`, hence run before it: both threads of a saver still work.
+# Registered after the hook of `background`, hence run before it: the thread of a saver still works.
 atexit.register(_finish_open_savers)
 
 

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .background import BackgroundWorker
 from .checksums import crc32
 from .durable import as_path, replace_file
 from .errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError, UsageError
@@ -47,7 +46,7 @@ class MissingCheckpointError(DataFileError, FileNotFoundError):
     __str__ = RolloutDataError.__str__
 
 
-def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None, worker: BackgroundWorker) -> None:
+def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None) -> None:
     """Write a checkpoint beside its place, flush it and rename it there.
 
     Args:
@@ -56,14 +55,13 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
         level: Of LZ4; None for no compression.
         meta: JSON, stored where it can be read without the tensors: a member of the zip archive, or a
             frame that LZ4 readers skip.
-        worker: Compresses and writes what this thread takes apart.
     """
     with replace_file(path) as new:
         with open(new, "wb") as file:
             if level is None:
                 _save_to(obj, file)
             else:
-                with Lz4Writer(file, level, worker) as stream:
+                with Lz4Writer(file, level) as stream:
                     _save_to(obj, stream)
                 if meta is not None:
                     file.write(skippable_frame(meta))

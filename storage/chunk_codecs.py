@@ -253,19 +253,14 @@ def _no_chunk(head: Bytes) -> CorruptFileError:
     return CorruptFileError("decode a chunk", "", "a chunk with its header", f"{head.tobytes()!r}")
 
 
-class _Local(threading.local):
-    """What each thread has for itself."""
-
-    def __init__(self) -> None:
-        self.scratch: dict[int, Bytes] = {}
-
-
-_local = _Local()
+#: The scratch of each thread, by its place.
+_local = threading.local()
 
 
 def _scratch(place: int, num_bytes: int) -> Bytes:
     """Give memory of this thread that the next call with the same `place` takes over."""
-    held = _local.scratch.get(place)
+    scratch: dict[Any, Bytes] = _local.__dict__
+    held = scratch.get(place)
     if held is None or len(held) < num_bytes:
-        held = _local.scratch[place] = np.empty(-(-num_bytes // 8) * 8, np.uint8)
+        held = scratch[place] = np.empty(-(-num_bytes // 8) * 8, np.uint8)
     return held[:num_bytes]

@@ -49,14 +49,8 @@ def pack_zstd(data: Bytes, level: int | None) -> bytes:
     return bytes(zstandard.ZstdCompressor(level=_ZSTD_LEVEL if level is None else level).compress(data))
 
 
-class _Local(threading.local):
-    """A decompressor for each thread."""
-
-    def __init__(self) -> None:
-        self.zstd: Any = None
-
-
-_local = _Local()
+#: Holds a decompressor for each thread.
+_local = threading.local()
 
 
 def unpack_zstd(data: Bytes, target: Bytes) -> None:
@@ -66,7 +60,8 @@ def unpack_zstd(data: Bytes, target: Bytes) -> None:
         declared = zstandard.get_frame_parameters(data).content_size
         if declared != len(target):
             raise _wrong(f"{len(target)} bytes", f"{declared} declared")
-        _local.zstd = _local.zstd or zstandard.ZstdDecompressor()
+        if not hasattr(_local, "zstd"):
+            _local.zstd = zstandard.ZstdDecompressor()
         with _local.zstd.stream_reader(data) as reader:  # 5 to 8 % faster than bytes that are copied
             got = reader.readinto(target) if len(target) else 0
     except zstandard.ZstdError as cause:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO
 
 import lz4.block
@@ -21,10 +19,7 @@ import lz4.frame
 import numpy as np
 import numpy.typing as npt
 
-from .background import BackgroundWorker
-from .buffer_pool import BufferPool
-from .errors import BackgroundError, CorruptFileError, ForeignFileError, UsageError
-from .lz4_stream import BLOCK_BYTES, BlockStream
+from .errors import CorruptFileError, ForeignFileError, UsageError
 
 MAGIC = b"\x04\x22\x4d\x18"
 #: A frame of this number is skipped by readers of LZ4; ours hold what the writer had to say besides.
@@ -33,6 +28,8 @@ MIN_LEVEL, MAX_LEVEL = -65537, lz4.frame.COMPRESSIONLEVEL_MAX
 #: LZ4 needs at least one byte for so many bytes of output.
 _MAX_RATIO = 255
 _MAX_BLOCK_BYTES = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 4 << 20}
+#: Of what is written, and how many blocks may wait to be.
+BLOCK_BYTES, _MAX_WAITING = 4 << 20, 4
 
 
 def check_level(level: int) -> int:
@@ -42,103 +39,59 @@ def check_level(level: int) -> int:
     return level
 
 
-_Buffers = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
-_pool = BufferPool(max_buffers=10)
-
-
 class Lz4Writer:
-    """A file to write to that passes one LZ4 frame on to `file`; a thread compresses meanwhile.
+    """A file to write to that passes one LZ4 frame on to `file`, in a thread: the caller compresses meanwhile.
 
     Args:
         file: Gets the frame; closed by whoever opened it.
         level: See `check_level`.
-        worker: The thread, to itself for the life of this; None to start one. (While the interpreter
-            exits none can be started.)
 
     Leaving the `with` block without an error completes the frame. What was written may be changed
-    as soon as `write` has returned. Memory: 10 blocks of 4 MiB.
+    as soon as `write` has returned. Memory: 6 blocks of 4 MiB.
     """
 
-    def __init__(self, file: BinaryIO, level: int = 0, worker: BackgroundWorker | None = None) -> None:
+    def __init__(self, file: BinaryIO, level: int = 0) -> None:
         self._file = file
-        self._stream = BlockStream(check_level(level))
-        file.write(self._stream.header)
-        self._worker = worker or new_worker()
-        self._is_own_worker = worker is None
-        # One is filled, one compressed, one written, the others wait. What LZ4 makes of a block stands beside it.
-        num_buffers = 3 + self._worker.max_pending
-        self._free = [(_pool.take(BLOCK_BYTES).numpy(), _pool.take(BLOCK_BYTES).numpy()) for _ in range(num_buffers)]
-        # Writing is left to the thread that fills buffers: it has less to do than the one that compresses.
-        self._done: deque[tuple[_Buffers, bytes, Any]] = deque()
-        self._buffers, self._num_bytes = self._free.pop(), 0
+        self._stream = lz4.frame.LZ4FrameCompressor(
+            block_size=lz4.frame.BLOCKSIZE_MAX4MB,
+            block_linked=False,
+            content_checksum=True,
+            compression_level=check_level(level),
+        )
+        self._pool, self._waiting = ThreadPoolExecutor(1, "lz4"), deque[Future[int]]()
+        self._pass_on(self._stream.begin())
 
     def __enter__(self) -> Lz4Writer:
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:
-        try:
-            if failure is not None:
-                with suppress(Exception):  # which `failure` caused, most likely; it is raised anyway
-                    self._finish()
-                return
-            if self._num_bytes:
-                self._pass_on()
-            self._finish()
-            self._write_done()
-            self._file.write(self._stream.end())
-        finally:
-            self._stream.close()
-            if self._is_own_worker:
-                self._worker.close()
+        with self._pool:
+            if failure is None:
+                self._pass_on(self._stream.flush())
+                self._wait(0)
 
     def write(self, data: Any) -> int:
         """Append bytes; blocks while `file` cannot keep up; raises what writing to it raised."""
-        new = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
-        start = 0
-        while start < len(new):
-            stop = min(len(new), start + BLOCK_BYTES - self._num_bytes)
-            self._buffers[0][self._num_bytes : self._num_bytes + stop - start] = new[start:stop]
-            self._num_bytes += stop - start
-            start = stop
-            if self._num_bytes == BLOCK_BYTES:
-                self._pass_on()
+        new = memoryview(data).cast("B")
+        for start in range(0, len(new), BLOCK_BYTES):
+            self._pass_on(self._stream.compress(new[start : start + BLOCK_BYTES]))
         return len(new)
 
     def flush(self) -> None:
         """Do nothing: blocks are passed on as they are full."""
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, coded: bytes) -> None:
+        self._wait(_MAX_WAITING - 1)
         try:
-            self._worker.submit(partial(self._compress, self._buffers, self._num_bytes))
-        except BackgroundError as error:
-            raise (error.__cause__ or error) from None
-        self._write_done()
-        if not self._free:
-            self._finish()
-            self._write_done()
-        self._buffers, self._num_bytes = self._free.pop(), 0
+            self._waiting.append(self._pool.submit(self._file.write, coded))
+        except RuntimeError:  # while the interpreter exits no thread takes work any more
+            self._wait(0)
+            self._file.write(coded)
 
-    def _write_done(self) -> None:
-        while self._done:
-            buffers, size, content = self._done.popleft()
-            self._file.write(size)
-            self._file.write(content)
-            self._free.append(buffers)
-
-    def _finish(self) -> None:
-        """Wait until nothing is being compressed any more."""
-        try:
-            self._worker.drain()
-        except BackgroundError as error:
-            raise (error.__cause__ or error) from None
-
-    def _compress(self, buffers: _Buffers, num_bytes: int) -> None:
-        self._done.append((buffers, *self._stream.compress(buffers[0][:num_bytes], buffers[1])))
-
-
-def new_worker() -> BackgroundWorker:
-    """Make a thread for `Lz4Writer`; it starts with its first job."""
-    return BackgroundWorker("LZ4 compression", max_pending=2)
+    def _wait(self, most: int) -> None:
+        """Wait until at most so many writes have not ended."""
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
 
 
 def skippable_frame(content: bytes) -> bytes:
@@ -157,7 +110,6 @@ class Frame:
         has_block_checksums: Each block is followed by its checksum.
         max_block_bytes: Bytes that a block decodes to at most; all but the last may be smaller only
             where the writer flushed.
-        size_code: The code of that size in a header.
         blocks: (start, stop) of each block with its size before it and its checksum behind it.
     """
 
@@ -166,12 +118,8 @@ class Frame:
     is_skippable: bool
     is_independent: bool
     has_block_checksums: bool
-    size_code: int
+    max_block_bytes: int
     blocks: tuple[tuple[int, int], ...]
-
-    @property
-    def max_block_bytes(self) -> int:
-        return _MAX_BLOCK_BYTES[self.size_code]
 
     @property
     def most_bytes(self) -> int:
@@ -198,7 +146,7 @@ def scan_frames(data: memoryview, name: str) -> list[Frame]:
         if magic[1:] == SKIPPABLE_MAGIC[1:] and magic[0] & 0xF0 == 0x50:
             size = place.number(4)
             place.skip(size)
-            frames.append(Frame(start, place.at, True, False, False, 4, ((place.at - size, place.at),)))
+            frames.append(Frame(start, place.at, True, False, False, 0, ((place.at - size, place.at),)))
         elif magic == MAGIC:
             frames.append(_scan_frame(place, start))
         elif frames:
@@ -216,7 +164,7 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
         frames: What `scan_frames` found in it.
         name: Names the file in errors.
         num_threads: With 1 all checksums are compared; with more, full independent blocks decode in
-            parallel, and none is: whoever asks for that has checksums of his own.
+            parallel, and none is: for callers with checksums of their own.
 
     Returns:
         `[num_bytes]`, new.
@@ -226,16 +174,7 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
     """
     frames = [frame for frame in frames if not frame.is_skippable]
     # An upper bound, of which only what is written to becomes memory.
-    out = np.empty(sum(frame.most_bytes for frame in frames), np.uint8)
-    # In a thread of its own, where memory is reused: see `Lz4Writer`.
-    with ThreadPoolExecutor(1, "lz4") as pool:
-        return pool.submit(_decode_into, out, data, frames, name, num_threads).result()
-
-
-def _decode_into(
-    out: npt.NDArray[np.uint8], data: memoryview, frames: list[Frame], name: str, num_threads: int
-) -> npt.NDArray[np.uint8]:
-    size = 0
+    out, size = np.empty(sum(frame.most_bytes for frame in frames), np.uint8), 0
     for frame in frames:
         if num_threads > 1 and frame.is_independent and not frame.has_block_checksums:
             found = _decode_blocks(out[size : size + frame.most_bytes], data, frame, name, num_threads)
@@ -273,8 +212,8 @@ class _Place:
 
 def _scan_frame(place: _Place, start: int) -> Frame:
     flags, block_code = place.take(2)
-    size_code = block_code >> 4
-    if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or size_code not in _MAX_BLOCK_BYTES:
+    most = _MAX_BLOCK_BYTES.get(block_code >> 4)
+    if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or most is None:
         raise place.corrupt("the header of an LZ4 frame", f"the bytes {flags:02x}{block_code:02x} at {start + 4}")
     declared = place.number(8) if flags & 8 else 0
     if flags & 1:
@@ -286,15 +225,15 @@ def _scan_frame(place: _Place, start: int) -> Frame:
         size = place.number(4)
         if not size:
             break
-        if size & 0x7FFFFFFF > _MAX_BLOCK_BYTES[size_code]:
-            most = _MAX_BLOCK_BYTES[size_code]
-            raise place.corrupt(f"a block of at most {most} bytes at {first}", str(size & 0x7FFFFFFF))
-        place.skip((size & 0x7FFFFFFF) + 4 * has_block_checksums)
+        size &= 0x7FFFFFFF
+        if size > most:
+            raise place.corrupt(f"a block of at most {most} bytes at {first}", str(size))
+        place.skip(size + 4 * has_block_checksums)
         blocks.append((first, place.at))
     place.skip(4 * bool(flags & 4))
     if declared > _MAX_RATIO * (place.at - start):
         raise place.corrupt(f"data that {place.at - start} bytes can hold", f"a declared size of {declared} bytes")
-    return Frame(start, place.at, False, bool(flags & 32), has_block_checksums, size_code, tuple(blocks))
+    return Frame(start, place.at, False, bool(flags & 32), has_block_checksums, most, tuple(blocks))
 
 
 def _decode_stream(data: memoryview, frame: Frame, name: str) -> Iterator[bytes]:

@@ -66,7 +66,6 @@ HOUSE = {
         "background",
         "monitors",
         "object_copy",
-        "lz4_stream",
         "lz4_frames",
         "snapshot",
         "transition",

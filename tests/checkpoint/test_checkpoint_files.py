@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import storage.lz4_stream
 from storage.checkpoint import (
     AsyncCheckpointSaver,
     MissingCheckpointError,
@@ -279,21 +278,15 @@ def test_the_number_of_threads_is_checked(num_threads: Any) -> None:
     sizes=st.lists(st.sampled_from([0, 1, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]), max_size=3),
     level=st.sampled_from([-5, 0, 3]),
     is_noise=st.booleans(),
-    is_exported=st.booleans(),
 )
-def test_a_stream_of_any_parts_is_a_frame_of_them(
-    sizes: list[int], level: int, is_noise: bool, is_exported: bool
-) -> None:
+def test_a_stream_of_any_parts_is_a_frame_of_them(sizes: list[int], level: int, is_noise: bool) -> None:
     content = [os.urandom(size) if is_noise else bytes([place]) * size for place, size in enumerate(sizes)]
     out = io.BytesIO()
-    with pytest.MonkeyPatch.context() as patch:
-        if not is_exported:  # where the package's libraries show nothing
-            patch.setattr(storage.lz4_stream, "_functions", lambda: None)
-        with Lz4Writer(out, level) as writer:
-            for part in content:
-                buffer = bytearray(part)
-                assert writer.write(buffer) == len(part)
-                buffer[:] = b"x" * len(buffer)  # what was written may be changed
+    with Lz4Writer(out, level) as writer:
+        for part in content:
+            buffer = bytearray(part)
+            assert writer.write(buffer) == len(part)
+            buffer[:] = b"x" * len(buffer)  # what was written may be changed
     assert lz4.frame.decompress(out.getvalue()) == b"".join(content)
     data = memoryview(out.getvalue() + skippable_frame(b"more"))
     frames = scan_frames(data, "test")
