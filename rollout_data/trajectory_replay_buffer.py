@@ -23,13 +23,11 @@ from storage.records import Key
 
 from .trajectories.arguments import check_at_least, check_names, check_rank, check_seed
 from .trajectories.cache import TrajectoryCache
-from .trajectories.checkpoint import save_to, shard
 from .trajectories.files import check_format, unpack
 from .trajectories.gather import Gatherer
-from .trajectories.index import Counters, Entry, check_json, folded, read_folder
+from .trajectories.index import Counters, Entry, check_json, folded, read_folder, save_to
 from .trajectories.live import LiveTrajectories, check_fields
 from .trajectories.rows import Trajectory, TrajectoryLayout, layout_of, put_together, take_apart
-from .trajectories.sampling import Request, draw_sample
 from .trajectories.saving import TrajectorySaver
 
 _UNTIMED = nullcontext()
@@ -132,7 +130,7 @@ class TrajectoryReplayBuffer(Unique):
     @property
     def cached_ids(self) -> list[int]:
         """Ids of the trajectories that are in memory."""
-        return [] if self._cache is None else self._cache.ids
+        return [] if self._live.cache is None else self._live.cache.ids
 
     def add(self, trajectory: Any, *, weights_version: int | None = None) -> int:
         """Copy a trajectory in; see `add_trajectories`. Gives its id."""
@@ -198,10 +196,9 @@ class TrajectoryReplayBuffer(Unique):
         After an error the random state is what it was.
         """
         [num_chunks] = check_at_least(1, num_chunks=num_chunks)
-        request = Request(num_chunks, keys, min_weights_version, contiguous)
         with self._timed("sample"), self._lock:
             self._check_usable("sample")
-            return draw_sample(request, self._live, self._cache, self._gatherer, self.rng)
+            return self._gatherer.sample(self._live, self.rng, num_chunks, keys, min_weights_version, contiguous)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
         """Give a whole trajectory: nested, `[T, B, ...]`, with its other leaves. A `KeyError` if it is not live."""
@@ -219,8 +216,8 @@ class TrajectoryReplayBuffer(Unique):
         with self._lock:
             if self._saver is None:
                 self._forget_all()
-            elif self._cache is not None:
-                self._cache.clear()
+            elif self._live.cache is not None:
+                self._live.cache.clear()
 
     def clear(self) -> None:
         """Give up every trajectory; auto-saved files stay, ids go on counting."""
@@ -302,17 +299,19 @@ class TrajectoryReplayBuffer(Unique):
             if self._saver is not None:
                 self._saver.wait()
             entries, counters = read_folder(folder, self.trusted, verify)
-            live, cache = self._empty_state()
-            for entry in live.kept(shard([one for one in entries if one.is_recent(min_weights_version)], rank, step)):
+            entries = [one for one in entries if one.is_recent(min_weights_version)]
+            start, stop = (len(entries) * number // step for number in (rank, rank + 1))
+            live = self._empty_state()
+            for entry in live.kept(entries[start:stop]):
                 live.append(entry)
-                if self._saver is None and cache is not None:
-                    cache.put_rows(entry.trajectory_id, [(entry.layout, self._gatherer.load(entry))])
+                if self._saver is None and live.cache is not None:
+                    live.cache.put_rows(entry.trajectory_id, [(entry.layout, self._gatherer.load(entry))])
             with self._lock:
                 self._check_usable("load a checkpoint")
                 if self._saver is not None:
                     self._saver.adopt(live.entries.values(), folder, is_distributed)
                 self._forget_all()
-                self._live, self._cache = live, cache
+                self._live = live
                 if self._saver is not None:
                     self._saver.name(live.entries.values())
                     self._saver.warn_of_earlier()
@@ -327,12 +326,13 @@ class TrajectoryReplayBuffer(Unique):
         with self._lock:
             entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
             self._next_id += self._id_step
-            for old in self._live.append(entry):
+            gone, cache = self._live.append(entry), self._live.cache
+            for old in gone:
                 self._gatherer.forget(old)
-                if self._cache is not None:
-                    self._cache.drop(old.trajectory_id)
-            if self._cache is not None:
-                self._cache.put_rows(entry.trajectory_id, [(layout, rows)])
+                if cache is not None:
+                    cache.drop(old.trajectory_id)
+            if cache is not None:
+                cache.put_rows(entry.trajectory_id, [(layout, rows)])
             if self._saver is not None:
                 entry.rows = rows
                 self._saver.saved.expect(entry)
@@ -348,23 +348,22 @@ class TrajectoryReplayBuffer(Unique):
 
     def _rows_of(self, entry: Entry) -> dict[str, torch.Tensor]:
         """Give all rows of an entry, from wherever they are."""
-        if self._cache is not None and entry.trajectory_id in self._cache:
-            return self._cache.find(entry.trajectory_id)[0].rows()
-        return self._gatherer.load(entry)
+        cache = self._live.cache
+        if cache is None or entry.trajectory_id not in cache:
+            return self._gatherer.load(entry)
+        [(block, first)] = cache.find(entry.trajectory_id)
+        return block.rows(first)
 
-    def _empty_state(self) -> tuple[LiveTrajectories, TrajectoryCache | None]:
+    def _empty_state(self) -> LiveTrajectories:
         # Without files the cache is the store, and what goes is decided here.
         limits = [self.max_trajectories, None if self.auto_save else self.sample_window_size]
         capacity = min((limit for limit in limits if limit), default=None)
         cache_size = self._cache_size if self.auto_save else 0
         cache = None if cache_size is None else TrajectoryCache(cache_size)
-        live = LiveTrajectories(self.sample_window_size, capacity)
-        if cache is not None:
-            cache.on_moved = live.moved
-        return live, cache
+        return LiveTrajectories(self.sample_window_size, capacity, cache)
 
     def _forget_all(self) -> None:
-        self._live, self._cache = self._empty_state()
+        self._live = self._empty_state()
         self._gatherer.close()
         if self._saver is not None:
             self._saver.saved.forget()

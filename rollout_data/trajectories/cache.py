@@ -10,8 +10,7 @@ import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from .rows import Rows, TrajectoryLayout, layout_of
 #: A cache without a limit begins with room for so many trajectories like its first.
 _FIRST_ROOM = 8
 _GROWTH = 1.5
-_PAGE_BYTES = mmap.PAGESIZE
 
 
 class _Memory:
@@ -40,12 +38,10 @@ class _Memory:
         self.words = self._view(capacity)
 
     def grow(self, capacity: int) -> None:
-        """Make room for more rows, keeping those there are. Nobody else may hold `words`."""
-        num_bytes = _whole_pages(capacity * self._width * 4)
-        old = self.words
+        """Make room for more rows, keeping those there are. Nothing else may hold `words`."""
+        num_bytes = capacity * self._width * 4
         del self.words
         try:
-            del old
             self._map.resize(num_bytes)  # moves pages, not bytes
         except (BufferError, OSError, SystemError, ValueError):
             larger = _allocate(num_bytes)
@@ -69,7 +65,7 @@ class RowBlock:
 
     def __init__(self, layout: TrajectoryLayout, capacity: int) -> None:
         self.layout, self.capacity = layout, capacity
-        self._memory = {name: _Memory(width, capacity) for name, width in layout.widths().items()}
+        self._memory = {name: _Memory(width, capacity) for name, width in layout.widths.items()}
         #: First row -> end, of the pieces in use, sorted.
         self._pieces: dict[int, int] = {}
         self._end = 0
@@ -89,6 +85,10 @@ class RowBlock:
             self._pieces = dict(sorted(self._pieces.items()))
         self._end = max(self._end, first + num_rows)
         return first
+
+    def rows(self, first: int) -> Rows:
+        """Copy the rows of a piece out."""
+        return {name: memory.words[first : self._pieces[first]].clone() for name, memory in self._memory.items()}
 
     def free(self, first: int) -> None:
         """Give the rows of a piece back."""
@@ -112,18 +112,11 @@ class RowBlock:
         return self._end
 
 
-@dataclass(frozen=True, eq=False)
-class Cached:
+class Cached(NamedTuple):
     """Where a trajectory, or the fields of it that have one length, stand."""
 
     block: RowBlock
     first: int
-    num_rows: int
-
-    def rows(self, columns: list[str] | None = None) -> Rows:
-        """Copy the rows of some columns, or of all."""
-        names = self.block.layout.layout.columns if columns is None else columns
-        return {name: self.block.words(name)[self.first : self.first + self.num_rows].clone() for name in names}
 
 
 class TrajectoryCache:
@@ -136,7 +129,7 @@ class TrajectoryCache:
     is that of the rows, not of as many rows as the longest has. Methods may be called from any thread.
 
     Attributes:
-        on_moved: Called with the id of whatever comes or goes, under the lock; None for nobody.
+        on_moved: Called with the id of what comes or goes, under the lock.
 
     Raises:
         UsageError: `max_size` < 0 (a `ValueError`).
@@ -146,7 +139,7 @@ class TrajectoryCache:
         if not is_count(max_size, 0):
             raise UsageError("cache trajectories", "", "max_size >= 0, where 0 is any number", repr(max_size))
         self.max_size = int(max_size)
-        self.on_moved: Callable[[int], None] | None = None
+        self.on_moved: Callable[[int], None] = lambda trajectory_id: None
         self.lock = threading.RLock()
         self._blocks: dict[TrajectoryLayout, RowBlock] = {}
         self._entries: OrderedDict[int, list[Cached]] = OrderedDict()
@@ -194,33 +187,27 @@ class TrajectoryCache:
             parts.append((layout, layout.pack(columns, self._pool)))
         self.put_rows(trajectory_id, parts)
 
-    def put_rows(self, trajectory_id: int, parts: list[tuple[TrajectoryLayout, Rows]]) -> int | None:
-        """Copy packed rows in; give the id of the trajectory that made room, if one did."""
+    def put_rows(self, trajectory_id: int, parts: list[tuple[TrajectoryLayout, Rows]]) -> None:
+        """Copy packed rows in; the oldest trajectory makes room."""
         with self.lock:
             self.drop(trajectory_id)
-            gone = None
             if self.max_size and len(self._entries) >= self.max_size:
-                gone = next(iter(self._entries))
-                self.drop(gone)
+                self.drop(next(iter(self._entries)))
             entry = []
             for layout, rows in parts:
-                num_rows = len(next(iter(rows.values())))
                 if layout not in self._blocks:
+                    num_rows = len(next(iter(rows.values())))
                     self._blocks[layout] = RowBlock(layout, num_rows * (self.max_size or _FIRST_ROOM))
                 block = self._blocks[layout]
-                entry.append(Cached(block, block.put(rows), num_rows))
+                entry.append(Cached(block, block.put(rows)))
             self._entries[trajectory_id] = entry
-            self._tell(trajectory_id)
-            return gone
+            self.on_moved(trajectory_id)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
         """Copy a trajectory out, as it was put in: nested, `[n, ...]`. A `KeyError` if it is not here."""
         with self.lock:
-            parts = [(part.block.layout, part.rows()) for part in self.find(trajectory_id)]
-        found: dict[str, Any] = {}
-        for layout, rows in parts:
-            found |= layout.cut(rows, layout.names, contiguous=True)
-        return unflatten(found)
+            parts = [(block.layout, block.rows(first)) for block, first in self.find(trajectory_id)]
+        return unflatten({name: x.contiguous() for layout, rows in parts for name, x in layout.cut(rows).items()})
 
     def find(self, trajectory_id: int) -> list[Cached]:
         """Say where a trajectory stands; valid while the lock is held."""
@@ -234,10 +221,10 @@ class TrajectoryCache:
         """Remove a trajectory, if it is here."""
         with self.lock:
             parts = self._entries.pop(trajectory_id, ())
-            for part in parts:
-                part.block.free(part.first)
+            for block, first in parts:
+                block.free(first)
             if parts:
-                self._tell(trajectory_id)
+                self.on_moved(trajectory_id)
 
     def clear(self) -> None:
         """Remove everything and give the memory back."""
@@ -246,21 +233,13 @@ class TrajectoryCache:
             self._entries.clear()
             self._blocks.clear()
             for one in gone:
-                self._tell(one)
-
-    def _tell(self, trajectory_id: int) -> None:
-        if self.on_moved is not None:
-            self.on_moved(trajectory_id)
+                self.on_moved(one)
 
 
 def _allocate(num_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, _whole_pages(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (AttributeError, OSError):  # a system without: ordinary pages work as well
         pass
     return memory
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return max(1, -(-num_bytes // _PAGE_BYTES)) * _PAGE_BYTES

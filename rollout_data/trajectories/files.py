@@ -105,24 +105,18 @@ def write_trajectory(
     """Write a trajectory, in the format that the path ends in; complete or not at all."""
     with replace_file(path) as new:
         if path.suffix == ".h5":
-            written = write_block(
-                new.parent, _content(trajectory_id, layout, rows, shape), durable=False, in_haste=False
-            )
-            os.rename(written, new)
-            return
-        whole = put_together(unpack(layout, rows, shape), info)
-        with open(new, "wb") as file:
-            if path.suffix == ".pt":
-                torch.save(whole, file)
-            else:
-                pickle.dump(whole, file)
+            content = _content(trajectory_id, layout, rows, shape)
+            os.rename(write_block(new.parent, content, durable=False, in_haste=False), new)
+        else:
+            whole = put_together(unpack(layout, rows, shape), info)
+            with open(new, "wb") as file:
+                (torch.save if path.suffix == ".pt" else pickle.dump)(whole, file)
 
 
 def unpack(layout: TrajectoryLayout, rows: Rows, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     """Turn rows into `[T, B, *shape]` tensors of their own."""
     num_steps, num_envs = shape
-    cut = layout.cut(rows, layout.names, contiguous=False)
-    views = {name: x.unflatten(0, (num_envs, num_steps)).transpose(0, 1) for name, x in cut.items()}
+    views = {name: x.unflatten(0, (num_envs, num_steps)).transpose(0, 1) for name, x in layout.cut(rows).items()}
     return {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
 
 
@@ -133,21 +127,20 @@ def read_trajectory(path: Path, trusted: bool) -> Trajectory:
         UnsafeFileError: A `pkl` file without `trusted`, or a `pt` file with more than tensors and containers.
         CorruptFileError: Damaged, or no trajectory.
     """
-    if path.suffix == ".pkl":
-        if not trusted:
-            advice = "Pass trusted=True if you trust whoever wrote it: reading it runs what it says"
-            raise UnsafeFileError(
-                "read the trajectory", repr(str(path)), "a file that runs no code", "a pickle", advice
-            )
+    read = "read the trajectory", repr(str(path))
+    if path.suffix == ".pt":
+        found = load_checkpoint(path)
+    elif not trusted:
+        advice = "Pass trusted=True if you trust whoever wrote it: reading it runs what it says"
+        raise UnsafeFileError(*read, "a file that runs no code", "a pickle", advice)
+    else:
         try:
             with open(path, "rb") as file:
                 found = pickle.load(file)  # the caller said `trusted`
         except Exception as cause:  # whatever it runs may raise anything
-            raise CorruptFileError("read the trajectory", repr(str(path)), "a pickle", str(cause)) from cause
-    else:
-        found = load_checkpoint(path)
+            raise CorruptFileError(*read, "a pickle", str(cause)) from cause
     if not isinstance(found, Mapping):
-        raise CorruptFileError("read the trajectory", repr(str(path)), "a dict", type(found).__name__)
+        raise CorruptFileError(*read, "a dict", type(found).__name__)
     return take_apart(found, LONGER_FLAGS, (), f"of {str(path)!r}")
 
 
@@ -188,16 +181,13 @@ class TrajectoryBlock:
         """Read all rows, opening the file once."""
         found: Rows = {}
         with naming(self.trajectory_id, self.path), open(self.path, "rb", buffering=0) as file:
-            for name, width in self.layout.widths().items():
-                words = found[name] = torch.empty((self.num_rows, width), dtype=torch.int32, device="cpu")
-                data: Any = words.view(-1).view(torch.uint8).numpy()
-                target, done = memoryview(data), 0
+            for name, width in self.layout.widths.items():
                 file.seek(self.offsets[name])
-                while done < len(target) and (count := file.readinto(target[done:])):
-                    done += count
-                if done < len(target):
-                    where, expected = repr(str(self.path)), f"{len(target)} bytes of column {name!r}"
-                    raise CorruptFileError("read the trajectory", where, expected, str(done))
+                words = np.fromfile(file, np.int32, self.num_rows * width)
+                if len(words) < self.num_rows * width:
+                    where, expected = repr(str(self.path)), f"{4 * self.num_rows * width} bytes of column {name!r}"
+                    raise CorruptFileError("read the trajectory", where, expected, str(4 * len(words)))
+                found[name] = torch.from_numpy(words).view(self.num_rows, width)
         return found
 
 
@@ -259,16 +249,14 @@ class MappedRows:
     def _gather_plainly(
         self, blocks: Sequence[TrajectoryBlock], which: Int64s, row: Int64s, columns: Sequence[str]
     ) -> Rows:
-        widths = self.layout.widths()
-        found = {name: torch.empty((len(which), widths[name]), dtype=torch.int32, device="cpu") for name in columns}
-        for place in np.unique(which).tolist():
-            chosen, block = np.flatnonzero(which == place), blocks[place]
+        found = {name: np.empty((len(which), self.layout.widths[name]), np.int32) for name in columns}
+        for place, block in enumerate(blocks):
             for name, out in found.items():
-                shape = (block.num_rows, out.shape[1])
                 with naming(block.trajectory_id, block.path):
+                    shape = block.num_rows, out.shape[1]
                     mapped = np.memmap(block.path, np.int32, "r", block.offsets[name], shape)
-                out.numpy()[chosen] = mapped[row[chosen]]
-        return found
+                out[which == place] = mapped[row[which == place]]
+        return {name: torch.from_numpy(out) for name, out in found.items()}
 
 
 def _content(trajectory_id: int, layout: TrajectoryLayout, rows: Rows, shape: tuple[int, int]) -> BlockContent:

@@ -1,6 +1,7 @@
-"""The index of a folder of trajectories: `trajectory_index.json` and `metadata.json` beside the files.
+"""Folders of trajectories: `trajectory_index.json` and `metadata.json` beside the files.
 
-One rule: the index is one file, replaced in one step, and names exactly what is there. The two files and
+One rule: the index is one file, replaced in one step, and names exactly what is there; a checkpoint is a folder that
+is replaced as a whole, so that a crash leaves the old one or the new one. The two files and
 their keys are those of existing trajectory folders (what they hold besides is ours), so that both
 sides read each other; a path never stands in them. `crc32` is the checksum of what the index says, not of its
 bytes: of the JSON that Python writes for it without this key. An index without one is read all the same.
@@ -13,18 +14,28 @@ import hashlib
 import json
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from storage.durable import existing_folder, replace_file
+from storage.durable import existing_folder, replace_file, replace_folder
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
 from storage.plain_files import CHECKSUM, json_checksum, read_text
 
-from .files import FORMATS, TrajectoryBlock, find_files, id_in_name, read_trajectory
+from .files import (
+    FORMATS,
+    TrajectoryBlock,
+    file_name,
+    find_files,
+    id_in_name,
+    link_file,
+    naming,
+    read_trajectory,
+    write_trajectory,
+)  # fmt: skip
 from .rows import Rows, TrajectoryLayout, layout_of
 
 INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
@@ -55,6 +66,7 @@ class Entry:
         path: Its file, once it has one.
         rows: Its rows while they are only here: until the file is written.
         block: What is known of its file, if that is a block.
+        place: Position among all that were ever live in a buffer.
     """
 
     trajectory_id: int
@@ -66,6 +78,7 @@ class Entry:
     path: Path | None = None
     rows: Rows | None = None
     block: TrajectoryBlock | None = None
+    place: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -88,6 +101,17 @@ class Entry:
         filed_id = id_in_name(self.path)
         return self if filed_id == self.trajectory_id else replace(self, trajectory_id=filed_id)
 
+    def put_file(self, target: Path, rows: Rows | None = None) -> None:
+        """Link the file to another place, or write one there: of `rows`, or of its own if it names another id."""
+        if self.block is not None and self.block.trajectory_id != self.trajectory_id:
+            rows = self.block.rows()
+        if rows is not None:
+            write_trajectory(target, self.trajectory_id, self.layout, rows, self.shape, self.info)
+        else:
+            assert self.path is not None
+            with naming(self.trajectory_id, self.path):
+                link_file(self.path, target)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "num_samples": self.num_samples,
@@ -109,6 +133,19 @@ class Counters:
     next_id: int
     file_format: str
     rng: torch.Tensor | None
+
+
+def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Callable[[Entry], Rows]) -> None:
+    """Write entries and their index into `folder`, in the place of an earlier checkpoint."""
+    own = {INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME}
+    if folder.is_dir():
+        own |= {path.name for path in find_files(folder.resolve()).values()}
+    with replace_folder(folder, own) as made:
+        for entry in entries:
+            suffix = counters.file_format if entry.path is None else entry.path.suffix[1:]
+            target = made / file_name(entry.trajectory_id, entry.weights_id, suffix)
+            entry.put_file(target, rows_of(entry) if entry.path is None else None)
+        write_index(made, entries, counters)
 
 
 def write_index(folder: Path, entries: Iterable[Entry], counters: Counters) -> None:
@@ -177,22 +214,18 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
     try:
         _check_checksum(index, folder / name)
         is_ours = index.get("format") == _FORMAT
-        summary = index.get("counters") if is_ours else _read_json(folder / METADATA_NAME, optional=True)
+        summary = dict((index.get("counters") if is_ours else _read_json(folder / METADATA_NAME, True)) or {})
         items = index["trajectory_index"]
         ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # whatever it names twice is one
-        file_format = str(dict(summary or {}).get("trajectory_format", FORMATS[0]))
-        counters = Counters(
-            int(dict(summary or {}).get("seed", 0)),
-            int(dict(summary or {}).get("trajectory_counter", 0)),
-            file_format if file_format in FORMATS else FORMATS[0],
-            _rng_of(dict(summary or {}).get("rng")),
-        )
+        file_format = str(summary.get("trajectory_format"))
+        file_format = file_format if file_format in FORMATS else FORMATS[0]
+        seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))
+        counters = Counters(seed, next_id, file_format, _rng_of(summary.get("rng")))
         if counters.next_id >= _MAX_COUNTER:
             raise ValueError(f"a trajectory_counter of {counters.next_id}")
         files, entries, missing = find_files(folder), [], []
         for one in ids:
-            formats = [counters.file_format, *FORMATS]
-            path = next((files[one, each] for each in formats if (one, each) in files), None)
+            path = next((files[one, each] for each in (file_format, *FORMATS) if (one, each) in files), None)
             if path is None:
                 missing.append(one)
             else:
@@ -204,10 +237,8 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         raise CorruptFileError("load trajectories from", repr(str(folder / name)), "an intact index", got) from cause
     if missing:
         listed = ", ".join(map(str, missing[:10]))
-        text = (
-            f"{len(missing)} of {len(ids)} trajectories in the index of {str(folder)!r} have no file and are left out"
-        )
-        warnings.warn(f"{text}: {listed}", RolloutDataWarning, stacklevel=4)
+        text = f"{len(missing)} of {len(ids)} trajectories in the index of {str(folder)!r}"
+        warnings.warn(f"{text} have no file and are left out: {listed}", RolloutDataWarning, stacklevel=4)
     return entries, counters
 
 

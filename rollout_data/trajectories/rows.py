@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ MAX_CUTS = 64
 #: Leaves of a trajectory that are no tensors.
 INFO_TYPES = (str, int, float, bool, list)
 Rows = dict[str, torch.Tensor]
-Cutting = tuple[RowCut, list["str | None"]]
 
 
 class TrajectoryLayout:
@@ -42,29 +41,24 @@ class TrajectoryLayout:
         schema: The fields.
         names: Their names.
         layout: Where each stands in a row, as in a block file.
+        row_bytes: Size of a row, over all columns.
+        widths: Row size of each column, in int32 words.
+        groups: How rows of each column are cut.
     """
 
     def __init__(self, schema: Schema) -> None:
         self.schema, self.names = schema, tuple(schema)
         self.layout = RowLayout(schema)
-        self._groups = [self._group(name) for name in self.layout.columns]
-        #: Of rows that were gathered elsewhere: a layout is shared by buffers with locks of their own.
-        self._cuts: dict[tuple[tuple[str, ...], bool, bool], Cutting] = {}
-
-    def widths(self) -> dict[str, int]:
-        """Row size of each column, in int32 words."""
-        return {name: column.row_bytes // 4 for name, column in self.layout.columns.items()}
-
-    @cached_property
-    def row_bytes(self) -> int:
-        return self.layout.frame_bytes
+        self.row_bytes = self.layout.frame_bytes
+        self.widths = {name: column.row_bytes // 4 for name, column in self.layout.columns.items()}
+        self.groups = [self._group(name) for name in self.layout.columns]
 
     def pack(self, tensors: Mapping[str, torch.Tensor], pool: BufferPool) -> Rows:
         """Copy `[T, B, *shape]` tensors into rows: column -> `[B * T, words]` int32 on the CPU."""
         num_steps, num_envs = next(iter(tensors.values())).shape[:2]
         rows: Rows = {}
         for name, column in self.layout.columns.items():
-            words = rows[name] = pool.empty((num_envs * num_steps, column.row_bytes // 4), torch.int32)
+            words = rows[name] = pool.empty((num_envs * num_steps, self.widths[name]), torch.int32)
             if sum(self.schema[one].row_bytes for one in column.offsets) < column.row_bytes:
                 words.zero_()  # files get no bytes that nobody wrote
             cells = words.view(torch.uint8).view(num_envs, num_steps, column.row_bytes)
@@ -72,29 +66,10 @@ class TrajectoryLayout:
                 self.layout.stored_view(one, cells).copy_(tensors[one].detach().transpose(0, 1))
         return rows
 
-    def cut(
-        self, rows: Mapping[str, torch.Tensor], names: Collection[str], contiguous: bool, nested: bool = False
-    ) -> dict[str, Any]:
-        """See rows of all columns that hold `names` as these fields, `[n, *shape]`, sharing their memory."""
-        key = tuple(names), contiguous, nested
-        found = self._cuts.get(key)
-        if found is None:
-            if len(self._cuts) >= MAX_CUTS:
-                self._cuts.clear()
-            found = self._cuts[key] = self.cutting(*key)
-        plan, columns = found
+    def cut(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """See rows of all columns as all fields, `[n, *shape]`, sharing their memory."""
+        plan, columns = _shared_cutting(self, self.names, False, False)
         return plan([None if name is None else plan.seen(place, rows[name]) for place, name in enumerate(columns)])
-
-    def cutting(self, names: tuple[str, ...], contiguous: bool, nested: bool) -> Cutting:
-        """Plan how rows are gathered and cut into these fields; name each column, None where it is not needed."""
-        plan = RowCut(self._groups, [Target(0, name, name) for name in names], contiguous, nested)
-        return plan, [name if width else None for name, width in zip(self.layout.columns, plan.widths, strict=True)]
-
-    def columns_of(self, names: Collection[str]) -> list[str]:
-        """Name the columns that hold some of `names`."""
-        if len(names) == len(self.names):
-            return list(self.layout.columns)
-        return [name for name, column in self.layout.columns.items() if any(one in names for one in column.offsets)]
 
     def _group(self, name: str) -> Group:
         """Say how rows are cut; memory and files order fields alike, as the schema is sorted by item size."""
@@ -102,6 +77,18 @@ class TrajectoryLayout:
         [group] = lay_out(Schema(self.schema[one] for one in column.offsets), wide_row_bytes=1 << 62)
         assert {part.field.name: part.start for part in group.parts} == column.offsets
         return group
+
+
+def cutting(
+    layout: TrajectoryLayout, names: tuple[str, ...], contiguous: bool, nested: bool
+) -> tuple[RowCut, list[str | None]]:
+    """Plan how rows are gathered and cut into these fields; name each column, None where it is not needed."""
+    plan = RowCut(layout.groups, [Target(0, name, name) for name in names], contiguous, nested)
+    return plan, [name if width else None for name, width in zip(layout.widths, plan.widths, strict=True)]
+
+
+#: For rows that were gathered elsewhere: a layout is shared by buffers with locks of their own.
+_shared_cutting = lru_cache(MAX_CUTS)(cutting)
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> TrajectoryLayout:

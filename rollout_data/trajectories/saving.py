@@ -13,14 +13,14 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 from storage.background import BackgroundWorker
 from storage.durable import sync_path
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
-from .files import TrajectoryBlock, file_name, find_files, link_file, naming, write_trajectory
+from .files import TrajectoryBlock, file_name, find_files, naming, write_trajectory
 from .index import Counters, Entry, write_index
 
 #: Writing the index takes at most about this share of the thread's time, however long the index is.
@@ -66,9 +66,9 @@ class SavedTrajectories:
         if not self._expected.pop(entry.trajectory_id):
             return self._capacity is None
         self.entries[entry.trajectory_id] = entry
-        later = [one for one in self.entries if one > entry.trajectory_id] if self._is_late(entry) else []
-        for one in later:  # it failed at first, and they were written before it
-            self.entries[one] = self.entries.pop(one)
+        before = islice(reversed(self.entries), 1, None)
+        for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
+            self.entries[one] = self.entries.pop(one)  # it failed at first, and they were written before it
         while self._capacity is not None and len(self.entries) > self._capacity:
             oldest = self.entries.pop(next(iter(self.entries)))
             assert oldest.path is not None
@@ -81,10 +81,6 @@ class SavedTrajectories:
             if path in self.superfluous:
                 path.unlink(missing_ok=True)
                 self.superfluous.discard(path)
-
-    def _is_late(self, entry: Entry) -> bool:
-        newest = [*islice(reversed(self.entries), 2)]
-        return len(newest) > 1 and newest[1] > entry.trajectory_id
 
 
 class TrajectorySaver:
@@ -129,11 +125,6 @@ class TrajectorySaver:
         self._failure: BaseException | None = None
         self._unsaved: list[Entry] = []
         self._index_due_s, self._num_named = 0.0, 0
-
-    @property
-    def num_pending(self) -> int:
-        """Entries that wait to be written."""
-        return self._worker.num_pending
 
     def warn_of_earlier(self) -> None:
         """Say once, to who called the caller, that the index will not name the files of an earlier run."""
@@ -230,17 +221,14 @@ class TrajectorySaver:
         number, source = entry.trajectory_id, entry.path
         assert source is not None
         path = there[0] if there else self.folder / file_name(number, entry.weights_id, source.suffix[1:])
-        with naming(number, source):
-            if there or self.saved.expects(number):
+        if not there and not self.saved.expects(number):
+            made.append(path)
+            entry.put_file(path)
+        else:
+            with naming(number, source):
                 is_same = len(there) == 1 and path.suffix == source.suffix
                 if not is_same or not (path.samefile(source) or filecmp.cmp(path, source, shallow=False)):
                     return None
-            else:
-                made.append(path)
-                if entry.block is not None and entry.block.trajectory_id != number:  # a block names its trajectory
-                    write_trajectory(path, number, entry.layout, entry.block.rows(), entry.shape, entry.info)
-                else:
-                    link_file(source, path)
         return path, None if entry.block is None else TrajectoryBlock(path, number, entry.shape)
 
     def _save(self, entry: Entry) -> None:

@@ -134,8 +134,8 @@ def test_lengths_may_change_and_memory_follows_the_rows() -> None:
         buffer.add(trajectory(number, num_steps, 1))
         values = drawn(buffer, 300)
         assert set((values // 10_000).tolist()) <= set(range(max(0, number - 3), number + 1))
-    row_bytes = buffer._live.window(buffer._cache, None).layouts[0].row_bytes
-    assert buffer._cache.nbytes < 450 * row_bytes
+    row_bytes = buffer._live.window().layouts[0].row_bytes
+    assert buffer._live.cache.nbytes < 450 * row_bytes
 
 
 def test_two_buffers_with_one_seed_draw_the_same_and_nothing_global_changes() -> None:
