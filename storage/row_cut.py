@@ -85,12 +85,13 @@ class _Step(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """Where a field stands in rows, in items of its dtype, and its shape."""
+    """Where a field stands in rows, in items of its dtype, and its shape and strides."""
 
     dtype: Any
     first: int
     last: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class RowCut:
@@ -226,6 +227,11 @@ class RowCut:
     def _leaves_of(self, place: int, rows: Any) -> list[Any]:
         """See `[n, width]` rows, an array or a tensor, as the fields that are cut from them."""
         views = {leaf.dtype: rows.view(leaf.dtype) for leaf in self._leaves[place]}
+        if isinstance(rows, torch.Tensor):  # in a third of the time of a slice and another shape of it
+            return [
+                view.as_strided((len(rows), *leaf.shape), (view.stride(0), *leaf.strides), leaf.first)
+                for leaf, view in ((leaf, views[leaf.dtype]) for leaf in self._leaves[place])
+            ]
         return [
             views[leaf.dtype][:, leaf.first : leaf.last].reshape(len(rows), *leaf.shape) for leaf in self._leaves[place]
         ]
@@ -262,7 +268,8 @@ class RowCut:
             is_bits = self._is_on_cpu and part.field.dtype == "bfloat16"
             dtype = _BITS if is_bits else part.field.numpy_dtype if self._is_on_cpu else part.field.torch_dtype
             first, leaves = start // dtype.itemsize, self._leaves[place]
-            leaves.append(_Leaf(dtype, first, first + part.field.num_elements, part.field.shape))
+            strides = torch.empty(part.field.shape, device="meta").stride()
+            leaves.append(_Leaf(dtype, first, first + part.field.num_elements, part.field.shape, strides))
             is_plain = self._is_on_cpu and not is_bits and not self._contiguous
             make = torch.from_numpy if is_plain else partial(_made, is_bits, self._contiguous)
             self._steps.append(_Step(nodes[tuple(parents)], last, place, len(leaves) - 1, make))
