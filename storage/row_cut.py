@@ -52,7 +52,7 @@ class Rows(NamedTuple):
     """
 
     tensor: torch.Tensor
-    leaves: Sequence[Any]
+    leaves: list[Any]
     array: npt.NDArray[Any] | None = None
 
     def fill(self, source: torch.Tensor, index: torch.Tensor) -> None:
