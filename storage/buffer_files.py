@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ from .column_files import (
     read_config,
     write_columns,
 )
+from .duplicates import Duplicable
 from .durable import existing_folder, replace_folder
 from .errors import CorruptFileError, ForeignFileError, RolloutDataError, RolloutDataWarning, SchemaError, nearest
 from .plain_files import write_json
@@ -49,14 +51,41 @@ _Buffer = TypeVar("_Buffer", bound="RingBuffer")
 LOADERS: dict[str, Callable[..., Any]] = {}
 
 
-class _Loadable(Protocol):
-    """A buffer whose class opens the folder that it was saved to."""
+class FolderBuffer(Duplicable):
+    """Gives a buffer `size`, `empty` and `load`."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows that are held."""
+
+    def size(self) -> int:
+        """Rows that are held."""
+        return len(self)
+
+    def empty(self) -> bool:
+        """Tell whether nothing is held."""
+        return len(self) == 0
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any: ...
+    def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
+        """Make a buffer from what `save` wrote, here or in an earlier system.
+
+        Args:
+            path: The folder.
+            device: Where to keep it; None for where it was, or the CPU if that is not here.
+        """
+        return load_one_save(path, lambda config: cls._of_save(path, config, device))
+
+    @classmethod
+    @abstractmethod
+    def _of_save(
+        cls: type[_Self], path: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
+    ) -> _Self:
+        """Make a buffer of a folder with this config."""
 
 
-_Class = TypeVar("_Class", bound=type[_Loadable])
+_Self = TypeVar("_Self", bound=FolderBuffer)
+_Class = TypeVar("_Class", bound=type[FolderBuffer])
 
 
 class UnknownBufferError(ForeignFileError, ValueError):
@@ -79,17 +108,12 @@ def load_buffer(path: str | os.PathLike[str], device: torch.device | str | None 
     Raises:
         UnknownBufferError: The folder names no class, or one that is not known (a `ValueError`).
     """
-    return LOADERS[target_of(path, read_config(path))](path, device)
-
-
-def target_of(path: str | os.PathLike[str], config: Mapping[str, Any]) -> str:
-    """Give the class name in a config; only known ones pass."""
-    target = config.get("__target__")
+    target = read_config(path).get("__target__")
     name = target.rsplit(".", 1)[-1] if isinstance(target, str) else ""
     if name not in LOADERS:
         got = f"the class {target!r}" if target else "no '__target__' in its config.json"
         raise UnknownBufferError("load a buffer from", repr(str(path)), nearest(name, LOADERS), got)
-    return name
+    return LOADERS[name](path, device)
 
 
 @contextmanager
@@ -199,17 +223,13 @@ def save_ring(buffer: RingBuffer, folder: str | os.PathLike[str], separator: str
     save_buffer(buffer, folder, config, buffer._ring, separator, buffer._finals)
 
 
-def load_buffer_folder(cls: type[_Buffer], path: str | os.PathLike[str], device: torch.device | str | None) -> _Buffer:
-    """Make a buffer of what `save_ring`, or an earlier system, wrote."""
-    return load_one_save(path, lambda config: _load(cls, path, config, device))
-
-
-def _load(
+def load_ring(
     cls: type[_Buffer],
     path: str | os.PathLike[str],
     config: Mapping[str, Any],
     device: torch.device | str | None,
 ) -> _Buffer:
+    """Make a buffer of what `save_ring`, or an earlier system, wrote."""
     folder = existing_folder(path)
     if config.get("format", FORMAT) != FORMAT or config.get("version", VERSION) != VERSION:
         got = f"{config.get('format')} {config.get('version')}"

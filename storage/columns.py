@@ -17,6 +17,7 @@ import torch
 
 from .errors import SchemaError, UsageError
 from .fields import Field, Schema, dtype_name
+from .records import is_count
 from .tree import flatten, unflatten
 
 #: `(48,)`, 48, or a nested dict whose leaves are shapes or pairs of shape and dtype.
@@ -69,7 +70,7 @@ class Signals(NamedTuple):
 def check_sizes(sizes: Mapping[str, Any]) -> None:
     """Raise `UsageError` naming the first size that is no int of at least 1."""
     for name, size in sizes.items():
-        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+        if not is_count(size):
             raise UsageError("create a storage", "", f"{name} >= 1", repr(size))
 
 
@@ -85,41 +86,24 @@ def rollout_columns(
     def like_rewards(name: str, fill: float = 0) -> tuple[Field, ...]:
         return (Field(name, (num_rewards,), fill=fill),)
 
-    def like_actions(name: str) -> tuple[Field, ...]:
-        return declare_fields(name, actions_shape)
+    def brought(name: str, fields: tuple[Field, ...], batch: str = "", **options: Any) -> Column:
+        return Column(name, fields, name, batch, **options)
 
-    def observed(name: str, shape: ShapeLike | None) -> tuple[Field, ...]:
-        return () if is_absent(shape) else declare_fields(name, shape)
-
-    log_prob, done = Field("actions_log_prob", (1,)), Field("dones", (1,), "uint8")
-    cut = Field("time_outs", (1,), "bool")
+    critic = () if is_absent(critic_obs_shape) else declare_fields("critic_observations", critic_obs_shape)
     return [
-        Column("observations", declare_fields("observations", obs_shape), "observations", "obs", is_padded=True),
-        Column(
-            "critic_observations",
-            observed("critic_observations", critic_obs_shape),
-            "critic_observations",
-            "critic_obs",
-            fallback="obs",
-            is_padded=True,
-        ),
-        Column("actions", like_actions("actions"), "actions", "actions"),
-        Column("rewards", like_rewards("rewards"), "rewards"),
-        Column("dones", (done,), "dones", is_flag=True),
-        Column("values", like_rewards("values"), "values", "values"),
-        Column("actions_log_prob", (log_prob,), "actions_log_prob", "old_actions_log_prob"),
+        brought("observations", declare_fields("observations", obs_shape), "obs", is_padded=True),
+        brought("critic_observations", critic, "critic_obs", fallback="obs", is_padded=True),
+        brought("actions", declare_fields("actions", actions_shape), "actions"),
+        brought("rewards", like_rewards("rewards")),
+        brought("dones", (Field("dones", (1,), "uint8"),), is_flag=True),
+        brought("values", like_rewards("values"), "values"),
+        brought("actions_log_prob", (Field("actions_log_prob", (1,)),), "old_actions_log_prob"),
         *_policy_columns(actions_shape, policy_outputs),
         Column("returns", like_rewards("returns"), batch="returns"),
         Column("advantages", like_rewards("advantages"), batch="advantages"),
-        Column("time_outs", (cut,), "time_outs", is_required=False, is_flag=True),
-        # NaN says "nobody gave one", so that it cannot be used by mistake.
-        Column(
-            "bootstrap_values",
-            like_rewards("bootstrap_values", nan),
-            "bootstrap_values",
-            is_required=False,
-            is_lazy=True,
-        ),
+        brought("time_outs", (Field("time_outs", (1,), "bool"),), is_required=False, is_flag=True),
+        # NaN says that none was given, so that it cannot be used by mistake.
+        brought("bootstrap_values", like_rewards("bootstrap_values", nan), is_required=False, is_lazy=True),
     ]
 
 

@@ -111,8 +111,6 @@ class DictBuffer(RingBuffer):
             if sampler is None or not sampler.serves(request, ring, self._finals):
                 sampler = TransitionSampler(ring, self._boundaries, self._finals, self._end_names(), request)
                 self._last_sampler = sampler
-            if not self._order.is_needed:  # as asking it twice would be a hundredth of a small sample
-                return self._given(sampler.sample(batch_size, self.generator, self.contiguous))
             self._order.wait(is_write=False)
             found = sampler.sample(batch_size, self.generator, self.contiguous)
             self._order.record(is_write=False)
@@ -135,9 +133,8 @@ class DictBuffer(RingBuffer):
             live = ring.num_live
             has_turned = order == "time" and ring.oldest % ring.num_slots != 0
             if has_turned and not copy:
-                raise UsageError(
-                    "show the full buffer in order of time", "", "copy=True", "copy=False and a closed ring"
-                )
+                action = "show the full buffer in order of time"
+                raise UsageError(action, "", "copy=True", "copy=False and a closed ring")
             if not copy:
                 self._note_shown(ring)
             found = {}

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .buffer_files import all_or_nothing, can_load, device_for, restore_generator, save_buffer
-from .column_files import COLUMNS_NAME, SAVE_ID, load_one_save, open_columns
-from .duplicates import Duplicable
+from .buffer_files import FolderBuffer, all_or_nothing, can_load, device_for, restore_generator, save_buffer
+from .column_files import COLUMNS_NAME, SAVE_ID, open_columns
 from .durable import existing_folder
 from .episodes import Episodes, read_episodes
 from .errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
@@ -30,7 +29,7 @@ from .ring import RingStore
 from .ring_buffer import on_device
 from .samplers import Weighted, generator_on
 from .stream_order import StreamOrder
-from .trajectory_buffer import WindowCuts, as_list, check_length, count_windows
+from .trajectory_buffer import as_list, check_length, count_windows
 from .tree import unflatten
 
 _ACTION = "sample windows"
@@ -38,7 +37,7 @@ _Self = TypeVar("_Self", bound="TrajectoryDictBuffer")
 
 
 @can_load
-class TrajectoryDictBuffer(Duplicable):
+class TrajectoryDictBuffer(FolderBuffer):
     """Expert episodes, sampled as windows of consecutive frames.
 
     Args:
@@ -103,14 +102,6 @@ class TrajectoryDictBuffer(Duplicable):
         """Frames of all episodes."""
         return self.capacity
 
-    def size(self) -> int:
-        """Frames of all episodes."""
-        return self.capacity
-
-    def empty(self) -> bool:
-        """Always False: there is no buffer without an episode."""
-        return False
-
     @property
     def num_episodes(self) -> int:
         """Number of episodes."""
@@ -134,7 +125,7 @@ class TrajectoryDictBuffer(Duplicable):
         num_windows = count_windows(batch_size, length)
         needed = length + (1 if self.output_key_tp1 else 0)
         with self._lock:
-            cut = self._cuts.find(self._ring, self.output_key_t, self.output_key_tp1, self.contiguous)
+            cut = self._ring.cut_of(self.output_key_t, self.output_key_tp1, self.contiguous, apart=True)
             self._order.wait(is_write=False)
             episode = self._weights(needed).draw(num_windows, self.generator)
             choices = self.lengths[episode] - needed + 1
@@ -208,11 +199,7 @@ class TrajectoryDictBuffer(Duplicable):
                 expected = f"{num_frames} frames of each field and {num_episodes} priorities"
                 got = str({name: len(x) for name, x in columns.items()})
                 raise SchemaError("load a state", "", expected, f"{got} and {len(state['priorities'])}")
-            options = {name: state[name] for name in _OPTIONS}
-            self._set_up(schema, state["lengths"], self.device, options, self.generator)
-            self._ring.put_slots(0, columns)
-            self._know(state)
-            self.priorities = self._checked_priorities(state["priorities"].to(self.device, copy=True))
+            self._fill(schema, state, self.device, self.generator, [(0, columns)])
             self.generator.set_state(state["generator"].cpu())
 
     def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
@@ -230,11 +217,6 @@ class TrajectoryDictBuffer(Duplicable):
             save_buffer(self, folder, config, self._ring, separator)
 
     @classmethod
-    def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
-        """Make a buffer from what `save` wrote; the device argument wins over the saved one."""
-        return load_one_save(path, lambda config: cls._of_save(path, config, device))
-
-    @classmethod
     def _of_save(
         cls: type[_Self], path: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
     ) -> _Self:
@@ -246,14 +228,8 @@ class TrajectoryDictBuffer(Duplicable):
         with open_columns(existing_folder(path) / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
             if file.num_rows != sum(config["lengths"]):
                 raise SchemaError("load", repr(str(path)), f"{sum(config['lengths'])} frames", f"{file.num_rows}")
-            options = {name: config[name] for name in _OPTIONS}
-            made._set_up(file.schema(1), config["lengths"], device_for(config.get("device"), device), options, None)
-            for name in file.shapes:
-                for first, rows in file.chunks(name):
-                    made._ring.put_slots(first, {name: rows.unsqueeze(1)})
-        made._know(config)
-        priorities = torch.tensor(config["priorities"], dtype=torch.float32, device=made.device)
-        made.priorities = made._checked_priorities(priorities)
+            parts = ((first, {name: rows.unsqueeze(1)}) for name in file.shapes for first, rows in file.chunks(name))
+            made._fill(file.schema(1), config, device_for(config.get("device"), device), None, parts)
         restore_generator(made.generator, config.get("generator", ""))
         return made
 
@@ -300,7 +276,6 @@ class TrajectoryDictBuffer(Duplicable):
         self.file_names: list[str | None] = [None] * len(bounds)
         self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=device)
         self.generator = generator_on(generator, device)
-        self._cuts = WindowCuts()
         self._ring = RingStore(self.capacity, 1, schema, device, num_guards=0)
         self._ring.total = self.capacity
         self._order = StreamOrder(device)
@@ -316,15 +291,24 @@ class TrajectoryDictBuffer(Duplicable):
         self._order.record(is_write=True)
         self.motion_ids, self.file_names = episodes.motion_ids, episodes.file_names
 
-    def _checked_priorities(self, priorities: torch.Tensor) -> torch.Tensor:
-        """Refuse loaded priorities that cannot be."""
+    def _fill(
+        self,
+        schema: Schema,
+        state: Mapping[str, Any],
+        device: torch.device,
+        generator: torch.Generator | None,
+        parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]],
+    ) -> None:
+        """Take over what a state or a saved config says of episodes, and their frames, `[rows, 1, *event]`."""
+        self._set_up(schema, state["lengths"], device, {name: state[name] for name in _OPTIONS}, generator)
+        for first, rows in parts:
+            self._ring.put_slots(first, rows)
+        self.motion_ids, self.file_names = list(state["motion_ids"]), list(state["file_names"])
+        priorities = torch.as_tensor(state["priorities"], dtype=torch.float32, device=device).clone()
         if priorities.shape != self.lengths.shape or not bool((priorities >= 0).all() & priorities.isfinite().all()):
             expected = f"{self.num_episodes} finite priorities >= 0"
             raise SchemaError("load a state", "", expected, str(priorities.tolist())[:60])
-        return priorities
-
-    def _know(self, config: Mapping[str, Any]) -> None:
-        self.motion_ids, self.file_names = list(config["motion_ids"]), list(config["file_names"])
+        self.priorities = priorities
 
     def _config(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in _OPTIONS}

@@ -6,12 +6,12 @@ with it. Keys grow with every append, so that finding one is a binary search.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from .errors import SchemaError
-from .fields import Schema
+from .fields import Schema, signed
 from .modes import lasting
 from .ring import RingStore
 from .windows import Boundaries
@@ -32,8 +32,11 @@ class FinalRows:
         self._ring = ring
         self.schema = schema
         self._first, self._last = 0, 0
-        self._keys = torch.zeros(_FIRST_ROOM, dtype=torch.int64, device=ring.device)
-        self._columns = {name: self._empty(name, _FIRST_ROOM) for name in schema}
+        self._keys = torch.zeros(0, dtype=torch.int64, device=ring.device)
+        self._columns = {
+            name: torch.zeros((0, *field.shape), dtype=field.torch_dtype, device=ring.device)
+            for name, field in schema.items()
+        }
 
     def __len__(self) -> int:
         """Final rows in memory, dead ones that were not yet dropped included."""
@@ -70,6 +73,10 @@ class FinalRows:
     def take(self, name: str, place: torch.Tensor) -> torch.Tensor:
         """Copy final rows of a field: `[len(place), *event]`."""
         return self._columns[name].index_select(0, place)
+
+    def holding(self, names: Iterable[str]) -> FinalRows | None:
+        """Give these final rows if they have all of some fields."""
+        return self if all(name in self.schema for name in names) else None
 
     def clear(self) -> None:
         """Forget everything."""
@@ -110,16 +117,47 @@ class FinalRows:
     @lasting
     def _move(self, num_new: int) -> None:
         self._drop_dead()
-        num_kept = len(self)
-        room = max(_FIRST_ROOM, 2 * (num_kept + num_new))
-        kept = slice(self._first, self._last)
-        keys = torch.zeros(room, dtype=torch.int64, device=self._ring.device)
-        keys[:num_kept] = self._keys[kept]
-        columns = {name: self._empty(name, room) for name in self.schema}
-        for name, column in columns.items():
-            column[:num_kept] = self._columns[name][kept]
-        self._keys, self._columns, self._first, self._last = keys, columns, 0, num_kept
+        kept, num_more = slice(self._first, self._last), max(_FIRST_ROOM, len(self) + 2 * num_new)
 
-    def _empty(self, name: str, num_rows: int) -> torch.Tensor:
-        field = self.schema[name]
-        return torch.zeros((num_rows, *field.shape), dtype=field.torch_dtype, device=self._ring.device)
+        def moved(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x[kept], x.new_zeros((num_more, *x.shape[1:]))])
+
+        keys, columns = moved(self._keys), {name: moved(x) for name, x in self._columns.items()}
+        self._keys, self._columns, self._first, self._last = keys, columns, 0, len(self)
+
+
+def may_follow(finals: FinalRows | None, is_marked: bool, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Say of rows that ended a trajectory whether something is given behind them: what was observed, or a mark."""
+    if is_marked or finals is None:
+        return torch.full_like(lane, is_marked, dtype=torch.bool)
+    return finals.find(lane, last)[0]
+
+
+def put_finals(
+    ring: RingStore,
+    finals: FinalRows | None,
+    following: Mapping[str, torch.Tensor],
+    lane: torch.Tensor,
+    last: torch.Tensor,
+    ended: torch.Tensor,
+) -> None:
+    """Where a trajectory ended, replace what follows: by its final observation, else by the last row itself.
+
+    Args:
+        ring, finals: Where rows come from.
+        following: `[n, *event]` per field, one row after each of `last`.
+        lane, last: `[n]`, the last rows.
+        ended: `[n]` bool, which of them ended a trajectory.
+    """
+    rows = ended.nonzero().squeeze(1)
+    if not len(rows):
+        return
+    lane, last = lane[rows], last[rows]
+    places = ring.place(lane, last)
+    if finals is not None:
+        is_known, at = finals.find(lane, last)
+    for name, leaf in following.items():
+        own = ring.column(name).index_select(0, places)
+        if finals is not None:
+            signed(own)[is_known] = signed(finals.take(name, at[is_known]))
+        signed(leaf)[rows] = signed(own)

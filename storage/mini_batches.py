@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from numbers import Integral
 
 import torch
 
@@ -18,6 +17,7 @@ from .delivery import Delivery
 from .errors import UsageError
 from .modes import lasting
 from .padding import Segments, find_segments, pad
+from .records import is_count
 from .work_split import WorkSplit
 
 #: What could not be done, in every error about mini-batches.
@@ -141,7 +141,7 @@ def wide_row_bytes(num_epochs: int) -> int:
 def check_counts(num_mini_batches: int, num_epochs: int, num_items: int, item: str) -> None:
     """Refuse numbers of mini-batches and epochs that cannot be, before anything is generated."""
     for name, value in (("num_mini_batches", num_mini_batches), ("num_epochs", num_epochs)):
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        if not is_count(value):
             raise UsageError(GENERATE, "", f"{name} >= 1", repr(value))
     if num_mini_batches > num_items:
         expected = f"num_mini_batches <= {num_items}, one {item} each"
@@ -159,18 +159,6 @@ def batch_bounds(num_rows: int, num_mini_batches: int, drop_last: bool) -> list[
         return [(i * size, (i + 1) * size) for i in range(num_mini_batches)]
     starts = [i * size + min(i, remainder) for i in range(num_mini_batches + 1)]
     return list(pairwise(starts))
-
-
-def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """Take a generator, seed a new one, or seed one once from torch's default generator."""
-    if isinstance(generator, torch.Generator):
-        return generator
-    if generator is not None and not isinstance(generator, Integral):
-        raise UsageError("create a generator", "", "a torch.Generator, an int or None", repr(generator))
-    if generator is not None and not -(2**63) <= generator < 2**64:
-        raise UsageError("create a generator", "", "a seed of 64 bits", repr(generator))
-    seed = int(torch.randint(2**63 - 1, (), device="cpu")) if generator is None else int(generator)
-    return torch.Generator().manual_seed(seed)
 
 
 def permutation(num_rows: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:

@@ -119,9 +119,8 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
     # The true places trajectory by trajectory, which is env by env and in time.
     places = masks.T.flatten().nonzero().squeeze(1)
     if not len(places) or len(places) % num_steps:
-        raise SchemaError(
-            "join trajectories", "", f"masks with a multiple of {num_steps} True values", str(len(places))
-        )
+        expected = f"masks with a multiple of {num_steps} True values"
+        raise SchemaError("join trajectories", "", expected, str(len(places)))
     trajectory = torch.div(places, num_steps, rounding_mode="floor")
     rows = (places - trajectory * num_steps) * num_trajectories + trajectory
     order = rows.view(-1, num_steps).T.flatten()

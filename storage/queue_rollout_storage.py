@@ -50,16 +50,8 @@ class QueueRolloutStorage(RolloutStorage):
         given: Any = buffer_dilation_ratio
         if not isinstance(given, Real) or not 1 <= float(given) < inf:
             raise UsageError("create a storage", "", "buffer_dilation_ratio >= 1", repr(buffer_dilation_ratio))
-        super().__init__(
-            num_envs,
-            num_transitions_per_env,
-            obs_shape,
-            critic_obs_shape,
-            actions_shape,
-            num_rewards,
-            device,
-            **options,
-        )
+        shapes = obs_shape, critic_obs_shape, actions_shape
+        super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
         self.num_timesteps_each_rollout = int(num_transitions_per_env)
         self.buffer_dilation_ratio = float(buffer_dilation_ratio)
         # The small number mends ratios such as 1.1 that have no exact binary form.

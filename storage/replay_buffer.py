@@ -17,9 +17,8 @@ from .delivery import Delivery
 from .errors import BufferEmptyError, FieldTypeError, SchemaError, UsageError
 from .fields import Field, Schema
 from .host_arrays import as_given
-from .mini_batches import make_generator
 from .ring import RingStore
-from .samplers import uniform
+from .samplers import generator_on, uniform
 from .snapshot import Snapshotted, State
 
 _NAMES = ("states", "next_states")
@@ -53,7 +52,7 @@ class ReplayBuffer(Snapshotted):
         self.obs_dim = tuple(int(size) for size in sizes)
         self.buffer_size = int(buffer_size)
         self.device = torch.device(device)
-        self.rng = make_generator(generator)
+        self.rng = generator_on(generator)
         schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
         self._ring = RingStore(self.buffer_size, 1, schema, self.device, num_guards=0)
         self.states, self.next_states = (self._ring.slots_view(name)[:, 0] for name in _NAMES)

@@ -191,13 +191,10 @@ def check_bootstrap(
     cut = (dones != 0) & (time_outs != 0)
     is_absent = cut if bootstrap_values is None else cut & bootstrap_values.isnan()
     if bool(is_absent.any()):
-        raise UsageError(
-            "compute returns",
-            "with truncation 'final'",
-            "bootstrap_values, the values of the true final observations, wherever a time-out cut",
-            "none" if bootstrap_values is None else "NaN",
-            "Add them with each transition, or use truncation 'value'",
-        )
+        expected = "bootstrap_values, the values of the true final observations, wherever a time-out cut"
+        advice = "Add them with each transition, or use truncation 'value'"
+        got = "none" if bootstrap_values is None else "NaN"
+        raise UsageError("compute returns", "with truncation 'final'", expected, got, advice)
 
 
 @torch.no_grad()

@@ -23,11 +23,14 @@ from .fields import Schema
 from .held_steps import HeldSteps
 from .host_arrays import zeroed
 from .modes import lasting
+from .records import names_below
 from .row_cut import RowCut, Rows, Target
 from .row_layout import Group, lay_out
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
 _MIN_TORCH_BYTES = 256 * 1024
+#: So many ways of cutting rows are remembered, with the memory that is ready for them.
+_MAX_CUTS = 8
 
 
 class RingStore:
@@ -61,11 +64,12 @@ class RingStore:
             zeroed((self.num_lanes, self.stride, group.width), group.unit, self.device) for group in self.groups
         ]
         self._sources: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._cuts: dict[tuple[bool, bool], RowCut] = {}
+        self._cuts: dict[Any, RowCut] = {}
         found: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             found.update(group.views(base))
         self._columns = {name: found[name] for name in schema}
+        self.names = tuple(schema)
         self._arrays = [_array(column) for column in self._columns.values()]
         #: Whether `write_arrays` may be used: the memory is on the CPU, and numpy knows every dtype.
         self.takes_arrays = all(array is not None for array in self._arrays)
@@ -101,14 +105,15 @@ class RingStore:
         """Write checked leaves, `[n, lanes, *event]` in the schema's order; any n, the last slots win."""
         self.settle()
         num_rows = len(tensors[0]) if tensors else 0
-        kept = min(num_rows, self.num_slots)
-        for first, last in self._runs(self.total + num_rows - kept, self.total + num_rows):
-            slot, stop = self.slot(first), self.slot(last - 1) + 1
-            skipped = first - self.total
+        first = max(0, num_rows - self.num_slots)
+        while first < num_rows:
+            slot = self.slot(self.total + first)
+            last = min(num_rows, first + self.num_slots - slot)
+            stop = slot + last - first
             for column, array, leaf in zip(self._columns.values(), self._arrays, tensors, strict=True):
-                part = leaf if last - first == num_rows else leaf[skipped : skipped + last - first]
-                _copy(column, array, slot, stop, part)
+                _copy(column, array, slot, stop, leaf[first:last])
             self._copy_guards(slot, stop)
+            first = last
         self.total += num_rows
 
     def write_arrays(self, leaves: list[npt.NDArray[Any]]) -> None:
@@ -175,11 +180,31 @@ class RingStore:
 
     def gather(self, places: torch.Tensor, contiguous: bool = False, nested: bool = False) -> dict[str, Any]:
         """Copy rows: `[len(places), *event]` per field, views of one new tensor per group; by flat name, or nested."""
-        cut = self._cuts.get((contiguous, nested))
-        if cut is None:
-            targets = [Target(0, name, name) for name in self.schema]
-            cut = self._cuts[contiguous, nested] = self.cut(targets, contiguous, nested)
+        cut = self.cut_of(self.names, (), contiguous, nested)
         return cut(self.rows(places, cut))
+
+    def cut_of(
+        self,
+        keys: Sequence[str],
+        next_keys: Sequence[str],
+        contiguous: bool = False,
+        nested: bool = True,
+        apart: bool = False,
+    ) -> RowCut:
+        """Give what cuts the fields of some keys, and below `next` those of some one row later; planned once."""
+        asked = tuple(keys), tuple(next_keys), contiguous, nested, apart
+        found = self._cuts.get(asked)
+        if found is None:
+            targets = [
+                Target(row, name, f"next/{name}" if row else name)
+                for row in (0, 1)
+                for key in (keys, next_keys)[row]
+                for name in names_below(self.schema, key, "sample windows")
+            ]
+            if len(self._cuts) >= _MAX_CUTS:
+                self._cuts.clear()
+            found = self._cuts[asked] = self.cut(targets, contiguous, nested, apart)
+        return found
 
     def cut(
         self, targets: Sequence[Target], contiguous: bool = False, nested: bool = True, apart: bool = False
@@ -269,13 +294,6 @@ class RingStore:
             if not torch.equal(guards[:, :written], base[:, :written].view(torch.uint8)):
                 return False, "the guards differ from the first slots"
         return (True, "") if self.total >= 0 else (False, "total is below 0")
-
-    def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Cut ids `first` to `last` where the ring closes."""
-        if first >= last:
-            return []
-        seam = (first // self.num_slots + 1) * self.num_slots
-        return [(first, last)] if last <= seam else [(first, seam), (seam, last)]
 
     def _copy_guards(self, slot: int, stop: int) -> None:
         stop = min(stop, self.num_guards)

@@ -15,8 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy.typing as npt
 import torch
 
-from .buffer_files import accepted_share, all_or_nothing, load_buffer_folder, oldest_ages, save_ring
-from .duplicates import Duplicable
+from .buffer_files import FolderBuffer, accepted_share, all_or_nothing, load_ring, oldest_ages, save_ring
 from .end_flags import Places, array_ends, end_places, row_ends, tensor_ends
 from .errors import BufferEmptyError, SchemaError, UsageError
 from .fields import Schema
@@ -31,9 +30,11 @@ from .tree import map_leaves
 from .windows import Boundaries
 
 _Self = TypeVar("_Self", bound="RingBuffer")
+#: Step and lane of rows that end a trajectory, and what was observed after them.
+_Ended = tuple[torch.Tensor, torch.Tensor, Schema, dict[str, torch.Tensor]]
 
 
-class RingBuffer(Duplicable):
+class RingBuffer(FolderBuffer):
     """Rows on a ring under one lock: everything but how they are given back.
 
     Args:
@@ -92,14 +93,6 @@ class RingBuffer(Duplicable):
     def __len__(self) -> int:
         """Rows that are held."""
         return 0 if self._ring is None else self._ring.num_live * self._rows_per_slot
-
-    def size(self) -> int:
-        """Rows that are held."""
-        return len(self)
-
-    def empty(self) -> bool:
-        """Tell whether nothing is held."""
-        return len(self) == 0
 
     @property
     def total(self) -> int:
@@ -213,14 +206,10 @@ class RingBuffer(Duplicable):
             save_ring(self, folder, nested_key_separator or self.nested_key_separator)
 
     @classmethod
-    def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
-        """Make a buffer from what `save` wrote, here or in an earlier system.
-
-        Args:
-            path: The folder.
-            device: Where to keep it; None for where it was, or the CPU if that is not here.
-        """
-        return load_buffer_folder(cls, path, device)
+    def _of_save(
+        cls: type[_Self], path: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
+    ) -> _Self:
+        return load_ring(cls, path, config, device)
 
     # Inside.
 
@@ -238,14 +227,7 @@ class RingBuffer(Duplicable):
 
     def _config(self) -> dict[str, Any]:
         """Give the arguments that make an equal buffer, as JSON; device and separator are added by whoever saves."""
-        return {
-            "capacity": self.capacity,
-            "num_envs": self.num_envs,
-            "end_key": self.end_key,
-            "auto_unsqueeze": self.auto_unsqueeze,
-            "narrow": self.narrow,
-            "contiguous": self.contiguous,
-        }
+        return {name: getattr(self, name) for name in RingBuffer._ARGUMENTS}
 
     def _recipe(self) -> dict[str, Any]:
         where = {"device": self.device, "output_device": self.output_device}
@@ -289,9 +271,7 @@ class RingBuffer(Duplicable):
         self._end_places, self._ring, self._boundaries, self._finals = places, ring, boundaries, None
         self._reader.freeze(schema, num_lanes)
 
-    def _write(
-        self, rows: Rows, final: tuple[torch.Tensor, torch.Tensor, Schema, dict[str, torch.Tensor]] | None
-    ) -> None:
+    def _write(self, rows: Rows, final: _Ended | None) -> None:
         ring = self._ring
         assert ring is not None
         self._order.wait(is_write=True)
@@ -315,9 +295,7 @@ class RingBuffer(Duplicable):
         else:
             boundaries.note_row(is_end)
 
-    def _read_final(
-        self, final: Any, rows: Rows, places: Places
-    ) -> tuple[torch.Tensor, torch.Tensor, Schema, dict[str, torch.Tensor]]:
+    def _read_final(self, final: Any, rows: Rows, places: Places) -> _Ended:
         """Check final observations; give step, lane and leaves of the rows that end a trajectory."""
         if not places:
             raise UsageError("add final rows", "", "a buffer with end_key", "one without")

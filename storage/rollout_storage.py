@@ -32,7 +32,6 @@ from .mini_batches import (
     RowGather,
     batch_bounds,
     check_counts,
-    make_generator,
     row_batches,
     wide_row_bytes,
 )
@@ -45,6 +44,7 @@ from .returns import (
     with_bootstrap,
     write_advantage,
 )
+from .samplers import generator_on
 from .scans import Scalar
 from .snapshot import Snapshotted, State, checked_count
 from .transition import MiniBatch, Transition
@@ -107,7 +107,7 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
         self.num_rewards = int(num_rewards)
         self.policy_output_shapes = policy_outputs
         self.device = checked_device("device", device)
-        self.rng = make_generator(generator)
+        self.rng = generator_on(generator)
         self.step = 0
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device, output_device)

@@ -47,12 +47,12 @@ class Rows(NamedTuple):
 
     Attributes:
         tensor: As they were gathered: `[n, width]`, each a row, two side by side or a window.
-        leaves: On the CPU the fields that are cut from them, `[rows, *shape]`, which share their memory.
+        leaves: The fields that are cut from them, `[rows, *shape]`, which share their memory; on the CPU as arrays.
         array: `tensor` as an array, where it is to be filled.
     """
 
     tensor: torch.Tensor
-    leaves: list[npt.NDArray[Any]]
+    leaves: list[Any]
     array: npt.NDArray[Any] | None = None
 
     def fill(self, source: torch.Tensor, index: torch.Tensor) -> None:
@@ -81,16 +81,17 @@ class _Step(NamedTuple):
     #: Which rows it is cut from, which of their leaves it is, and what makes it a tensor.
     place: int = -1
     leaf: int = 0
-    make: Callable[[npt.NDArray[Any]], torch.Tensor] = torch.from_numpy
+    make: Callable[[Any], torch.Tensor] = torch.from_numpy
 
 
 class _Leaf(NamedTuple):
-    """Where a field stands in rows, in items of its dtype, and its shape."""
+    """Where a field stands in rows, in items of its dtype, and its shape and strides."""
 
-    dtype: np.dtype[Any]
+    dtype: Any
     first: int
     last: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class RowCut:
@@ -142,13 +143,10 @@ class RowCut:
         #: What was asked for last of each group, and the memory that is ready for what was asked for twice.
         self._last: dict[int, _Key] = {}
         self._ready: dict[_Key, Reused[Rows]] = {}
-        if self._is_on_cpu:
-            self._plan(found)
+        self._plan(found)
 
     def __call__(self, rows: Sequence[Rows | None]) -> dict[str, Any]:
         """Cut rows of all groups, and, with `apart`, second rows of all; None where nothing is wanted."""
-        if not self._is_on_cpu:
-            return self._by_torch(rows)
         leaves = [() if one is None else one.leaves for one in rows]
         nodes: list[dict[str, Any]] = [{}]
         for node, key, place, leaf, make in self._steps:
@@ -161,12 +159,12 @@ class RowCut:
 
     def seen(self, place: int, rows: torch.Tensor) -> Rows:
         """Take rows `[n, width]` that were gathered elsewhere."""
-        return Rows(rows, self._leaves_of(place, rows.numpy()) if self._is_on_cpu else [])
+        return Rows(rows, self._leaves_of(place, rows.numpy() if self._is_on_cpu else rows))
 
     def gather(self, place: int, source: torch.Tensor, index: torch.Tensor) -> Rows:
         """Copy rows of `source`, `[n, width]`, which sees a group's memory; on a device into a new tensor."""
         if not self._is_on_cpu:
-            return Rows(torch.index_select(source, 0, index), [])
+            return self.seen(place, torch.index_select(source, 0, index))
         rows = self.room(place, index.shape[0], source, source.shape[1])
         rows.fill(source, index)
         return rows
@@ -186,8 +184,8 @@ class RowCut:
         num = starts[0].shape[0]
         width = self._groups[places[0] % len(self._groups)].width
         if not self._is_on_cpu:
-            moved = (torch.index_select(source, 0, start) for source, start in zip(sources, starts, strict=True))
-            return [Rows(one.view(-1, width), []) for one in moved]
+            lists = zip(places, sources, starts, strict=True)
+            return [self.seen(place, source.index_select(0, start).view(-1, width)) for place, source, start in lists]
         rows = [self.room(place, num, source, width) for place, source in zip(places, sources, strict=True)]
         per_turn = num if len(starts) == 1 else max(1, _TURN_BYTES // (sources[0].shape[1] * sources[0].element_size()))
         if num <= per_turn:
@@ -226,20 +224,23 @@ class RowCut:
         rows = Rows(torch.from_numpy(array), self._leaves_of(place, array.reshape(-1, row_width)), array)
         return rows, rows.leaves
 
-    def _leaves_of(self, place: int, rows: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """See `[n, width]` rows as the fields that are cut from them."""
+    def _leaves_of(self, place: int, rows: Any) -> list[Any]:
+        """See `[n, width]` rows, an array or a tensor, as the fields that are cut from them."""
         views = {leaf.dtype: rows.view(leaf.dtype) for leaf in self._leaves[place]}
+        if isinstance(rows, torch.Tensor):  # in a third of the time of a slice and another shape of it
+            return [
+                view.as_strided((len(rows), *leaf.shape), (view.stride(0), *leaf.strides), leaf.first)
+                for leaf, view in ((leaf, views[leaf.dtype]) for leaf in self._leaves[place])
+            ]
         return [
             views[leaf.dtype][:, leaf.first : leaf.last].reshape(len(rows), *leaf.shape) for leaf in self._leaves[place]
         ]
 
     def _width(self, place: int, found: dict[str, tuple[int, Part]]) -> int:
-        """Say how much of a row, and of the one behind it, is wanted; on a device both whole."""
+        """Say how much of a row, and of the one behind it, is wanted."""
         group, (own, following) = self._groups[place], self.wanted[place]
         if self._apart or not following:
             return group.width if own or following else 0
-        if not self._is_on_cpu:
-            return 2 * group.width
         parts = (found[target.field] for target in self.targets if target.row)
         stop = max(part.stop for at, part in parts if at == place)
         # As each of the dtypes, rows have a whole number of items.
@@ -264,37 +265,19 @@ class RowCut:
                 place += len(self._groups)
             elif target.row:
                 start += self._groups[place].row_bytes
-            is_bfloat16 = part.field.dtype == "bfloat16"
-            dtype = _BITS if is_bfloat16 else part.field.numpy_dtype
+            is_bits = self._is_on_cpu and part.field.dtype == "bfloat16"
+            dtype = _BITS if is_bits else part.field.numpy_dtype if self._is_on_cpu else part.field.torch_dtype
             first, leaves = start // dtype.itemsize, self._leaves[place]
-            leaves.append(_Leaf(dtype, first, first + part.field.num_elements, part.field.shape))
-            make = _maker(is_bfloat16, self._contiguous)
+            strides = torch.empty(part.field.shape, device="meta").stride()
+            leaves.append(_Leaf(dtype, first, first + part.field.num_elements, part.field.shape, strides))
+            is_plain = self._is_on_cpu and not is_bits and not self._contiguous
+            make = torch.from_numpy if is_plain else partial(_made, is_bits, self._contiguous)
             self._steps.append(_Step(nodes[tuple(parents)], last, place, len(leaves) - 1, make))
 
-    def _by_torch(self, rows: Sequence[Rows | None]) -> dict[str, Any]:
-        """Do the same on a device."""
-        found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-        names = [[target.field for target in self.targets if target.row == row] for row in (0, 1)]
-        tensors = [torch.empty(0, device="cpu") if one is None else one.tensor for one in rows]
-        for place, (group, wanted) in enumerate(zip(self._groups, self.wanted, strict=True)):
-            if wanted[1] and not self._apart:
-                parts = group.pair_views(tensors[place], names[1], self._contiguous)
-                found[0].update(parts[0])
-                found[1].update(parts[1])
-                continue
-            for row in (0, 1):
-                if wanted[row]:
-                    moved = tensors[place + row * len(self._groups)]
-                    found[row].update(group.views(moved, self._contiguous, names[row]))
-        flat = {target.name: found[target.row][target.field] for target in self.targets}
-        return unflatten(flat) if self._nested else flat
 
-
-def _maker(is_bfloat16: bool, contiguous: bool) -> Callable[[npt.NDArray[Any]], torch.Tensor]:
-    """Give what makes a leaf a tensor."""
-    return partial(_made, is_bfloat16, contiguous) if is_bfloat16 or contiguous else torch.from_numpy
-
-
-def _made(is_bfloat16: bool, contiguous: bool, leaf: npt.NDArray[Any]) -> torch.Tensor:
+def _made(is_bits: bool, contiguous: bool, leaf: Any) -> torch.Tensor:
+    if isinstance(leaf, torch.Tensor):
+        found = leaf.data  # a tensor of its own: it may be changed in place, also by something that has gradients
+        return found.contiguous() if contiguous else found
     found = torch.from_numpy(np.ascontiguousarray(leaf) if contiguous else leaf)
-    return found.view(torch.bfloat16) if is_bfloat16 else found
+    return found.view(torch.bfloat16) if is_bits else found

@@ -7,10 +7,7 @@ transition costs what the bytes cost; one gather per field costs 1.4-1.75 times 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -31,16 +28,6 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How the fields of one dtype are cut from rows: sizes of all pieces, and which of them are fields."""
-
-    dtype: torch.dtype
-    sizes: list[int]
-    #: First or second row, field, place among the pieces, shape where it is not `[size]`.
-    picks: list[tuple[int, str, int, tuple[int, ...] | None]]
-
-
-@dataclass(frozen=True)
 class Group:
     """Fields that lie side by side in one memory block.
 
@@ -58,70 +45,14 @@ class Group:
     def row_bytes(self) -> int:
         return self.width * self.unit.itemsize
 
-    def views(
-        self, rows: torch.Tensor, contiguous: bool = False, names: Collection[str] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def views(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """See `[..., width]` rows of this group as fields `[..., *event]` that share their memory."""
-        return self._cut(rows, self._plan(names, ()), contiguous)[0]
-
-    def pair_views(
-        self, pairs: torch.Tensor, names: Collection[str], contiguous: bool = False
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """See `[..., 2 * width]` pairs of rows as all fields of the first and some of the second."""
-        return self._cut(pairs, self._plan(None, names), contiguous)
-
-    def _cut(
-        self, rows: torch.Tensor, plan: list[_Cut], contiguous: bool
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-        for cut in plan:
-            typed = rows if cut.dtype is self.unit else rows.view(cut.dtype)
-            # One call per dtype; "unsafe" only means that autograd takes the parts for tensors of their own, which
-            # may be changed in place like any other, also by something that has gradients. Nobody keeps `rows`.
-            pieces = typed.unsafe_split_with_sizes(cut.sizes, -1)
-            for row, name, place, shape in cut.picks:
-                piece = pieces[place]
-                if shape is not None:  # `data` makes it a tensor of its own again
-                    piece = piece.view(*rows.shape[:-1], *shape).data
-                found[row][name] = piece.contiguous() if contiguous else piece
+        found = {}
+        for part in self.parts:
+            dtype = part.field.torch_dtype
+            cells = rows.view(dtype)[..., part.start // dtype.itemsize : part.stop // dtype.itemsize]
+            found[part.field.name] = cells.reshape(*rows.shape[:-1], *part.field.shape)
         return found
-
-    def _plan(self, names: Collection[str] | None, next_names: Collection[str]) -> list[_Cut]:
-        """Say how to cut a row, or two rows side by side where `next_names` asks for fields of the second."""
-        key = None if names is None else tuple(names), tuple(next_names)
-        plan = self._plans.get(key)
-        if plan is None:
-            wanted = [(0, part) for part in self.parts if names is None or part.field.name in names]
-            wanted += [(1, part) for part in self.parts if part.field.name in next_names]
-            num_bytes = self.row_bytes * (2 if key[1] else 1)
-            dtypes = dict.fromkeys(part.field.torch_dtype for _, part in wanted)
-            plan = self._plans[key] = [
-                self._plan_cut(
-                    dtype, [(row, part) for row, part in wanted if part.field.torch_dtype is dtype], num_bytes
-                )
-                for dtype in dtypes
-            ]
-        return plan
-
-    def _plan_cut(self, dtype: torch.dtype, wanted: list[tuple[int, Part]], num_bytes: int) -> _Cut:
-        sizes: list[int] = []
-        picks: list[tuple[int, str, int, tuple[int, ...] | None]] = []
-        reached = 0
-        for row, part in wanted:
-            start, stop = row * self.row_bytes + part.start, row * self.row_bytes + part.stop
-            if start > reached:  # a piece that nobody wants; each takes a quarter of a microsecond, also an empty one
-                sizes.append((start - reached) // dtype.itemsize)
-            sizes.append((stop - start) // dtype.itemsize)
-            shape = part.field.shape
-            picks.append((row, part.field.name, len(sizes) - 1, shape if len(shape) != 1 else None))
-            reached = stop
-        if num_bytes > reached:
-            sizes.append((num_bytes - reached) // dtype.itemsize)
-        return _Cut(dtype, sizes, picks)
-
-    @cached_property
-    def _plans(self) -> dict[Any, list[_Cut]]:
-        return {}
 
 
 def lay_out(schema: Schema, wide_row_bytes: int = WIDE_ROW_BYTES) -> list[Group]:

@@ -7,6 +7,7 @@ are drawn in `windows.py`, which alone knows their bounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
@@ -17,15 +18,22 @@ from .errors import UsageError
 _MAX_SHORT, _MORE_BITS = 1 << 20, 12
 
 
-def generator_on(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator:
-    """Take a generator, seed a new one on `device`, or seed one once from torch's default generator."""
+def generator_on(generator: torch.Generator | int | None, device: torch.device | None = None) -> torch.Generator:
+    """Take a generator, seed a new one, or seed one once from torch's default generator.
+
+    It is on `device`; if that is None, a given one is anywhere, and a new one on the CPU.
+    """
     if isinstance(generator, torch.Generator):
-        if generator.device.type != device.type:
+        if device is not None and generator.device.type != device.type:
             expected = f"one on {device.type}, where the rows are"
             raise UsageError("use the generator", "", expected, f"one on {generator.device}")
         return generator
+    if generator is not None and not isinstance(generator, Integral):
+        raise UsageError("create a generator", "", "a torch.Generator, an int or None", repr(generator))
+    if generator is not None and not -(2**63) <= generator < 2**64:
+        raise UsageError("create a generator", "", "a seed of 64 bits", repr(generator))
     seed = int(torch.randint(2**63 - 1, (), device="cpu")) if generator is None else int(generator)
-    return torch.Generator(device).manual_seed(seed)
+    return torch.Generator(device or "cpu").manual_seed(seed)
 
 
 def uniform(num_rows: int, num_draws: int, generator: torch.Generator) -> torch.Tensor:

@@ -27,6 +27,8 @@ _SHIFTED = {
     "observations": ("all_observations", "next_observations", "next_obs"),
     "critic_observations": ("all_critic_observations", "next_critic_observations", "next_critic_obs"),
 }
+#: Attribute -> its column, and which of the T + 1 steps it shows.
+_VIEWS = {name: (column, slice(i, None)) for column, names in _SHIFTED.items() for i, name in enumerate(names[:2])}
 _ACTION = "add a transition"
 _WHOLE, _FINALS = "whole/", "finals/"
 
@@ -75,16 +77,13 @@ class SarsaRolloutStorage(RolloutStorage):
         self._has_next = [False] * self.num_transitions_per_env
 
     def __getattr__(self, name: str) -> Any:
-        for column, (whole, later, _) in _SHIFTED.items():
-            if name in (whole, later) and "_whole" in self.__dict__:
-                return self._shifted(column, slice(1 if name == later else 0, None))
+        if name in _VIEWS and "_whole" in self.__dict__:
+            return self._shifted(*_VIEWS[name])
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        for column, (whole, later, _) in _SHIFTED.items():
-            if name in (whole, later) and "_whole" in self.__dict__:
-                tensors = flatten_column(name, self._shifted(column, slice(1 if name == later else 0, None)))
-                return self._table.write(name, dict(tensors), value)
+        if name in _VIEWS and "_whole" in self.__dict__:
+            return self._table.write(name, dict(flatten_column(name, self._shifted(*_VIEWS[name]))), value)
         super().__setattr__(name, value)
 
     @torch.no_grad()
@@ -149,11 +148,8 @@ class SarsaRolloutStorage(RolloutStorage):
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
         columns = super()._batch_columns(rows)
         for column, (_, _, batch) in _SHIFTED.items():
-            for (name, x), field in zip(
-                flatten_column(batch, self._shifted(column, slice(1, rows + 1))),
-                self._table.columns[column].fields,
-                strict=True,
-            ):
+            later = flatten_column(batch, self._shifted(column, slice(1, rows + 1)))
+            for (name, x), field in zip(later, self._table.columns[column].fields, strict=True):
                 columns.append((name, self._with_finals(x, field.name, rows), True))
         if self.emit_next_valid:
             columns.append(("next_valid", self._next_valid(rows), True))

@@ -110,14 +110,7 @@ class Snapshotted(Duplicable):
 
     def state_dict(self) -> dict[str, Any]:
         """Copy everything, the random state too; tensors stay on this device."""
-        state = self._copy_state()
-        return {
-            "class": type(self).__name__,
-            "version": VERSION,
-            "arguments": state.arguments,
-            "numbers": state.numbers,
-            "tensors": state.tensors,
-        }
+        return {"class": type(self).__name__, "version": VERSION, **vars(self._copy_state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, from any device; nothing is changed if it does not fit.

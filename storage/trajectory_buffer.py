@@ -15,13 +15,12 @@ from .buffer_files import can_load
 from .dict_buffer import DictBuffer
 from .end_flags import Places
 from .errors import SchemaError, UsageError
-from .fields import Schema, signed
-from .final_rows import FinalRows
-from .records import Key, is_count, names_below, normal
+from .fields import Schema
+from .final_rows import FinalRows, may_follow, put_finals
+from .records import Key, flat_name, is_count, names_below
 from .ring import RingStore
-from .row_cut import RowCut, Target
 from .tree import unflatten
-from .windows import Boundaries
+from .windows import Boundaries, Rule
 
 #: Fields that end trajectories unless `end_key` says otherwise: those of these that there are.
 DEFAULT_END_KEYS = ("terminated", "truncated", "done", "time_outs")
@@ -90,7 +89,6 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         self.seq_length = int(seq_length)
         self.output_key_t, self.output_key_tp1 = as_list(output_key_t), as_list(output_key_tp1)
         self.start_mode, self.at_end = start_mode, at_end
-        self._cuts = WindowCuts()
         super().__init__(capacity=capacity, device=device, end_key=end_key, **options)
 
     def size(self) -> int:
@@ -185,7 +183,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             places = boundaries.draw_places(num_windows, length + offset, self.generator)
             if places is None:
                 raise _no_window(length, offset)
-            cut = self._cuts.find(ring, self.output_key_t, self.output_key_tp1, self.contiguous)
+            cut = ring.cut_of(self.output_key_t, self.output_key_tp1, self.contiguous, apart=True)
             return cut(ring.windows(places, length, cut))
         if drawn is None:
             raise _no_window(length, offset)
@@ -203,34 +201,30 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         ring, finals = self._ring, self._finals
         if ring is None or finals is None:
             return None
-        names = (name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION))
-        return finals if all(name in finals.schema for name in names) else None
+        return finals.holding(name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION))
 
     def _may_go_on(self, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Say of ended trajectories, by their last row, whether windows may end with it."""
-        finals = self._known_finals
-        return (
-            torch.ones_like(lane, dtype=torch.bool)
-            if self.at_end == "mark" or finals is None
-            else finals.find(lane, last)[0]
-        )
+        return may_follow(self._known_finals, self.at_end == "mark", lane, last)
 
     def _gather(
         self, ring: RingStore, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
     ) -> dict[str, torch.Tensor]:
         """Copy windows of `length` rows that end at `last`, and what comes one row later."""
-        cut = self._cuts.find(ring, self.output_key_t, self.output_key_tp1, self.contiguous, nested=False)
+        cut = ring.cut_of(self.output_key_t, self.output_key_tp1, self.contiguous, nested=False, apart=True)
         found = cut(ring.windows(ring.place(lane, last - (length - 1)), length, cut))
         if goes_to_ends:
-            later = {target.field: found[target.name] for target in cut.targets if target.row}
-            is_known = self._put_finals(later, lane, last)
+            assert self._boundaries is not None
+            ended, finals = self._boundaries.ended(lane, last), self._known_finals
+            later = {x.field: found[x.name].unflatten(0, (-1, length))[:, -1] for x in cut.targets if x.row}
+            put_finals(ring, finals, later, lane, last, ended)
             if self.at_end == "mark":
                 flags = torch.ones((len(lane), length), dtype=torch.bool, device=lane.device)
-                flags[:, -1] = is_known
+                flags[:, -1] = ~ended | may_follow(finals, False, lane, last)
                 found["next_valid"] = flags.view(-1, 1)
         return found
 
-    def _rule_to_ends(self, length: int) -> Any:
+    def _rule_to_ends(self, length: int) -> Rule:
         """Say which windows are inside a trajectory and have a next row, a final one, or are to be marked."""
         ring, boundaries = self._ring, self._boundaries
         assert ring is not None and boundaries is not None
@@ -238,27 +232,9 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
         def is_valid(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
             ended = boundaries.ended(lane, last)
-            follows = (~ended & (last + 1 < ring.total)) | (ended & self._may_go_on(lane, last))
-            return is_inside(lane, last) & follows
+            return is_inside(lane, last) & torch.where(ended, self._may_go_on(lane, last), last + 1 < ring.total)
 
         return is_valid
-
-    def _put_finals(self, later: dict[str, torch.Tensor], lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Put the final observation, or else the last row, behind ended trajectories; tell which are known."""
-        ring, boundaries, finals = self._ring, self._boundaries, self._known_finals
-        assert ring is not None and boundaries is not None
-        ended = boundaries.ended(lane, last)
-        is_known = ~ended
-        if finals is not None:
-            has_final, at = finals.find(lane, last)
-            is_known |= has_final
-        for name in later:
-            own = ring.column(name).index_select(0, ring.place(lane[ended], last[ended]))
-            if finals is not None:
-                signed(own)[has_final[ended]] = signed(finals.take(name, at[ended & has_final]))
-            rows = signed(later[name])
-            rows.view(len(lane), len(rows) // len(lane), *rows.shape[1:])[ended, -1] = signed(own)
-        return is_known
 
 
 def _no_window(length: int, offset: int) -> UsageError:
@@ -266,33 +242,9 @@ def _no_window(length: int, offset: int) -> UsageError:
     return UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
 
 
-class WindowCuts:
-    """What windows are cut into: fields of some keys, and below `next` fields of some, one row later; planned once."""
-
-    def __init__(self) -> None:
-        self._last: dict[bool, tuple[Any, RowCut]] = {}
-
-    def find(
-        self, ring: RingStore, keys: list[str], next_keys: list[str], contiguous: bool, nested: bool = True
-    ) -> RowCut:
-        """Give what cuts the ring's `windows`."""
-        key = ring, tuple(keys), tuple(next_keys), contiguous
-        last = self._last.get(nested)
-        if last is None or last[0] != key:
-            own, later = (
-                [name for key in wanted for name in names_below(ring.schema, key, _ACTION)]
-                for wanted in (keys, next_keys)
-            )
-            targets = [Target(0, name, name) for name in own] + [Target(1, name, f"next/{name}") for name in later]
-            last = self._last[nested] = key, ring.cut(targets, contiguous, nested, apart=True)
-        return last[1]
-
-
 def as_list(keys: Sequence[Key]) -> list[str]:
     """Give keys as a list of flat names; one name alone is a list of one."""
-    found = normal(list(keys) if not isinstance(keys, str) else [keys])
-    assert isinstance(found, list)
-    return found
+    return [flat_name(key) for key in ([keys] if isinstance(keys, str) else keys)]
 
 
 def check_length(length: Any) -> None:

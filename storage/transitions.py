@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from .errors import FieldTypeError, SchemaError, UsageError
-from .fields import Schema, signed
-from .final_rows import FinalRows
+from .fields import Schema
+from .final_rows import FinalRows, may_follow, put_finals
 from .records import Key, is_count, names_below
 from .ring import RingStore
-from .row_cut import RowCut, Target
 from .tree import unflatten
 from .windows import Boundaries, Rule
 
@@ -84,13 +83,11 @@ class TransitionSampler:
         names = (name for key in request.next_keys for name in names_below(ring.schema, key, _ACTION))
         self._next_names = list(dict.fromkeys(names))
         _check_names(ring.schema, self._next_names, request)
-        has_all = finals is not None and all(name in finals.schema for name in self._next_names)
-        self._finals = finals if has_all else None
+        self._finals = None if finals is None else finals.holding(self._next_names)
         self._end_names = end_names
         is_short = request.num_steps == request.num_frames == 1
         #: Whether every transition is two rows of one trajectory, and nothing else.
         self._is_plain = is_short and request.at_end == "exclude" and self._finals is None
-        self._cuts: dict[tuple[bool, bool], RowCut] = {}
         if request.num_steps > 1:
             (self._reward_name,) = names_below(ring.schema, request.reward_key, _ACTION)[:1]
             if not ring.schema[self._reward_name].torch_dtype.is_floating_point:
@@ -116,19 +113,13 @@ class TransitionSampler:
         num_steps, ended = self._reach(lane, first)
         found = self._gather(lane, first, num_steps, ended, contiguous)
         if self._request.at_end == "mark":
-            is_known = ~ended
-            if self._finals is not None:
-                is_known |= self._finals.find(lane, first + num_steps - 1)[0]
+            is_known = ~ended | may_follow(self._finals, False, lane, first + num_steps - 1)
             found["next_valid"] = is_known.unsqueeze(1)
         return unflatten(found)
 
     def _pairs(self, places: torch.Tensor, contiguous: bool, nested: bool) -> dict[str, Any]:
         """Copy rows, and those of `next_keys` that follow them."""
-        cut = self._cuts.get((contiguous, nested))
-        if cut is None:
-            targets = [Target(0, name, name) for name in self._ring.schema]
-            targets += [Target(1, name, f"next/{name}") for name in self._next_names]
-            cut = self._cuts[contiguous, nested] = self._ring.cut(targets, contiguous, nested)
+        cut = self._ring.cut_of(self._ring.names, self._next_names, contiguous, nested)
         return cut(self._ring.rows(places, cut))
 
     def _rule(self) -> Rule:
@@ -137,14 +128,8 @@ class TransitionSampler:
 
         def is_complete(lane: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
             num_steps, ended = self._reach(lane, first)
-            accepted = first + num_steps < self._ring.total
-            if self._request.at_end == "mark":
-                accepted |= ended
-            elif self._finals is None:
-                accepted &= ~ended
-            else:
-                has_final = self._finals.find(lane, first + num_steps - 1)[0]
-                accepted = torch.where(ended, has_final, accepted)
+            follows = may_follow(self._finals, self._request.at_end == "mark", lane, first + num_steps - 1)
+            accepted = torch.where(ended, follows, first + num_steps < self._ring.total)
             if num_frames > 1:
                 accepted &= first - self._boundaries.age(lane, first).clamp(max=num_frames - 1) >= oldest
             return accepted
@@ -181,9 +166,9 @@ class TransitionSampler:
             rows = self._ring.gather(self._ring.place(lane, next_id), contiguous)
             following = {name: rows[name] for name in self._next_names}
             self._sum_rewards(found, lane, first, num_steps)
-        self._put_finals(found, following, lane, first + num_steps - 1, ended)
+        put_finals(self._ring, self._finals, following, lane, first + num_steps - 1, ended)
         if self._request.num_frames > 1:
-            self._stack(found, following, lane, first, num_steps, ended)
+            self._stack(found, following, lane, first, num_steps)
         found.update((f"next/{name}", x) for name, x in following.items())
         return found
 
@@ -196,9 +181,7 @@ class TransitionSampler:
         is_taken = steps < torch.as_tensor(num_steps, device=first.device).unsqueeze(1)
         # Steps that are not taken read the first row, which is always there, and weigh nothing.
         ids = torch.where(is_taken, first.unsqueeze(1) + steps, first.unsqueeze(1))
-        places = self._ring.place(lane.unsqueeze(1).expand_as(ids), ids).flatten()
-        rewards = self._ring.column(name).index_select(0, places)
-        rewards = rewards.view(*ids.shape, *rewards.shape[1:])
+        rewards = self._rows_of(name, lane, ids)
         weights = torch.where(is_taken, request.gamma**steps, 0).to(rewards.dtype)
         found[name] = (rewards * weights.view(*ids.shape, *[1] * (rewards.dim() - 2))).sum(1)
         taken = torch.as_tensor(num_steps, dtype=torch.float32, device=first.device)
@@ -207,28 +190,6 @@ class TransitionSampler:
         for end_name in self._end_names:
             found[end_name] = self._ring.column(end_name).index_select(0, last)
 
-    def _put_finals(
-        self,
-        found: dict[str, torch.Tensor],
-        following: dict[str, torch.Tensor],
-        lane: torch.Tensor,
-        last: torch.Tensor,
-        ended: torch.Tensor,
-    ) -> None:
-        """Where a trajectory ended, replace what follows: by its final observation, else by the last step's own."""
-        rows = ended.nonzero().squeeze(1)
-        if not len(rows):
-            return
-        lane, last = lane[rows], last[rows]
-        places = self._ring.place(lane, last)
-        if self._finals is not None:
-            is_known, at = self._finals.find(lane, last)
-        for name, leaf in following.items():
-            own = self._ring.column(name).index_select(0, places)
-            if self._finals is not None:
-                signed(own)[is_known] = signed(self._finals.take(name, at[is_known]))
-            signed(leaf)[rows] = signed(own)
-
     def _stack(
         self,
         found: dict[str, torch.Tensor],
@@ -236,23 +197,21 @@ class TransitionSampler:
         lane: torch.Tensor,
         first: torch.Tensor,
         num_steps: torch.Tensor | int,
-        ended: torch.Tensor,
     ) -> None:
         """Stack the frames up to the first row, and those up to what follows the last step."""
-        start = first - self._boundaries.age(lane, first)
+        start = (first - self._boundaries.age(lane, first)).unsqueeze(1)
         back = torch.arange(self._request.num_frames - 1, -1, -1, device=first.device)
         for name in self._next_names:
-            found[name] = self._frames(name, lane, first, back, start)
-            earlier = self._frames(name, lane, first + num_steps, back[:-1], start)
+            found[name] = self._rows_of(name, lane, (first.unsqueeze(1) - back).maximum(start))
+            before = ((first + num_steps).unsqueeze(1) - back[:-1]).maximum(start)
+            earlier = self._rows_of(name, lane, before)
             following[name] = torch.cat([earlier, following[name].unsqueeze(1)], 1)
 
-    def _frames(
-        self, name: str, lane: torch.Tensor, last: torch.Tensor, back: torch.Tensor, start: torch.Tensor
-    ) -> torch.Tensor:
-        ids = torch.maximum(last.unsqueeze(1) - back, start.unsqueeze(1))
+    def _rows_of(self, name: str, lane: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Copy a field of `[n, any]` rows of `[n]` lanes: `[n, any, *event]`."""
         places = self._ring.place(lane.unsqueeze(1).expand_as(ids), ids).flatten()
-        frames = self._ring.column(name).index_select(0, places)
-        return frames.view(*ids.shape, *frames.shape[1:])
+        rows = self._ring.column(name).index_select(0, places)
+        return rows.view(*ids.shape, *rows.shape[1:])
 
 
 def _check_names(schema: Schema, next_names: list[str], request: TransitionRequest) -> None:

@@ -15,7 +15,6 @@ candidates are listed once instead, which is the same law; if none is, the calle
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,8 @@ from .segments import Segments
 
 #: (lane, row id of the window's last row) -> whether the window is valid.
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: Candidates -> which are accepted.
+_Accept = Callable[[torch.Tensor], torch.Tensor]
 #: Candidates that are proposed in vain before all are listed: so many, and so many per draw.
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
 #: So many sizes of rounds have memory ready for them.
@@ -182,19 +183,24 @@ class Boundaries:
         Returns:
             (lane, id of the last row), `[num_draws]` int64 each; None if no window is valid.
         """
-        places = self.ring.num_live - length + 1
-        if places < 1:
+        num_candidates, decode = self._candidates_of(length)
+        if not num_candidates:
             return None
+        drawn = self.rejection.draw(num_draws, num_candidates, lambda c: rule(*decode(c)), generator)
+        return None if drawn is None else decode(drawn)
+
+    def _candidates_of(self, length: int) -> tuple[int, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+        """Count the windows of live rows, and say how to find the lane and the last row of each."""
+        places = max(self.ring.num_live - length + 1, 0)
         first, lanes = self.ring.oldest + length - 1, self.ring.num_lanes
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if lanes == 1:
                 return torch.zeros_like(candidate), candidate + first
-            lane = torch.div(candidate, places, rounding_mode="floor")
+            lane = torch.div(candidate, max(places, 1), rounding_mode="floor")
             return lane, (candidate - lane * places).add_(first)
 
-        drawn = self.rejection.draw(num_draws, places * lanes, lambda c: rule(*decode(c)), generator)
-        return None if drawn is None else decode(drawn)
+        return places * lanes, decode
 
     def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> torch.Tensor | None:
         """Draw windows inside one trajectory as `draw` does; give where in the ring's memory their first rows lie."""
@@ -222,9 +228,11 @@ class Boundaries:
             return None
         candidates, index = self._candidates.get(size) or self._make_candidates(size)
         if back == 1:
-            followed = self._find_pairs() if self._pairs is None else self._pairs.followed
+            pairs = self._pairs
+            if pairs is None:
+                pairs = self._pairs = Pairs(ring, self.ages.numpy())
             fill_uniform(candidates, num_live * lanes, generator)
-            index = index.compress(followed.take(index, mode="clip"))
+            index = index.compress(pairs.followed.take(index, mode="clip"))
         else:
             first = ((total - num_live) % slots + back) * lanes
             fill_uniform(candidates, (num_live - back) * lanes, generator, first)
@@ -241,11 +249,6 @@ class Boundaries:
         slot, lane = (index, None) if lanes == 1 else np.divmod(index, lanes)
         places: npt.NDArray[np.int64] = ring.place(lane, slot)
         return places
-
-    def _find_pairs(self) -> npt.NDArray[np.bool_]:
-        assert self._arrays is not None
-        self._pairs = Pairs(self.ring, self._arrays[0])
-        return self._pairs.followed
 
     @lasting
     def _make_candidates(self, size: int) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
@@ -292,18 +295,11 @@ class Boundaries:
         back = torch.randint(1 << 62, (num_draws,), generator=generator, device=self.ring.device) % choices
         return its_lane, its_last - back
 
-    def list_all(self, length: int, rule: Rule | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def list_all(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """List every valid window, lane by lane, oldest first: (lane, id of the last row)."""
-        places = max(self.ring.num_live - length + 1, 0)
-        first = self.ring.oldest + length - 1
-        is_valid = rule or self.rule(length)
-
-        def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            lane = torch.div(candidate, max(places, 1), rounding_mode="floor")
-            return lane, candidate - lane * places + first
-
-        listed = _list(places * self.ring.num_lanes, lambda c: is_valid(*decode(c)), self.ring.device)
-        return decode(listed)
+        num_candidates, decode = self._candidates_of(length)
+        is_valid = self.rule(length)
+        return decode(_list(num_candidates, lambda c: is_valid(*decode(c)), self.ring.device))
 
     def _note_many(self, ends: torch.Tensor, total: int) -> None:
         num_rows, slots = len(ends), self.ring.num_slots
@@ -321,10 +317,6 @@ class Boundaries:
         if self._pairs is not None:
             self._pairs.note(total + num_rows - kept, ages[num_rows - kept :].numpy())
         self.next_ages.copy_(following[-1])
-
-
-class _Accept(Protocol):
-    def __call__(self, candidate: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class Rejection:

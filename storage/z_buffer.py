@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .buffer_files import all_or_nothing, can_load, device_for, restore_generator, save_buffer
-from .column_files import COLUMNS_NAME, SAVE_ID, load_one_save, open_columns
-from .duplicates import Duplicable
+from .buffer_files import FolderBuffer, all_or_nothing, can_load, device_for, restore_generator, save_buffer
+from .column_files import COLUMNS_NAME, SAVE_ID, open_columns
 from .durable import existing_folder
 from .errors import BufferEmptyError, CorruptFileError, SchemaError, UsageError
 from .fields import DTYPES, Field, Schema, dtype_name
@@ -29,7 +28,7 @@ _NAME = "z"
 
 
 @can_load
-class ZBuffer(Duplicable):
+class ZBuffer(FolderBuffer):
     """The last `capacity` vectors.
 
     Args:
@@ -63,14 +62,6 @@ class ZBuffer(Duplicable):
     def __len__(self) -> int:
         """Vectors that are held."""
         return self._ring.num_live
-
-    def size(self) -> int:
-        """Vectors that are held."""
-        return len(self)
-
-    def empty(self) -> bool:
-        """Tell whether nothing is held."""
-        return len(self) == 0
 
     @torch.no_grad()
     def add(self, z: Any) -> None:
@@ -131,11 +122,6 @@ class ZBuffer(Duplicable):
         """Write everything to a folder, atomically; one that exists is replaced."""
         with self._lock:
             save_buffer(self, folder, self._config(), self._ring)
-
-    @classmethod
-    def load(cls: type[_Self], path: str | os.PathLike[str], device: torch.device | str | None = None) -> _Self:
-        """Make a buffer from what `save` wrote; the device argument wins over the saved one."""
-        return load_one_save(path, lambda config: cls._of_save(path, config, device))
 
     @classmethod
     def _of_save(

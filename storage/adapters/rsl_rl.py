@@ -136,14 +136,10 @@ class RslRlStorage(RolloutStorage):
             given = {name: value for name, value in vars(transition).items() if value is not None}
             given["observations"] = _plain(given.get("observations"))
             parameters = given.pop(_PARAMETERS, None)
-            if parameters is not None and self.training_type == "rl":
+            if parameters and self.training_type == "rl":
                 if not self._parameters:
-                    self._declare_parameters(
-                        tuple(
-                            Field(f"{_PARAMETERS}/{i}", tuple(x.shape[1:]), dtype_name(x.dtype))
-                            for i, x in enumerate(parameters)
-                        )
-                    )
+                    shapes = {str(i): (tuple(x.shape[1:]), dtype_name(x.dtype)) for i, x in enumerate(parameters)}
+                    self._declare_parameters(declare_fields(_PARAMETERS, shapes))
                 given[_PARAMETERS] = {str(i): x for i, x in enumerate(parameters)}
             given.setdefault("hidden_states", None)
             step: Any = SimpleNamespace(**given)
@@ -206,12 +202,8 @@ class RslRlStorage(RolloutStorage):
 
     def _steps(self, rows: int) -> Iterator[Any]:
         for step in range(rows):
-            observations = self.observations[step].clone()
-            yield self.Batch(
-                observations=observations,
-                privileged_actions=self.privileged_actions[step].clone(),
-                dones=self.dones[step].clone(),
-            )
+            names = ("observations", "privileged_actions", "dones")
+            yield self.Batch(**{name: getattr(self, name)[step].clone() for name in names})
 
     def _compatible(self, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
         # One permutation for all epochs: one shuffled copy, of which every batch is a view.
@@ -224,21 +216,10 @@ class RslRlStorage(RolloutStorage):
                 yield self._to_mini_batch({name: x[start:stop] for name, x in shuffled.items()})
 
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
-        made: dict[str, Any] = {"obs": {}, f"old_{_PARAMETERS}": []}
-        for name, x in batch.items():
-            first, _, path = name.partition("/")
-            if first == "obs":
-                made["obs"][tuple(path.split("/"))] = x
-            elif path:
-                made[first].append(x)
-            else:
-                made[first] = x
-        masks = more.get("masks")
+        made, masks = unflatten(batch), more.get("masks")
         size = [len(made["actions"])] if masks is None else list(masks.shape)
-        observations = _tensordict({}, size)
-        for path, x in made.pop("obs").items():
-            observations[path if len(path) > 1 else path[0]] = x
-        parameters = tuple(made.pop(f"old_{_PARAMETERS}"))
+        observations = _tensordict(made.pop("obs"), size)
+        parameters = tuple(made.pop(f"old_{_PARAMETERS}", {}).values())
         states = more.get("hidden_states") or (None, None)
         return self.Batch(
             **made, observations=observations, old_distribution_params=parameters, hidden_states=states, masks=masks
