@@ -84,6 +84,7 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
     """Copy tensors by `id`; the bytes of each storage once."""
     runs = _runs(found)
     buffer = pool.take(sum(run.room for run in runs if run.device.type == "cpu")).numpy()
+    streams = {device: _side_stream(device) for device in {run.device for run in runs} if device.type == "cuda"}
     copies: dict[int, torch.Tensor] = {}
     start = 0
     with torch.no_grad():
@@ -93,12 +94,13 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
                 copies |= _copy_run(run, torch.from_numpy(buffer[start : start + run.num_bytes]))
                 start += run.room
             elif run.device.type == "cuda":
-                pinned = torch.empty(run.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-                copies |= _copy_run(run, pinned)
+                with torch.cuda.stream(streams[run.device]):
+                    pinned = torch.empty(run.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                    copies |= _copy_run(run, pinned)
             else:
                 copies |= {id(tensor): tensor.detach().cpu() for tensor in run.tensors}
-        for device in {run.device for run in runs if run.device.type == "cuda"}:
-            torch.cuda.current_stream(device).record_event().synchronize()
+        for stream in streams.values():
+            stream.synchronize()
         return {key: _like(found[key], tensor) for key, tensor in copies.items()}
 
 
@@ -157,3 +159,10 @@ def _like(original: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(original, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, original.requires_grad)
     return tensor
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Give a stream that comes after what has been started on the device."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
