@@ -17,6 +17,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ Look = Callable[[], Any]
 #: Give what was seen for the pass of this number, here or by the process that looks for all.
 Agree = Callable[[int, Look], Any]
 _POLL_S = 0.001
+#: A note that there will be no further ones.
+ENDED = "ended"
 #: Notes of so many passes stay: no worker is further behind another.
 _NUM_NOTES = 1000
 
@@ -154,42 +157,20 @@ class Board:
         """Take a note away, if there is one."""
         (self._path / name).unlink(missing_ok=True)
 
-    def agree(self, group: str) -> Agree:
-        """Agreement of the workers of one epoch: who comes first looks for all."""
+    def agree(self, group: str, is_told: bool = False) -> Agree:
+        """Agreement of the workers of one epoch: the first one looks for all, unless the loader's process tells."""
+        return partial(self._among_workers, group, is_told)
 
-        def among_workers(number: int, look: Look) -> Any:
-            name = f"{group}_{number}"
-            if (note := self.read(name)) is None:
+    def _among_workers(self, group: str, is_told: bool, number: int, look: Look) -> Any:
+        name, parent = f"{group}_{number}", multiprocessing.parent_process()
+        while (note := self.read(name)) is None:
+            if not is_told:
                 self.write(name, _told(look), is_final=True)
-                note = self.read(name)
-            self.forget(f"{group}_{number - _NUM_NOTES}")
-            return _heard(note)
-
-        return among_workers
-
-
-class Told:
-    """Agreement for the workers of `rollout_data.loader`: they wait for what the process with the loader has seen."""
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-
-    def tell(self, number: int, seen: Any) -> Any:
-        """Say what was seen for a pass."""
-        self._board.write(f"told_{number}", (seen, None))
-        self._board.forget(f"told_{number - _NUM_NOTES}")
-        return seen
-
-    def end(self) -> None:
-        """Let workers wait no more."""
-        self._board.write("ended", True)
-
-    def __call__(self, number: int, look: Look) -> Any:
-        parent = multiprocessing.parent_process()
-        while (note := self._board.read(f"told_{number}")) is None:
-            if self._board.read("ended") or (parent is not None and not parent.is_alive()):
+            elif self.read(ENDED) or (parent is not None and not parent.is_alive()):
                 raise EOFError("the process that takes the batches takes no more")
-            time.sleep(_POLL_S)
+            else:
+                time.sleep(_POLL_S)
+        self.forget(f"{group}_{number - _NUM_NOTES}")
         return _heard(note)
 
 

@@ -12,16 +12,23 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .agreement import Board, Told
+from .agreement import ENDED, Board
 from .dataset_arguments import whole
 from .rollout_dataset import RolloutDataset
 
+_TOLD = "told"
+
 
 class RolloutLoader:
-    """Iterate over a dataset; one iteration is one epoch, or what is left of one after `load_state_dict`.
+    """Read a dataset with worker processes, and know where it stands; one iteration is one epoch.
 
     The batches are those of `iter(dataset)`, in that order, for any number of workers, also beside live writers.
-    Between iterations the dataset stands behind the last batch that was delivered.
+    Do not read from the dataset while an iteration goes on; then it stands behind the last batch that was delivered.
+
+    Args:
+        dataset: What to read.
+        num_workers: Worker processes; 0 reads in this one.
+        **options: Of `torch.utils.data.DataLoader`: `prefetch_factor`, `multiprocessing_context`, `pin_memory` ...
     """
 
     def __init__(self, dataset: RolloutDataset, num_workers: int = 0, **options: Any) -> None:
@@ -45,13 +52,16 @@ class RolloutLoader:
         yield from stream if self.num_workers == 0 else self._read()
 
     def _read(self) -> Iterator[Any]:
-        dataset, agree = self.dataset, self.dataset.agree
-        board = Board()
-        told = Told(board)
+        dataset, agree, board = self.dataset, self.dataset.agree, Board()
+
+        def tell(number: int, seen: Any) -> Any:
+            board.write(f"{_TOLD}_{number}", (seen, None))
+            return seen
+
         readers = copy.deepcopy(dataset)
-        readers.follow(dataset.state_dict(), told)
-        dataset.agree = lambda number, look: told.tell(number, agree(number, look))
-        told.tell(dataset.position.deal.number, dataset.source.sight())
+        readers.follow(dataset.state_dict(), board.agree(_TOLD, is_told=True))
+        dataset.agree = lambda number, look: tell(number, agree(number, look))
+        tell(dataset.position.deal.number, dataset.source.sight())
         batches = iter(DataLoader(readers, batch_size=None, num_workers=self.num_workers, **self._options))
         try:
             while (position := dataset.next_position()) is not None:
@@ -60,16 +70,8 @@ class RolloutLoader:
                 yield batch
         finally:
             dataset.agree = agree
-            told.end()
+            board.write(ENDED, True)
             del batches
 
 
-def loader(dataset: RolloutDataset, num_workers: int = 0, **options: Any) -> RolloutLoader:
-    """Read a dataset with worker processes, and know where it stands.
-
-    Args:
-        dataset: What to read; do not read from it while an iteration goes on.
-        num_workers: Worker processes; 0 reads in this one.
-        **options: Of `torch.utils.data.DataLoader`: `prefetch_factor`, `multiprocessing_context`, `pin_memory` ...
-    """
-    return RolloutLoader(dataset, num_workers, **options)
+loader = RolloutLoader
