@@ -39,16 +39,6 @@ class CodedRows:
         self.coding, self.table, self.data = coding, table, data
         self.num_rows, self.row_bytes = len(data), 1
 
-    @property
-    def offsets(self) -> np.ndarray:
-        """The dataset `offsets`: int64 `[C + 1, 2]`."""
-        return np.stack([self.table.rows, self.table.places], axis=1).astype("<i8")
-
-    @property
-    def checksums(self) -> np.ndarray:
-        """The dataset `checksums`: uint32 `[C]`."""
-        return self.table.sums.astype("<u4")
-
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         return self.data[start:stop, None]
 
