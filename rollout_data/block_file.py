@@ -279,9 +279,9 @@ def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str,
     for table, columns in content.rows.items():
         for name, source in columns.items():
             if isinstance(source, CodedRows):
-                offsets.append(source.offsets)
+                offsets.append(source.table.offsets)
                 file.create_dataset(f"{table}/{name}/{OFFSETS}", data=offsets[-1])
-                file.create_dataset(f"{table}/{name}/{CHUNK_CHECKSUMS}", data=source.checksums)
+                file.create_dataset(f"{table}/{name}/{CHUNK_CHECKSUMS}", data=source.table.sums.astype("<u4"))
                 schema_field, coding = content.schema[name], codings[name]
                 file[f"{table}/{name}"].attrs.update(
                     codec=coding.codec,

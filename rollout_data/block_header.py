@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,11 +18,10 @@ import h5py
 import numpy as np
 
 from storage.checksums import crc32
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError
+from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 from storage.fields import Schema
-from storage.hdf5_files import GuardedFile
+from storage.hdf5_files import attribute, member, open_hdf5
 
-from .block_tables import FRAGMENT_BYTES, corrupt, locate, read_table
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, read_codings, table_of
 from .layout import RowLayout
 
@@ -47,6 +45,10 @@ COMPLETE = TERMINATED | TRUNCATED | OPEN
 #: No metadata.json and no attribute of a block needs more; a larger one is damage or an attack.
 MAX_METADATA_BYTES = 1 << 24
 MAX_TEXT_BYTES = 1 << 17
+#: A larger table must be written: a hole in a file costs its sender nothing, and its reader memory.
+MAX_HOLLOW_BYTES = 1 << 20
+#: A table with a row for each fragment, of 128 rewards or 256 columns at most, may be zeros as a whole, up to a size.
+MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES = 1024, 64 << 20
 
 FRAGMENT_DTYPE = np.dtype(
     [
@@ -61,7 +63,12 @@ FRAGMENT_DTYPE = np.dtype(
         ("policy_version", "<i8"),  # or -1
     ]
 )
-assert FRAGMENT_DTYPE.itemsize == FRAGMENT_BYTES
+
+
+def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
+    """Build the error for a damaged block."""
+    advice = f"Run 'rollout-data verify --repair {path.parent}' to set it aside; the other blocks stay readable"
+    return CorruptFileError("read the block", repr(str(path)), expected, got, advice)
 
 
 def final_schema(schema: Schema) -> Schema:
@@ -177,117 +184,129 @@ def read_header(path: Path) -> BlockHeader:
         UnsafeFileError: It points outside itself (links, external or virtual storage).
     """
     path = Path(path)
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
-        raise corrupt(path, "a file", "a folder, pipe or device")
     try:
-        with GuardedFile(path) as guarded, h5py.File(guarded, "r", locking=False) as file:
-            if file.id.get_create_plist().get_sizes() != (8, 8):  # the guard reads no other
-                raise corrupt(path, "sizes and places of 8 bytes", "others")
-            return _read_open_file(path, file, found.st_size)
-    except (DataFileError, FileNotFoundError, PermissionError, MemoryError):
+        with open_hdf5(path) as (file, descriptor):
+            return _read_open_file(path, file, descriptor)
+    except ForeignFileError:
         raise
-    except OSError as cause:
-        if "signature not found" in str(cause):
+    except UnsafeFileError as cause:
+        raise UnsafeFileError("read the block", repr(str(path)), cause.expected, cause.got) from cause
+    except CorruptFileError as cause:
+        if "signature not found" in cause.got:
             raise ForeignFileError("read the block", repr(str(path)), "an HDF5 file", "another format") from cause
-        raise corrupt(path, "an intact HDF5 file", str(cause).split("\n")[0]) from cause
+        raise corrupt(path, cause.expected, cause.got) from cause
     except RolloutDataError as cause:  # a schema that cannot be is the file's fault here, not the caller's
         raise corrupt(path, "an intact schema", str(cause)) from cause
-    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError, OverflowError, RecursionError) as cause:
-        raise corrupt(path, "an intact header", f"{type(cause).__name__}: {cause}") from cause
 
 
-def _read_open_file(path: Path, file: h5py.File, file_bytes: int) -> BlockHeader:
-    attributes = file.attrs
-    schema = _schema_of(_checked_text(path, attributes))
-    fragments = read_table(path, file, "fragments", file_bytes, FRAGMENT_DTYPE, (-1,))
-    reward_sums = read_table(path, file, "reward_sums", file_bytes, np.dtype("<f8"), (len(fragments), -1))
-    about = [attributes[name] for name in ABOUT]
-    codings, coded = _read_coded(path, file, schema, file_bytes)
-    about += [attributes[CODECS]] if codings else []
-    offsets = [found.offsets for columns in coded.values() for found in columns.values()]
-    if (crc := header_crc(fragments, reward_sums, about, offsets)) != int(attributes["header_crc"]):
-        raise corrupt(path, f"header checksum {int(attributes['header_crc']):08x}", f"{crc:08x}")
-    writer, sequence = attributes["writer"], int(attributes["sequence"])
-    if not isinstance(writer, str) or sequence < 0:
-        raise corrupt(path, "a writer's name and a sequence number", f"{writer!r} and {sequence}")
-    locations, checksums = {}, {}
+def _wrong(expected: str, got: object) -> CorruptFileError:
+    """Build an error without the place, which `read_header` knows."""
+    return CorruptFileError("read", "", expected, str(got))
+
+
+def _read_open_file(path: Path, file: h5py.File, descriptor: int) -> BlockHeader:
+    tables = _Tables(path, file, descriptor)
+    schema, codings = _read_attributes(path, file)
+    fragments = tables.read("fragments", FRAGMENT_DTYPE, (-1,))
+    reward_sums = tables.read("reward_sums", np.dtype("<f8"), (len(fragments), -1))
+    locations: dict[str, dict[str, tuple[int, int]]] = {}
+    chunks: dict[str, dict[str, ChunkTable]] = {}
+    checksums = {}
     for table, layout in layouts_of(schema).items():
-        locations[table] = {
-            name: coded[table][name].location
-            if column.is_coded
-            else locate(path, file, f"{table}/{name}", layout.numpy_dtype(column), file_bytes)
-            for name, column in layout.columns.items()
-        }
-        shape = (len(fragments), len(layout.columns))
-        checksums[table] = read_table(path, file, f"checksums/{table}", file_bytes, np.dtype("<u4"), shape)
-    header = BlockHeader(
+        locations[table], chunks[table], ranges = {}, {}, row_ranges(table, fragments)
+        for name, column in layout.columns.items():
+            if column.is_coded:
+                found = chunks[table][name] = _read_chunks(tables, f"{table}/{name}", codings[name], layout, ranges)
+                locations[table][name] = int(found.places[0]), int(found.rows[-1])
+            else:
+                locations[table][name] = tables.locate(f"{table}/{name}", layout.numpy_dtype(column))
+        checksums[table] = tables.read(f"checksums/{table}", np.dtype("<u4"), (len(fragments), len(layout.columns)))
+    about = {name: attribute(file, name) for name in (*ABOUT, *([CODECS] if codings else []))}
+    offsets, expected = [one.offsets for of in chunks.values() for one in of.values()], attribute(file, "header_crc")
+    if (crc := header_crc(fragments, reward_sums, about.values(), offsets)) != int(expected):
+        raise _wrong(f"header checksum {int(expected):08x}", f"{crc:08x}")
+    writer, sequence = about["writer"], int(about["sequence"])
+    if not isinstance(writer, str) or sequence < 0:
+        raise _wrong("a writer's name and a sequence number", f"{writer!r} and {sequence}")
+    _check_fragments(fragments, locations)
+    return BlockHeader(
         path=path,
         schema=schema,
         writer=writer,
         sequence=sequence,
-        created_ns=int(attributes["created_ns"]),
+        created_ns=int(about["created_ns"]),
         fragments=fragments,
         reward_sums=reward_sums,
         locations=locations,
         checksums=checksums,
-        file_bytes=file_bytes,
+        file_bytes=tables.file_bytes,
         codings=codings,
-        chunks={table: {name: found.table for name, found in columns.items()} for table, columns in coded.items()},
+        chunks=chunks,
     )
-    _check_fragments(header)
-    _check_chunks(header, coded)
-    return header
 
 
-@dataclass(frozen=True, eq=False)
-class _Coded:
-    """A coded column as it stands in the file: its table as read and as used, place and size of its chunks."""
-
-    offsets: np.ndarray
-    table: ChunkTable
-    place: int
-    num_bytes: int
-
-    @property
-    def location(self) -> tuple[int, int]:
-        return self.place, int(self.table.rows[-1])
-
-
-def _read_coded(
-    path: Path, file: h5py.File, schema: Schema, file_bytes: int
-) -> tuple[dict[str, Coding], dict[str, dict[str, _Coded]]]:
-    """Read how fields are coded and, for table -> coded column, where its chunks are; nothing is checked yet."""
-    text = file.attrs.get(CODECS, "")
-    if not isinstance(text, str) or len(text) > MAX_TEXT_BYTES:
-        raise corrupt(path, f"codecs as JSON text of at most {MAX_TEXT_BYTES} characters", type(text).__name__)
-    codings = read_codings(text, schema)
-    found: dict[str, dict[str, _Coded]] = {}
-    for table, layout in layouts_of(schema).items():
-        found[table] = {}
-        for name, column in layout.columns.items():
-            if column.is_coded:
-                offsets = read_table(path, file, f"{table}/{name}/{OFFSETS}", file_bytes, np.dtype("<i8"), (-1, 2))
-                if not len(offsets):
-                    raise corrupt(path, f"offsets of {table}/{name}", "none")
-                place, num_bytes = locate(path, file, f"{table}/{name}/{CHUNKS}", np.dtype("u1"), file_bytes)
-                sums = None  # older blocks have none
-                if CHUNK_CHECKSUMS in file[f"{table}/{name}"]:
-                    place_of_sums, shape = f"{table}/{name}/{CHUNK_CHECKSUMS}", (len(offsets) - 1,)
-                    sums = read_table(path, file, place_of_sums, file_bytes, np.dtype("<u4"), shape)
-                chunks = table_of(codings[name], layout, column, offsets, place, sums)
-                found[table][name] = _Coded(offsets, chunks, place, num_bytes)
-    return codings, found
+def _read_chunks(
+    tables: _Tables, place: str, coding: Coding, layout: RowLayout, ranges: tuple[np.ndarray, np.ndarray]
+) -> ChunkTable:
+    """Read where the chunks of a coded column are; every fragment must have chunks of its own, inside the file."""
+    offsets = tables.read(f"{place}/{OFFSETS}", np.dtype("<i8"), (-1, 2))
+    if not len(offsets):
+        raise _wrong(f"offsets of {place}", "none")
+    first, num_bytes = tables.locate(f"{place}/{CHUNKS}", np.dtype("u1"))
+    sums = None  # older blocks have none
+    if CHUNK_CHECKSUMS in tables.file[place]:
+        sums = tables.read(f"{place}/{CHUNK_CHECKSUMS}", np.dtype("<u4"), (len(offsets) - 1,))
+    found = table_of(coding, layout, layout.columns[place.partition("/")[2]], offsets, first, sums)
+    if wrong := found.check(*ranges, coding.frames_per_chunk, first, num_bytes):
+        raise _wrong(f"{wrong} in {place}", "another table")
+    return found
 
 
-def _check_chunks(header: BlockHeader, coded: Mapping[str, Mapping[str, _Coded]]) -> None:
-    """Check that every fragment has chunks of its own, inside the file."""
-    for table, columns in coded.items():
-        first, stop = row_ranges(table, header.fragments)
-        for name, found in columns.items():
-            most = header.codings[name].frames_per_chunk
-            if wrong := found.table.check(first, stop, most, found.place, found.num_bytes):
-                raise corrupt(header.path, f"{wrong} in {table}/{name}", "another table")
+class _Tables:
+    """The datasets of an open block. No declaration costs memory or leads out of the file: it is checked first."""
+
+    def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
+        self._path, self.file, self._descriptor = path, file, descriptor
+        self.file_bytes = os.fstat(descriptor).st_size
+
+    def _find(self, name: str) -> h5py.Dataset:
+        dataset = member(self.file, name, self._path)
+        if not isinstance(dataset, h5py.Dataset) or dataset.chunks is not None:
+            raise _wrong(f"a dataset {name!r}, stored contiguously", type(dataset).__name__)
+        return dataset
+
+    def read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+        """Read a table of this dtype and shape, -1 for any size; nothing is read of another one, or of a hollow one."""
+        dataset = self._find(name)
+        is_shape = dataset.ndim == len(shape) and all(n in (-1, m) for n, m in zip(shape, dataset.shape, strict=True))
+        if dataset.dtype != dtype or not is_shape:
+            raise _wrong(f"{name!r} as {dtype} of shape {shape}", f"{dataset.dtype} of shape {dataset.shape}")
+        declared = int(dataset.size) * dtype.itemsize
+        if declared > self.file_bytes:
+            raise _wrong(f"a table {name!r} within the {self.file_bytes} bytes of the file", f"{declared} bytes")
+        # What takes little more than the fragments, which were read before, may be zeros, hence a hole in a copy.
+        wide = min(shape[0] * MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES)
+        may_be_hollow = declared <= max(MAX_HOLLOW_BYTES, shape[0] * FRAGMENT_DTYPE.itemsize, wide)
+        if not may_be_hollow and self._is_hollow(dataset.id.get_offset(), declared):
+            raise _wrong(f"a table {name!r} that was written", f"{declared} bytes with a hole in them")
+        return np.asarray(dataset[()])
+
+    def _is_hollow(self, offset: int | None, num_bytes: int) -> bool:
+        """Whether a part of the file is not on the disk; no, where the file system cannot tell."""
+        return offset is None or os.lseek(self._descriptor, offset, os.SEEK_HOLE) < offset + num_bytes
+
+    def locate(self, name: str, dtype: np.dtype[Any]) -> tuple[int, int]:
+        """Find where a column's rows lie: (byte offset, number of rows)."""
+        dataset = self._find(name)
+        if dataset.dtype != dtype or dataset.ndim != 1:
+            raise _wrong(f"{name!r} as one row of {dtype} per frame", f"{dataset.dtype} in {dataset.ndim} dimensions")
+        num_rows, offset = int(dataset.shape[0]), dataset.id.get_offset()
+        if num_rows == 0:
+            return 0, 0
+        if offset is None or offset % 64 or offset + num_rows * dtype.itemsize > self.file_bytes:
+            where = f"at a multiple of 64 within {self.file_bytes} bytes"
+            raise _wrong(f"{num_rows} rows of {name!r} {where}", f"offset {offset}")
+        return int(offset), num_rows
 
 
 def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -298,46 +317,34 @@ def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return np.maximum(final, 0), np.maximum(final + 1, 0)
 
 
-def _checked_text(path: Path, attributes: Any) -> str:
-    """Check format and version, and that each attribute is one small value; give the schema's text."""
-    for name in ("format", "version", "header_crc", CODECS, *ABOUT):
-        found = attributes.get_id(name) if name in attributes else None
-        if found is not None and (found.shape != () or found.get_storage_size() > MAX_TEXT_BYTES):
-            raise corrupt(path, f"one value as attribute {name!r}", f"shape {found.shape}")
-    kind = attributes.get("format")
+def _read_attributes(path: Path, file: h5py.File) -> tuple[Schema, dict[str, Coding]]:
+    """Check format and version; give the fields and how they are coded."""
+    where, kind = repr(str(path)), attribute(file, "format")
     if kind != FORMAT_NAME:
-        raise ForeignFileError("read the block", repr(str(path)), f"format {FORMAT_NAME!r}", repr(kind))
-    version = int(attributes["version"])
-    if version != FORMAT_VERSION:
-        raise ForeignFileError(
-            "read the block",
-            repr(str(path)),
-            f"version {FORMAT_VERSION}",
-            str(version),
-            "Use the release that wrote it",
-        )
-    text = attributes["schema"]
-    if not isinstance(text, str) or len(text) > MAX_TEXT_BYTES:
-        raise corrupt(path, f"a schema as JSON text of at most {MAX_TEXT_BYTES} characters", type(text).__name__)
-    return text
+        raise ForeignFileError("read the block", where, f"format {FORMAT_NAME!r}", repr(kind))
+    if (version := int(attribute(file, "version"))) != FORMAT_VERSION:
+        expected, advice = f"version {FORMAT_VERSION}", "Use the release that wrote it"
+        raise ForeignFileError("read the block", where, expected, str(version), advice)
+    texts = {"a schema": attribute(file, "schema"), "codecs": attribute(file, CODECS) or ""}
+    for name, text in texts.items():
+        if not isinstance(text, str) or len(text) > MAX_TEXT_BYTES:
+            raise _wrong(f"{name} as JSON text of at most {MAX_TEXT_BYTES} characters", type(text).__name__)
+    schema = _schema_of(texts["a schema"])
+    return schema, read_codings(texts["codecs"], schema)
 
 
-def _check_fragments(header: BlockHeader) -> None:
+def _check_fragments(fragments: np.ndarray, locations: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
     """Check that every fragment lies inside the tables of its own block."""
-    fragments = header.fragments
-    sizes = {table: {rows for _, rows in columns.values()} for table, columns in header.locations.items()}
+    sizes = {table: {rows for _, rows in columns.values()} for table, columns in locations.items()}
     if any(len(counts) > 1 for counts in sizes.values()):
-        raise corrupt(header.path, "as many rows in every column", str(sizes))
+        raise _wrong("as many rows in every column", sizes)
     num_rows, num_finals = (next(iter(sizes[table]), 0) for table in (DATA, FINAL))
     row, length, final = fragments["row"], fragments["length"], fragments["final_row"]
     is_wrong = (row < 0) | (length < 0) | (row > num_rows - length) | (final < -1) | (final >= num_finals)
     is_wrong |= (fragments["start"] < 0) | (fragments["env"] < 0) | (fragments["trajectory"] < 0)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
-        raise corrupt(
-            header.path,
-            f"fragments within {num_rows} rows and {num_finals} final rows",
-            f"{fragments[first]} at {first}",
-        )
+        expected = f"fragments within {num_rows} rows and {num_finals} final rows"
+        raise _wrong(expected, f"{fragments[first]} at {first}")
     if int(length.sum()) > num_rows:
-        raise corrupt(header.path, f"each of {num_rows} rows in one fragment", f"{int(length.sum())} frames")
+        raise _wrong(f"each of {num_rows} rows in one fragment", f"{int(length.sum())} frames")

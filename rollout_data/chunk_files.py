@@ -17,8 +17,7 @@ import torch
 from storage.errors import CorruptFileError
 from storage.work_split import WorkSplit
 
-from .block_header import BlockHeader, read_header
-from .block_tables import corrupt
+from .block_header import BlockHeader, corrupt, read_header
 from .chunk_table import ChunkTable, check_sum
 from .index import Block, Int64s, Runs
 

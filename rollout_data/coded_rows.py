@@ -17,7 +17,7 @@ from storage.codecs import AUTO, choose_codec, chunk_frames, codec_of, most_chun
 from storage.fields import Schema
 from storage.work_split import WorkSplit
 
-from .block_header import DATA, BlockHeader, layouts_of, row_ranges
+from .block_header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ranges
 from .chunk_table import ChunkTable, Coding, chain_of
 from .layout import Column, RowLayout
 from .row_source import ArrayRows, RowSource
@@ -38,16 +38,6 @@ class CodedRows:
     def __init__(self, coding: Coding, table: ChunkTable, data: np.ndarray) -> None:
         self.coding, self.table, self.data = coding, table, data
         self.num_rows, self.row_bytes = len(data), 1
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """The dataset `offsets`: int64 `[C + 1, 2]`."""
-        return np.stack([self.table.rows, self.table.places], axis=1).astype("<i8")
-
-    @property
-    def checksums(self) -> np.ndarray:
-        """The dataset `checksums`: uint32 `[C]`."""
-        return self.table.sums.astype("<u4")
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         return self.data[start:stop, None]
@@ -232,3 +222,20 @@ def joined(parts: Sequence[RowSource], column: Column) -> RowSource:
     empty = np.zeros((0, column.row_bytes), np.uint8)
     arrays = [part.decoded() if isinstance(part, CodedRows) else part.read(0, part.num_rows, empty) for part in parts]
     return ArrayRows(np.concatenate([empty, *arrays]))
+
+
+def gathered(parts: Sequence[tuple[BlockHeader, np.void]]) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
+    """Put the rows of fragments, of blocks of one schema, one after the other: the tables and `[F]` fragments."""
+    fragments = np.array([fragment for _, fragment in parts], FRAGMENT_DTYPE)
+    tables: dict[str, dict[str, RowSource]] = {}
+    for table, layout in parts[0][0].layouts.items():
+        bounds = [bound.tolist() for bound in row_ranges(table, fragments)]
+        ranges = [(header, a, b) for (header, _), a, b in zip(parts, *bounds, strict=True) if b > a]
+        tables[table] = {
+            name: joined([rows_as_stored(header, table, name, a, b) for header, a, b in ranges], column)
+            for name, column in layout.columns.items()
+        }
+    fragments["row"] = np.cumsum(fragments["length"]) - fragments["length"]
+    finals = np.flatnonzero(fragments["final_row"] >= 0)
+    fragments["final_row"][finals] = np.arange(len(finals))
+    return tables, fragments

@@ -110,7 +110,7 @@ class RowLayout:
         return self._codecs[name].decode(self.stored_view(name, rows), self.schema[name].torch_dtype)
 
     def joined_view(self, names: list[str], rows: torch.Tensor) -> torch.Tensor | None:
-        """View several fields as one `[..., D]` tensor, or None if they are not raw, adjacent and of one dtype."""
+        """View several fields as one `[..., D]` tensor; None unless adjacent, of one dtype and stored in it."""
         fields = [self.stored[name] for name in names]
         first, offset = fields[0], self.column_of[names[0]].offsets[names[0]]
         position = offset
@@ -118,7 +118,7 @@ class RowLayout:
             column = self.column_of[name]
             if column is not self.column_of[names[0]] or column.offsets[name] != position:
                 return None
-            if field.dtype != first.dtype or self.schema[name].codec != "raw":
+            if field.dtype != first.dtype or self.schema[name].dtype != field.dtype:
                 return None
             position += field.row_bytes
         part = rows[..., offset:position]

@@ -18,6 +18,7 @@ from typing import Any
 from storage.durable import sync_path
 from storage.errors import DataFileError, RolloutDataError, SchemaError
 from storage.fields import Schema
+from storage.plain_files import read_text
 
 from .block_file import TEMPORARY_PREFIX
 from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
@@ -187,9 +188,7 @@ def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
 
 def _from_file(path: Path) -> Metadata | None:
     try:
-        if not path.is_file() or path.stat().st_size > MAX_METADATA_BYTES:  # a pipe would be read for ever
-            return None
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_text(path, max_bytes=MAX_METADATA_BYTES))
         return Metadata.from_json(document) if isinstance(document, dict) else None
     except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError, RolloutDataError):
         return None

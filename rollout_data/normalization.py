@@ -211,15 +211,8 @@ def _channels(shape: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
     """Which axis of a field has statistics of its own (None for none), and the shape of the result."""
     if len(shape) <= 1:
         return (0 if shape else None), shape
-    ones = [1] * len(shape)
-    axis = None
-    if len(shape) == 3 and shape[-1] <= _MAX_CHANNELS:
-        axis = 2
-    elif len(shape) == 3 and shape[0] <= _MAX_CHANNELS:
-        axis = 0
-    if axis is not None:
-        ones[axis] = shape[axis]
-    return axis, tuple(ones)
+    axis = next((axis for axis in (2, 0) if len(shape) == 3 and shape[axis] <= _MAX_CHANNELS), None)
+    return axis, tuple(size if number == axis else 1 for number, size in enumerate(shape))
 
 
 def _columns(values: Array, axis: int | None) -> Array:

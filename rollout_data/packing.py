@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,12 @@ from storage.errors import DataFileError, UsageError
 
 from .block_file import BlockContent, open_block, write_block
 from .block_folder import BlockFolder, save_index_cache
-from .block_header import DATA, DROPPED, ENDS, FINAL, FIRST, OPEN, TENTATIVE, BlockHeader
-from .coded_rows import joined, rows_as_stored
+from .block_header import DATA, DROPPED, ENDS, FIRST, OPEN, TENTATIVE, BlockHeader
+from .coded_rows import gathered
 from .index import TrajectoryIndex
 from .journal import recover_dead_writers
 from .metadata import load_metadata, publish_metadata
 from .repair import check_folder, check_is_folder
-from .row_source import RowSource
 
 #: Holds the new blocks of an unfinished packing in place.
 STAGING_FOLDER = ".packing"
@@ -117,82 +116,59 @@ class _Source:
 class _Packed:
     """A block in the making."""
 
-    header: BlockHeader
     writer: str
     sequence: int = 0
-
-    def __post_init__(self) -> None:
-        self.codecs: dict[str, str] = {}
-        self.clear()
-
-    def clear(self) -> None:
-        self.fragments: list[np.void] = []
-        self.sums: list[np.ndarray] = []
-        self.rows: dict[str, dict[str, list[RowSource]]] = {
-            table: {column: [] for column in layout.columns} for table, layout in self.header.layouts.items()
-        }
-        self.max_errors: dict[str, float] = {}
-        self.num_rows = self.num_finals = 0
+    num_rows: int = 0
+    parts: list[tuple[BlockHeader, np.void]] = field(default_factory=list)
+    sums: list[np.ndarray] = field(default_factory=list)
+    codecs: dict[str, str] = field(default_factory=dict)
 
     def add(self, parts: list[tuple[BlockHeader, int]], number: int) -> None:
-        """Append a trajectory, fragment by fragment; neighbours of one policy version become one."""
-        first = True
-        for header, one in parts:
+        """Append a trajectory, fragment by fragment."""
+        for place, (header, one) in enumerate(parts):
             fragment = header.fragments[one].copy()
-            start, stop = int(fragment["row"]), int(fragment["row"] + fragment["length"])
-            for name, coding in header.codings.items():
-                self.max_errors[name] = max(self.max_errors.get(name, 0.0), coding.max_error)
-            for column, rows in self.rows[DATA].items():
-                rows.append(rows_as_stored(header, DATA, column, start, stop))
-            if (final := int(fragment["final_row"])) >= 0:
-                for column, rows in self.rows[FINAL].items():
-                    rows.append(rows_as_stored(header, FINAL, column, final, final + 1))
-                fragment["final_row"] = self.num_finals
-                self.num_finals += 1
-            fragment["trajectory"], fragment["row"] = number, self.num_rows
-            fragment["flags"] = (fragment["flags"] & ~np.uint32(TENTATIVE | FIRST)) | (FIRST if first else 0)
-            self.num_rows += stop - start
-            if not first and self._joins(fragment):
-                self._join(fragment, header.reward_sums[one])
+            fragment["trajectory"] = number
+            fragment["flags"] = (fragment["flags"] & ~np.uint32(TENTATIVE | FIRST)) | (0 if place else FIRST)
+            self.parts.append((header, fragment))
+            self.sums.append(header.reward_sums[one].copy())
+            self.num_rows += int(fragment["length"])
+        if not fragment["flags"] & ENDS:  # its writer died: nothing will follow
+            fragment["flags"] |= OPEN
+
+    def _joined(self, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Make one of neighbours of a trajectory and of one policy version: fragments and reward sums."""
+        kept: list[np.void] = []
+        sums: list[np.ndarray] = []
+        for fragment, reward_sum in zip(fragments, self.sums, strict=True):
+            is_same = kept and (fragment["policy_version"] == kept[-1]["policy_version"] or fragment["length"] == 0)
+            if is_same and not fragment["flags"] & FIRST:
+                last = kept[-1]
+                last["length"] += fragment["length"]
+                last["flags"] |= fragment["flags"]
+                last["end_time_ns"] = max(last["end_time_ns"], fragment["end_time_ns"])
+                last["final_row"] = max(last["final_row"], fragment["final_row"])
+                sums[-1] += reward_sum
             else:
-                self.fragments.append(fragment)
-                self.sums.append(header.reward_sums[one].copy())
-            first = False
-        if not self.fragments[-1]["flags"] & ENDS:  # its writer died: nothing will follow
-            self.fragments[-1]["flags"] |= OPEN
-
-    def _joins(self, fragment: np.void) -> bool:
-        return bool(fragment["policy_version"] == self.fragments[-1]["policy_version"] or fragment["length"] == 0)
-
-    def _join(self, fragment: np.void, reward_sum: np.ndarray) -> None:
-        last = self.fragments[-1]
-        last["length"] += fragment["length"]
-        last["flags"] |= fragment["flags"]
-        last["end_time_ns"] = max(last["end_time_ns"], fragment["end_time_ns"])
-        if fragment["final_row"] >= 0:
-            last["final_row"] = fragment["final_row"]
-        self.sums[-1] += reward_sum
+                kept.append(fragment)
+                sums.append(reward_sum)
+        return np.array(kept, fragments.dtype), np.stack(sums)
 
     def write(self, folder: Path) -> None:
-        tables: dict[str, dict[str, RowSource]] = {
-            table: {name: joined(self.rows[table][name], column) for name, column in layout.columns.items()}
-            for table, layout in self.header.layouts.items()
-        }
-        fragments = np.array(self.fragments, self.header.fragments.dtype)
+        errors: dict[str, float] = {}
+        for header, _ in self.parts:
+            errors |= {name: max(errors.get(name, 0.0), one.max_error) for name, one in header.codings.items()}
+        tables, fragments = gathered(self.parts)
+        fragments, sums = self._joined(fragments)
         assert not (fragments["flags"] & DROPPED).any()
-        sums = np.stack(self.sums)
-        content = BlockContent(
-            self.header.schema, self.writer, self.sequence, fragments, sums, tables, self.max_errors, self.codecs
-        )
-        write_block(folder, content)
-        self.sequence += 1
-        self.clear()
+        place = self.parts[0][0].schema, self.writer, self.sequence
+        write_block(folder, BlockContent(*place, fragments, sums, tables, errors, self.codecs))
+        self.sequence, self.num_rows, self.parts, self.sums = self.sequence + 1, 0, [], []
 
 
 def _write_packed(headers: list[BlockHeader], target: Path, writer: str, block_bytes: int) -> PackSummary:
     if not headers:
         return PackSummary(0, 0, 0, 0)
-    packed = _Packed(headers[0], writer)
+    packed = _Packed(writer)
     frame_bytes = headers[0].layouts[DATA].frame_bytes
     num_trajectories = num_frames = 0
     for parts in _Source(headers).trajectories():

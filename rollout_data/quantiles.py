@@ -1,13 +1,14 @@
 """Quantiles of columns of numbers that arrive in portions: exact where they fit, with a stated error where not.
 
-One rule: each class takes `[n, C]` portions with `add` and gives `[Q, C]` with `at`; `error` bounds, as a part
+One rule: each class takes `[n, C]` portions with `add` and gives float64 `[Q, C]` with `at`, NaN in a column that has
+one; `error` bounds, as a part
 of all numbers, how far the rank of a result is from the rank that was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,29 +18,6 @@ EXACT_BYTES = 64 << 20
 SKETCH_ROWS = 4096
 
 Array = np.ndarray[Any, Any]
-
-
-class Quantiles(Protocol):
-    """What the classes below share."""
-
-    @property
-    def error(self) -> float:
-        """By how much the rank of a result may be off, as a part of all numbers."""
-
-    def add(self, values: Array) -> None:
-        """Take `[n, C]` more numbers."""
-
-    def at(self, levels: Sequence[float]) -> Array:
-        """Give the quantiles, float64 `[Q, C]`; NaN in a column that has one."""
-
-
-def quantiles_of(num_rows: int, num_columns: int, dtype: np.dtype[Any]) -> Quantiles:
-    """Choose how to find the quantiles of columns of this size."""
-    if dtype.kind in "biu" and dtype.itemsize == 1:
-        return ByteCounts(num_columns, dtype)
-    if num_rows * num_columns * dtype.itemsize <= EXACT_BYTES:
-        return KeptRows(num_rows, num_columns, dtype)
-    return QuantileSketch(num_columns, dtype)
 
 
 class KeptRows:
@@ -149,3 +127,15 @@ class QuantileSketch:
             if self._has_nan[column] or np.isnan(values).any():
                 found[:, column] = np.nan
         return found
+
+
+Quantiles = KeptRows | ByteCounts | QuantileSketch
+
+
+def quantiles_of(num_rows: int, num_columns: int, dtype: np.dtype[Any]) -> Quantiles:
+    """Choose how to find the quantiles of columns of this size."""
+    if dtype.kind in "biu" and dtype.itemsize == 1:
+        return ByteCounts(num_columns, dtype)
+    if num_rows * num_columns * dtype.itemsize <= EXACT_BYTES:
+        return KeptRows(num_rows, num_columns, dtype)
+    return QuantileSketch(num_columns, dtype)

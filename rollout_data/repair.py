@@ -17,12 +17,11 @@ from storage.errors import RolloutDataError, UsageError
 
 from .block_file import BlockContent, damaged_fragments, write_block
 from .block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
-from .block_header import DATA, DROPPED, FINAL, METADATA_NAME, BlockHeader, read_header
-from .coded_rows import joined, rows_as_stored
+from .block_header import DROPPED, METADATA_NAME, read_header
+from .coded_rows import gathered
 from .index import TrajectoryIndex
 from .journal import DeadWriter, recover_dead_writers
 from .metadata import load_metadata, publish_metadata
-from .row_source import RowSource
 
 #: Where damaged files go.
 DAMAGED_FOLDER = "damaged"
@@ -112,31 +111,12 @@ def _intact_part(path: Path) -> tuple[BlockContent | None, int]:
     for name in ("trajectory", "env", "start", "end_time_ns"):
         tombs[name] = firsts[name]
     tombs["flags"], tombs["final_row"], tombs["policy_version"] = DROPPED, -1, -1
-    rows, fragments = _compacted(header, np.concatenate([fragments, tombs]))
+    rows, fragments = gathered([(header, one) for one in np.concatenate([fragments, tombs])])
     sums = np.concatenate([sums, np.zeros((len(tombs), sums.shape[1]))])
     errors = {name: coding.max_error for name, coding in header.codings.items()}
     codecs = {name: coding.codec for name, coding in header.codings.items()}
     content = BlockContent(header.schema, header.writer, header.sequence, fragments, sums, rows, errors, codecs)
     return content, len(lost)
-
-
-def _compacted(header: BlockHeader, fragments: np.ndarray) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
-    """Read the rows of these fragments only, and renumber the fragments accordingly."""
-    finals = np.flatnonzero(fragments["final_row"] >= 0)
-    wanted = {
-        DATA: [(int(one["row"]), int(one["row"] + one["length"])) for one in fragments],
-        FINAL: [(int(row), int(row) + 1) for row in fragments["final_row"][finals]],
-    }
-    tables: dict[str, dict[str, RowSource]] = {}
-    for table, layout in header.layouts.items():
-        tables[table] = {}
-        for name, column in layout.columns.items():
-            parts = [rows_as_stored(header, table, name, start, stop) for start, stop in wanted[table]]
-            tables[table][name] = joined(parts, column)
-    fragments = fragments.copy()
-    fragments["row"] = np.cumsum(fragments["length"]) - fragments["length"]
-    fragments["final_row"][finals] = np.arange(len(finals))
-    return tables, fragments
 
 
 def check_is_folder(data_dir: str | os.PathLike[str]) -> Path:

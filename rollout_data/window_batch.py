@@ -18,9 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
+from storage.buffer_pool import BufferPool
 from storage.errors import MissingFieldError, UsageError
 from storage.tree import flatten, map_leaves, unflatten
+
+from .sharding import is_in_worker
+from .window_reader import Allocate
 
 #: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.
 NUM_PLACES = 8
@@ -54,6 +59,53 @@ class WindowBatch(dict[str, Any]):
         return dict, (dict(self),)
 
 
+class WindowBatches(Dataset[dict[str, Any]]):
+    """A map-style dataset that reads whole batches at once, into memory which a pickled copy makes anew."""
+
+    #: Attributes that are not pickled, but made by `_open`.
+    _made_anew: tuple[str, ...] = ("_pool", "_shared")
+
+    def _open(self) -> None:
+        # Enough for the batches of a prefetching loader with several kinds of rows.
+        self._pool, self._shared = BufferPool(24), SharedMemory()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._made_anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __getitem__(self, window: int) -> dict[str, Any]:
+        """Give one window: a nested dict of `[L, *shape]` tensors.
+
+        Raises:
+            IndexError: There is no such window; negative numbers count from the end.
+        """
+        if isinstance(window, (bool, np.bool_)):
+            raise UsageError("read a window", "", "a whole number", repr(window))
+        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.read([window], self._pool.empty))
+        return found
+
+    def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        """Give a batch: a nested dict of `[B, L, *shape]` tensors, in the order of `windows`; the caller's.
+
+        Raises:
+            IndexError: There is no such window.
+            CorruptFileError: A chunk of a coded component is damaged; the text names it.
+        """
+        if is_in_worker():
+            return self._shared.make(lambda allocate: self.read(windows, allocate))
+        return WindowBatch(self.read(windows, self._pool.empty))
+
+    def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
+        """Read a batch into memory that `allocate(shape, dtype)` gives; otherwise like `__getitems__`."""
+        raise NotImplementedError
+
+    #: For `DataLoader(dataset, collate_fn=dataset.collate)`: a batch is one already; lists of windows are stacked.
+    collate = staticmethod(collate_windows)
+
+
 class SharedMemory:
     """Where a worker puts its batches. Belongs to one process and thread."""
 
@@ -65,7 +117,7 @@ class SharedMemory:
         self._can_grow = True
         self._token = secrets.token_hex(8)
 
-    def make(self, read: Callable[[Callable[[Sequence[int], torch.dtype], torch.Tensor]], dict[str, Any]]) -> Any:
+    def make(self, read: Callable[[Allocate], dict[str, Any]]) -> Any:
         """Make a batch with `read(allocate)`: a nested dict that is pickled quickly where it has a place."""
         place = self._free_place()
         filling = _Filling(place.lend() if place is not None else None)

@@ -11,12 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
-from storage.buffer_pool import BufferPool
 from storage.checksums import crc32
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError, nearest
-from storage.tree import map_leaves
 
 from .block_header import DATA
 from .chunk_files import CHUNK_CACHE_BYTES
@@ -24,16 +21,15 @@ from .dataset_arguments import whole
 from .frames import FrameStore
 from .index import Int64s
 from .normalization import FieldStatistics, compute_statistics
-from .sharding import is_in_worker
 from .source_base import DataDirs, Source, absolute_paths
 from .sources import BlockSource, open_source, writers_upto
-from .window_batch import SharedMemory, WindowBatch, collate_windows
+from .window_batch import WindowBatches
 from .window_fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
 from .window_index import PADDINGS, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .window_reader import MASK, NEXT_MASK, Allocate, WindowReader
 
 
-class WindowDataset(Dataset[dict[str, Any]]):
+class WindowDataset(WindowBatches):
     """Windows of trajectories, by number; a map-style dataset that reads whole batches at once.
 
     A window belongs to a frame `t` of a trajectory, its anchor, and has for each field the frames `t + delta`.
@@ -78,6 +74,8 @@ class WindowDataset(Dataset[dict[str, Any]]):
         UsageError: An argument is wrong, or nothing was recorded.
     """
 
+    _made_anew = ("_pool", "_shared", "_source", "_store", "_windows", "_reader", "plan", "trajectories")
+
     def __init__(
         self,
         data_dir: DataDirs,
@@ -115,6 +113,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
 
     def _open(self) -> None:
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
+        super()._open()
         self._source: Source = open_source(self._paths, self._verify_on_open, self._chunk_cache_bytes)
         self._source.refresh()
         before = self.opened_as
@@ -140,8 +139,6 @@ class WindowDataset(Dataset[dict[str, Any]]):
         self._reader = WindowReader(
             self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
         )
-        # Enough for the batches of a prefetching loader with several kinds of rows.
-        self._pool, self._shared = BufferPool(24), SharedMemory()
 
     def _check_names(self) -> None:
         for field in self.plan.fields:
@@ -159,17 +156,6 @@ class WindowDataset(Dataset[dict[str, Any]]):
         needed = f"the {self._windows.least_length} frames that one needs (length {self.length}, stride {self.stride})"
         longest = f"the longest of {num} has {int(self._windows.lengths.max())}"
         return f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A pickled dataset opens its files anew where it arrives."""
-        state = self.__dict__.copy()
-        for name in ("_source", "_store", "_windows", "_reader", "_pool", "_shared", "plan", "trajectories"):
-            del state[name]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
 
     def at(self, opened_as: Any) -> WindowDataset:
         """Give the dataset as it was `opened_as` this; `DataFileError` if trajectories of then are gone."""
@@ -223,35 +209,9 @@ class WindowDataset(Dataset[dict[str, Any]]):
 
     # Windows
 
-    def __getitem__(self, window: int) -> dict[str, Any]:
-        """Give one window: a nested dict of `[L, *shape]` tensors.
-
-        Raises:
-            IndexError: There is no such window; negative numbers count from the end.
-        """
-        if isinstance(window, (bool, np.bool_)):
-            raise UsageError("read a window", "", "a whole number", repr(window))
-        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.read([window], self._pool.empty))
-        return found
-
-    def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """Give a batch: a nested dict of `[B, L, *shape]` tensors, in the order of `windows`; the caller's.
-
-        Raises:
-            IndexError: There is no such window.
-            CorruptFileError: A chunk of a coded component is damaged; the text names it.
-        """
-        if is_in_worker():
-            return self._shared.make(lambda allocate: self.read(windows, allocate))
-        return WindowBatch(self.read(windows, self._pool.empty))
-
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        """Read a batch into memory that `allocate(shape, dtype)` gives; otherwise like `__getitems__`."""
         place, anchor = self._windows.find(checked_windows(windows, len(self)))
         return self._reader.read(place, anchor, allocate)
-
-    #: For `DataLoader(dataset, collate_fn=dataset.collate)`: a batch is one already; lists of windows are stacked.
-    collate = staticmethod(collate_windows)
 
     def statistics(
         self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True

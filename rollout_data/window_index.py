@@ -145,16 +145,6 @@ class WindowIndexError(UsageError, IndexError):
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """What windows read, as runs of consecutive frames of a trajectory: int64 `[P]` each, by ascending target."""
-
-    trajectory: Int64s
-    frame: Int64s
-    count: Int64s
-    target: Int64s
-
-
-@dataclass(frozen=True, eq=False)
 class WindowShape:
     """Which frames around the anchor are read, as consecutive runs.
 
@@ -186,7 +176,7 @@ class WindowShape:
         count = np.diff(np.append(starts, len(wanted)))
         return cls(wanted, wanted[starts], count, starts.astype(np.int64), int(np.gcd.reduce(count)))
 
-    def pieces(self, trajectory: Int64s, lengths: Int64s, anchor: Int64s) -> Pieces:
+    def pieces(self, trajectory: Int64s, lengths: Int64s, anchor: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
         """Say what windows read; a frame outside its trajectory is replaced by the nearest one.
 
         Args:
@@ -195,7 +185,8 @@ class WindowShape:
             anchor: int64 `[B]`.
 
         Returns:
-            The pieces; a run that reaches outside is one piece for each frame.
+            Runs of consecutive frames: trajectory, first frame, frames and first row, int64 `[P]` each, by ascending
+            row; a run that reaches outside is one for each frame.
         """
         num_runs = len(self.first)
         start = (anchor[:, None] + self.first).ravel()
@@ -205,10 +196,10 @@ class WindowShape:
         counts = np.tile(self.count, len(anchor))
         is_cut = (start < 0) | (start + counts > lengths)
         if not is_cut.any():
-            return Pieces(trajectory, start, counts, target)
+            return trajectory, start, counts, target
         # Runs that reach outside are read frame by frame.
         num_pieces = np.where(is_cut, counts, 1)
         run = np.repeat(np.arange(len(counts)), num_pieces)
         step = np.arange(len(run)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
         frame = np.clip(start[run] + step, 0, lengths[run] - 1)
-        return Pieces(trajectory[run], frame, np.where(is_cut, 1, counts)[run], target[run] + step)
+        return trajectory[run], frame, np.where(is_cut, 1, counts)[run], target[run] + step

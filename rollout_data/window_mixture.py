@@ -10,22 +10,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
-from storage.buffer_pool import BufferPool
 from storage.errors import UsageError
-from storage.tree import flatten, map_leaves, unflatten
+from storage.tree import flatten, unflatten
 
 from .dataset_arguments import whole
 from .index import Int64s
-from .sharding import ShardChoice, checked_shard, current_shard, is_in_worker
-from .window_batch import SharedMemory, WindowBatch, collate_windows
+from .sharding import ShardChoice, checked_shard, current_shard
+from .window_batch import WindowBatches
 from .window_dataset import WindowDataset
 from .window_index import Even, checked_even, checked_windows, rank_batches
 from .window_reader import Allocate
 
 
-class WindowMixture(Dataset[dict[str, Any]]):
+class WindowMixture(WindowBatches):
     """Windows of several `WindowDataset`s, which must have the same fields, deltas and masks.
 
     Args:
@@ -58,7 +57,7 @@ class WindowMixture(Dataset[dict[str, Any]]):
         self.opened_as = [dataset.opened_as for dataset in self.datasets]
         self._first = np.append(0, np.cumsum(sizes))
         self._check_alike()
-        self._pool, self._shared = BufferPool(), SharedMemory()
+        self._open()
 
     def _check_alike(self) -> None:
         first = self.datasets[0].form
@@ -68,30 +67,11 @@ class WindowMixture(Dataset[dict[str, Any]]):
                 got = parts[0] if parts else "others"
                 raise UsageError("mix datasets", f"with number {number}", "the fields and deltas of number 0", got)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shared": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._shared = SharedMemory()
-
     def __len__(self) -> int:
         """Count the windows of all members."""
         return int(self._first[-1])
 
-    def __getitem__(self, window: int) -> dict[str, Any]:
-        """Give one window; see `WindowDataset`."""
-        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.read([window], self._pool.empty))
-        return found
-
-    def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """Give a batch in the order of `windows`; see `WindowDataset`."""
-        if is_in_worker():
-            return self._shared.make(lambda allocate: self.read(windows, allocate))
-        return WindowBatch(self.read(windows, self._pool.empty))
-
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        """Read windows into memory that `allocate(shape, dtype)` gives."""
         numbers = checked_windows(windows, len(self))
         member = np.searchsorted(self._first, numbers, side="right") - 1
         used = np.unique(member).tolist()
@@ -113,9 +93,6 @@ class WindowMixture(Dataset[dict[str, Any]]):
         if self.opened_as == opened_as:
             return self
         return WindowMixture([each.at(one) for each, one in zip(self.datasets, opened_as, strict=True)], self._given)
-
-    #: See `WindowDataset.collate`.
-    collate = staticmethod(collate_windows)
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
         """Tell the member of each window, and its number there: int64 `[B]` both."""

@@ -7,6 +7,7 @@ codec makes and next observations into which a true last one was put.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from storage.tree import unflatten
 from .block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from .frames import FrameStore, MappedFrames
 from .index import Int64s, Runs
-from .layout import Column, RowLayout, joined
+from .layout import RowLayout, joined
 from .window_fields import DONE, NEXT, OBSERVATIONS, WindowField, WindowPlan
 from .window_index import WindowShape
 
@@ -59,8 +60,8 @@ class WindowReader:
         self._next_fragment, self._row_shift = index.fragment_frame[1:], index.fragment_row - index.fragment_frame[:-1]
         self._has_chunks = any(self._layout.columns[name].is_coded for name in plan.columns)
         self._of_batch: dict[tuple[int, int], tuple[Int64s, Int64s]] = {}
-        self._views = {field.name: _view(field, plan, self._layout) for field in plan.fields}
-        self._views |= {name: _joined_view(fields, plan, self._layout) for name, fields in plan.joins.items()}
+        self._views = {field.name: _view([field], plan, self._layout, is_flat=False) for field in plan.fields}
+        self._views |= {name: _view(fields, plan, self._layout, is_flat=True) for name, fields in plan.joins.items()}
         name_of = {field.name: name for name, fields in plan.joins.items() for field in fields}
         #: What a batch has, and the fields that are given as they are.
         self._names = list(dict.fromkeys(name_of.get(field.name, field.name) for field in plan.fields))
@@ -120,8 +121,7 @@ class WindowReader:
         """
         trajectory = self._trajectories[at.place]
         if len(shape.first) > 1 or self._has_chunks or not isinstance(self.store, MappedFrames):
-            pieces = shape.pieces(trajectory, at.length, at.anchor)
-            return self.store.locate(pieces.trajectory, pieces.frame, pieces.count, pieces.target), None
+            return self.store.locate(*shape.pieces(trajectory, at.length, at.anchor)), None
         index, length = self.store.index, len(shape.deltas)
         start = at.anchor + reach[0]
         frame = self._first_frame[at.place] + start
@@ -137,12 +137,11 @@ class WindowReader:
         odd = np.flatnonzero(~is_whole)
         if not len(odd):
             return runs, None
-        pieces = shape.pieces(trajectory[odd], at.length[odd], at.anchor[odd])
-        window, row = np.divmod(pieces.target, length)
-        others = self.store.locate(pieces.trajectory, pieces.frame, pieces.count, odd[window] * length + row)
         if 2 * len(odd) > len(frame):
-            pieces = shape.pieces(trajectory, at.length, at.anchor)
-            return self.store.locate(pieces.trajectory, pieces.frame, pieces.count, pieces.target), None
+            return self.store.locate(*shape.pieces(trajectory, at.length, at.anchor)), None
+        which, first, frames, target = shape.pieces(trajectory[odd], at.length[odd], at.anchor[odd])
+        window, row = np.divmod(target, length)
+        others = self.store.locate(which, first, frames, odd[window] * length + row)
         some = int(np.argmax(is_whole))
         runs.block[odd], runs.row[odd] = runs.block[some], runs.row[some]
         return runs, others
@@ -271,52 +270,32 @@ class _Places:
         return deltas == self.after[:, None]
 
 
-def _view(field: WindowField, plan: WindowPlan, layout: RowLayout) -> Callable[[_Rows], torch.Tensor] | None:
-    """Make a function that views a raw field in gathered rows, in one step; None where that cannot be.
-
-    Slices, views and look-ups one after the other take 15 us a field, this 2; behind a gather, which leaves none
-    of the interpreter in the processor's cache, all of that takes three times as long.
-    """
-    if (
-        not field.column
-        or not isinstance(field.rows, slice)
-        or layout.schema[field.source].dtype != (stored := layout.stored[field.source]).dtype
-    ):
-        return None
-    column, start = layout.columns[field.column], layout.columns[field.column].offsets[field.source]
-    return _strided(field, plan, column, start, stored.torch_dtype, stored.shape)
-
-
-def _joined_view(
-    fields: Sequence[WindowField], plan: WindowPlan, layout: RowLayout
+def _view(
+    fields: Sequence[WindowField], plan: WindowPlan, layout: RowLayout, is_flat: bool
 ) -> Callable[[_Rows], torch.Tensor] | None:
-    """Make a function that views raw fields that stand side by side as one; None where that cannot be."""
+    """Make a function that views gathered rows as raw fields that stand side by side; None where that cannot be.
+
+    It gives `[B, L, D]` if flat, otherwise `[B, L, *shape]` of the first field. Slices, views and look-ups one after
+    the other take 15 us a field, this 2; behind a gather, which leaves none of the interpreter in the processor's
+    cache, all of that takes three times as long.
+    """
     first = fields[0]
-    column = layout.columns[first.column]
-    row = torch.empty((1, column.row_bytes), dtype=torch.uint8, device="cpu")
-    view = layout.joined_view([field.source for field in fields], row)
-    if view is None or not isinstance(first.rows, slice):
+    if not first.column or not isinstance(first.rows, slice):
         return None
-    start = int(view.storage_offset()) * view.element_size()
-    return _strided(first, plan, column, start, view.dtype, tuple(view.shape[1:]))
-
-
-def _strided(
-    field: WindowField, plan: WindowPlan, column: Column, start: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Callable[[_Rows], torch.Tensor]:
-    """Make a function that views `[B, L, *shape]` from byte `start` of the rows of a field's column."""
-    assert isinstance(field.rows, slice)
-    num_frames = len(plan.shapes[plan.columns[column.name]].deltas)
-    row = column.row_bytes // dtype.itemsize
-    first = field.rows.start * row + start // dtype.itemsize
-    inner = [1]
-    for size in shape[:0:-1]:
-        inner.insert(0, inner[0] * size)
-    strides = (num_frames * row, (field.rows.step or 1) * row, *(inner if shape else ()))
-    sizes = (len(field.deltas), *shape)
+    name, row_bytes = first.column, layout.columns[first.column].row_bytes
+    blank = torch.empty((1, row_bytes), dtype=torch.uint8, device="cpu")
+    if (row := layout.joined_view([each.source for each in fields], blank)) is None:
+        return None
+    shape = tuple(row.shape[1:]) if is_flat else layout.stored[first.source].shape
+    width, dtype = row_bytes // row.element_size(), row.dtype
+    begin = first.rows.start * width + int(row.storage_offset())
+    inner = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    num_frames = len(plan.shapes[plan.columns[name]].deltas)
+    strides = (num_frames * width, (first.rows.step or 1) * width, *inner)
+    sizes = (len(first.deltas), *shape)
 
     def view(rows: _Rows) -> torch.Tensor:
-        typed, offset = rows.typed(column.name, dtype)
-        return typed.as_strided((rows.num_windows, *sizes), strides, offset + first)
+        typed, offset = rows.typed(name, dtype)
+        return typed.as_strided((rows.num_windows, *sizes), strides, offset + begin)
 
     return view

@@ -95,7 +95,6 @@ HOUSE = {
     "rollout_data": [
         "layout",
         "chunk_table",
-        "block_tables",
         "block_header",
         "row_source",
         "coded_rows",

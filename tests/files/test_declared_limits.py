@@ -12,8 +12,7 @@ import torch
 
 from rollout_data.block_file import BlockContent, open_block, write_block
 from rollout_data.block_folder import BlockFolder
-from rollout_data.block_header import DROPPED, FRAGMENT_DTYPE, layouts_of
-from rollout_data.block_tables import MAX_HOLLOW_BYTES
+from rollout_data.block_header import DROPPED, FRAGMENT_DTYPE, MAX_HOLLOW_BYTES, layouts_of
 from rollout_data.layout import RowLayout
 from rollout_data.metadata import load_metadata
 from rollout_data.row_source import ArrayRows
