@@ -261,11 +261,11 @@ class TrajectoryDictBuffer(FolderBuffer):
         check_length(options["seq_length"])
         bounds = PrefixSum([int(length) for length in lengths])
         self.seq_length: int = int(options["seq_length"])
-        self.output_key_t: list[str] = list(options["output_key_t"])
-        self.output_key_tp1: list[str] = list(options["output_key_tp1"])
+        self.output_key_t = as_list(options["output_key_t"])
+        self.output_key_tp1 = as_list(options["output_key_tp1"])
         self.end_key: str = options["end_key"]
         self.motion_id_key: str = options["motion_id_key"]
-        self.contiguous: bool = options["contiguous"]
+        self.contiguous = bool(options["contiguous"])
         self.nested_key_separator: str = options["nested_key_separator"]
         self.device = device
         self.capacity = bounds.total
