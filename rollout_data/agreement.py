@@ -32,10 +32,9 @@ Look = Callable[[], Any]
 #: Give what was seen for the pass of this number, here or by the process that looks for all.
 Agree = Callable[[int, Look], Any]
 _POLL_S = 0.001
-#: A note that there will be no further ones.
-ENDED = "ended"
-#: Notes of so many passes stay: no worker is further behind another.
-_NUM_NOTES = 1000
+_ENDED = "ended"
+#: Notes of so many passes stay, in case one worker is far behind another.
+_NUM_NOTES = 20_000
 
 
 def alone(number: int, look: Look) -> Any:
@@ -157,6 +156,11 @@ class Board:
         """Take a note away, if there is one."""
         (self._path / name).unlink(missing_ok=True)
 
+    def end(self) -> None:
+        """Let workers wait no more, unless the folder is gone already."""
+        if self._path.exists():
+            self.write(_ENDED, True)
+
     def agree(self, group: str, is_told: bool = False) -> Agree:
         """Agreement of the workers of one epoch: the first one looks for all, unless the loader's process tells."""
         return partial(self._among_workers, group, is_told)
@@ -166,7 +170,7 @@ class Board:
         while (note := self.read(name)) is None:
             if not is_told:
                 self.write(name, _told(look), is_final=True)
-            elif self.read(ENDED) or (parent is not None and not parent.is_alive()):
+            elif self.read(_ENDED) or (parent is not None and not parent.is_alive()):
                 raise EOFError("the process that takes the batches takes no more")
             else:
                 time.sleep(_POLL_S)

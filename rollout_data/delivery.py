@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .agreement import ENDED, Board
+from .agreement import Board
 from .dataset_arguments import whole
 from .rollout_dataset import RolloutDataset
 
@@ -70,7 +70,7 @@ class RolloutLoader:
                 yield batch
         finally:
             dataset.agree = agree
-            board.write(ENDED, True)
+            board.end()
             del batches
 
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from storage.errors import UsageError
-
 from .cursor import Deal, StreamState
 from .dealer import Dealer
 from .index import TrajectoryIndex
@@ -132,9 +130,3 @@ def _settings(options: PassOptions) -> dict[str, Any]:
     for name in ("wait_timeout_s", "poll_interval_s"):
         del settings[name]
     return settings
-
-
-def misfit(where: str, expected: str, got: str) -> UsageError:
-    """Build the error for a state that does not belong to a dataset."""
-    advice = "Load the state into a dataset like the one that gave it"
-    return UsageError("continue the stream", where, expected, got, advice)

@@ -188,6 +188,7 @@ class RolloutDataset(RolloutStream):
 
     def fill_rollout(self, buffer: Transition, num_transitions_per_env: int) -> Transition:
         """Write the next T steps into a `[T, num_envs, ...]` buffer in one plan."""
+        self._ensure_started()
         batch, position = self.read_next(num_transitions_per_env, None, without_time=False)
         write_into(buffer, batch, None)
         self.commit(position)

@@ -71,8 +71,8 @@ class BlockSource(Source):
         self._adopted, self._pinned, self._last = blocks[:num_present], blocks[num_present:], None
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
+        has_changed = self._last is None or bool(self._pinned) or self._adopted is not None
         self._adopted = None
-        has_changed = self._last is None or bool(self._pinned)
         for folder in self._folders:
             has_changed |= folder.refresh()
             for problem in folder.problems.values():
@@ -204,6 +204,7 @@ class UndecidedSource(Source):
     def forget(self, problem: DataFileError, num_trajectories: int) -> None:
         assert self._found is not None
         self._found.forget(problem, num_trajectories)
+        self.num_lost_trajectories = self._found.num_lost_trajectories
         self.num_vanished_blocks = self._found.num_vanished_blocks
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:

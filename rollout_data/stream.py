@@ -27,7 +27,7 @@ from .dealer import Dealer
 from .losses import leave_out
 from .passes import PassOptions
 from .readahead import ReadAhead
-from .resume import Misfit, Position, check_settings, misfit, position_in, state_at
+from .resume import Misfit, Position, check_settings, position_in, state_at
 from .sharding import ALONE, Shard, current_shard, current_worker, is_in_worker
 from .source_base import Source
 from .sources import blocks_of, open_source
@@ -134,11 +134,11 @@ class RolloutStream(RolloutFileBase):
         Epochs differ in their permutations and starting frames, equal ones are equal. Each reset, hence each
         iteration, begins the next epoch by itself. Workers that live on from epoch to epoch are reached too.
         """
-        self._epoch, self._is_used = whole("epoch", epoch, 0), False
-        if self._saved is not None and self._saved["epoch"] == self._epoch:
+        if self._saved is not None and self._saved["epoch"] == whole("epoch", epoch, 0):
             return  # of which the state is: it goes on
         if self._saved is not None:
             self._forget()
+        self._epoch, self._is_used = whole("epoch", epoch, 0), False
         if self._noted() is not None:
             self._note(self._epoch, self._saved_name)
 
@@ -325,8 +325,8 @@ class RolloutStream(RolloutFileBase):
             )  # fmt: skip
         if self._saved is not None:
             return dict(self._saved)
-        if not self._is_started:
-            return {"version": 1, "is_started": False, "epoch": self._epoch}
+        if not self._is_started or (not self._is_used and self.is_over()):  # the next epoch has a number, and no more
+            return {"version": 1, "is_started": False, "epoch": self._epoch + int(self._is_used)}
         return self.state_at(self.position)
 
     @property
@@ -363,11 +363,12 @@ class RolloutStream(RolloutFileBase):
             self._is_continued = True
             self._note(self._epoch + self._is_used)
         else:
+            if self._noted() is not None:  # workers that live on
+                self._board.write(f"state_{self._rank().number}", (self._saved, self._saved_name))
             self._note(None)
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         saved = dict(saved)
-        where = f"of {self.data_dir!r}"
         try:
             skip = saved.pop("skip", None)
             if skip is not None and not is_in_worker():
@@ -376,10 +377,11 @@ class RolloutStream(RolloutFileBase):
             check_settings(saved, self._passes, self.num_envs, self._rank().part_of(num_envs))
             self._epoch = whole("epoch", saved["epoch"], 0)
             position = position_in(saved, self._new_dealer(num_envs))
-        except Misfit as cause:
-            raise misfit(where, *cause.args) from None
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as cause:
-            raise misfit(where, "a state as state_dict() gives it", f"{type(cause).__name__}: {cause}") from cause
+        except (Misfit, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as cause:
+            what = "a state as state_dict() gives it", f"{type(cause).__name__}: {cause}"
+            expected, got = cause.args if isinstance(cause, Misfit) else what
+            advice = "Load the state into a dataset like the one that gave it"
+            raise UsageError("continue the stream", f"of {self.data_dir!r}", expected, got, advice) from cause
         self._is_used, self._skip = True, skip
         self.go_to(position)
 
@@ -387,12 +389,13 @@ class RolloutStream(RolloutFileBase):
         if is_in_worker():
             return self._begin_in_worker()
         noted = self._noted()
-        if self._saved is not None and (noted is None or noted[1] != self._saved_name):
-            if not self._is_started:  # a copy
-                self._restore(self._saved)
-            if not self.is_over():
-                return self
-        return super().__iter__()
+        is_new = self._saved is not None and (noted is None or noted[1] != self._saved_name)
+        return self if is_new and not self.is_over() else super().__iter__()
+
+    def _ensure_started(self) -> None:
+        if not self._is_started and self._saved is not None:  # a copy
+            self._restore(self._saved)
+        super()._ensure_started()
 
     def is_over(self) -> bool:
         """True if the epoch has no further batch."""
@@ -419,12 +422,15 @@ class RolloutStream(RolloutFileBase):
     def _begin_in_worker(self) -> Iterator[Any]:
         """Begin the epoch that the workers of this loader agree on."""
         if self._is_continued:
-            if not self._is_started and self._saved is not None:
-                self._restore(self._saved)
+            self._ensure_started()
             self._is_continued = False
             return self
         self._shard, self._skip = self._rank(), None
         self._num_iterations += 1
+        self._saved, self._saved_name = self._board.read(f"state_{self._shard.number}") or (
+            self._saved,
+            self._saved_name,
+        )
         epoch = self._epoch + self._is_used if self._saved is None else self._saved["epoch"]
         while (begun := self._board.read(self._group())) is None:
             following, continued = self._noted() or (epoch, "")

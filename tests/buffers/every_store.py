@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
+import multiprocessing
 import sys
+import tempfile
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,10 +129,30 @@ def plain(tree: Any) -> Any:
 
 
 def in_child(code: str, *arguments: object, timeout_s: float = 300) -> str:
-    """Run code of this file in a process of its own, where a crash or an endless loop shows."""
+    """Run code of this file in a process of its own, where a crash or an endless loop shows; give what it prints."""
     modules = ("storage.errors", *(f"tests.buffers.{name}" for name in CHILD_MODULES))
     script = "\n".join(["import sys", *(f"from {module} import *" for module in modules), code])
-    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-    assert found.returncode == 0, f"exit status {found.returncode}: {found.stdout[-500:]} {found.stderr[-2000:]}"
-    return found.stdout
+    with tempfile.TemporaryFile("w+") as out:
+
+        def run() -> None:
+            sys.argv = ["-c", *map(str, arguments)]
+            warnings.simplefilter("ignore")
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                try:
+                    exec(script, {})
+                except BaseException:
+                    traceback.print_exc()
+                    raise
+                finally:
+                    out.flush()
+
+        child = multiprocessing.get_context("fork").Process(target=run)  # importing torch anew takes seconds
+        child.start()
+        child.join(timeout_s)
+        is_late = child.is_alive()
+        child.kill()
+        child.join()
+        out.seek(0)
+        text = out.read()
+    assert not is_late and child.exitcode == 0, f"exit status {child.exitcode}: {text[-2000:]}"
+    return text
