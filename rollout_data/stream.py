@@ -146,7 +146,7 @@ class RolloutStream(RolloutFileBase):
         """Take the number of the next epoch, and ask who reads what."""
         if not is_in_worker() and (noted := self._noted()) is not None:  # workers have read
             self._epoch, self._is_used = noted[0], False
-            self._note(None)
+            self._note()
         if self._is_used:
             self._epoch, self._is_used = self._epoch + 1, False
 
@@ -361,11 +361,11 @@ class RolloutStream(RolloutFileBase):
             self._epoch, self._is_used = whole("epoch", state.get("epoch", 0), 0), False
         if is_in_worker():  # of torchdata's StatefulDataLoader; the next epoch has other workers
             self._is_continued = True
-            self._note(self._epoch + self._is_used)
+            self._note(self._epoch + self._is_used, "")
         else:
             if self._noted() is not None:  # workers that live on
                 self._board.write(f"state_{self._rank().number}", (self._saved, self._saved_name))
-            self._note(None)
+            self._note()
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         saved = dict(saved)
@@ -401,17 +401,14 @@ class RolloutStream(RolloutFileBase):
         """True if the epoch has no further batch."""
         return self.next_position() is None
 
-    def _noted(self) -> tuple[int, str] | None:
-        """What workers of this rank have noted: the next epoch, and the state that they have continued."""
-        noted: tuple[int, str] | None = self._board.read(f"next_{self._rank().number}")
-        return noted
+    def _noted(self) -> Any:
+        """What workers of this rank have noted, if any: the next epoch, and the state that they have continued."""
+        return self._board.read(f"next_{self._rank().number}")
 
-    def _note(self, epoch: int | None, saved_name: str = "") -> None:
+    def _note(self, *note: Any) -> None:
+        """Note the same; nothing takes the note away."""
         name = f"next_{self._rank().number}"
-        if epoch is None:
-            self._board.forget(name)
-        else:
-            self._board.write(name, (epoch, saved_name))
+        self._board.write(name, note) if note else self._board.forget(name)
 
     def _group(self) -> str:
         """Name the workers that read this epoch together."""
@@ -427,10 +424,8 @@ class RolloutStream(RolloutFileBase):
             return self
         self._shard, self._skip = self._rank(), None
         self._num_iterations += 1
-        self._saved, self._saved_name = self._board.read(f"state_{self._shard.number}") or (
-            self._saved,
-            self._saved_name,
-        )
+        if (sent := self._board.read(f"state_{self._shard.number}")) is not None:
+            self._saved, self._saved_name = sent
         epoch = self._epoch + self._is_used if self._saved is None else self._saved["epoch"]
         while (begun := self._board.read(self._group())) is None:
             following, continued = self._noted() or (epoch, "")
