@@ -315,3 +315,41 @@ def test_a_forged_state_is_refused(tmp_path, change):
     dataset.get_batch(2)
     with pytest.raises(UsageError, match="cannot continue the stream"):
         dataset.load_state_dict({**dataset.state_dict(), **change})
+
+
+def test_a_state_reaches_workers_that_live_on_and_copies_in_every_way_of_reading(tmp_path):
+    opened, plain = four_trajectories(tmp_path)
+    dataset, other = opened(), opened()
+    other.get_batch(2)
+    state = other.state_dict()
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
+    assert len(list(loader)) == len(plain)
+    dataset.load_state_dict(state)
+    assert all(same(a, b) for a, b in zip(loader, plain[1:], strict=True))
+    assert len(list(loader)) == len(plain)
+    dataset.load_state_dict(state)
+    copies = [copy.deepcopy(dataset) for _ in range(3)]
+    read = [list(copies[0]), list(copies[1].prefetch()), drain(copies[2], 2)]
+    for batches in read:
+        assert all(same(a, b) for a, b in zip(batches, plain[1:], strict=True))
+
+
+def test_a_state_tells_the_number_of_the_epoch_that_comes_next(tmp_path):
+    record(tmp_path, [1] * 8)
+
+    def opened():
+        return RolloutDataset(tmp_path, 1, random_shuffle_traj_order=True, device="cpu")
+
+    def order(dataset):
+        return [int(batch.observation[0, 0]) for batch in dataset]
+
+    dataset = opened()
+    epochs = [order(dataset) for _ in range(4)]
+    for choose, expected in ((lambda one: None, 1), (lambda one: one.set_epoch(3), 3)):
+        first, second = opened(), opened()
+        assert order(first) == epochs[0]
+        choose(first)
+        for state in (first.state_dict(), copy.deepcopy(first).state_dict()):
+            second.load_state_dict(state)
+            assert order(second) == epochs[expected]
+        assert order(first) == epochs[expected]
