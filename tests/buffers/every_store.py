@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import sys
 import tempfile
@@ -132,27 +133,29 @@ def in_child(code: str, *arguments: object, timeout_s: float = 300) -> str:
     """Run code of this file in a process of its own, where a crash or an endless loop shows; give what it prints."""
     modules = ("storage.errors", *(f"tests.buffers.{name}" for name in CHILD_MODULES))
     script = "\n".join(["import sys", *(f"from {module} import *" for module in modules), code])
-    with tempfile.TemporaryFile("w+") as out:
-
-        def run() -> None:
-            sys.argv = ["-c", *map(str, arguments)]
-            warnings.simplefilter("ignore")
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                try:
-                    exec(script, {})
-                except BaseException:
-                    traceback.print_exc()
-                    raise
-                finally:
-                    out.flush()
-
-        child = multiprocessing.get_context("fork").Process(target=run)  # importing torch anew takes seconds
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "h5py", "pytest", "storage", "rollout_data"])  # which takes seconds
+    with tempfile.NamedTemporaryFile("r") as out:
+        # Under this name the child finds it; pytest gives this file another one.
+        target = importlib.import_module("tests.buffers.every_store").run_script
+        child = context.Process(target=target, args=(script, [str(one) for one in arguments], out.name))
         child.start()
         child.join(timeout_s)
         is_late = child.is_alive()
         child.kill()
         child.join()
-        out.seek(0)
         text = out.read()
     assert not is_late and child.exitcode == 0, f"exit status {child.exitcode}: {text[-2000:]}"
     return text
+
+
+def run_script(script: str, arguments: list[str], out: str) -> None:
+    """Be the child."""
+    sys.argv = ["-c", *arguments]
+    warnings.simplefilter("ignore")
+    with open(out, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        try:
+            exec(script, {})
+        except BaseException:
+            traceback.print_exc()
+            raise
