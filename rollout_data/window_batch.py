@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from multiprocessing import active_children
@@ -59,7 +60,7 @@ class WindowBatch(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class WindowBatches(Dataset[dict[str, Any]]):
+class WindowBatches(Dataset[dict[str, Any]], ABC):
     """A map-style dataset that reads whole batches at once, into memory which a pickled copy makes anew."""
 
     #: Attributes that are not pickled, but made by `_open`.
@@ -98,9 +99,9 @@ class WindowBatches(Dataset[dict[str, Any]]):
             return self._shared.make(lambda allocate: self.read(windows, allocate))
         return WindowBatch(self.read(windows, self._pool.empty))
 
+    @abstractmethod
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         """Read a batch into memory that `allocate(shape, dtype)` gives; otherwise like `__getitems__`."""
-        raise NotImplementedError
 
     #: For `DataLoader(dataset, collate_fn=dataset.collate)`: a batch is one already; lists of windows are stacked.
     collate = staticmethod(collate_windows)
