@@ -35,8 +35,9 @@ $(BENCH_READY): $(INPUTS) benchmarks/peers.py
 demo: $(READY)
 	$(VENV)/bin/python examples/record_stream_learn.py
 
+# One process per core, and one thread in each.
 test: $(READY)
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto
 
 lint: $(READY)
 	$(VENV)/bin/python -m ruff check .
