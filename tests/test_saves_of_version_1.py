@@ -1,0 +1,66 @@
+"""What was saved once loads for as long as the library is used, with the values and the random state of then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_data import TrajectoryReplayBuffer
+from storage import load_buffer, load_checkpoint, load_checkpoint_meta, load_store
+from tests.saved_by_1 import SAVES, STORES, dataset_of, loader_of, recorded, replayed, state_of
+from tests.trajectory_replay.recorded import check_sample, code
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_saved_store_loads_as_it_was(name: str) -> None:
+    load = load_store if (SAVES / name / "columns.hdf5").exists() else load_buffer
+    loaded, expected = load(SAVES / name), STORES[name]()
+    assert type(loaded) is type(expected)
+    assert state_of(loaded.state_dict()) == state_of(expected.state_dict())
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_state_dict_of_then_is_taken(name: str) -> None:
+    store, expected = STORES[name](), STORES[name]()
+    store.load_state_dict(torch.load(SAVES / f"{name}.pt", weights_only=True))
+    assert state_of(store.state_dict()) == state_of(expected.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["h5", "pt", "pkl", "live"])
+def test_saved_trajectories_load_as_they_were(kind: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(SAVES / f"trajectories_{kind}", tmp_path / "copy")
+    loaded = TrajectoryReplayBuffer(seed=3, sample_window_size=0, trusted=kind == "pkl")
+    loaded.load_checkpoint(folder)
+    assert loaded.trajectory_ids == [0, 1, 2] and loaded.total_samples == 24
+    codes = check_sample(loaded.sample(500), 500)
+    assert set(codes.tolist()) == set(torch.stack([code(number, 4, 2) for number in range(3)]).flatten().tolist())
+    if kind == "h5":
+        assert torch.equal(codes, replayed().sample(500)["actions"][:, 0].long()), "the random state of then"
+
+
+@pytest.mark.parametrize("name", ["plain", "lz4"])
+def test_a_checkpoint_loads_as_it_was(name: str) -> None:
+    loaded = load_checkpoint(SAVES / f"checkpoint_{name}.pt")
+    assert state_of(loaded) == state_of({"weights": torch.arange(6.0), "steps": [1, 2], "best": None})
+    assert load_checkpoint_meta(SAVES / f"checkpoint_{name}.pt") == {"steps": 7}
+
+
+def test_positions_in_data_of_then_are_gone_on_from(tmp_path: Path) -> None:
+    states = json.loads((SAVES / "states.json").read_text())
+    dataset = dataset_of(SAVES / "frames")
+    dataset.load_state_dict(states["dataset"])
+    assert dataset.get_batch(3).observation.tolist() == states["next"]
+    loader = loader_of(SAVES / "frames")
+    loader.load_state_dict(states["loader"])
+    again = loader_of(SAVES / "frames")
+    assert [state_of(dict(one)) for one in loader] == [state_of(dict(one)) for one in again][1:]
+
+
+def test_a_block_of_then_equals_one_of_now(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    then, now = (dataset_of(folder).get_batch(12) for folder in (SAVES / "frames", tmp_path))
+    assert state_of(then.tensors()) == state_of(now.tensors())
