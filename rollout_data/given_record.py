@@ -96,7 +96,7 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
     missing = {known: name for known, name in (_ALIASES | {n: n for n in _OTHER_NAMES}).items() if name not in values}
     for name in sorted(values.keys() - _OTHER_NAMES.keys()):
         for known, meant in missing.items():
-            ratio, length = SequenceMatcher(None, name, known).ratio(), len(name) + len(known)
+            ratio, length = SequenceMatcher(None, name.lower(), known).ratio(), len(name) + len(known)
             is_close = (ratio >= 0.8 and (1 - ratio) * length < 3.5) or sorted(name) == sorted(known)
             if is_close and known not in name.split("_"):
                 text = f"{name!r} is recorded as an extra field: if {meant!r} was meant, give it by that name"

@@ -23,6 +23,7 @@ from storage.checksums import crc32
 from storage.durable import replace_file
 from storage.errors import RolloutDataError, UsageError
 from storage.fields import DTYPES, Field
+from storage.host_arrays import on_host
 
 from .block_folder import stamp_of
 from .block_header import DATA
@@ -177,7 +178,7 @@ class _Summary:
 
     def add(self, values: torch.Tensor) -> None:
         """Take `[n, *shape]` values. Portions are joined as in Chan et al. 1979."""
-        array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        array = on_host(values)
         self._num_frames += len(array)
         columns = _columns(array, self._axis)
         self._quantiles.add(columns)

@@ -16,7 +16,7 @@ import torch
 
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 from storage.fields import Field, Schema, dtype_name
-from storage.host_arrays import viewable
+from storage.host_arrays import on_host, viewable
 from storage.tree import check_same_names, flatten, map_leaves
 
 from .observation_parts import ObservationParts
@@ -78,8 +78,7 @@ class Rollout:
 
 def num_nonfinite(rewards: torch.Tensor | np.ndarray, present: np.ndarray) -> int:
     """Count the values of `[T, N, ...]` rewards that are NaN or infinite, where there are frames."""
-    if isinstance(rewards, torch.Tensor):
-        rewards = (rewards.float() if rewards.dtype == torch.bfloat16 else rewards).cpu().numpy()
+    rewards = on_host(rewards)
     if rewards.dtype.kind != "f":
         return 0
     is_finite = np.isfinite(rewards)
@@ -88,7 +87,7 @@ def num_nonfinite(rewards: torch.Tensor | np.ndarray, present: np.ndarray) -> in
 
 def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     """Give the filled steps of a `RolloutStorage` in the order of time as a mapping; anything else as it is."""
-    if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "critic_observations"):
+    if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "add_transitions"):
         if include:
             raise UsageError("include fields", ", ".join(include), "a RolloutStorage", type(transition).__name__)
         return transition
@@ -140,12 +139,13 @@ def read_rollout(
                 "Give it as a keyword or in the record",
             )
     tensors = parts.split(flat, OBSERVATION, 1 if is_step else 2)
-    lead = (num_envs,) if is_step else (_num_steps(tensors), num_envs)
+    lead = (num_envs,) if is_step else (*next(iter(tensors.values())).shape[:1], num_envs)
     for name, tensor in tensors.items():
         _check_lead(name, tensor, lead)
     schema = schema or declare(tensors, len(lead), parts)
     _check_fields(schema, tensors, lead)
-    terminated, truncated, present = _ends(flags, lead)
+    arrays = {name: _flag(name, tensor, lead) for name, tensor in flags.items()}
+    terminated, truncated, present = resolve_ends(arrays, np.ones(lead if len(lead) == 2 else (1, *lead), bool))
     is_end = terminated | truncated
     rows = _final_rows(finals, parts, schema, lead, is_end) if finals else None
     tensors = {name: tensors[name].unsqueeze(0) if is_step else tensors[name] for name in schema}
@@ -202,11 +202,6 @@ def _flat(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return flat
 
 
-def _num_steps(tensors: Mapping[str, torch.Tensor]) -> int:
-    first = next(iter(tensors.values()))
-    return int(first.shape[0]) if first.ndim else 0
-
-
 def _check_lead(name: str, tensor: torch.Tensor, lead: tuple[int, ...]) -> None:
     if tuple(tensor.shape[: len(lead)]) != lead:
         axes = "num_envs" if len(lead) == 1 else "time, num_envs"
@@ -230,11 +225,8 @@ def _check_row(name: str, field: Field, tensor: torch.Tensor, num_lead: int) -> 
         raise FieldTypeError("add a record", where, f"dtype {field.dtype}, as declared by the first record", got)
 
 
-def _flag(name: str, flags: Mapping[str, torch.Tensor], lead: tuple[int, ...]) -> np.ndarray | None:
-    """Give a flag as a `[T, N]` bool array, or None if it was not given."""
-    if name not in flags:
-        return None
-    tensor = flags[name]
+def _flag(name: str, tensor: torch.Tensor, lead: tuple[int, ...]) -> np.ndarray:
+    """Give a flag as a `[T, N]` bool array."""
     if tuple(tensor.shape) not in (lead, (*lead, 1)):
         raise SchemaError(
             "add a record", f"with the flag {name!r}", f"shape {lead} or {(*lead, 1)}", str(tuple(tensor.shape))
@@ -243,11 +235,6 @@ def _flag(name: str, flags: Mapping[str, torch.Tensor], lead: tuple[int, ...]) -
         raise UsageError("add a record", f"with the flag {name!r}", "true and false values", "NaN")
     array = tensor.ne(0).cpu().numpy() if tensor.dtype != torch.bool else tensor.cpu().numpy()
     return array.reshape(lead if len(lead) == 2 else (1, *lead))
-
-
-def _ends(flags: Mapping[str, torch.Tensor], lead: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    arrays = {name: array for name in FLAGS if (array := _flag(name, flags, lead)) is not None}
-    return resolve_ends(arrays, np.ones(lead if len(lead) == 2 else (1, *lead), bool))
 
 
 def resolve_ends(flags: Mapping[str, np.ndarray], all_present: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

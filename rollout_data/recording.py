@@ -21,16 +21,16 @@ import torch
 from tqdm import tqdm
 
 from storage.errors import UsageError
-from storage.host_arrays import as_given
+from storage.host_arrays import as_given, on_host
 
 from .block_folder import BlockFolder
 from .block_header import TERMINATED, TRUNCATED
 from .index import TrajectoryIndex
-from .simulators import Simulator, copied, mapped, on_host, told
+from .simulators import Simulator, copied, mapped, told
 from .writer import RolloutWriter
 
 #: Methods of an env that are recorded.
-_RECORDED = ("reset", "get_observations", "step", "step_async", "step_wait")
+_RECORDED = ("reset", "reset_async", "reset_wait", "get_observations", "step", "step_async", "step_wait")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class RecordingWrapper:
     """An env whose resets and steps are recorded, for any loop, which sees exactly what the env returns.
 
     All other attributes and methods are the env's, and `isinstance` takes it for the env. A reset in the middle of an
-    episode leaves an open trajectory. `close()` closes `rollout_writer`, the writer, then the env.
+    episode leaves an open trajectory. Actions are recorded in the dtype of the env's space. `close()` closes
+    `rollout_writer`, the writer, then the env.
 
     Args:
         env: As for `record_demonstrations`.
@@ -253,6 +254,7 @@ class _Recorder:
         self._has_succeeded, self._is_success_told = np.zeros(num_envs, bool), False
         self._sum_of_rewards, self._num_ended, self._num_dropped_in_a_row = 0.0, 0, 0
         self._before, self._action = simulator.seen, None
+        self._reset: Any = slice(None)
 
     @property
     def mean_return(self) -> float:
@@ -261,16 +263,18 @@ class _Recorder:
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call one of the env's methods in `_RECORDED` and record what it does."""
         if name in ("step", "step_async"):
-            self._action = copied((*args, *kwargs.values())[0])  # a simulator may clip them in place
-        options = kwargs.get("options") or {}
-        chosen = (options.get("reset_mask"), options.get("env_idx"), kwargs.get("env_ids"))
-        envs = next((on_host(envs).copy() for envs in chosen if envs is not None), slice(None))
+            given = (*args, *kwargs.values())[0]
+            self._action = copied(self.simulator.executed(given))  # a simulator may clip them in place
+        elif name != "reset_wait":
+            options = kwargs.get("options") or {}
+            chosen = (options.get("reset_mask"), options.get("env_idx"), kwargs.get("env_ids"))
+            self._reset = next((on_host(envs).copy() for envs in chosen if envs is not None), slice(None))
         result = getattr(self.simulator.env, name)(*args, **kwargs)
         if name in ("step", "step_wait"):
             self._add(result)
-        elif name != "step_async":
+        elif not name.endswith("_async"):
             is_reset = np.zeros(len(self._lengths), bool)
-            is_reset[envs] = name == "reset"
+            is_reset[self._reset] = name != "get_observations"
             if (cut := is_reset & (self._lengths > 0)).any():
                 self.writer.discard(np.flatnonzero(cut), leave_open=True)
                 self._clear(cut)
@@ -291,6 +295,10 @@ class _Recorder:
         if self._is_choosing:
             record["success"] = self._chosen(record, done, infos)
         self._clear(done)
+        if (lacking := record.pop("lacks_final", None)) is not None:  # a record has them of all its ends or of none
+            without = {name: value for name, value in record.items() if not name.startswith("final_")}
+            self.writer.add(**before, action=self._action, **without, env_mask=lacking)
+            record["env_mask"] = ~lacking
         self.writer.add(**before, action=self._action, **record)
         self._before = self.simulator.seen
         if self._is_choosing and done.any():
@@ -352,8 +360,7 @@ def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
         expected = "a callable, or an object with act_inference or act"
         raise UsageError("record", f"with {type(policy).__name__}", expected, "neither")
     owner = getattr(policy, "__self__", policy)
-    name = getattr(policy, "__name__", "") if owner is policy else type(owner).__name__
-    name = name or type(policy).__name__
+    name = getattr(owner, "__name__", type(owner).__name__)
     if not isinstance(policy, torch.nn.Module):
         return torch.no_grad()(act), name
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from storage.errors import UsageError, nearest
+from storage.host_arrays import as_given, on_host
 from storage.tree import map_leaves
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
@@ -90,7 +91,10 @@ class Simulator:
         return {"reset_mask": self._as_env(self.is_over.copy())}
 
     def read(self, result: Any) -> tuple[dict[str, Any], np.ndarray, Any]:
-        """Read what `step()` returned: further values for `RolloutWriter.add`, the ends (`[N]` bool), the infos."""
+        """Read what `step()` returned: further values for `RolloutWriter.add`, the ends (`[N]` bool), the infos.
+
+        Where only some of the ends have a final observation, `lacks_final` among the values are the others.
+        """
         if len(result) not in (4, 5):
             expected = "gymnasium's five values, obs, rewards, dones, infos, or these with privileged_obs after obs"
             raise UsageError("step the environments", repr(self.name), expected, f"{len(result)} values")
@@ -98,7 +102,7 @@ class Simulator:
         infos, privileged, is_gymnasium = {} if infos is None else infos, None, False
         if len(middle) == 3:
             is_gymnasium = middle[0] is not None and not hasattr(self.env, "get_privileged_observations")
-            is_gymnasium &= not _is_float(middle[1]) or _is_float(middle[2])
+            is_gymnasium &= on_host(middle[1]).dtype.kind != "f" or on_host(middle[2]).dtype.kind == "f"
             privileged, *middle = [None, *middle] if is_gymnasium else middle
         reward, *flags = middle
         ended, *truncated = (on_host(flag).reshape(self.num_envs).astype(bool) for flag in flags)
@@ -116,14 +120,15 @@ class Simulator:
             self.is_over = done if self.mode == "next_step" else self.is_over | done
             record["env_mask"] = present
         elif done.any():
-            fields = _final_fields(infos, observation, np.flatnonzero(done))
+            fields, lacking = _final_fields(infos, observation, done)
+            record |= {"lacks_final": lacking} if fields and lacking.any() else {}
         if done.any():
             record |= {f"final_{name}": value for name, value in fields.items()}
         return record, done, infos
 
     def executed(self, actions: Any) -> Any:
         """Give actions as the env takes them: tensors on its device, or arrays of its space's dtype and shape."""
-        if isinstance(_leaf(self.seen["observation"]), torch.Tensor):
+        if isinstance(_leaf(self.seen.get("observation")), torch.Tensor):
             return mapped(self._as_env, actions)
         is_of_all = _attribute(self.env, "single_action_space") is not None
         return _as_arrays(actions, _attribute(self.env, "action_space"), is_of_all)
@@ -159,14 +164,6 @@ def told(infos: Any, names: Sequence[str], num_envs: int) -> tuple[np.ndarray, n
     return np.zeros(num_envs, bool), np.zeros(num_envs, bool)
 
 
-def on_host(value: Any) -> np.ndarray:
-    """Give a tensor, array or list as an array; bfloat16 as float32."""
-    if not isinstance(value, torch.Tensor):
-        return np.asarray(value)
-    value = value.detach()
-    return (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
-
-
 def copied(tree: Any) -> Any:
     """Copy nested mappings and tuples as dicts; tuples (of `spaces.Tuple`) get the keys "0", "1", ..."""
     return map_leaves(
@@ -199,10 +196,6 @@ def _attribute(env: Any, name: str) -> Any:
     return getattr(getattr(env, "unwrapped", None), name, None) if found is None else found
 
 
-def _is_float(value: Any) -> bool:
-    return value.is_floating_point() if isinstance(value, torch.Tensor) else np.asarray(value).dtype.kind == "f"
-
-
 def _critic(infos: Any) -> Any:
     groups = infos.get("observations") if isinstance(infos, Mapping) else None
     return groups.get("critic") if isinstance(groups, Mapping) else None
@@ -218,18 +211,20 @@ def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
     return {"observation": observation} | ({} if privileged is None else {"privileged_observation": privileged})
 
 
-def _final_fields(infos: Any, observation: Any, ended: np.ndarray) -> dict[str, Any]:
-    """Give the final observations in infos as our fields; nothing where one of the envs that ended has none."""
+def _final_fields(infos: Any, observation: Any, done: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    """Give the final observations in infos as our fields, and which envs ended without one: `[N]` bool."""
     if not isinstance(infos, Mapping):
         infos = {"final_obs": [next((info[name] for name in _FINAL if name in info), None) for info in infos]}
     name = next((name for name in _FINAL if infos.get(name) is not None), "")
-    found, mask = infos.get(name), infos.get("_" + name)
-    if found is None or (mask is not None and not on_host(mask)[ended].all()):
-        return {}
-    if _is_listed(found) and any(found[env] is None for env in ended):
-        return {}
+    found = infos.get(name)
+    is_given = done & (found is not None) & on_host(infos.get("_" + name, True)).reshape(-1).astype(bool)
+    if _is_listed(found):
+        is_given &= [row is not None for row in found]
+    if not is_given.any():
+        return {}, done
     privileged = next((infos[name] for name in _FINAL_PRIVILEGED if infos.get(name) is not None), None)
-    return _fields(_rows(_named(found), _named(observation), ended), privileged)
+    rows = _rows(_named(found), _named(observation), np.flatnonzero(is_given))
+    return _fields(rows, privileged), done & ~is_given
 
 
 def _is_listed(value: Any) -> bool:
@@ -240,19 +235,21 @@ def _rows(found: Any, like: Any, ended: np.ndarray) -> Any:
     """Stack what is listed env by env, of the envs that ended; what is batched stays as it is."""
     if _is_listed(found):
         return _stacked([_named(found[env]) for env in ended], like)
-    return {key: _rows(found[key], item, ended) for key, item in like.items()} if isinstance(like, dict) else found
+    if not isinstance(like, dict) or not isinstance(found, dict):  # an env may give its policy's group alone
+        return found
+    return {key: _rows(found[key], item, ended) for key, item in like.items() if key in found}
 
 
 def _stacked(rows: list[Any], like: Any) -> Any:
     if isinstance(like, dict):
         return {key: _stacked([row[key] for row in rows], item) for key, item in like.items()}
-    if isinstance(like, torch.Tensor):
-        return torch.stack([torch.as_tensor(row, dtype=like.dtype) for row in rows])
-    return np.stack([np.asarray(row, like.dtype) for row in rows])
+    return torch.stack([torch.as_tensor(row, dtype=as_given(like).dtype) for row in rows])
 
 
 def _as_arrays(value: Any, space: Any, is_of_all: bool) -> Any:
     """Give actions as arrays of the dtype of a space and, where it is one of all envs, of its shape."""
+    if space is None:
+        return mapped(lambda item: np.array(on_host(item)), value)
     if isinstance(value, Mapping):
         return {key: _as_arrays(item, space[key], is_of_all) for key, item in value.items()}
     if isinstance(value, tuple) and isinstance(getattr(space, "spaces", None), tuple):

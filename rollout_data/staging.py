@@ -12,6 +12,7 @@ import numpy as np
 
 from storage.buffer_pool import BufferPool
 from storage.fields import Schema
+from storage.host_arrays import on_host
 
 from .block_file import BlockContent
 from .block_header import DATA, DROPPED, ENDS, FINAL, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED, layouts_of
@@ -180,9 +181,7 @@ class Staging:
         if REWARD not in self.schema:
             return np.zeros((len(fragments), 0))
         width, num_rows = self.schema[REWARD].num_elements, self.num_envs * self.num_steps
-        rewards = self._data.arrays[REWARD][: self.num_steps]
-        if self.schema[REWARD].dtype == "bfloat16":
-            rewards = self._data.field(REWARD, self.num_steps).float().numpy()
+        rewards = on_host(self._data.field(REWARD, self.num_steps))
         values = np.zeros((num_rows + 1, width))  # the last row is where the last fragment ends
         sums = np.zeros((len(fragments), width))
         long = np.flatnonzero(fragments["length"] > 0)

@@ -76,6 +76,15 @@ def as_given(value: Any) -> torch.Tensor:
     return torch.as_tensor(viewable(np.asarray(value)), device="cpu")
 
 
+def on_host(value: Any) -> npt.NDArray[Any]:
+    """Give a tensor, array or list as an array; bfloat16 as float32."""
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    value = value.detach()
+    array: npt.NDArray[Any] = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
+    return array
+
+
 def viewable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Give an array that torch can view: itself, or a copy if it is backwards, unaligned, byte-swapped or read-only."""
     is_odd = any(stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides)

@@ -89,6 +89,7 @@ def test_infos_and_next_observations_are_left_out_and_that_is_said(tmp_path):
     ("given", "meant"),
     [
         ("doen", "done"),
+        ("Done", "done"),
         ("rewrad", "reward"),
         ("trucated", "truncated"),
         ("timeot", "timeout"),

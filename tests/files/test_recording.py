@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_data.recording import record_demonstrations
+from rollout_data.recording import RecordingWrapper, record_demonstrations
 from storage.errors import UsageError
 from tests.files.readback import end_of, trajectories_of
 
 gymnasium = pytest.importorskip("gymnasium")
 from gymnasium import spaces  # noqa: E402
-from gymnasium.vector import AutoresetMode, SyncVectorEnv  # noqa: E402
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv  # noqa: E402
 
 
 class Counting(gymnasium.Env):
@@ -95,6 +95,38 @@ def test_discrete_actions_are_recorded_as_executed(tmp_path):
     for one in trajectories_of(tmp_path):
         assert one.column("action").dtype == np.int64
         assert (one.column("action") == one.env + 1).all()
+
+
+@pytest.mark.parametrize("discrete", [True, False])
+def test_however_a_loop_writes_its_actions_they_are_recorded_in_the_dtype_of_their_space(tmp_path, discrete):
+    envs = make_envs(AutoresetMode.NEXT_STEP, discrete=discrete)
+    given = [1, 2, 3] if discrete else [[1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
+    with RecordingWrapper(envs, tmp_path) as wrapper:
+        wrapper.reset()
+        for form in (tuple, list, np.array, torch.tensor, lambda actions: np.array(actions, np.float64)):
+            wrapper.step(form(given))
+    for one in check_counting(tmp_path):
+        action = one.column("action")
+        assert action.dtype == (np.int64 if discrete else np.float32)
+        assert action.tolist() == [given[one.env]] * one.length
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_resets_in_two_halves_are_recorded(tmp_path, mode):
+    envs = AsyncVectorEnv([lambda n=n: Counting(n) for n in range(3)], autoreset_mode=mode)
+    with RecordingWrapper(envs, tmp_path) as wrapper:
+        for number in range(12):
+            over = np.array([True, number == 0, number == 0])
+            if number in (0, 4):  # at first all, then env 0 in the middle of an episode
+                wrapper.reset_async(options={"reset_mask": over})
+                wrapper.reset_wait()
+            wrapper.step_async(np.zeros((3, 2), np.float32))
+            *_, terminated, truncated, _ = wrapper.step_wait()
+            if mode == AutoresetMode.DISABLED and (terminated | truncated).any():
+                wrapper.reset_async(options={"reset_mask": terminated | truncated})
+                wrapper.reset_wait()
+    ends = {int(one.column("observation")[0, 1]): end_of(one) for one in check_counting(tmp_path) if one.env == 0}
+    assert sorted(ends) == list(range(len(ends))) and ends[1] == "open" and "open" not in (ends[0], ends[2])
 
 
 def test_actions_of_a_tuple_space_are_executed_as_a_tuple_and_recorded_by_number(tmp_path):

@@ -166,6 +166,56 @@ def test_a_step_without_an_observation_before_it_is_refused(tmp_path):
         wrapper.step(np.zeros((N, 2)))
 
 
+@pytest.mark.parametrize("form", ["group", "tensor"])
+def test_a_final_observation_of_the_policys_group_alone_is_recorded(tmp_path, form):
+    class Partly(IsaacLab):
+        def infos(self, done, success, last):
+            return {"final_obs": {"policy": self.given(last)} if form == "group" else self.given(last)}
+
+    env = Partly("torch")
+    record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=8, show_progress=False)
+    for one in check_frames(tmp_path):
+        assert one.finals["observation"].tolist() == [*one.column("observation")[0, :2].tolist(), one.length]
+
+
+@pytest.mark.parametrize("form", ["mask", "list"])
+def test_only_ends_without_a_final_observation_have_none(tmp_path, form):
+    class Partly(SB3 if form == "list" else ManiSkill):
+        def advance(self, actions, envs=slice(None)):
+            rewards, *_, last = super().advance(actions, envs)
+            done = self.t == 3
+            return rewards, done, done & False, done, last
+
+        def infos(self, done, success, last):
+            found = super().infos(done, success, last)
+            return found | ({"_final_observation": self.given(done & (np.arange(N) != 1))} if done.any() else {})
+
+        def step_wait(self):
+            *values, infos = super().step_wait()
+            infos[1].pop("terminal_observation", None)
+            return *values, infos
+
+    env = Partly(*([] if form == "list" else ["torch"]))
+    record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=6, success_only=True, show_progress=False)
+    found = check_frames(tmp_path)
+    assert len(found) == 6
+    for one in found:
+        assert one.length == 3 and end_of(one) == "terminated"
+        assert (one.finals is None) == (one.env == 1)
+        if one.finals:
+            assert one.finals["observation"].tolist() == [*one.column("observation")[0, :2].tolist(), 3]
+
+
+def check_frames(folder):
+    """Give the episodes that ended; their frames are all there."""
+    found = [one for one in trajectories_of(folder) if end_of(one) != "open"]
+    for one in found:
+        state = one.column("observation")
+        assert state.tolist() == [[one.env, state[0, 1], t] for t in range(one.length)]
+        assert one.column("action").tolist() == state[:, 1:].tolist()
+    return found
+
+
 @pytest.mark.parametrize("name", ["maniskill", "gymnasium 0.29", "stable-baselines3"])
 def test_success_is_read_from_infos_of_every_form(tmp_path, name):
     env = FAKES[name][0]()

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from rollout_data import RolloutDataset, RolloutWriter
 from storage import RolloutOverflowError, SchemaError, UsageError, load_store
 
 pytest.importorskip("tensordict", exc_type=ImportError)
@@ -144,6 +145,16 @@ def test_every_epoch_of_one_update_has_the_same_batches_and_every_row_once():
     batches = [batch.values.flatten() for batch in storage.mini_batch_generator(4, 2)]
     assert all(torch.equal(x, y) for x, y in zip(batches[:4], batches[4:], strict=True))
     assert torch.equal(torch.cat(batches[:4]).sort().values, filled().values.flatten().sort().values)
+
+
+def test_add_rollout_records_it(tmp_path):
+    with RolloutWriter(tmp_path, ENVS, durable=False) as writer:
+        writer.add_rollout(filled(), include=("values",))
+    batch = RolloutDataset(tmp_path, ENVS, device="cpu").get_batch(STEPS)
+    expected = torch.stack([rows(step) for step in range(STEPS)])
+    assert batch.observation.shape == (STEPS, ENVS, 5 + 7)
+    for x in (batch.observation, batch.action, batch.reward, batch.extras["values"]):
+        assert torch.equal(x, expected.reshape(STEPS, ENVS, *[1] * (x.ndim - 2)).expand_as(x))
 
 
 def test_steps_for_distillation_come_in_order():
