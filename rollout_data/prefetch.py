@@ -37,6 +37,7 @@ class PrefetchedBatches(Unique):
 
     def __iter__(self) -> Iterator[Any]:
         if self.dataset.lent_to is not None:
+            self.dataset.lent_to.check()
             advice = "Leave that loop or close() it, or make another dataset"
             raise UsageError("prefetch", "from a dataset", "no other thread that reads ahead of it", "one", advice)
         if self.dataset.is_over():

@@ -103,7 +103,8 @@ class TrajectoryReplayBuffer(Unique):
             self._start_saving(rank, world_size)
 
     def __len__(self) -> int:
-        return len(self._live.entries)
+        with self._lock:
+            return len(self._live.entries)
 
     def __enter__(self) -> TrajectoryReplayBuffer:
         return self
@@ -114,12 +115,13 @@ class TrajectoryReplayBuffer(Unique):
     @property
     def size(self) -> int:
         """How many trajectories are live."""
-        return len(self._live.entries)
+        return len(self)
 
     @property
     def total_samples(self) -> int:
         """Steps of all live trajectories, T * B of each."""
-        return self._live.num_samples
+        with self._lock:
+            return self._live.num_samples
 
     @property
     def trajectory_ids(self) -> list[int]:
@@ -130,7 +132,8 @@ class TrajectoryReplayBuffer(Unique):
     @property
     def cached_ids(self) -> list[int]:
         """Ids of the trajectories that are in memory."""
-        return [] if self._live.cache is None else self._live.cache.ids
+        with self._lock:
+            return [] if self._live.cache is None else self._live.cache.ids
 
     def add(self, trajectory: Any, *, weights_version: int | None = None) -> int:
         """Copy a trajectory in; see `add_trajectories`. Gives its id."""

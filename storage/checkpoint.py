@@ -123,7 +123,8 @@ class AsyncCheckpointSaver(Unique):
     @property
     def num_pending(self) -> int:
         """Checkpoints that were accepted and have not ended."""
-        return len(self._pending)
+        with self._changed:
+            return len(self._pending)
 
     def save_async(
         self, obj: Any, path: str | os.PathLike[str], compress: bool = False, level: int = 0, meta: Any = None

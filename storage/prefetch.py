@@ -221,6 +221,10 @@ class PrefetchedItems(Unique, Iterator[T]):
         delivered: T = item
         return delivered
 
+    def check(self) -> None:
+        """Raise in a forked child."""
+        self._channel.owner.check()
+
     def close(self) -> None:
         """Stop the producer and wait for the item that it is making. Idempotent."""
         self._finish()

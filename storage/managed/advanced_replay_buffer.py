@@ -16,12 +16,13 @@ import torch
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..host_arrays import float32_tensor, own, tensor_of
 from ..snapshot import State
-from .item_ids import UNIQUE_ID, check_count, check_iteration, finite_or_none, without_given
+from .item_ids import UNIQUE_ID, check_count, check_iteration, finite_or_none, listed, without_given
 from .managed_buffers import ManagedBuffer
 from .prioritized_rows import PrioritizedRows, PriorityRule
 from .prioritized_store import Draw, PrioritizedStore, Push
+from .rate_limiter import RateLimitedError
 from .row_limits import RowLimits
-from .used_data import UsedData, UsedQueue
+from .used_data import UsedData, UsedQueue, checked_data_id
 
 
 class AdvancedReplayBuffer(ManagedBuffer):
@@ -107,8 +108,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         if not isinstance(batch, Mapping):
             raise SchemaError("add a batch", "", "a mapping", type(batch).__name__)
         start_s, num_rows = time.perf_counter(), _leading_size(batch)
-        with self._admitted_push(num_rows), self._lock:
-            self._check_open("push into")
+        with self._admitted(num_rows, is_push=True):
             read = self._data.read_batch(batch, priorities, collect_iter)
             ids = self._data.write(read)
         if self.monitor is not None:
@@ -181,12 +181,12 @@ class AdvancedReplayBuffer(ManagedBuffer):
             with self._lock:
                 self._check_open("sample from")
                 return self._take_tensors(batch_size, cur_learner_iter)
-        if self._admit_sample(batch_size):
-            with self._undone_if_refused(batch_size), self._lock:
-                self._check_open("sample from")
+        try:
+            with self._admitted(batch_size, is_push=False):
                 return self._take_tensors(batch_size, cur_learner_iter)
-        expected = "draws that the rate limiter lets pass"
-        raise BufferEmptyError("sample from", repr(self.name), expected, f"a batch of {batch_size}", "Add items first")
+        except RateLimitedError:
+            expected, got = "draws that the rate limiter lets pass", f"a batch of {batch_size}"
+            raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first") from None
 
     def _take_tensors(self, batch_size: int, iteration: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
         start_s = time.perf_counter()
@@ -310,8 +310,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
             raise UsageError("update", repr(self.name), "a mapping", type(info).__name__)
         rows = torch.tensor(self._rows_of(info.get(UNIQUE_ID)), dtype=torch.int64, device=self.device)
         priorities = info.get("priority")
-        used = info.get("used_id")
-        used = [] if used is None else list(used) if isinstance(used, (list, tuple, set)) else [used]
+        used = [checked_data_id(one) for one in listed(info.get("used_id"))]
         if priorities is None:
             return rows[:0], *self._data.rows.checked_own([], 0), used
         return rows, *self._data.rows.checked_own(priorities, len(rows)), used

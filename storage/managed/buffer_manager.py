@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from .buffer_config import KINDS, arguments_of, make_buffers, part_of_state
 from .episode_replay_buffer import EpisodeReplayBuffer
 from .item_ids import UnknownNameError, as_items, check_iteration
 from .managed_buffers import ManagedBuffer
+from .rate_limiter import RateLimitedError
 from .sample_shares import SampleShares
 from .update_shares import share_out_update
 from .used_data import UsedQueue
@@ -91,20 +93,22 @@ class BufferManager(Snapshotted):
             As `push`: An item does not fit one of the buffers.
         """
         self._check_open("push data")
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         shares = self._shares(data, buffer_name)
-        with ExitStack() as admitted:
-            for name, items in shares.items():
-                admitted.enter_context(self._buffers[name]._admitted_push(len(items)))
-            with self._locked(shares):
-                read = {name: self._buffers[name]._read(items) for name, items in shares.items()}
-                for name, one in read.items():
-                    self._buffers[name]._write(one)
-        for name, one in read.items():
+        numbers = {name: len(items) for name, items in shares.items()}
+
+        def write() -> dict[str, Any]:
+            read = {name: self._buffers[name]._read(items) for name, items in shares.items()}
+            for name, one in read.items():
+                self._buffers[name]._write(one)
+            return read
+
+        while isinstance(found := self._in_all(numbers, True, write), str):
+            self._buffers[found]._await(numbers[found], True, start_s)
+        for name, one in (found or {}).items():
             buffer = self._buffers[name]
             if buffer.monitor is not None:
-                passed_s = time.perf_counter() - start_s
-                buffer.monitor.note_push(len(shares[name]), time=passed_s, **buffer._push_values(one))
+                buffer.monitor.note_push(numbers[name], time=time.monotonic() - start_s, **buffer._push_values(one))
 
     def push(self, data: Any, buffer_name: str | Sequence[str] | None = None) -> None:
         """Do what `push_data` does."""
@@ -276,8 +280,8 @@ class BufferManager(Snapshotted):
     def _get_state(self) -> State:
         cfg: dict[str, Any] = {"buffer_name": self.buffer_name, "sample_ratio": self.sample_ratio}
         numbers: dict[str, Any] = {}
-        tensors: dict[str, torch.Tensor] = {"rng": self.rng.get_state()}
-        with self._locked(self._buffers):
+        with self._choice_lock, self._locked(self._buffers):
+            tensors = {"rng": self.rng.get_state()}
             for place, (name, buffer) in enumerate(self._buffers.items()):
                 state = buffer._copy_state()  # before the locks are let go
                 kind = next(kind for kind, its in KINDS.items() if type(buffer) is its)
@@ -368,30 +372,38 @@ class BufferManager(Snapshotted):
                 if method == "_take_tensors":
                     sizes = {name: size for name, size in sizes.items() if size}
                     self._check_prioritized(sizes)
-                found = self._sample_all(sizes, iteration, method)
+                found = self._in_all(sizes, False, partial(self._taken, sizes, iteration, method))
                 if isinstance(found, dict):
                     return order, found
                 self.rng.set_state(before)
             # Nothing is held or counted here: who waits must not keep others from what it waits for.
-            if found is None or not self._buffers[found]._await_sample(sizes[found], start_s):
+            if found is None:
+                return None, None
+            try:
+                self._buffers[found]._await(sizes[found], False, start_s)
+            except RateLimitedError:
                 return None, None
 
-    def _sample_all(self, sizes: Mapping[str, int], iteration: int, method: str) -> dict[str, Any] | str | None:
-        """Draw from all buffers or from none; then give the name of one whose limiter does not let it pass, if any."""
-        with ExitStack() as undo:
-            for name, size in sizes.items():
-                if not self._buffers[name]._admit_sample(size, waits=False):
+    def _in_all(
+        self, numbers: Mapping[str, int], is_push: bool, work: Callable[[], dict[str, Any] | None]
+    ) -> dict[str, Any] | str | None:
+        """Do `work` for so many items of each buffer; or give the name of one whose limiter does not let it pass."""
+        with self._locked(numbers), ExitStack() as undo:
+            for name, number in numbers.items():
+                if not self._buffers[name]._admit(number, is_push):
                     return name
-                undo.callback(self._buffers[name]._undo_sample, size)
-            with self._locked(sizes):
-                self._check_open("sample")
-                # Each is asked, also after one that refuses, so that all let go of what is stale.
-                answers = [self._buffers[name]._has(size, iteration) for name, size in sizes.items()]
-                if not all(answers):
-                    return None
-                found = {name: getattr(self._buffers[name], method)(size, iteration) for name, size in sizes.items()}
-            undo.pop_all()
+                undo.callback(self._buffers[name]._undo, number, is_push)
+            found = work()
+            if found is not None:
+                undo.pop_all()
         return found
+
+    def _taken(self, sizes: Mapping[str, int], iteration: int, method: str) -> dict[str, Any] | None:
+        """Draw from all buffers or from none. Each is asked, so that all let go of what is stale."""
+        answers = [self._buffers[name]._has(size, iteration) for name, size in sizes.items()]
+        if not all(answers):
+            return None
+        return {name: getattr(self._buffers[name], method)(size, iteration) for name, size in sizes.items()}
 
 
 def _names(given: Any) -> list[str]:

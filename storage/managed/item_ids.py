@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..errors import MissingFieldError, SchemaError, UsageError
 
@@ -29,6 +30,21 @@ def as_items(data: Any) -> list[Any]:
     if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
         raise SchemaError("push", "", "an item (a mapping) or a list of items", type(data).__name__)
     return list(data)
+
+
+def listed(values: Any) -> list[Any]:
+    """List what a learner tells of: tensors and arrays by their numbers, None as nothing, anything else as one."""
+    if values is None:
+        return []
+    if isinstance(values, (torch.Tensor, np.ndarray)):
+        return list(values.reshape(-1).tolist())
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [values]
+
+
+def plain_number(value: Any) -> Any:
+    """Give a single number of torch or numpy as Python's."""
+    is_one = isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
+    return value.item() if is_one else value
 
 
 def split_unique_id(unique_id: Any) -> tuple[str, int]:

@@ -73,11 +73,6 @@ class ItemStore:
         """Id of the oldest item that is not overwritten."""
         return self.total - self.num_live
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that is reserved for columns."""
-        return 0 if self._ring is None else self._ring.num_bytes
-
     def read_items(self, items: Sequence[Any]) -> Items:
         """Check items; nothing is written.
 

@@ -38,10 +38,6 @@ from .rate_limiter import RateLimitedError, RateLimiter
 _Self = TypeVar("_Self", bound="ManagedBuffer")
 
 
-class _Refused(Exception):
-    """There is not enough to sample."""
-
-
 class ManagedBuffer(Snapshotted):
     """Items by row, under one lock.
 
@@ -144,15 +140,14 @@ class ManagedBuffer(Snapshotted):
         """
         size, cur_learner_iter = check_count("sample", "size", size, 0), check_iteration(cur_learner_iter)
         check_range(sample_range)
-        if not self._admit_sample(size):
+        try:
+            with self._admitted(size, is_push=False):
+                found = self._take(size, cur_learner_iter, sample_range, replace)
+                if found is None:
+                    self._undo(size, is_push=False)
+                return found
+        except RateLimitedError:
             return None
-        with self._undone_if_refused(size), self._lock:
-            self._check_open("sample from")
-            found = self._take(size, cur_learner_iter, sample_range, replace)
-            if found is None:
-                raise _Refused
-            return found
-        return None
 
     def update(self, info: Mapping[str, Any]) -> int:
         """Take what a learner found; gives the number of items that it was applied to."""
@@ -199,44 +194,39 @@ class ManagedBuffer(Snapshotted):
 
     # For the manager, which checks all of its buffers before any of them is changed.
 
-    def _admit_push(self, num_items: int) -> None:
-        self._check_open("push into")
-        if self.rate_limiter is not None and not self.rate_limiter.insert(num_items):
-            self._check_open("push into")
-            advice = "Sample first, or raise the tolerance"
-            raise RateLimitedError("push into", repr(self.name), "draws to keep up", f"{num_items} more items", advice)
+    def _admit(self, num_items: int, is_push: bool) -> bool:
+        """Count what the limiter lets pass at once; False if it does not. The lock is held."""
+        self._check_open("push into" if is_push else "sample from")
+        limiter = self.rate_limiter
+        return limiter is None or (limiter.insert if is_push else limiter.sample)(num_items, waits=False)
 
-    def _undo_push(self, num_items: int) -> None:
+    def _undo(self, num_items: int, is_push: bool) -> None:
+        """Take back what `_admit` counted. The lock is still held, so that no other thread went by it."""
         if self.rate_limiter is not None:
-            self.rate_limiter.undo(num_inserted=num_items)
+            self.rate_limiter.undo(*((num_items, 0) if is_push else (0, num_items)))
 
-    def _admit_sample(self, num_items: int, waits: bool = True) -> bool:
-        self._check_open("sample from")
-        if self.rate_limiter is None or self.rate_limiter.sample(num_items, waits):
-            return True
-        self._check_open("sample from")
-        return False
-
-    def _await_sample(self, num_items: int, start_s: float) -> bool:
-        if self.rate_limiter is None or self.rate_limiter.wait_to_sample(num_items, start_s):
-            return True
-        self._check_open("sample from")
-        return False
-
-    def _undo_sample(self, num_items: int) -> None:
-        if self.rate_limiter is not None:
-            self.rate_limiter.undo(num_sampled=num_items)
+    def _await(self, num_items: int, is_push: bool, start_s: float) -> None:
+        """Wait until the limiter would let it pass, or raise `RateLimitedError`. No lock is held."""
+        if self.rate_limiter is None or self.rate_limiter.wait(num_items, is_push, start_s):
+            return
+        self._check_open("push into" if is_push else "sample from")
+        advice = "Sample first, or raise the tolerance"
+        raise RateLimitedError("push into", repr(self.name), "draws to keep up", f"{num_items} more items", advice)
 
     @contextmanager
-    def _undone_if_refused(self, num_items: int) -> Iterator[None]:
-        """Take back what the limiter let pass if the block raises; `_Refused` ends here."""
-        try:
-            yield
-        except _Refused:
-            self._undo_sample(num_items)
-        except BaseException:  # Ctrl-C too: the other side would wait for a sample that never was
-            self._undo_sample(num_items)
-            raise
+    def _admitted(self, num_items: int, is_push: bool) -> Iterator[None]:
+        """Hold the lock, when the limiter has let it pass; take that back if the block raises."""
+        start_s = time.monotonic()
+        while True:
+            with self._lock:
+                if self._admit(num_items, is_push):
+                    try:
+                        yield
+                    except BaseException:  # Ctrl-C too: the other side would wait for what never was
+                        self._undo(num_items, is_push)
+                        raise
+                    return
+            self._await(num_items, is_push, start_s)
 
     def _has(self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False) -> bool:
         """Tell whether there are enough for `_take`. The lock is held."""
@@ -258,21 +248,11 @@ class ManagedBuffer(Snapshotted):
 
     def _add(self, items: Sequence[Any], num_items: int) -> None:
         start_s = time.perf_counter()
-        with self._admitted_push(num_items), self._lock:
-            self._check_open("push into")
+        with self._admitted(num_items, is_push=True):
             read = self._read(items)
             self._write(read)
         if self.monitor is not None:
             self.monitor.note_push(num_items, time=time.perf_counter() - start_s, **self._push_values(read))
-
-    @contextmanager
-    def _admitted_push(self, num_items: int) -> Iterator[None]:
-        self._admit_push(num_items)
-        try:
-            yield
-        except BaseException:  # Ctrl-C too
-            self._undo_push(num_items)
-            raise
 
     # For buffers.
 

@@ -38,7 +38,7 @@ class NaiveReplayBuffer(ManagedBuffer):
     def _take(
         self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False
     ) -> list[dict[str, Any]] | None:
-        start_s, ages = time.perf_counter(), self._range(sample_range)
+        start_s, ages = time.perf_counter(), range(self.count())[sample_range or slice(None)]
         place = draw_places(len(ages), size, replace, self.rng)
         if place is None or not size:
             return None if place is None else []
@@ -47,9 +47,6 @@ class NaiveReplayBuffer(ManagedBuffer):
         if self.monitor is not None:
             self.monitor.note_sample(size, time=time.perf_counter() - start_s)
         return found
-
-    def _range(self, sample_range: slice | None) -> range:
-        return range(self._store.num_live)[sample_range or slice(None)]
 
     def _read(self, items: Sequence[Any]) -> Items:
         return self._store.read_items([without_given(item) for item in items])

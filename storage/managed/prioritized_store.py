@@ -17,11 +17,12 @@ import torch
 from ..errors import SchemaError, UsageError
 from ..host_arrays import library, own, tensor_of
 from ..tree import map_leaves
+from .item_ids import plain_number
 from .item_leaves import from_json, put_leaf, to_json
 from .item_store import Items, ItemStore
 from .prioritized_rows import PrioritizedRows
 from .row_limits import NONE, UNKNOWN, RowLimits, copy_numbers
-from .used_data import UsedData, check_data_id
+from .used_data import UsedData, checked_data_id
 
 _ROW_TENSORS = {"weights": torch.float64, "priorities": torch.float64, "row_ids": torch.int64}
 _ROW_TENSORS |= {"uses": torch.int64, "collected": torch.int64}
@@ -78,11 +79,10 @@ class PrioritizedStore:
             own = dict(item)
             priorities.append(own.pop("priority", None))
             if "collect_iter" in own:  # a number, however it is given; never a column
-                own["collect_iter"] = _plain(own["collect_iter"])
+                own["collect_iter"] = plain_number(own["collect_iter"])
             iterations.append(_earliest(own.get("collect_iter")))
             if self.used is not None and "data_id" in own:
-                own["data_id"] = _plain(own["data_id"])
-                check_data_id(own["data_id"])
+                own["data_id"] = checked_data_id(own["data_id"])
             plain.append(own)
         items = self.items.read_items(plain)
         values, largest = self._filled_in(priorities)
@@ -282,7 +282,7 @@ class PrioritizedStore:
         """Check priorities of items; those that are missing get the largest so far."""
         if all(value is None for value in given):
             return None, 0.0
-        known = [_plain(value) for value in given if value is not None]
+        known = [plain_number(value) for value in given if value is not None]
         _, largest = self.rows.checked(known, len(known))
         highest, values = self.rows.max_priority, []
         for value in given:
@@ -295,20 +295,13 @@ class PrioritizedStore:
         return [data_id for data_id in found if data_id is not None]
 
 
-def _plain(value: Any) -> Any:
-    """Give a single number of torch or numpy as Python's."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value
-    return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
-
-
 def _earliest(given: Any) -> int:
     """Read when an item was collected: an int, or several of which the first counts."""
     if given is None:
         return UNKNOWN
     values = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray, np.generic)) else given
     flat = values if isinstance(values, (list, tuple)) else [values]
-    known = [_plain(value) for value in flat if value is not None]
+    known = [plain_number(value) for value in flat if value is not None]
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in known):
         raise UsageError("add an item", "", "a collect_iter of integers", repr(given)[:60])
     return min(known, default=UNKNOWN)

@@ -67,18 +67,18 @@ class RateLimiter:
         """Draws that are still due; negative where more were made than are due."""
         return self.samples_per_insert * (self.num_inserted - self.min_inserts) - self.num_sampled
 
-    def insert(self, num_items: int = 1) -> bool:
-        """Count an insertion of `num_items` and let it pass, at once or after waiting; False if it may not."""
-        return self._pass(num_items, 0, self._may_insert)
+    def insert(self, num_items: int = 1, waits: bool = True) -> bool:
+        """Count an insertion of `num_items` and let it pass, at once or, if `waits`, after waiting; False if not."""
+        return self._pass(num_items, 0, self._may_insert, waits)
 
     def sample(self, num_items: int = 1, waits: bool = True) -> bool:
-        """Count a draw of `num_items` and let it pass, at once or, if `waits`, after waiting; False if it may not."""
+        """Count a draw of `num_items` and let it pass, at once or, if `waits`, after waiting; False if not."""
         return self._pass(num_items, 1, self._may_sample, waits)
 
-    def wait_to_sample(self, num_items: int, start_s: float) -> bool:
-        """Wait, for `timeout_s` from `start_s` of `time.monotonic()`, until a draw would pass; nothing is counted."""
+    def wait(self, num_items: int, is_push: bool, start_s: float) -> bool:
+        """Wait, for `timeout_s` from `start_s` of `time.monotonic()`, until it would pass; nothing is counted."""
         with self._changed:
-            return self._wait(num_items, self._may_sample, start_s)
+            return self._wait(num_items, self._may_insert if is_push else self._may_sample, start_s)
 
     def may_sample(self, num_items: int = 1) -> bool:
         """Tell whether a draw would pass at once; nothing is counted."""
@@ -158,7 +158,7 @@ class RateLimiter:
             self._changed.wait(left)
         return True
 
-    def _pass(self, num_items: int, kind: int, may: Any, waits: bool = True) -> bool:
+    def _pass(self, num_items: int, kind: int, may: Any, waits: bool) -> bool:
         num_items, start_s = _checked(num_items), time.monotonic()
         with self._changed:
             self._largest = self._largest_with(kind, num_items)

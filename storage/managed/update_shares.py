@@ -5,14 +5,11 @@ One rule: the ids decide; a pure function of the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from ..errors import UsageError
-from .item_ids import UNIQUE_ID, split_unique_id
+from .item_ids import UNIQUE_ID, listed, split_unique_id
 
 
 def share_out_update(info: Any, check_name: Callable[[str], Any], tracking: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -28,8 +25,8 @@ def share_out_update(info: Any, check_name: Callable[[str], Any], tracking: Sequ
     """
     if not isinstance(info, Mapping):
         raise UsageError("update", "", "a mapping", type(info).__name__)
-    ids, priorities = _listed(info.get(UNIQUE_ID)), info.get("priority")
-    values = None if priorities is None else _listed(priorities)
+    ids, priorities = listed(info.get(UNIQUE_ID)), info.get("priority")
+    values = None if priorities is None else listed(priorities)
     if values is not None and len(values) != len(ids):
         raise UsageError("update", "", f"{len(ids)} priorities", str(len(values)))
     parts: dict[str, dict[str, Any]] = {}
@@ -40,15 +37,7 @@ def share_out_update(info: Any, check_name: Callable[[str], Any], tracking: Sequ
         part[UNIQUE_ID].append(unique_id)
         if values is not None:
             part["priority"].append(values[place])
-    if info.get("used_id") is not None:
-        for name in tracking:
-            parts.setdefault(name, {})["used_id"] = info["used_id"]
+    used = listed(info.get("used_id"))
+    for name in tracking if used else ():
+        parts.setdefault(name, {})["used_id"] = used
     return parts
-
-
-def _listed(values: Any) -> list[Any]:
-    if values is None:
-        return []
-    if isinstance(values, (torch.Tensor, np.ndarray)):
-        return list(values.reshape(-1).tolist())
-    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import queue
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
 from ..errors import UsageError
+from .item_ids import plain_number
 
 
 class UsedQueue(queue.Queue[Any]):
@@ -110,7 +113,11 @@ class UsedData:
         return made
 
 
-def check_data_id(data_id: Any) -> None:
-    """Refuse what cannot be counted."""
-    if not isinstance(data_id, Hashable):
-        raise UsageError("track data", "", "a data_id that is hashable", type(data_id).__name__)
+def checked_data_id(given: Any) -> Any:
+    """Give an id as Python's; refuse what cannot be counted, such as a tensor of several numbers."""
+    data_id = plain_number(given)
+    try:
+        hash([] if isinstance(data_id, torch.Tensor) else data_id)
+    except TypeError:
+        raise UsageError("track data", "", "a data_id that is hashable", repr(given)[:60]) from None
+    return data_id

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def saver(folder: Path) -> None:
     with AsyncCheckpointSaver(max_queue_size=8) as own:
 
         def child() -> None:
-            refused([lambda: own.save_async({"x": 1}, folder / "child"), own.wait, lambda: own.wait(1.0)])
+            save = partial(own.save_async, {"x": 1}, folder / "child")
+            refused([save, own.wait, lambda: own.wait(1.0), lambda: own.num_pending])
             own.shutdown()
             own.shutdown(wait=False)
 
@@ -160,7 +162,7 @@ def prefetch(folder: Path) -> None:
     seen = [next(batches).reward.clone() for _ in range(4)]
 
     def child() -> None:
-        refused([lambda: next(batches)])
+        refused([lambda: next(iter(ahead)), lambda: next(iter(dataset.prefetch(1))), lambda: next(batches)])
         ahead.close()
         fresh = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
         assert len(list(fresh)) == len(whole)
@@ -202,6 +204,10 @@ def trajectories(folder: Path) -> None:
                 lambda: own.get(0),
                 lambda: own.about(0),
                 lambda: own.trajectory_ids,
+                lambda: own.cached_ids,
+                lambda: len(own),
+                lambda: own.size,
+                lambda: own.total_samples,
                 own.flush,
                 own.clear,
                 own.clear_cache,

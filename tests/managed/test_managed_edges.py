@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from storage import (
     EpisodeReplayBuffer,
     NaiveReplayBuffer,
     PrioritizedWindows,
+    RateLimitedError,
     RateLimiter,
 )
 from storage.errors import ClosedError, RolloutDataError, UsageError
@@ -104,6 +106,35 @@ def test_at_no_time_is_data_named_that_an_item_or_a_sample_holds(data: st.DataOb
     assert told | set(queue) >= set(live.values()), "nothing is forgotten"
 
 
+@pytest.mark.parametrize("wrong", [("y", [1]), torch.arange(3), np.arange(3), [4]], ids=repr)
+def test_data_that_cannot_be_counted_is_refused_and_changes_nothing(wrong: Any) -> None:
+    buffer = AdvancedReplayBuffer(2, min_sample_ratio=0, enable_track_used_data=True, generator=0)
+    buffer.push(item(0, data_id=1))
+    buffer.sample(1)
+    with pytest.raises(UsageError, match="hashable"):
+        buffer.push([item(1, data_id=2), {**item(2), "data_id": wrong}])
+    assert buffer.count() == buffer.push_count == 1
+    buffer.push([item(3, data_id=3), item(4, data_id=3)])
+    with pytest.raises(UsageError, match="hashable"):
+        buffer.update({"used_id": [1, wrong]})
+    assert list(buffer.used_data()) == []
+
+
+@pytest.mark.parametrize(
+    "form", [list, tuple, set, frozenset, iter, np.array, torch.tensor, lambda ids: map(torch.tensor, ids)]
+)
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_samples_are_released_by_any_list_of_their_data(form: Callable[[Any], Any], is_managed: bool) -> None:
+    options = {"replay_buffer_size": 2, "min_sample_ratio": 0, "enable_track_used_data": True, "generator": 0}
+    manager = BufferManager({"buffer_name": ["a", "b"], "a": options, "b": options})
+    manager.push_data([item(0, data_id=1), item(1, data_id=2)], ["a", "b"])
+    held = sorted({one["data_id"] for one in manager.sample({"b": 8})["b"]})
+    manager.clear()
+    assert not set(manager.used_data("b")) & set(held)
+    (manager if is_managed else manager["b"]).update({"used_id": form(held)})
+    assert sorted(manager.used_data("b")) == held == [1, 2]
+
+
 # Limiters and threads.
 
 
@@ -177,6 +208,72 @@ def test_a_draw_that_waits_for_one_limiter_takes_nothing_from_another() -> None:
     found = waits.result()
     assert len(found["a"]) == 4 and len(found["b"]) == 1
     assert manager["a"].rate_limiter.num_sampled == 8 and manager["b"].rate_limiter.num_sampled == 1
+
+
+def test_a_push_that_waits_for_one_limiter_is_not_counted_by_another() -> None:
+    manager = BufferManager(
+        {"buffer_name": ["a", "b"], "a": limited(tolerance=16, min_inserts=4), "b": limited(tolerance=6)}, generator=0
+    )
+    for number in range(6):
+        manager.push_data(item(number), "b")
+    pushes = Thread(lambda: manager.push_data([item(number) for number in range(4)], ["a", "b"]))
+    waits = Thread(lambda: manager.sample({"a": 2}))
+    pushes.join(0.2)
+    assert pushes.is_alive(), "b has to be sampled first"
+    assert waits.is_alive(), "there is nothing in a, which is no answer of a limiter that lets others wait"
+    assert manager["a"].rate_limiter.num_inserted == 0
+    assert len(manager.sample({"b": 4})["b"]) == 4
+    pushes.result()
+    assert len(waits.result()["a"]) == 2
+
+
+def test_a_draw_that_the_buffer_refuses_lets_nobody_pass_its_limiter() -> None:
+    limits = {"samples_per_insert": 1.0, "tolerance": 4.0, "min_inserts": 0, "blocking": False}
+    buffer = EpisodeReplayBuffer(2, rate_limiter=limits, generator=0)
+    buffer.extend([[item(number)] for number in range(3)])
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def slow_episode() -> Any:
+        begun.set()
+        may_go_on.wait(PATIENCE_S)
+        yield item(3)
+
+    holds = Thread(lambda: buffer.append(slow_episode()))  # the fourth: one more may not come
+    assert begun.wait(PATIENCE_S)
+    refused = Thread(lambda: buffer.sample(3))
+    refused.join(0.2)
+    other = Thread(lambda: buffer.append([item(4)]))
+    other.join(0.2)
+    may_go_on.set()
+    holds.result()
+    assert refused.result() is None
+    with pytest.raises(RateLimitedError):
+        other.result()
+    assert buffer.rate_limiter.balance == 4
+
+
+def test_a_state_that_is_taken_beside_samples_is_of_one_moment() -> None:
+    names = ["a", "b"]
+    options: dict[str, Any] = {"replay_buffer_size": 50, "type": "naive"}
+    cfg = {"buffer_name": names, "sample_ratio": {"a": 0.5, "b": 0.5}, **dict.fromkeys(names, options)}
+    manager = BufferManager(cfg, generator=0)
+    manager.push_data([item(number) for number in range(50)], names)
+
+    def drawn() -> list[str]:
+        return [one["replay_unique_id"] for one in manager.sample(6)]
+
+    is_over, interval_s = threading.Event(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        samples = Thread(lambda: [drawn() for _ in iter(is_over.is_set, True)])
+        states = [manager.state_dict() for _ in range(200)]
+        is_over.set()
+        seen = [*samples.result(), drawn()]
+    finally:
+        sys.setswitchinterval(interval_s)
+    for state in states:
+        manager.load_state_dict(state)
+        assert drawn() in seen
 
 
 def test_a_wait_ends_with_its_time_and_with_the_manager() -> None:
