@@ -258,7 +258,7 @@ def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
     if wanted is not None:
         return torch.device(wanted)
     found = torch.device(saved if isinstance(saved, str) else "cpu")
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         warnings.warn(f"{saved!r} is not here; the buffer is loaded onto the CPU", RolloutDataWarning, stacklevel=3)
         return torch.device("cpu")
     return found

@@ -51,15 +51,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object and compare its checksum, if it has one.
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read a JSON object of at most `max_bytes` and compare its checksum, if it has one.
 
     Raises:
         FileNotFoundError: It is not there.
         CorruptFileError: It is no regular file, too large, no JSON object, or was changed.
     """
     try:
-        found = json.loads(read_text(path))
+        found = json.loads(read_text(path, max_bytes=max_bytes))
     except (ValueError, RecursionError) as cause:
         raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)) from cause
     if not isinstance(found, dict):

@@ -23,7 +23,7 @@ import torch
 
 from storage.durable import existing_folder, replace_file, replace_folder
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
-from storage.plain_files import CHECKSUM, json_checksum, read_text
+from storage.plain_files import CHECKSUM, json_checksum, read_json
 
 from .files import (
     FORMATS,
@@ -42,6 +42,8 @@ INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
 #: What an earlier system called the index.
 LEGACY_INDEX_NAME = "trajector_index.json"
 _FORMAT, _VERSION = "rollout-data trajectories", 1
+#: Of some millions of trajectories.
+_MAX_INDEX_BYTES = 1 << 30
 #: The names of files have room for 18 digits.
 _MAX_COUNTER = 10**18
 
@@ -210,11 +212,11 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
 
 def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
     name = INDEX_NAME if (folder / INDEX_NAME).is_file() else LEGACY_INDEX_NAME
-    index = _read_json(folder / name)
+    about = folder / METADATA_NAME
     try:
-        _check_checksum(index, folder / name)
+        index = read_json(folder / name, _MAX_INDEX_BYTES)
         is_ours = index.get("format") == _FORMAT
-        summary = dict((index.get("counters") if is_ours else _read_json(folder / METADATA_NAME, True)) or {})
+        summary = dict((index.get("counters") if is_ours else about.exists() and read_json(about)) or {})
         items = index["trajectory_index"]
         ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # whatever it names twice is one
         file_format = str(summary.get("trajectory_format"))
@@ -230,7 +232,7 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
                 missing.append(one)
             else:
                 entries.append(_read_entry(path, one, items[str(one)], trusted, verify))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as cause:
+    except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as cause:
         if isinstance(cause, DataFileError):
             raise
         got = f"{type(cause).__name__}: {cause}"
@@ -260,30 +262,6 @@ def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted
     version, name = item.get("weights_version"), str(item.get("uuid") or uuid.uuid4().hex)
     version = None if version is None else int(version)
     return Entry(trajectory_id, layout, size, info, name, version, path, block=block)
-
-
-def _check_checksum(index: dict[str, Any], path: Path) -> None:
-    """Take the checksum out of an index and compare it, if there is one."""
-    if (stated := index.pop(CHECKSUM, None)) is not None:
-        found = json_checksum(index)
-        if found != stated:
-            advice = f"It was damaged or changed; whoever means the change removes {CHECKSUM!r} from it"
-            where, expected = repr(str(path)), f"a JSON object with checksum {stated}"
-            raise CorruptFileError("load trajectories from", where, expected, found, advice)
-
-
-def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # opening a pipe would wait for whoever writes into it
-        raise CorruptFileError("read", repr(str(path)), "a JSON object", "no regular file")
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as cause:
-        if optional and isinstance(cause, FileNotFoundError):
-            return {}
-        raise CorruptFileError("read", repr(str(path)), "a JSON object", str(cause)) from cause
-    if not isinstance(found, dict):
-        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__)
-    return found
 
 
 def _rng_of(text: Any) -> torch.Tensor | None:
