@@ -59,10 +59,10 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
     with replace_file(path) as new:
         with open(new, "wb") as file:
             if level is None:
-                _save_to(obj, file)
+                save_to(obj, file)
             else:
                 with Lz4Writer(file, level) as stream:
-                    _save_to(obj, stream)
+                    save_to(obj, stream)
                 if meta is not None:
                     file.write(skippable_frame(meta))
         if level is None and meta is not None:
@@ -90,7 +90,8 @@ class _Output:
         self._file.flush()
 
 
-def _save_to(obj: Any, file: IO[bytes] | Lz4Writer) -> None:
+def save_to(obj: Any, file: IO[bytes] | Lz4Writer) -> None:
+    """Run `torch.save`, and raise what failed: the `OSError` of a full disk, for one."""
     output = _Output(file)
     try:
         torch.save(obj, cast(IO[bytes], output))

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from storage.checkpoint_files import load_checkpoint
+from storage.checkpoint_files import load_checkpoint, save_to
 from storage.durable import replace_file
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError, nearest
 
@@ -110,7 +110,7 @@ def write_trajectory(
         else:
             whole = put_together(unpack(layout, rows, shape), info)
             with open(new, "wb") as file:
-                (torch.save if path.suffix == ".pt" else pickle.dump)(whole, file)
+                (save_to if path.suffix == ".pt" else pickle.dump)(whole, file)
 
 
 def unpack(layout: TrajectoryLayout, rows: Rows, shape: tuple[int, int]) -> dict[str, torch.Tensor]:

@@ -350,3 +350,25 @@ def test_stores_as_earlier_releases_wrote_them_load(tmp_path: Path, kind: str) -
             file[one["name"]] = rows.view("<u2") if one["dtype"] == "bfloat16" else rows
     (tmp_path / "b" / "config.json").write_text(json.dumps(config))
     assert plain(load_store(tmp_path / "b").state_dict()) == plain(store.state_dict())
+
+
+def save_trajectories_onto_a_full_disk(folder: Path, file_format: str) -> None:
+    import signal
+
+    from rollout_data import TrajectoryReplayBuffer
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    buffer = TrajectoryReplayBuffer(trajectory_format=file_format, trusted=True)
+    buffer.add({"x": torch.rand(1000, 2, 10)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+    try:
+        buffer.save_checkpoint(folder)
+    except OSError as error:
+        assert str(folder.parent) in str(error), error
+    else:
+        raise AssertionError("saved")
+
+
+@pytest.mark.parametrize("file_format", ["h5", "pt", "pkl"])
+def test_trajectories_on_a_full_disk_are_an_os_error(tmp_path: Path, file_format: str) -> None:
+    in_child("save_trajectories_onto_a_full_disk(Path(sys.argv[1]), sys.argv[2])", tmp_path / "b", file_format)
