@@ -25,7 +25,7 @@ import torch
 
 from storage.errors import RolloutDataError, UsageError
 
-from .sharding import Shard
+from .sharding import Shard, current_shard
 
 #: Look at the folders; what was seen can be pickled. None: the same as before.
 Look = Callable[[], Any]
@@ -66,10 +66,7 @@ def _heard(told: Any) -> Any:
 
 def agreement_of(shard: Shard) -> Agree:
     """Choose how this process agrees with the others, outside of workers."""
-    is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if shard.total == 1 or not is_group or shard != (torch.distributed.get_rank(), torch.distributed.get_world_size()):
-        return alone
-    return among_ranks
+    return among_ranks if shard.total > 1 and shard == current_shard() else alone
 
 
 def refuse_second_split() -> None:
@@ -119,8 +116,7 @@ class Board:
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers get the same board; any other copy one of its own."""
-        is_spawning = multiprocessing.context.get_spawning_popen() is not None
-        return {"_path": self._path if is_spawning else None}
+        return {"_path": self._path if multiprocessing.context.get_spawning_popen() is not None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state["_path"] is None:
