@@ -83,7 +83,10 @@ def test_accelerate_that_splits_what_is_shared_out_is_refused_with_the_cure(
 def test_accelerate_dispatches_what_is_not_shared_out_and_passes_our_loader_through(tmp_path, reading, shard, as_dict):
     ranks = run_ranks(tmp_path, reading, shard=shard, as_dict=as_dict)
     assert [rank["error"] for rank in ranks] == [None, None]
-    assert delivered(ranks) == sorted(3 * ALL)
+    if reading == "accelerate-shard":  # accelerate fills its last batches up with the first ones
+        assert set(delivered(ranks)) == set(ALL) and len(delivered(ranks)) >= 3 * len(ALL)
+    else:
+        assert delivered(ranks) == sorted(3 * ALL)
 
 
 @needs("lightning")
