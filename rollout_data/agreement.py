@@ -25,7 +25,7 @@ import torch
 
 from storage.errors import RolloutDataError, UsageError
 
-from .sharding import Shard
+from .sharding import Shard, current_shard
 
 #: Look at the folders; what was seen can be pickled. None: the same as before.
 Look = Callable[[], Any]
@@ -64,25 +64,19 @@ def _heard(told: Any) -> Any:
     return seen
 
 
-def agreement_of(chosen: Shard | None, shard: Shard) -> Agree:
+def agreement_of(shard: Shard) -> Agree:
     """Choose how this process agrees with the others, outside of workers."""
-    is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if shard.total == 1 or not is_group or shard != (torch.distributed.get_rank(), torch.distributed.get_world_size()):
-        return alone
-    if chosen is None:
-        _refuse_dispatch()
-    return among_ranks
+    return among_ranks if shard.total > 1 and shard == current_shard() else alone
 
 
-def _refuse_dispatch() -> None:
-    """Raise where accelerate iterates the dataset in rank 0 alone: there is no other rank to agree with."""
+def refuse_second_split() -> None:
+    """Raise where accelerate reads in rank 0 alone, or lets each rank keep a part of what it reads."""
     state = sys.modules.get("accelerate.state")
     loader = state.GradientState().active_dataloader if state is not None else None
-    if type(loader).__name__ == "DataLoaderDispatcher":
-        raise UsageError(
-            "share the data out", "", "all ranks to read", "accelerate, which reads in rank 0 and dispatches",
-            "Do not prepare this loader, or give the dataset shard='none'",
-        )  # fmt: skip
+    kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
+    if kinds & {"DataLoaderDispatcher", "IterableDatasetShard"}:
+        advice = "Do not prepare this loader, or give the dataset shard='none'"
+        raise UsageError("share the data out", "", "ranks that read a share each", "accelerate, which splits", advice)
 
 
 class Undecided(Exception):
@@ -122,8 +116,7 @@ class Board:
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers get the same board; any other copy one of its own."""
-        is_spawning = multiprocessing.context.get_spawning_popen() is not None
-        return {"_path": self._path if is_spawning else None}
+        return {"_path": self._path if multiprocessing.context.get_spawning_popen() is not None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state["_path"] is None:

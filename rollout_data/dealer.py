@@ -108,9 +108,8 @@ class Dealer:
 
         def look() -> Any:
             self.source.refresh(blocks_in_use)
-            if self.options.keep_latest_n_trajs:
+            if wanted := self.options.keep_latest_n_trajs:
                 where = repr(", ".join(map(str, self.source.paths)))
-                wanted = self.options.keep_latest_n_trajs
                 wait_for_trajectories(lambda: self._count_complete(blocks_in_use), wanted, self.options, where)
             return self._sight()
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .agreement import Board
+from storage.errors import UsageError
+
+from .agreement import Board, Look
 from .dataset_arguments import whole
 from .rollout_dataset import RolloutDataset
 
@@ -24,6 +26,7 @@ class RolloutLoader:
 
     The batches are those of `iter(dataset)`, in that order, for any number of workers, also beside live writers.
     Do not read from the dataset while an iteration goes on; then it stands behind the last batch that was delivered.
+    With workers, going on with an iteration after a newer one was begun raises `UsageError`.
 
     Args:
         dataset: What to read.
@@ -54,22 +57,26 @@ class RolloutLoader:
     def _read(self) -> Iterator[Any]:
         dataset, agree, board = self.dataset, self.dataset.agree, Board()
 
-        def tell(number: int, seen: Any) -> Any:
+        def tell(number: int, look: Look) -> Any:
+            seen = agree(number, look)
             board.write(f"{_TOLD}_{number}", (seen, None))
             return seen
 
         readers = copy.deepcopy(dataset)
         readers.follow(dataset.state_dict(), board.agree(_TOLD, is_told=True))
-        dataset.agree = lambda number, look: tell(number, agree(number, look))
-        tell(dataset.position.deal.number, dataset.source.sight())
+        dataset.agree = tell
+        board.write(f"{_TOLD}_{dataset.position.deal.number}", (dataset.source.sight(), None))
         batches = iter(DataLoader(readers, batch_size=None, num_workers=self.num_workers, **self._options))
         try:
             while (position := dataset.next_position()) is not None:
                 batch = next(batches)
                 dataset.commit(position)
                 yield batch
+                if dataset.agree is not tell:
+                    raise UsageError("go on with an iteration", "over a loader", "one at a time", "a newer one")
         finally:
-            dataset.agree = agree
+            if dataset.agree is tell:
+                dataset.agree = agree
             board.end()
             del batches
 

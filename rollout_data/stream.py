@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError
 from storage.prefetch import PrefetchedItems
 
-from .agreement import Agree, Board, agreement_of, alone
+from .agreement import Agree, Board, agreement_of, alone, refuse_second_split
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps, share_of
@@ -97,6 +97,8 @@ class RolloutStream(RolloutFileBase):
     def _rank(self) -> Shard:
         """The share of this process; a worker that was not forked knows it from the process that made it."""
         shard = current_shard(self._chosen_shard)
+        if self._chosen_shard is None and shard.total > 1:
+            refuse_second_split()
         return self._travelled if shard == ALONE and self._chosen_shard is None and is_in_worker() else shard
 
     # What there is
@@ -155,10 +157,7 @@ class RolloutStream(RolloutFileBase):
         self._shard = self._rank()
         self._mine = self._shard.part_of(num_envs)
         if not self._is_told:
-            is_worker = is_in_worker()
-            self.agree = (
-                self._board.agree(self._group()) if is_worker else agreement_of(self._chosen_shard, self._shard)
-            )
+            self.agree = self._board.agree(self._group()) if is_in_worker() else agreement_of(self._shard)
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
         skips = self.on_error == "skip"
         self._dealer = Dealer(
@@ -423,7 +422,8 @@ class RolloutStream(RolloutFileBase):
             self._is_continued = False
             return self
         self._shard, self._skip = self._rank(), None
-        self._num_iterations += 1
+        while not self._board.write(f"{self._group()}_of_{current_worker().number}", None, is_final=True):
+            self._num_iterations += 1  # it took part in that one: an earlier epoch, perhaps of the same seed
         if (sent := self._board.read(f"state_{self._shard.number}")) is not None:
             self._saved, self._saved_name = sent
         epoch = self._epoch + self._is_used if self._saved is None else self._saved["epoch"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..retention import LIMITS, prune
+from .info import escaped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     limits = {name: getattr(options, name) for name in LIMITS}
     for path in (paths := prune(options.data_dir, dry_run=options.dry_run, **limits)):
-        print(path)
+        print(escaped(str(path)))
     print(f"{len(paths):,} blocks {'would be' if options.dry_run else 'were'} deleted")
     return 0

@@ -21,7 +21,7 @@ def seen(batch):
     """(trajectory, frame, valid) of each env and step."""
     get = batch.__getitem__ if isinstance(batch, dict) else lambda name: getattr(batch, name)
     values = get("observation").long()
-    return torch.stack([values[..., 0], values[..., 1], get("valid").long()], -1).tolist()
+    return torch.stack([values[..., 0], values[..., 1], get("valid").long()], -1).flatten(0, -3).tolist()
 
 
 def iterate(dataset, reading, num_workers, start_method):
@@ -33,11 +33,12 @@ def iterate(dataset, reading, num_workers, start_method):
         return dataset.prefetch(4)
     if reading == "loader":
         return rollout_data.loader(dataset, **options)
-    batches = torch.utils.data.DataLoader(dataset, batch_size=None, **options)
+    batch_size = 2 if reading == "accelerate-shard" else None
+    batches = torch.utils.data.DataLoader(dataset, batch_size=batch_size, **options)
     if reading.startswith("accelerate"):
         from accelerate import Accelerator, DataLoaderConfiguration
 
-        config = DataLoaderConfiguration(dispatch_batches=True if reading == "accelerate-dispatch" else None)
+        config = DataLoaderConfiguration(dispatch_batches=False if reading == "accelerate-shard" else None)
         given = rollout_data.loader(dataset) if reading == "accelerate-loader" else batches
         return Accelerator(cpu=True, dataloader_config=config).prepare(given)
     if reading.startswith("fabric"):

@@ -379,3 +379,8 @@ def test_what_files_say_cannot_speak_to_the_terminal(tmp_path, capsys):
     assert main(["info", str(tmp_path / evil)]) == 1
     told = capsys.readouterr().err
     assert len(told.splitlines()) == 1 and told[:-1].isprintable()
+    record(tmp_path / evil)
+    capsys.readouterr()
+    assert main(["prune", str(tmp_path / evil), "--trajectories", "1", "--dry-run"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) > 1 and all(line.isprintable() for line in told)

@@ -194,6 +194,22 @@ def iter_rest(dataset):
             return
 
 
+def test_of_two_iterations_of_a_loader_the_newer_one_goes_on(tmp_path):
+    record(tmp_path, [3] * 9)
+    dataset = RolloutDataset(tmp_path, 3, 4, device="cpu", num_transitions_per_env=2)
+    expected = [batch.observation.tolist() for batch in dataset]
+    batches = rollout_data.loader(dataset, num_workers=1)
+    older, another = iter(batches), iter(batches)
+    next(older), next(another)
+    newer = iter(batches)
+    found = [next(newer).observation.tolist()]
+    another.close()
+    found += [next(newer).observation.tolist()]
+    with pytest.raises(UsageError, match="newer"):
+        next(older)
+    assert found + [batch.observation.tolist() for batch in newer] == expected
+
+
 def test_a_pass_beside_a_live_writer_is_dealt_once_by_several_workers(tmp_path):
     folder = LiveFolder(tmp_path)
     dataset = opened(tmp_path, num_transitions_per_env=1, dataset_loops=2, num_envs=4)

@@ -64,20 +64,29 @@ def test_rank_0_decides_beside_live_writers(tmp_path, reading, num_workers):
 
 
 @needs("accelerate")
-@pytest.mark.parametrize("reading", ["accelerate", "accelerate-dispatch"])
-def test_accelerate_that_dispatches_from_rank_0_is_refused_with_the_cure(tmp_path, reading):
-    ranks = run_ranks(tmp_path, reading, as_dict="dict")
+@pytest.mark.parametrize(
+    ("reading", "num_workers", "start_method"),
+    [("accelerate", 0, "fork"), ("accelerate", 2, "fork"), ("accelerate", 1, "spawn"), ("accelerate-shard", 0, "fork")],
+)
+def test_accelerate_that_splits_what_is_shared_out_is_refused_with_the_cure(
+    tmp_path, reading, num_workers, start_method
+):
+    ranks = run_ranks(tmp_path, reading, num_workers, start_method, as_dict="dict")
     assert "shard='none'" in ranks[0]["error"]
 
 
 @needs("accelerate")
 @pytest.mark.parametrize(
-    ("reading", "shard", "as_dict"), [("accelerate", "none", "dict"), ("accelerate-loader", "auto", "tuple")]
+    ("reading", "shard", "as_dict"),
+    [("accelerate", "none", "dict"), ("accelerate-shard", "none", "dict"), ("accelerate-loader", "auto", "tuple")],
 )
 def test_accelerate_dispatches_what_is_not_shared_out_and_passes_our_loader_through(tmp_path, reading, shard, as_dict):
     ranks = run_ranks(tmp_path, reading, shard=shard, as_dict=as_dict)
     assert [rank["error"] for rank in ranks] == [None, None]
-    assert delivered(ranks) == sorted(3 * ALL)
+    if reading == "accelerate-shard":  # accelerate fills its last batches up with the first ones
+        assert set(delivered(ranks)) == set(ALL) and len(delivered(ranks)) >= 3 * len(ALL)
+    else:
+        assert delivered(ranks) == sorted(3 * ALL)
 
 
 @needs("lightning")
