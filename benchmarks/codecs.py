@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from rollout_data import RolloutWriter
-from rollout_data.block_header import DATA, read_header
-from rollout_data.sources import open_source
+from rollout_data.format.header import DATA, read_header
+from rollout_data.frames.sources import open_source
 from storage import compress_image_seq, decompress_many
 
 from . import peers

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from storage import AdvancedReplayBuffer
-from storage.sum_tree import SumTree
+from storage.prioritized.sum_tree import SumTree
 
 from . import peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender

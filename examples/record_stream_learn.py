@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from rollout_data import RolloutDataset, RolloutWriter, Transition, record_demonstrations
-from rollout_data.cli import main as command_line
+from rollout_data.tools.command import main as command_line
 
 TASK = "InvertedDoublePendulum-v5"
 #: What the full run must show, or it exits with 1.

@@ -15,19 +15,19 @@ if not hasattr(_storage, "AsyncCheckpointSaver"):
 
 from storage.errors import RolloutDataError, RolloutDataWarning
 
-from .base import RolloutFileBase
-from .delivery import RolloutLoader, loader
 from .expert import load_expert_trajectories
-from .normalization import FieldStatistics
-from .recording import EpisodeSummary, RecordingSummary, RecordingWrapper, record_demonstrations
-from .retention import prune
-from .rollout_dataset import RolloutDataset
-from .trajectory_replay_buffer import TrajectoryCache, TrajectoryReplayBuffer
+from .streaming.base import RolloutFileBase
+from .streaming.delivery import RolloutLoader, loader
+from .streaming.rollout_dataset import RolloutDataset
+from .trajectories.buffer import TrajectoryCache, TrajectoryReplayBuffer
 from .transition import Transition
-from .window_dataset import WindowDataset
-from .window_loader import WindowLoader
-from .window_mixture import WindowMixture
-from .writer import RolloutWriter
+from .windows.dataset import WindowDataset
+from .windows.loader import WindowLoader
+from .windows.mixture import WindowMixture
+from .windows.normalization import FieldStatistics
+from .writing.recording import EpisodeSummary, RecordingSummary, RecordingWrapper, record_demonstrations
+from .writing.retention import prune
+from .writing.writer import RolloutWriter
 
 __all__ = [
     "EpisodeSummary",

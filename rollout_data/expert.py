@@ -14,8 +14,9 @@ import h5py
 import numpy as np
 import torch
 
-from storage import TrajectoryDictBuffer
-from storage.durable import as_path
+from storage.core.durable import as_path
+from storage.core.fields import dtype_name
+from storage.core.host_arrays import viewable
 from storage.errors import (
     CorruptFileError,
     DataFileError,
@@ -24,10 +25,9 @@ from storage.errors import (
     UnsafeFileError,
     UsageError,
 )
-from storage.fields import dtype_name
-from storage.hdf5_files import Allowance, attribute, member, open_hdf5
-from storage.host_arrays import viewable
-from storage.plain_files import read_text
+from storage.replay.episode_buffer import TrajectoryDictBuffer
+from storage.saving.hdf5 import Allowance, attribute, member, open_hdf5
+from storage.saving.plain_files import read_text
 
 #: Turns what is under `observation`, an array or nested ones, into nested observations.
 ObsMapper = Callable[[Any], Mapping[str, Any]]

@@ -1,17 +1,11 @@
 """Reinforcement-learning experience in memory: rollout storages and replay buffers."""
 
-from .buffer_files import UnknownBufferError, load_buffer
-from .buffer_pool import BufferPool
-from .checkpoint import (
-    AsyncCheckpointSaver,
-    load_checkpoint,
-    load_checkpoint_meta,
-    load_checkpoint_parallel,
-)
-from .columns import Column
-from .compressed import CompressedTensorDict
-from .dict_buffer import DictBuffer
-from .episode_buffer import TrajectoryDictBuffer
+from .checkpoints.saver import AsyncCheckpointSaver, load_checkpoint, load_checkpoint_meta, load_checkpoint_parallel
+from .codecs.compressed import CompressedTensorDict
+from .codecs.image_sequences import compress_image_seq, decompress_image_seq, decompress_many
+from .core.buffer_pool import BufferPool
+from .core.fields import Field, Schema
+from .core.prefix_sum import PrefixSum
 from .errors import (
     BufferEmptyError,
     DataFileError,
@@ -22,33 +16,34 @@ from .errors import (
     SchemaError,
     UsageError,
 )
-from .fields import Field, Schema
-from .image_sequences import compress_image_seq, decompress_image_seq, decompress_many
-from .managed.advanced_replay_buffer import AdvancedReplayBuffer
-from .managed.buffer_manager import BufferManager
-from .managed.buffer_monitor import BufferMonitor
-from .managed.episode_replay_buffer import EpisodeReplayBuffer
-from .managed.naive_replay_buffer import NaiveReplayBuffer
-from .managed.prioritized_windows import PrioritizedWindows, sequence_priorities
-from .managed.rate_limiter import RateLimitedError, RateLimiter
-from .monitors import InTickMonitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
-from .padding import split_and_pad_trajectories, unpad_trajectories
-from .prefetch import PipelinedDataCollector
-from .prefix_sum import PrefixSum
-from .priorities import motion_priorities
-from .queue_rollout_storage import ActionLabelRollout, QueueRolloutStorage
-from .replay_buffer import ReplayBuffer
-from .returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
-from .ring import RingStore
-from .rollout_storage import RolloutStorage
-from .sarsa_rollout_storage import SarsaRolloutStorage
-from .segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
-from .snapshot import load_store
-from .sum_tree import MaxTree, MinTree, SumTree
-from .trajectory_buffer import TrajectoryDictBufferMultiDim
-from .transition import ActionLabelMiniBatch, HiddenStates, MiniBatch, SarsaMiniBatch, Transition
-from .transitions import TransitionRequest
-from .z_buffer import ZBuffer
+from .live.monitors import InTickMonitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
+from .live.prefetch import PipelinedDataCollector
+from .live.rates import RateLimitedError, RateLimiter
+from .managed.advanced import AdvancedReplayBuffer
+from .managed.episodes import EpisodeReplayBuffer
+from .managed.manager import BufferManager
+from .managed.monitor import BufferMonitor
+from .managed.naive import NaiveReplayBuffer
+from .onpolicy.columns import Column
+from .onpolicy.padding import split_and_pad_trajectories, unpad_trajectories
+from .onpolicy.queue_rollout_storage import ActionLabelRollout, QueueRolloutStorage
+from .onpolicy.returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
+from .onpolicy.rollout_storage import RolloutStorage
+from .onpolicy.sarsa_rollout_storage import SarsaRolloutStorage
+from .onpolicy.transition import ActionLabelMiniBatch, HiddenStates, MiniBatch, SarsaMiniBatch, Transition
+from .prioritized.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
+from .prioritized.sum_tree import MaxTree, MinTree, SumTree
+from .prioritized.windows import PrioritizedWindows, sequence_priorities
+from .replay.buffer_files import UnknownBufferError, load_buffer
+from .replay.dict_buffer import DictBuffer
+from .replay.episode_buffer import TrajectoryDictBuffer
+from .replay.priorities import motion_priorities
+from .replay.replay_buffer import ReplayBuffer
+from .replay.trajectory_buffer import TrajectoryDictBufferMultiDim
+from .replay.z_buffer import ZBuffer
+from .ring.ring import RingStore
+from .ring.transitions import TransitionRequest
+from .saving.snapshot import load_store
 
 __all__ = [
     "ActionLabelMiniBatch",

@@ -1,6 +1,6 @@
-"""The house rules that a machine can check; the table of floors and rooms is `HOUSE`.
+"""The house rules that a machine can check; the table of floors and rooms is `MAY_IMPORT`.
 
-A new file is added in one place: its line in `HOUSE`, below everything that it imports.
+A new file goes into the folder of a room, which it shares with files that it may import; a new room gets a line.
 """
 
 from __future__ import annotations
@@ -16,157 +16,57 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: Floor -> its modules in order: a module imports only from the lines above it and from lower floors.
-#: A name that ends in "/" is a package: one place for all of its files, which keep their own order by having no cycle.
-HOUSE = {
-    "storage": [
-        "errors",
-        "duplicates",
-        "durable",
-        "tree",
-        "fields",
-        "modes",
-        "buffer_pool",
-        "host_arrays",
-        "prefix_sum",
-        "priorities",
-        "samplers",
-        "records",
-        "row_layout",
-        "row_cut",
-        "held_steps",
-        "ring",
-        "pairs",
-        "segments",
-        "windows",
-        "end_flags",
-        "final_rows",
-        "transitions",
-        "stream_order",
-        "checksums",
-        "plain_files",
-        "hdf5_files",
-        "column_files",
-        "buffer_files",
-        "tree_scratch",
-        "sum_tree",
-        "segment_tree",
-        "scans",
-        "returns",
-        "padding",
-        "lz4_blocks",
-        "shuffles",
-        "quantizers",
-        "extra_packers",
-        "chunk_codecs",
-        "codecs",
-        "work_split",
-        "image_blobs",
-        "image_sequences",
-        "background",
-        "monitors",
-        "object_copy",
-        "lz4_frames",
-        "snapshot",
-        "transition",
-        "columns",
-        "column_table",
-        "hidden_states",
-        "delivery",
-        "mini_batches",
-        "rollout_storage",
-        "queue_rollout_storage",
-        "sarsa_rollout_storage",
-        "replay_buffer",
-        "ring_buffer",
-        "dict_buffer",
-        "trajectory_buffer",
-        "episodes",
-        "episode_buffer",
-        "z_buffer",
-        "managed/",
-        "checkpoint_files",
-        "checkpoint",
-        "prefetch",
-        "compressed",
-        "remote",
-        "adapters/",
-    ],
-    "rollout_data": [
-        "layout",
-        "chunk_table",
-        "block_header",
-        "row_source",
-        "coded_rows",
-        "row_writing",
-        "block_file",
-        "index",
-        "block_folder",
-        "metadata",
-        "arena",
-        "chunk_files",
-        "frames",
-        "file_frames",
-        "sharding",
-        "dataset_arguments",
-        "formats/",
-        "source_base",
-        "folder_source",
-        "sources",
-        "agreement",
-        "losses",
-        "passes",
-        "cursor",
-        "dealer",
-        "transition",
-        "batches",
-        "lookup",
-        "readahead",
-        "resume",
-        "prefetch",
-        "base",
-        "stream",
-        "rollout_dataset",
-        "delivery",
-        "window_index",
-        "window_fields",
-        "window_reader",
-        "window_batch",
-        "quantiles",
-        "normalization",
-        "window_dataset",
-        "window_mixture",
-        "window_loader",
-        "observation_parts",
-        "given_record",
-        "record",
-        "repeated_step",
-        "cutting",
-        "step_buffer",
-        "staging",
-        "journal",
-        "retention",
-        "publishing",
-        "tally",
-        "writer_arguments",
-        "writer",
-        "simulators",
-        "recording",
-        "repair",
-        "packing",
-        "trajectories/",
-        "trajectory_replay_buffer",
-        "expert",
-        "cli/",
-    ],
+#: Floor -> room -> rooms that it may import. All may import storage.errors; all except core may import core.
+#: A room is a folder whose `__init__.py` says what it holds, or a single file.
+MAY_IMPORT = {
+    "storage": {
+        "errors": "",
+        "core": "",
+        "codecs": "",
+        "ring": "",
+        "saving": "",
+        "live": "",
+        "onpolicy": "saving",
+        "replay": "ring saving",
+        "prioritized": "ring saving",
+        "managed": "live prioritized ring saving",
+        "checkpoints": "codecs live",
+        "adapters": "onpolicy saving",
+    },
+    "rollout_data": {
+        "transition": "",
+        "format": "codecs saving",
+        "index": "format saving",
+        "foreign": "codecs format index",
+        "frames": "foreign format index",
+        "writing": "codecs format index transition",
+        "streaming": "format frames index live transition",
+        "windows": "format frames index live",
+        "trajectories": "checkpoints format frames live saving",
+        "tools": "format index writing",
+        "expert": "replay saving",
+    },
 }
-FLOORS = list(HOUSE)
+FLOORS = list(MAY_IMPORT)
+#: What else lies in the root folder of a floor.
+ROOT_FILES = {"__init__.py", "py.typed"}
+#: Imports, of a module by a module, that cross or close a circle today, and are to go.
+NOT_YET: set[tuple[str, str]] = {
+    ("storage.replay.buffer_files", "storage.replay.ring_buffer"),  # for type checkers; goes when saving is rebuilt
+    ("rollout_data.streaming.prefetch", "rollout_data.streaming.rollout_dataset"),  # the same, with streaming
+}
+#: Folder -> how many files it has today, if more than `MAX_FILES`. Is to shrink.
+TOO_MANY_FILES = {"storage/core": 19, "storage/managed": 15, "rollout_data/writing": 16}
+#: Room -> import levels of its files today, if more than `MAX_IMPORT_LEVELS`. Is to shrink.
+TOO_DEEP = {"managed": 7, "windows": 7}
 #: What the floors may import when they are imported; anything else is optional and imported where it is used.
 CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
 OPTIONAL_MODULES = ("blosc2", "gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "zarr", "zstandard")
 #: What is imported at once where it is installed: which CRC-32 is quickest is decided before the first one.
 OPTIONAL_AT_IMPORT = {"zlib_ng"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_S = 450, 50, 1.0
+#: Of a folder, its `__init__.py` included; of the rooms of a floor, and of the files of a room.
+MAX_FILES, MAX_IMPORT_LEVELS = 14, 6
 LAYERS = (*FLOORS, "benchmarks", "examples", "tests")
 
 
@@ -221,45 +121,56 @@ def statements(tree: ast.Module, when: str) -> Iterator[ast.AST]:
             waiting.extend(ast.iter_child_nodes(node))
 
 
-def place(module: str) -> tuple[int, int] | None:
-    """Say where a module stands, (floor, line); the package itself stands above its lines. None if it is not ours.
-
-    Raises:
-        KeyError: The module lies on one of our floors and has no line in `HOUSE`.
-    """
+def room_of(module: str) -> str | None:
+    """Name the room of a module, and the floor for the floor's own `__init__`; None if it is not ours."""
     floor, *rest = module.split(".")
-    if floor not in HOUSE:
-        return None
-    lines = HOUSE[floor]
-    if not rest:
-        return FLOORS.index(floor), len(lines)
-    for line in (rest[0], rest[0] + "/"):
-        if line in lines:
-            return FLOORS.index(floor), lines.index(line)
-    raise KeyError(f"{module} has no line in HOUSE of tests/test_house.py: add it below everything that it imports")
+    return (rest[0] if rest else floor) if floor in MAY_IMPORT else None
 
 
-def in_one_package(module: str) -> bool:
-    """Tell whether a module's line stands for a whole package, whose files may import each other."""
-    floor, *rest = module.split(".")
-    return bool(rest) and rest[0] + "/" in HOUSE[floor]
+def may_import(module: str) -> set[str]:
+    """Name the rooms that a module may import, its own among them."""
+    floor, room = module.split(".")[0], room_of(module)
+    below = [name for one in FLOORS[: FLOORS.index(floor)] for name in (one, *MAY_IMPORT[one])]
+    if room == floor:
+        return {*below, *MAY_IMPORT[floor]}
+    listed = set(MAY_IMPORT[floor][room].split())
+    shared = {"errors"} if room in ("errors", "core") else {"errors", "core"}
+    return (listed & {*below, *MAY_IMPORT[floor]}) - set(FLOORS) | shared | {room}
 
 
-def crossings(root: Path) -> list[str]:
-    """List every import that goes up, sideways in the wrong order, or to the package from inside it."""
-    wrong = []
-    for path in (path for floor in FLOORS for path in sorted((root / floor).rglob("*.py"))):
-        importer = module_name(path, root)
-        here = place(importer)
-        when_run = imported_modules(path, root, "run")
-        for imported in sorted(imported_modules(path, root)):
-            there = place(imported)
-            if there is None or there < here or (there == here and in_one_package(importer)):
-                continue
-            if there[0] == here[0] and imported not in when_run:
-                continue  # a type to be named, on the own floor
-            wrong.append(f"{importer} imports {imported}, which does not lie below it")
-    return wrong
+def room_graph(floor: str) -> dict[str, set[str]]:
+    """Room -> rooms of its floor that it may import; the floor's `__init__` stands above all."""
+    own = MAY_IMPORT[floor]
+    graph = {room: (may_import(f"{floor}.{room}") & set(own)) - {room} for room in own}
+    return {**graph, floor: set(own)}
+
+
+def import_graph(root: Path, *folders: str) -> dict[str, set[str]]:
+    """Module -> all modules that it ever imports, also inside functions and for type checkers only."""
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+    return {module_name(path, root): imported_modules(path, root) for path in paths}
+
+
+def crossings(root: Path) -> list[tuple[str, str]]:
+    """List every import of a room that the importer's line in `MAY_IMPORT` does not name: (importer, imported)."""
+    found = [(one, other) for one, others in import_graph(root, *FLOORS).items() for other in sorted(others)]
+    return [(one, other) for one, other in found if room_of(other) and room_of(other) not in may_import(one)]
+
+
+def levels(graph: dict[str, set[str]]) -> int:
+    """Count the nodes on the longest way down a graph without cycles."""
+    depths: dict[str, int] = {}
+
+    def depth(node: str) -> int:
+        if node not in depths:
+            depths[node] = 1 + max((depth(other) for other in graph[node] if other in graph), default=0)
+        return depths[node]
+
+    return max(map(depth, graph), default=0)
+
+
+def without(graph: dict[str, set[str]], edges: set[tuple[str, str]]) -> dict[str, set[str]]:
+    return {one: {other for other in others if (one, other) not in edges} for one, others in graph.items()}
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -285,25 +196,27 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_every_import_points_down_the_house() -> None:
-    assert crossings(ROOT) == []
+def test_rooms_import_only_rooms_of_their_line() -> None:
+    assert [one for one in crossings(ROOT) if one not in NOT_YET] == []
 
 
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("storage/fields.py", "import rollout_data"),
+        ("storage/core/fields.py", "import rollout_data"),
         ("storage/errors.py", "from rollout_data.index import x"),
-        ("storage/tree.py", "from .fields import Field"),
-        ("storage/fields.py", "def f():\n    from . import codecs"),
-        ("storage/fields.py", "from . import Schema"),
-        ("storage/tree.py", "if TYPE_CHECKING:\n    from rollout_data import RolloutDataset"),
-        ("rollout_data/index.py", "from .writer import RolloutWriter"),
-        ("rollout_data/formats/folder.py", "from rollout_data.cli.main import main"),
+        ("storage/errors.py", "from .core import tree"),
+        ("storage/core/tree.py", "from ..ring.windows import Windows"),
+        ("storage/core/fields.py", "def f():\n    from ..codecs import codecs"),
+        ("storage/core/fields.py", "from .. import Schema"),
+        ("storage/core/tree.py", "if TYPE_CHECKING:\n    from rollout_data import RolloutDataset"),
+        ("rollout_data/index/index.py", "from ..writing.writer import RolloutWriter"),
+        ("rollout_data/expert.py", "from storage import TrajectoryDictBuffer"),
+        ("rollout_data/transition.py", "from .expert import load"),
     ],
 )
 def test_a_planted_crossing_is_found(tmp_path: Path, file: str, line: str) -> None:
-    made = ["storage/__init__.py", "storage/codecs.py", "rollout_data/__init__.py", "rollout_data/cli/main.py"]
+    made = ["storage/__init__.py", "storage/core/tree.py", "storage/codecs/codecs.py", "rollout_data/__init__.py"]
     for name in (*made, file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -312,19 +225,63 @@ def test_a_planted_crossing_is_found(tmp_path: Path, file: str, line: str) -> No
     assert len(crossings(tmp_path)) == 1
 
 
-def test_a_file_without_a_line_in_the_house_is_found(tmp_path: Path) -> None:
-    (tmp_path / "storage").mkdir()
-    (tmp_path / "storage" / "utils.py").touch()
-    with pytest.raises(KeyError, match=r"storage.utils has no line in HOUSE"):
-        crossings(tmp_path)
+def test_every_room_has_a_line_and_every_line_is_needed() -> None:
+    for floor, rooms in MAY_IMPORT.items():
+        folders = [path for path in (ROOT / floor).iterdir() if list(path.rglob("*.py"))]
+        files = {path.name for path in (ROOT / floor).iterdir() if path.is_file() and path.suffix != ".md"}
+        single = {room for room in rooms if f"{room}.py" in files}
+        assert {path.name for path in folders} == set(rooms) - single
+        assert files == ROOT_FILES | {f"{room}.py" for room in single}
+    imported: dict[str, set[str]] = {}
+    for module, others in import_graph(ROOT, *FLOORS).items():
+        imported.setdefault(str(room_of(module)), set()).update(map(str, map(room_of, others)))
+    listed = {room: set(line.split()) for rooms in MAY_IMPORT.values() for room, line in rooms.items()}
+    assert {room: rooms - imported[room] for room, rooms in listed.items() if rooms - imported[room]} == {}
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_the_init_of_a_room_holds_one_line_that_says_what_the_room_is(floor: str) -> None:
+    for path in sorted((ROOT / floor).glob("*/**/__init__.py")):
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) == 1 and ast.get_docstring(ast.parse(text)), path
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_the_rooms_of_a_floor_have_no_cycle_and_are_not_deep(floor: str) -> None:
+    assert cycles(room_graph(floor)) == []
+    assert levels(room_graph(floor)) <= MAX_IMPORT_LEVELS
+
+
+def test_no_room_is_deep() -> None:
+    rooms: dict[str, dict[str, set[str]]] = {}
+    for module, imported in without(import_graph(ROOT, *FLOORS), NOT_YET).items():
+        rooms.setdefault(str(room_of(module)), {})[module] = imported
+    deep = {room: levels(files) for room, files in rooms.items()}
+    assert {room: depth for room, depth in deep.items() if depth > MAX_IMPORT_LEVELS} == TOO_DEEP
+
+
+def test_levels_are_those_of_the_longest_way() -> None:
+    assert levels({}) == 0
+    assert levels({"a": {"b", "d"}, "b": {"c"}, "c": {"elsewhere"}, "d": set()}) == 3
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    graph = {
-        module_name(path, ROOT): imported_modules(path, ROOT, "run") for path in python_files(*FLOORS, "benchmarks")
-    }
-    assert cycles(graph) == []
+    assert cycles(without(import_graph(ROOT, *FLOORS, "benchmarks"), NOT_YET)) == []
     assert cycles({"a": {"b"}, "b": {"c", "os"}, "c": {"a"}, "d": {"a"}})[0] == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("edge", sorted(NOT_YET))
+def test_what_is_not_yet_as_it_should_be_still_is_not(edge: tuple[str, str]) -> None:
+    graph = import_graph(ROOT, *FLOORS)
+    assert edge[1] in graph[edge[0]], "is no longer imported: remove it from NOT_YET"
+    without_others = without(graph, NOT_YET - {edge})
+    assert edge in crossings(ROOT) or cycles(without_others), "is allowed now: remove it from NOT_YET"
+
+
+def test_no_folder_holds_more_files_than_can_be_overlooked() -> None:
+    folders = {path.parent for path in python_files(*FLOORS)}
+    counts = {folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == TOO_MANY_FILES
 
 
 @pytest.mark.parametrize("path", python_files(*FLOORS), ids=lambda path: str(path.relative_to(ROOT)))

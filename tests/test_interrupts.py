@@ -20,21 +20,23 @@ from typing import Any
 import pytest
 import torch
 
-import rollout_data.publishing
-import rollout_data.writer
-import storage.checkpoint
+import rollout_data.writing.publish
+import rollout_data.writing.writer
+import storage.checkpoints.saver
 from rollout_data import RolloutDataset, RolloutWriter
 from storage import AsyncCheckpointSaver, PipelinedDataCollector
-from storage.background import BackgroundWorker
+from storage.core.threads import BackgroundWorker
 from storage.errors import BackgroundError, ClosedError, RolloutDataWarning, UsageError
-from storage.managed.rate_limiter import RateLimiter
+from storage.live.rates import RateLimiter
 
 ROOT = Path(__file__).parents[1]
 #: Files whose functions are interrupted.
 PYTHON = frozenset({threading.__file__, _weakrefset.__file__})
-STORAGE = frozenset(str(ROOT / "storage" / f"{name}.py") for name in ("background", "checkpoint", "prefetch"))
+STORAGE = frozenset(
+    str(ROOT / "storage" / f"{name}.py") for name in ("core/threads", "checkpoints/saver", "live/prefetch")
+)
 WRITER = frozenset(
-    str(ROOT / "rollout_data" / f"{name}.py") for name in ("writer", "publishing", "journal", "staging", "tally")
+    str(ROOT / "rollout_data/writing" / f"{name}.py") for name in ("writer", "publish", "journal", "staging", "tally")
 )
 FILES = PYTHON | STORAGE | WRITER
 #: But for these: a Ctrl-C that falls into Python's own waiting may raise an error of its own instead.
@@ -195,7 +197,7 @@ def test_a_block_that_failed_is_told_of_wherever_flushing_is_interrupted(
             writer.close()
         return places
 
-    monkeypatch.setattr(rollout_data.publishing, "write_block", fail)
+    monkeypatch.setattr(rollout_data.writing.publish, "write_block", fail)
     interrupt_everywhere(trial)
 
 
@@ -210,7 +212,7 @@ def test_a_name_is_free_again_wherever_making_a_writer_is_interrupted(tmp_path: 
         places = interrupt(
             lambda: made.append(RolloutWriter(folder, 1, writer_name="mine", durable=False)), point, FILES - PYTHON
         )
-        left = rollout_data.writer._open_writers - set(made)
+        left = rollout_data.writing.writer._open_writers - set(made)
         num_left += len(left)  # it was made, but nobody got it: closed as the interpreter exits
         check_ends(point, *(writer.close for writer in [*made, *left]))
         assert "writer 'mine'" not in [thread.name for thread in threading.enumerate()], point
@@ -234,14 +236,14 @@ def test_a_writer_that_cannot_be_closed_in_order_is_closed_all_the_same(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(rollout_data.writer, "Staging", fail)
+        patched.setattr(rollout_data.writing.writer, "Staging", fail)
         with pytest.raises(type(error), match=str(error)):
             writer.close()
         assert "writer 'mine'" not in [thread.name for thread in threading.enumerate()]
         patched.setattr(writer, "close", fail)
-        patched.setattr(rollout_data.writer, "list", lambda _: [writer, other], raising=False)
+        patched.setattr(rollout_data.writing.writer, "list", lambda _: [writer, other], raising=False)
         with pytest.warns(RolloutDataWarning, match=str(error)):
-            rollout_data.writer._close_open_writers()
+            rollout_data.writing.writer._close_open_writers()
     with pytest.raises(ClosedError):
         add(other, 0)
     RolloutWriter(tmp_path, 1, writer_name="mine").close()
@@ -266,7 +268,7 @@ def test_nonfinite_rewards_are_refused_under_names_too(tmp_path: Path, bad: floa
 def test_a_saver_writes_and_shuts_down_wherever_saving_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_full: str
 ) -> None:
-    write = storage.checkpoint.write_checkpoint
+    write = storage.checkpoints.saver.write_checkpoint
 
     def trial(point: int) -> list[Any]:
         gate, begun = threading.Event(), threading.Event()
@@ -276,7 +278,7 @@ def test_a_saver_writes_and_shuts_down_wherever_saving_is_interrupted(
             assert gate.wait(WAIT_S)
             write(*given)
 
-        monkeypatch.setattr(storage.checkpoint, "write_checkpoint", write_later)
+        monkeypatch.setattr(storage.checkpoints.saver, "write_checkpoint", write_later)
         saver = AsyncCheckpointSaver(max_queue_size=1, on_full=on_full)
         paths = [tmp_path / f"{point}_{number}.pt" for number in range(4)]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from storage import (
     ActionLabelRollout,
     AdvancedReplayBuffer,
@@ -31,7 +31,7 @@ from storage import (
     ZBuffer,
     motion_priorities,
 )
-from storage.tree import flatten
+from storage.core.tree import flatten
 from tests.storage.rollouts import make_storage, make_transition, value_of
 from tests.trajectory_replay.recorded import trajectory
 

@@ -1,1 +1,1 @@
-"""Inside `TrajectoryReplayBuffer`: rows, files, index, cache, windows and saving of whole trajectories."""
+"""Replay of whole trajectories, on disk and cached."""

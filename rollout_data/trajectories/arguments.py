@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from storage.core.records import is_count
 from storage.errors import UsageError
-from storage.records import is_count
 
 
 def check_names(names: Any, parameter: str) -> tuple[str, ...]:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from storage.buffer_pool import BufferPool
+from storage.core.buffer_pool import BufferPool
+from storage.core.host_arrays import as_given
+from storage.core.modes import lasting
+from storage.core.records import is_count
+from storage.core.tree import flatten, unflatten
 from storage.errors import MissingFieldError, UsageError
-from storage.host_arrays import as_given
-from storage.modes import lasting
-from storage.records import is_count
-from storage.tree import flatten, unflatten
 
 from .rows import Rows, TrajectoryLayout, layout_of
 

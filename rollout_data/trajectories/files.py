@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from storage.checkpoint_files import load_checkpoint, save_to
-from storage.durable import replace_file
+from storage.checkpoints.files import load_checkpoint, save_to
+from storage.core.durable import replace_file
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError, nearest
 
-from .. import arena
-from ..block_file import BlockContent, damaged_fragments, write_block
-from ..block_header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, read_header
-from ..row_source import ArrayRows
+from ..format.block_file import BlockContent, damaged_fragments, write_block
+from ..format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, read_header
+from ..format.row_source import ArrayRows
+from ..frames import arena
 from .rows import Rows, Trajectory, TrajectoryLayout, layout_for, put_together, take_apart
 
 FORMATS = ("h5", "pt", "pkl")

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.buffer_pool import BufferPool
+from storage.core.buffer_pool import BufferPool
+from storage.core.fields import signed
+from storage.core.records import Key, flat_name
+from storage.core.tree import unflatten
 from storage.errors import MissingFieldError, UsageError, nearest
-from storage.fields import signed
-from storage.records import Key, flat_name
-from storage.tree import unflatten
 
 from .files import MappedRows, naming, read_trajectory
 from .index import Entry

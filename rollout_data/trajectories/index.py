@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from storage.durable import existing_folder, replace_file, replace_folder
+from storage.core.durable import existing_folder, replace_file, replace_folder
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
-from storage.plain_files import CHECKSUM, json_checksum, read_json
+from storage.saving.plain_files import CHECKSUM, json_checksum, read_json
 
 from .files import (
     FORMATS,

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from storage.core.fields import Field
+from storage.core.modes import lasting
+from storage.core.samplers import fill_uniform, uniform
 from storage.errors import BufferEmptyError, SchemaError
-from storage.fields import Field
-from storage.modes import lasting
-from storage.samplers import fill_uniform, uniform
 
 from .cache import RowBlock, TrajectoryCache
 from .files import id_in_name

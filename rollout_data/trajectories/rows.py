@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.buffer_pool import BufferPool
+from storage.core.buffer_pool import BufferPool
+from storage.core.fields import Field, Schema, dtype_name
+from storage.core.host_arrays import as_given
+from storage.core.row_cut import RowCut, Target
+from storage.core.row_layout import Group, lay_out
+from storage.core.tree import flatten, unflatten
 from storage.errors import SchemaError
-from storage.fields import Field, Schema, dtype_name
-from storage.host_arrays import as_given
-from storage.row_cut import RowCut, Target
-from storage.row_layout import Group, lay_out
-from storage.tree import flatten, unflatten
 
-from ..layout import PACKED, RowLayout
+from ..format.schema import PACKED, RowLayout
 
 #: The leaves that say how many steps a trajectory has, first come first.
 LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")

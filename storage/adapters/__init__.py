@@ -1,3 +1,1 @@
 """Our storages behind the interfaces of other libraries; each module needs its library when used."""
-
-__all__: list[str] = []

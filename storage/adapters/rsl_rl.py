@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from ..column_table import ColumnTable
-from ..columns import Column, declare_fields
+from ..core.fields import DTYPES, Field, dtype_name
+from ..core.tree import unflatten
 from ..errors import UsageError, nearest
-from ..fields import DTYPES, Field, dtype_name
-from ..hidden_states import SavedStates
-from ..mini_batches import GENERATE, WIDE_ROW_BYTES_ONCE, RowGather
-from ..rollout_storage import RolloutStorage
-from ..snapshot import State
-from ..tree import unflatten
+from ..onpolicy.column_table import ColumnTable
+from ..onpolicy.columns import Column, declare_fields
+from ..onpolicy.hidden_states import SavedStates
+from ..onpolicy.mini_batches import GENERATE, WIDE_ROW_BYTES_ONCE, RowGather
+from ..onpolicy.rollout_storage import RolloutStorage
+from ..saving.snapshot import State
 
 #: Training type -> the columns of `RolloutStorage` that it uses; what else it needs is added below.
 _COLUMNS = {

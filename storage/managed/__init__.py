@@ -1,3 +1,1 @@
-"""Buffers of items: prioritized, uniform, by episode, several under one manager. `storage/MANAGED.md` shows them."""
-
-__all__: list[str] = []
+"""Buffers of items, and their manager; `storage/MANAGED.md` shows them."""

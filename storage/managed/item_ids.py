@@ -59,13 +59,6 @@ def split_unique_id(unique_id: Any) -> tuple[str, int]:
     return name, int(row)
 
 
-def check_count(action: str, name: str, value: Any, least: int) -> int:
-    """Refuse what is not a whole number of at least `least`; give it as Python's, also one of numpy."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise UsageError(action, "", f"{name} >= {least}", repr(value))
-    return int(value)
-
-
 def finite_or_none(value: float | None) -> float | None:
     """Give a limit as JSON has it: None for no limit."""
     return None if value is None or math.isinf(value) else value

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..core.host_arrays import library, own, tensor_of
+from ..core.tree import map_leaves
 from ..errors import SchemaError, UsageError
-from ..host_arrays import library, own, tensor_of
-from ..tree import map_leaves
+from ..prioritized.limits import NONE, UNKNOWN, RowLimits, copy_numbers
+from ..prioritized.rows import PrioritizedRows
 from .item_ids import plain_number
 from .item_leaves import from_json, put_leaf, to_json
-from .item_store import Items, ItemStore
-from .prioritized_rows import PrioritizedRows
-from .row_limits import NONE, UNKNOWN, RowLimits, copy_numbers
+from .items import Items, ItemStore
 from .used_data import UsedData, checked_data_id
 
 _ROW_TENSORS = {"weights": torch.float64, "priorities": torch.float64, "row_ids": torch.int64}

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.arguments import check_count
 from ..errors import UsageError
-from .item_ids import check_count
 
 #: How far the sum of shares may be off.
 SLACK = 1e-6

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from rollout_data import TrajectoryReplayBuffer
-from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim, buffer_pool
-from storage.tree import flatten
+from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
+from storage.core import buffer_pool
+from storage.core.tree import flatten
 
 #: Rows of so many bytes and more are gathered into memory that is used again.
 WIDTH, NUM_ROWS = 300, 256

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import DictBuffer, RingStore, TrajectoryDictBufferMultiDim
-from storage.held_steps import HeldSteps
-from storage.row_cut import Target
+from storage.core.row_cut import Target
+from storage.ring.held_steps import HeldSteps
 
 from .test_ring_laws import FIELDS, leaves, windows_of
 
 
 @pytest.fixture(autouse=True)
 def few_slots_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.held_steps._MIN_SLOTS_PER_STEP", 1)
+    monkeypatch.setattr("storage.ring.held_steps._MIN_SLOTS_PER_STEP", 1)
 
 
 def expected(name: str, row_id: int, lane: int, lanes: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ def expected(name: str, row_id: int, lane: int, lanes: int) -> torch.Tensor:
 
 @given(slots=st.integers(2, 12), lanes=st.integers(2, 3), guards=st.integers(0, 4), data=st.data())
 def test_whatever_reads_sees_every_step(slots: int, lanes: int, guards: int, data: st.DataObject) -> None:
-    with patch("storage.held_steps._MIN_SLOTS_PER_STEP", 1):
+    with patch("storage.ring.held_steps._MIN_SLOTS_PER_STEP", 1):
         ring = RingStore(slots, lanes, FIELDS, num_guards=guards)
     for _ in range(data.draw(st.integers(1, 8))):
         for _ in range(data.draw(st.integers(0, 9))):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import DictBuffer, UsageError
-from storage.windows import Boundaries
+from storage.ring.windows import Boundaries
 
 NUM_DRAWS = 3000
 

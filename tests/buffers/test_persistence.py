@@ -21,10 +21,10 @@ from storage import (
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
     ZBuffer,
-    column_files,
     load_buffer,
 )
 from storage.errors import DataFileError
+from storage.saving import column_files
 from tests.saved import config_of
 
 from .streams import rows

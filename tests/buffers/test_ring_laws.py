@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import DictBuffer, Field, RingStore, Schema, SchemaError
-from storage.row_cut import Target
+from storage.core.row_cut import Target
 
 FIELDS = Schema(
     [Field("a", (3,)), Field("flag", (1,), "bool"), Field("deep/b", (2, 2), "int64"), Field("c", (1,), "uint8")]

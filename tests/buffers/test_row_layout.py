@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
-from storage.end_flags import array_ends, row_ends, tensor_ends
+from storage.core.fields import Schema
+from storage.core.records import make_field
+from storage.core.row_cut import RowCut, Target
 from storage.errors import SchemaError, UsageError
-from storage.fields import Schema
-from storage.records import make_field
-from storage.ring import RingStore
-from storage.row_cut import RowCut, Target
-from storage.windows import Boundaries
+from storage.ring.end_flags import array_ends, row_ends, tensor_ends
+from storage.ring.ring import RingStore
+from storage.ring.windows import Boundaries
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int64", "uint8", "uint16", "bool", "complex64"]
 SHAPES = [(1,), (3,), (2, 2), (0,), (1, 0, 2), (1100,)]
@@ -76,7 +76,7 @@ def test_every_way_out_of_a_ring_keeps_every_bit(
     for device in ("cpu", "cuda"):
         targets = [*(Target(0, name, name) for name in schema), *(Target(1, name, f"next/{name}") for name in names)]
         cut = RowCut(ring.groups, targets, contiguous, nested=False, device=device, apart=True)
-        with patch("storage.row_cut._TURN_BYTES", data.draw(st.sampled_from([1, 200, 1 << 20]))):
+        with patch("storage.core.row_cut._TURN_BYTES", data.draw(st.sampled_from([1, 200, 1 << 20]))):
             moved = ring.windows(ring.place(lane[:2], torch.tensor([0, 2])), 2, cut)
         windows = cut(moved)
         for name, leaf in rows.items():

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_data import load_expert_trajectories
-from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from storage import (
     DictBuffer,
     NaiveReplayBuffer,
@@ -25,9 +25,9 @@ from storage import (
     load_buffer,
     motion_priorities,
 )
+from storage.core.host_arrays import as_given
+from storage.core.samplers import Weighted, fill_uniform, mixture, permutation, recent, uniform
 from storage.errors import FieldTypeError, UsageError
-from storage.host_arrays import as_given
-from storage.samplers import Weighted, fill_uniform, mixture, permutation, recent, uniform
 from tests.storage.rollouts import make_storage, make_transition
 
 MOTIONS = Path(__file__).parents[1] / "data" / "humenv"

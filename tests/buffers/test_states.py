@@ -16,16 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from storage import (
-    DictBuffer,
-    SchemaError,
-    TrajectoryDictBuffer,
-    ZBuffer,
-    buffer_files,
-    column_files,
-    load_buffer,
-)
+from storage import DictBuffer, SchemaError, TrajectoryDictBuffer, ZBuffer, load_buffer
 from storage.errors import CorruptFileError, RolloutDataError
+from storage.replay import buffer_files
+from storage.saving import column_files
 from tests.saved import config_of
 
 from .test_persistence import MAKERS

@@ -211,7 +211,7 @@ def test_b15_every_dtype_and_an_empty_buffer_survive_saving(tmp_path: Path, dtyp
 
 
 def test_b15_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from storage import buffer_files
+    from storage.replay import buffer_files
 
     buffer = DictBuffer(capacity=4)
     buffer.extend({"x": torch.ones(3, 1)})
@@ -234,7 +234,7 @@ def test_b16_classes_are_told_apart_by_their_whole_name(tmp_path: Path) -> None:
     config = tmp_path / "t" / "config.json"
     text = json.dumps(config_of(config))
     for target in ("a.b.MyDictBuffer", "DictBuffer.", ""):
-        config.write_text(text.replace("storage.episode_buffer.TrajectoryDictBuffer", target))
+        config.write_text(text.replace("storage.replay.episode_buffer.TrajectoryDictBuffer", target))
         with pytest.raises(ValueError, match="'DictBuffer'"):
             load_buffer(tmp_path / "t")
     config.write_text(text.replace("__target__", "target"))

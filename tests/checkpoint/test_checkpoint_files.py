@@ -17,15 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.checkpoint import (
+from storage.checkpoints.saver import (
     AsyncCheckpointSaver,
     MissingCheckpointError,
     load_checkpoint,
     load_checkpoint_meta,
     load_checkpoint_parallel,
 )
+from storage.codecs.lz4_frames import BLOCK_BYTES, Lz4Writer, decode, scan_frames, skippable_frame
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
-from storage.lz4_frames import BLOCK_BYTES, Lz4Writer, decode, scan_frames, skippable_frame
 
 LOADERS = [load_checkpoint, load_checkpoint_parallel]
 

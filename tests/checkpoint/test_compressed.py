@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import storage.compressed
-from storage.compressed import CompressedTensorDict
+import storage.codecs.compressed
+from storage.codecs.compressed import CompressedTensorDict
 from storage.errors import CorruptFileError, MissingFieldError, UsageError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8, torch.complex64]
@@ -102,8 +102,10 @@ def test_sizes_are_those_of_what_is_held() -> None:
 def test_a_cache_keeps_the_leaves_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap N9: not decoded at every access."""
     decoded = []
-    unpack = storage.compressed._unpack
-    monkeypatch.setattr(storage.compressed, "_unpack", lambda leaf, name: (decoded.append(name), unpack(leaf, name))[1])
+    unpack = storage.codecs.compressed._unpack
+    monkeypatch.setattr(
+        storage.codecs.compressed, "_unpack", lambda leaf, name: (decoded.append(name), unpack(leaf, name))[1]
+    )
     names = ("a", "b", "c")
     packed = CompressedTensorDict({name: torch.zeros(100) for name in names}, names, cache=2)
     for name in "aabbacaab":
@@ -113,7 +115,7 @@ def test_a_cache_keeps_the_leaves_used_last(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_large_leaves_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.compressed, "_PART_BYTES", 1000)
+    monkeypatch.setattr(storage.codecs.compressed, "_PART_BYTES", 1000)
     tensor = torch.arange(2000) // 50
     packed = CompressedTensorDict({"x": tensor}, ["x"])
     assert len(packed._leaves["x"].parts) == 16 and torch.equal(packed["x"], tensor)
@@ -149,7 +151,7 @@ def test_damaged_bytes_are_one_clear_error() -> None:
     packed = CompressedTensorDict({"x": torch.zeros(10_000)}, ["x"])
     part = packed._leaves["x"].parts[0]
     for damaged in (part[:-5], b"\xff" * 20, b""):
-        packed._leaves["x"] = storage.compressed._Packed(
+        packed._leaves["x"] = storage.codecs.compressed._Packed(
             (damaged,), None, torch.float32, (10_000,), torch.device("cpu")
         )
         with pytest.raises(CorruptFileError, match=r"^cannot decompress the leaf 'x'"):

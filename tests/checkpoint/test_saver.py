@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import storage.background
-import storage.checkpoint
-from storage.background import BackgroundWorker
-from storage.checkpoint import AsyncCheckpointSaver, CheckpointError, QueueFullError, load_checkpoint
+import storage.checkpoints.saver
+import storage.core.threads
+from storage.checkpoints.saver import AsyncCheckpointSaver, CheckpointError, QueueFullError, load_checkpoint
+from storage.core.threads import BackgroundWorker
 from storage.errors import BackgroundError, ClosedError, UsageError, WaitTimeoutError
-from storage.monitors import PerformanceMonitor
+from storage.live.monitors import PerformanceMonitor
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,14 +28,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.entered = threading.Event(), threading.Semaphore(0)
-        write = storage.checkpoint.write_checkpoint
+        write = storage.checkpoints.saver.write_checkpoint
 
         def wait_and_write(*arguments: Any) -> None:
             self.entered.release()
             assert self.open.wait(20)
             write(*arguments)
 
-        monkeypatch.setattr(storage.checkpoint, "write_checkpoint", wait_and_write)
+        monkeypatch.setattr(storage.checkpoints.saver, "write_checkpoint", wait_and_write)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_shutdown_writes_everything_accepted_and_is_idempotent(tmp_path: Path, g
 def test_a_program_that_just_ends_has_its_checkpoints(tmp_path: Path, compress: bool) -> None:
     """Traps N2 and N3: no daemon thread dies in the middle of a file."""
     script = (
-        "import torch\nfrom storage.checkpoint import AsyncCheckpointSaver\n"
+        "import torch\nfrom storage.checkpoints.saver import AsyncCheckpointSaver\n"
         "saver = AsyncCheckpointSaver(max_queue_size=5)\n"
         "for i in range(5):\n"
         "    state = {'w': torch.full((3_000_000,), float(i))}\n"
@@ -267,7 +267,7 @@ def waits_at(condition: threading.Condition, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_wait_returns_although_another_thread_goes_on_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gates = {"0.pt": threading.Event(), "1.pt": threading.Event()}
-    monkeypatch.setattr(storage.checkpoint, "write_checkpoint", lambda _, path, *rest: gates[path.name].wait(60))
+    monkeypatch.setattr(storage.checkpoints.saver, "write_checkpoint", lambda _, path, *rest: gates[path.name].wait(60))
     with AsyncCheckpointSaver(max_queue_size=9) as saver:
         saver.save_async(state_of(0), tmp_path / "0.pt")
         begun = waits_at(saver._changed, monkeypatch)
@@ -385,7 +385,7 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_worker_is_closed_at_the_end_although_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.background, "_open_workers", set())
+    monkeypatch.setattr(storage.core.threads, "_open_workers", set())
 
     def fail() -> None:
         raise KeyError("mine")
@@ -394,7 +394,7 @@ def test_every_worker_is_closed_at_the_end_although_one_has_failed(monkeypatch: 
     for worker in workers:
         worker.submit(fail)
     with pytest.raises(BackgroundError, match="mine"):
-        storage.background._close_open_workers()
+        storage.core.threads._close_open_workers()
     assert {thread.name for thread in threading.enumerate()}.isdisjoint(worker.name for worker in workers)
     for worker in workers:
         worker.close()  # each has told of it

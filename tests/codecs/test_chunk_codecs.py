@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import lz4_blocks
-from storage.chunk_codecs import STAGES, chunk_codec
-from storage.codecs import AUTO, check_codec, choose_codec, chunk_frames, find_codec, stored_field
+from storage.codecs import lz4_blocks
+from storage.codecs.chunks import STAGES, chunk_codec
+from storage.codecs.codecs import AUTO, check_codec, choose_codec, chunk_frames, find_codec, stored_field
+from storage.codecs.packers import MODULES
+from storage.codecs.quantizers import IMAGE_MAX_ERROR, decode_image, encode_image, image_error
+from storage.codecs.shuffles import scratch_bytes, shuffle, shuffled_bytes, unshuffle
+from storage.core.fields import Field
 from storage.errors import CorruptFileError, FieldTypeError, UsageError
-from storage.extra_packers import MODULES
-from storage.fields import Field
-from storage.quantizers import IMAGE_MAX_ERROR, decode_image, encode_image, image_error
-from storage.shuffles import scratch_bytes, shuffle, shuffled_bytes, unshuffle
 from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth
 
 

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import codecs, compress_image_seq, decompress_image_seq, decompress_many
+from storage import compress_image_seq, decompress_image_seq, decompress_many
+from storage.codecs import codecs
+from storage.codecs.image_blobs import ExpectedFrames, ImageBlob
+from storage.core.fields import DTYPES
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
-from storage.fields import DTYPES
-from storage.image_blobs import ExpectedFrames, ImageBlob
 from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth
 
 

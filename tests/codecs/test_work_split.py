@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import work_split
+from storage.core import work_split
+from storage.core.work_split import WorkSplit
 from storage.errors import UsageError
-from storage.work_split import WorkSplit
 
 
 @pytest.fixture(autouse=True)

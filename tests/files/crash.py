@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_data.writer import RolloutWriter
+from rollout_data.writing.writer import RolloutWriter
 from tests import nursery
 from tests.files.readback import blocks_of, end_of, trajectories_of
 from tests.nursery import Counter

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import rollout_data
-from rollout_data.block_file import open_block
-from rollout_data.metadata import read_metadata
-from rollout_data.writer import RolloutWriter
-from storage.tree import flatten
+from rollout_data.format.block_file import open_block
+from rollout_data.index.metadata import read_metadata
+from rollout_data.writing.writer import RolloutWriter
+from storage.core.tree import flatten
 from tests.files import golden
 from tests.files.readback import Recorded, end_of, trajectories_of
 

@@ -9,11 +9,11 @@ import threading
 import numpy as np
 import pytest
 
-from rollout_data import block_file
-from rollout_data.block_file import BlockContent, open_block, write_block
-from rollout_data.block_header import FRAGMENT_DTYPE, layouts_of
-from rollout_data.row_source import ArrayRows
-from storage.fields import Field, Schema
+from rollout_data.format import block_file
+from rollout_data.format.block_file import BlockContent, open_block, write_block
+from rollout_data.format.header import FRAGMENT_DTYPE, layouts_of
+from rollout_data.format.row_source import ArrayRows
+from storage.core.fields import Field, Schema
 
 SCHEMA = Schema([Field("observation", (500,), "float32"), Field("action", (2,), "float32")])
 NUM_FRAGMENTS, LENGTH = 30, 50

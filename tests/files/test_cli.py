@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from rollout_data import prune
-from rollout_data.block_folder import BlockFolder
-from rollout_data.block_header import DROPPED, read_header
-from rollout_data.cli import main
-from rollout_data.index import TrajectoryIndex
-from rollout_data.packing import pack_dataset
-from rollout_data.repair import check_folder
-from rollout_data.writer import RolloutWriter
+from rollout_data.format.header import DROPPED, read_header
+from rollout_data.index.folder import BlockFolder
+from rollout_data.index.index import TrajectoryIndex
+from rollout_data.tools.command import main
+from rollout_data.tools.packing import pack_dataset
+from rollout_data.tools.repair import check_folder
+from rollout_data.writing.writer import RolloutWriter
 from storage.errors import DataFileError, UsageError
 from tests.files.readback import blocks_of, end_of, trajectories_of
 
@@ -289,13 +289,13 @@ def test_a_wrong_call_is_told_on_stderr(tmp_path, monkeypatch, capsys, arguments
 def test_it_runs_as_a_module(tmp_path):
     record(tmp_path, num_steps=3)
     done = subprocess.run(
-        [sys.executable, "-m", "rollout_data.cli", "verify", str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-m", "rollout_data.tools", "verify", str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0 and "9 frames intact" in done.stdout
 
 
 def run_cli(*arguments, **options):
-    command = [sys.executable, "-m", "rollout_data.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "rollout_data.tools", *map(str, arguments)]
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, **options)
 
 

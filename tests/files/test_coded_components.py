@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rollout_data import RolloutDataset, RolloutWriter, chunk_files, record_demonstrations
-from rollout_data.block_file import open_block
-from rollout_data.block_header import DATA
-from rollout_data.cli import main
+from rollout_data import RolloutDataset, RolloutWriter, record_demonstrations
+from rollout_data.format.block_file import open_block
+from rollout_data.format.header import DATA
+from rollout_data.frames import coded as chunk_files
+from rollout_data.tools.command import main
 from storage.errors import FieldTypeError, SchemaError
 from tests.files import coded
 from tests.files.readback import blocks_of, field_values, trajectories_of
@@ -209,7 +210,7 @@ def test_each_chunk_is_decoded_once_for_neighbouring_batches(folders, monkeypatc
 
 
 def test_blocks_that_cannot_be_mapped_are_read_all_the_same(folders, monkeypatch):
-    monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
+    monkeypatch.setattr("rollout_data.frames.sources.can_map", lambda blocks: False)
     errors = coded.max_errors(folders[0])
     ours, theirs = (RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in folders)
     for _ in range(3):

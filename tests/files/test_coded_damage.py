@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, WindowDataset
-from rollout_data.block_file import open_block
-from rollout_data.block_header import ABOUT, CODECS, DATA, header_crc, read_header
-from rollout_data.cli import main
-from storage import extra_packers
+from rollout_data.format.block_file import open_block
+from rollout_data.format.header import ABOUT, CODECS, DATA, header_crc, read_header
+from rollout_data.tools.command import main
+from storage.codecs import packers
 from storage.errors import CorruptFileError, RolloutDataError, RolloutDataWarning, UsageError
 from tests.files import coded
 from tests.files.readback import trajectories_of
@@ -289,8 +289,8 @@ def test_blocks_of_a_missing_extra_are_told_but_never_set_aside(folder, monkeypa
                 field["codec"] = codings[field["name"]]["codec"] = "zstd"
         file.attrs["schema"], file.attrs[CODECS] = json.dumps(schema), json.dumps(codings)
 
-    monkeypatch.setattr("storage.extra_packers.importlib.util.find_spec", lambda name: None)
-    extra_packers._module.cache_clear()
+    monkeypatch.setattr("storage.codecs.packers.importlib.util.find_spec", lambda name: None)
+    packers._module.cache_clear()
     for path in sorted(folder.glob("*.h5")):
         (folder / "new").mkdir(exist_ok=True)
         remade(path, folder / "new", rename).replace(path)

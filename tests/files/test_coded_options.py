@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
-from rollout_data.block_header import DATA, read_header
-from rollout_data.chunk_files import ChunkCache
-from rollout_data.coded_rows import CodingOptions
+from rollout_data.format.coded_rows import CodingOptions
+from rollout_data.format.header import DATA, read_header
+from rollout_data.frames.coded import ChunkCache
+from storage.codecs.packers import MODULES
+from storage.core.tree import flatten
 from storage.errors import CorruptFileError, UsageError
-from storage.extra_packers import MODULES
-from storage.tree import flatten
 from tests.files import coded
 from tests.files.readback import blocks_of
 

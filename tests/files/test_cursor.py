@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data.cursor import Deal, StreamState, deal_next, plan_steps
+from rollout_data.streaming.cursor import Deal, StreamState, deal_next, plan_steps
 
 
 class NaiveStream:

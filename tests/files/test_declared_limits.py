@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_data.block_file import BlockContent, open_block, write_block
-from rollout_data.block_folder import BlockFolder
-from rollout_data.block_header import DROPPED, FRAGMENT_DTYPE, MAX_HOLLOW_BYTES, layouts_of
-from rollout_data.layout import RowLayout
-from rollout_data.metadata import load_metadata
-from rollout_data.row_source import ArrayRows
+from rollout_data.format.block_file import BlockContent, open_block, write_block
+from rollout_data.format.header import DROPPED, FRAGMENT_DTYPE, MAX_HOLLOW_BYTES, layouts_of
+from rollout_data.format.row_source import ArrayRows
+from rollout_data.format.schema import RowLayout
+from rollout_data.index.folder import BlockFolder
+from rollout_data.index.metadata import load_metadata
 from storage import AdvancedReplayBuffer
+from storage.core.fields import MAX_FIELDS, Field, Schema
 from storage.errors import CorruptFileError, SchemaError
-from storage.fields import MAX_FIELDS, Field, Schema
 from tests.files.test_block_file_damage import block, change, replace, set_attribute
 
 __all__ = ["block"]  # the fixture

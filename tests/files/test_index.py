@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_data.block_header import (
-    DROPPED,
-    FIRST,
-    FRAGMENT_DTYPE,
-    OPEN,
-    TENTATIVE,
-    TERMINATED,
-    TRUNCATED,
-)
-from rollout_data.index import Block, TrajectoryIndex
+from rollout_data.format.header import DROPPED, FIRST, FRAGMENT_DTYPE, OPEN, TENTATIVE, TERMINATED, TRUNCATED
+from rollout_data.index.index import Block, TrajectoryIndex
 
 
 def block(number, rows, writer="w"):

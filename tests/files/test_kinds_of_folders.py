@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rollout_data import RolloutDataset, WindowDataset
-from rollout_data.block_folder import INDEX_CACHE_NAME, save_index_cache
-from rollout_data.sources import UndecidedSource, open_source
+from rollout_data.frames.sources import UndecidedSource, open_source
+from rollout_data.index.folder import INDEX_CACHE_NAME, save_index_cache
 from storage.errors import DataFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import record
 from tests.formats.folders import NaiveFolder, values
@@ -23,7 +23,7 @@ def opened(data_dir, num_envs=1, **options):
 def when_waiting(monkeypatch, *actions):
     """Do these one after the other, each time that a dataset would sleep until there is more."""
     left = list(actions)
-    monkeypatch.setattr("rollout_data.passes.time.sleep", lambda _: left.pop(0)() if left else None)
+    monkeypatch.setattr("rollout_data.streaming.passes.time.sleep", lambda _: left.pop(0)() if left else None)
 
 
 # Both kinds at once
@@ -241,7 +241,7 @@ def test_a_source_is_decided_by_its_own_refresh(tmp_path):
 @pytest.mark.parametrize("is_mapped", [True, False])
 def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, monkeypatch, is_mapped):
     if not is_mapped:
-        monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
+        monkeypatch.setattr("rollout_data.frames.sources.can_map", lambda blocks: False)
     record(tmp_path, [4])
     dataset = opened(tmp_path, dataset_loops=2)
     dataset.get_batch(2)
@@ -256,7 +256,7 @@ def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, monke
 @pytest.mark.parametrize("is_mapped", [True, False])
 def test_a_block_that_another_replaces_under_its_name_is_read_at_the_next_pass(tmp_path, monkeypatch, is_mapped):
     if not is_mapped:
-        monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
+        monkeypatch.setattr("rollout_data.frames.sources.can_map", lambda blocks: False)
     record(tmp_path / "data", [4], writer_name="w")
     record(tmp_path / "other", [2, 3], first_number=5, writer_name="w")
     dataset = opened(tmp_path / "data", dataset_loops=2)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
-from rollout_data.block_file import open_block
-from rollout_data.block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
+from rollout_data.format.block_file import open_block
+from rollout_data.index.folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import drain, frames_of, record
 
@@ -133,14 +133,14 @@ def test_a_block_with_other_fields_is_left_out(tmp_path):
 
 def test_a_block_that_vanishes_between_listing_and_opening_is_skipped(tmp_path, monkeypatch):
     record_blocks(tmp_path)
-    map_file = __import__("rollout_data.arena", fromlist=["Arena"]).Arena.map_file
+    map_file = __import__("rollout_data.frames.arena", fromlist=["Arena"]).Arena.map_file
 
     def vanish(self, path, *place):
         if path.name.endswith("000001.h5"):
             path.unlink(missing_ok=True)
         return map_file(self, path, *place)
 
-    monkeypatch.setattr("rollout_data.arena.Arena.map_file", vanish)
+    monkeypatch.setattr("rollout_data.frames.arena.Arena.map_file", vanish)
     dataset = opened(tmp_path)
     assert numbers_of(dataset) == [0, 2]
     assert dataset.source.num_vanished_blocks == 1
@@ -241,9 +241,9 @@ def test_every_way_of_reading_gives_the_same_batches(tmp_path, monkeypatch, vari
     arguments = {"dataset_loops": 3, "random_shuffle_traj_order": True, "starting_frame_range": (0, 4)}
     expected = drain(opened(tmp_path, 3, **arguments), 6)
     if variant == "no maps":
-        monkeypatch.setattr("rollout_data.sources.can_map", lambda blocks: False)
+        monkeypatch.setattr("rollout_data.frames.sources.can_map", lambda blocks: False)
     if variant == "cold":
-        monkeypatch.setattr("rollout_data.arena.Arena.is_resident", lambda arena, row: False)
+        monkeypatch.setattr("rollout_data.frames.arena.Arena.is_resident", lambda arena, row: False)
     dataset = opened(tmp_path, 3, cache="ram" if variant == "ram" else "none", **arguments)
     for batch, other in zip(expected, drain(dataset, 6), strict=True):
         for one, two in zip(batch, other, strict=True):
@@ -252,14 +252,14 @@ def test_every_way_of_reading_gives_the_same_batches(tmp_path, monkeypatch, vari
 
 def test_a_dataset_larger_than_memory_is_not_cached(tmp_path, monkeypatch):
     record_blocks(tmp_path)
-    monkeypatch.setattr("rollout_data.frames._free_memory_bytes", lambda: 100)
+    monkeypatch.setattr("rollout_data.frames.store._free_memory_bytes", lambda: 100)
     with pytest.raises(UsageError, match="Use cache='none'"):
         opened(tmp_path, cache="ram").reset()
 
 
 def test_workers_forked_from_a_process_that_reads_ahead_read_ahead_themselves(tmp_path, monkeypatch):
     record(tmp_path, [9] * 6)
-    monkeypatch.setattr("rollout_data.arena.Arena.is_resident", lambda arena, row: False)
+    monkeypatch.setattr("rollout_data.frames.arena.Arena.is_resident", lambda arena, row: False)
     dataset = opened(tmp_path, num_transitions_per_env=4)
     dataset.get_batch(4)
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
+from storage.core.fields import DTYPES
 from storage.errors import SchemaError, UsageError
-from storage.fields import DTYPES
 from tests.files.readback import end_of, trajectories_of
 from tests.files.recorded import drain, record
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data import RolloutWriter, repeated_step
+from rollout_data import RolloutWriter
+from rollout_data.writing import repeated_step
 from storage.errors import RolloutDataError
 from tests.files.readback import trajectories_of
 
@@ -81,7 +82,7 @@ def recorded(folder, steps, monkeypatch, short: bool):
     errors = []
     with monkeypatch.context() as patch:
         if not short:
-            patch.setattr("rollout_data.writer.form_of", lambda *args: None)
+            patch.setattr("rollout_data.writing.writer.form_of", lambda *args: None)
         with RolloutWriter(folder, N, writer_name="w") as writer:
             for one in steps:
                 try:

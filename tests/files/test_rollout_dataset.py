@@ -302,7 +302,7 @@ def test_a_failed_read_moves_no_cursor(tmp_path, monkeypatch):
     record(tmp_path, [9, 4, 6])
     dataset, twin = open_cpu(tmp_path, 2), open_cpu(tmp_path, 2)
     dataset.get_batch(3), twin.get_batch(3)
-    monkeypatch.setattr("rollout_data.frames.gather", lambda *args: (_ for _ in ()).throw(OSError("disk")))
+    monkeypatch.setattr("rollout_data.frames.store.gather", lambda *args: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(OSError, match="disk"):
         dataset.get_batch(3)
     monkeypatch.undo()

@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_data import row_writing
-from rollout_data.block_header import FRAGMENT_DTYPE
-from rollout_data.row_source import ArrayRows
-from rollout_data.row_writing import RowWriting
+from rollout_data.format import row_writing
+from rollout_data.format.header import FRAGMENT_DTYPE
+from rollout_data.format.row_source import ArrayRows
+from rollout_data.format.row_writing import RowWriting
 
 
 class CopiedRows(ArrayRows):

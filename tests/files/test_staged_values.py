@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_data import RolloutWriter
-from rollout_data.layout import RowLayout
-from rollout_data.step_buffer import StepBuffer, as_array
-from storage.buffer_pool import BufferPool
-from storage.fields import Field, Schema
+from rollout_data.format.schema import RowLayout
+from rollout_data.writing.step_buffer import StepBuffer, as_array
+from storage.core.buffer_pool import BufferPool
+from storage.core.fields import Field, Schema
 from tests.files.readback import blocks_of
 
 N = 3

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_data.block_header import DROPPED, TERMINATED
-from rollout_data.cutting import PRESENT
-from rollout_data.tally import Tally
+from rollout_data.format.header import DROPPED, TERMINATED
+from rollout_data.writing.cut import PRESENT
+from rollout_data.writing.tally import Tally
 
 MARKS = [
     np.full((1, 3), PRESENT, np.uint8),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rollout_data import RolloutWriter
-from rollout_data.block_header import FINAL_OBSERVATION_ONLY
-from rollout_data.metadata import read_metadata
+from rollout_data.format.header import FINAL_OBSERVATION_ONLY
+from rollout_data.index.metadata import read_metadata
 from storage import QueueRolloutStorage
 from storage.errors import FieldTypeError, SchemaError, UsageError
 from tests.files.readback import blocks_of, end_of, trajectories_of
@@ -70,7 +70,7 @@ def test_mapping_named_tuple_and_object_are_the_same_record(tmp_path):
 
 
 def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
-    from storage.rollout_storage import RolloutStorage
+    from storage.onpolicy.rollout_storage import RolloutStorage
 
     storage = RolloutStorage(N, 6, (4,), (5,), (2,), num_rewards=2)
     for t in range(4):
@@ -257,7 +257,7 @@ def test_success_only_keeps_what_ends_with_success_however_it_ends(tmp_path):
 
 
 def test_end_times_order_completion_even_if_the_clock_stands(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout_data.writer.time.time_ns", lambda: 1000)
+    monkeypatch.setattr("rollout_data.writing.writer.time.time_ns", lambda: 1000)
     with make(tmp_path) as writer:
         for t in range(4):
             writer.add(**step(t, done=[t == 2, t == 1, t == 3]))
@@ -266,8 +266,8 @@ def test_end_times_order_completion_even_if_the_clock_stands(tmp_path, monkeypat
 
 def test_blocks_are_cut_by_age(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("rollout_data.writer.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("rollout_data.staging.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rollout_data.writing.writer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rollout_data.writing.staging.time.monotonic", lambda: now[0])
     with make(tmp_path, block_age_s=5) as writer:
         for t in range(9):
             now[0] = float(t)

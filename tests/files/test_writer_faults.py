@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from rollout_data import RolloutDataWarning, RolloutWriter
-from rollout_data import publishing as publishing_module
-from rollout_data.journal import Journal, recover_dead_writers
-from rollout_data.metadata import Metadata, publish_metadata, read_metadata
+from rollout_data.index.metadata import Metadata, publish_metadata, read_metadata
+from rollout_data.writing import publish as publishing_module
+from rollout_data.writing.journal import Journal, recover_dead_writers
+from storage.core.fields import Field, Schema
 from storage.errors import BackgroundError, DataFileError, RolloutDataError, SchemaError, UsageError
-from storage.fields import Field, Schema
 from tests.files.readback import blocks_of, trajectories_of
 
 N = 2
@@ -151,7 +151,7 @@ def test_a_read_only_folder_is_refused_at_once(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("rollout_data.journal.os.open", refuse)
+    monkeypatch.setattr("rollout_data.writing.journal.os.open", refuse)
     with pytest.raises(DataFileError) as caught:
         RolloutWriter(tmp_path, N)
     assert str(caught.value) == (
@@ -206,7 +206,7 @@ def test_an_unwritable_metadata_file_writes_nothing(tmp_path, monkeypatch):
 
     with RolloutWriter(tmp_path, N) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr("rollout_data.metadata.os.link", refuse)
+            patch.setattr("rollout_data.index.metadata.os.link", refuse)
             with pytest.raises(DataFileError, match="cannot write the metadata of"):
                 writer.add(**step())
         writer.add(**step())
@@ -217,7 +217,7 @@ def test_file_systems_without_hard_links_are_served(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("rollout_data.metadata.os.link", refuse)
+    monkeypatch.setattr("rollout_data.index.metadata.os.link", refuse)
     for _ in range(2):
         with RolloutWriter(tmp_path, N) as writer:
             writer.add(**step())

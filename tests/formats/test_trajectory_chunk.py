@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_data.block_header import OPEN, TERMINATED, TRUNCATED
-from rollout_data.formats.trajectory_folder import read_chunk_rows, scan_trajectory_folder
+from rollout_data.foreign.trajectory_folder import read_chunk_rows, scan_trajectory_folder
+from rollout_data.format.header import OPEN, TERMINATED, TRUNCATED
 from storage.errors import ForeignFileError
 from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, scan_of, write_metadata
 
@@ -182,7 +182,7 @@ def test_metadata_that_is_whole_a_moment_later_is_read(folder: NaiveFolder, monk
         sleeps.append(duration_s)
         write_metadata(folder, env="Ant")
 
-    monkeypatch.setattr("rollout_data.formats.trajectory_listing.time.sleep", finish)
+    monkeypatch.setattr("rollout_data.foreign.trajectory_listing.time.sleep", finish)
     scan = scan_of(folder.data_dir)
     assert (scan.metadata, scan.problems, len(sleeps)) == ({"env": "Ant"}, (), 1)
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_data.block_header import OPEN, TERMINATED, TRUNCATED
-from rollout_data.formats.trajectory_chunk import Chunk, scan_chunk
-from rollout_data.formats.trajectory_folder import is_trajectory_folder, scan_trajectory_folder
-from rollout_data.formats.trajectory_listing import ChunkFile
-from storage.codecs import stored_field
+from rollout_data.foreign.trajectory_chunk import Chunk, scan_chunk
+from rollout_data.foreign.trajectory_folder import is_trajectory_folder, scan_trajectory_folder
+from rollout_data.foreign.trajectory_listing import ChunkFile
+from rollout_data.format.header import OPEN, TERMINATED, TRUNCATED
+from storage.codecs.codecs import stored_field
 from storage.errors import UsageError
 from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, scan_of
 
@@ -159,7 +159,7 @@ def test_a_second_scan_opens_only_what_is_new(folder: NaiveFolder, monkeypatch: 
         opened.append(file.path.parent.name)
         return scan_chunk(file)
 
-    monkeypatch.setattr("rollout_data.formats.trajectory_folder.scan_chunk", note)
+    monkeypatch.setattr("rollout_data.foreign.trajectory_folder.scan_chunk", note)
     second = scan_trajectory_folder(folder.data_dir, previous=first)
     assert opened == ["trajectory_0", "trajectory_1"]
     assert frames_of(second) == frames_of(scan_of(folder.data_dir)) == [(0, 6, TERMINATED), (1000, 4, OPEN)]
@@ -177,7 +177,7 @@ def test_threads_change_nothing(folder: NaiveFolder, num_chunks: int, monkeypatc
     for number in range(num_chunks):
         folder.chunk(number, 0, 2)
     expected = frames_of(scan_of(folder.data_dir))
-    monkeypatch.setattr("rollout_data.formats.trajectory_folder.time.thread_time", lambda: 0.0)
+    monkeypatch.setattr("rollout_data.foreign.trajectory_folder.time.thread_time", lambda: 0.0)
     assert frames_of(scan_of(folder.data_dir)) == expected == [(1000 * k, 2, OPEN) for k in range(num_chunks)]
 
 

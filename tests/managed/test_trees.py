@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
-from storage import sum_tree as trees
+from storage.prioritized import sum_tree as trees
 
 KINDS = {"sum": (SumSegmentTree, math.fsum, 0.0), "min": (MinSegmentTree, min, math.inf)}
 KINDS["max"] = (MaxSegmentTree, max, -math.inf)

@@ -17,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.errors import UsageError
-from storage.monitors import InTickMonitor, Monitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
+from storage.live.monitors import (
+    InTickMonitor,
+    Monitor,
+    NaturalMonitor,
+    OutTickMonitor,
+    PerformanceMonitor,
+    plot_snapshots,
+)
 
 NUMBERS = st.floats(-1e6, 1e6)
 

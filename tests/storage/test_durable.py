@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from storage import durable
-from storage.durable import existing_folder, replace_file, replace_folder, sync_path
+from storage.core import durable
+from storage.core.durable import existing_folder, replace_file, replace_folder, sync_path
 from storage.errors import DataFileError
 
 OWN = ("a", "b")

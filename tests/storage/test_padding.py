@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import SchemaError, split_and_pad_trajectories, unpad_trajectories
-from storage.fields import signed
+from storage.core.fields import signed
 
 
 def naive_split(x, dones):

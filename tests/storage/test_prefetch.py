@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from storage.core.tree import flatten
 from storage.errors import UsageError
-from storage.prefetch import PipelinedDataCollector, to_device
-from storage.tree import flatten
+from storage.live.prefetch import PipelinedDataCollector, to_device
 
 Pair = namedtuple("Pair", "first second")
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import scans
 from storage.errors import SchemaError, UsageError
-from storage.returns import (
+from storage.onpolicy import scans
+from storage.onpolicy.returns import (
     discounted_sums,
     generalized_advantage,
     n_step_returns,

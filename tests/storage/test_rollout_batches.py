@@ -8,14 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from storage import (
-    QueueRolloutStorage,
-    RolloutStorage,
-    SarsaRolloutStorage,
-    SchemaError,
-    UsageError,
-    mini_batches,
-)
+from storage import QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage, SchemaError, UsageError
+from storage.onpolicy import mini_batches
 from tests.storage.rollouts import (
     ACTIONS,
     OBS,

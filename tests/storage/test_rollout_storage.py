@@ -25,7 +25,7 @@ from storage import (
     Transition,
     UsageError,
 )
-from storage.columns import rollout_columns
+from storage.onpolicy.columns import rollout_columns
 from tests.storage.rollouts import (
     ACTIONS,
     CRITIC,
@@ -269,7 +269,14 @@ def test_a_copied_or_pickled_transition_is_no_special_thing():
 
 
 @pytest.mark.parametrize(
-    "module", ["column_table", "mini_batches", "queue_rollout_storage", "rollout_storage", "snapshot"]
+    "module",
+    [
+        "onpolicy.column_table",
+        "onpolicy.mini_batches",
+        "onpolicy.queue_rollout_storage",
+        "onpolicy.rollout_storage",
+        "saving.snapshot",
+    ],
 )
 def test_i17_no_module_that_moves_columns_knows_one_by_name(module):
     source = Path(importlib.import_module(f"storage.{module}").__file__).read_text(encoding="utf-8")

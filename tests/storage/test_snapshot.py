@@ -21,11 +21,11 @@ from storage import (
     RolloutStorage,
     SarsaRolloutStorage,
     SchemaError,
-    durable,
     load_store,
 )
-from storage import snapshot as snapshots
+from storage.core import durable
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError
+from storage.saving import snapshot as snapshots
 from tests.saved import config_of
 from tests.storage.rollouts import ACTIONS, assert_same, broken, everything, make_storage, make_transition
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-import rollout_data.trajectories.saving
-from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+import rollout_data.trajectories.saver
+from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from storage.errors import BackgroundError, CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError
 from tests.trajectory_replay.recorded import check_sample, drawn, equal, trajectory
 
@@ -293,8 +293,8 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
 def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap R4; reads of what is being saved are served from memory."""
     gate = threading.Event()
-    write = rollout_data.trajectories.saving.write_trajectory
-    monkeypatch.setattr(rollout_data.trajectories.saving, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
+    write = rollout_data.trajectories.saver.write_trajectory
+    monkeypatch.setattr(rollout_data.trajectories.saver, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "auto", enable_cache=False) as buffer:
         for one in range(4):
             buffer.add(trajectory(one))
@@ -311,8 +311,8 @@ def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path, monkeypatch:
 
 def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    write = rollout_data.trajectories.saving.write_trajectory
-    monkeypatch.setattr(rollout_data.trajectories.saving, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
+    write = rollout_data.trajectories.saver.write_trajectory
+    monkeypatch.setattr(rollout_data.trajectories.saver, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, max_pending_saves=2) as buffer:
         thread = threading.Thread(target=lambda: [buffer.add(trajectory(one)) for one in range(6)])
         thread.start()
@@ -326,7 +326,7 @@ def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path, monkeypatch
 
 def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap R10."""
-    write = rollout_data.trajectories.saving.write_trajectory
+    write = rollout_data.trajectories.saver.write_trajectory
     is_full = [True]
 
     def fails(*arguments: Any) -> None:
@@ -334,7 +334,7 @@ def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path, monkeypatc
             raise OSError(28, "No space left on device")
         write(*arguments)
 
-    monkeypatch.setattr(rollout_data.trajectories.saving, "write_trajectory", fails)
+    monkeypatch.setattr(rollout_data.trajectories.saver, "write_trajectory", fails)
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False)
     buffer.add(trajectory(0))
     with pytest.raises(BackgroundError, match=r"^cannot save a trajectory to .*No space left on device") as caught:
@@ -373,7 +373,7 @@ def test_mapped_files_are_read_without_address_tricks_too(tmp_path: Path, monkey
     filled(4, auto_save=True, auto_save_path=tmp_path, enable_cache=False).close()
     draws = []
     for is_supported in (True, False):
-        monkeypatch.setattr(rollout_data.arena, "is_supported", is_supported)
+        monkeypatch.setattr(rollout_data.frames.arena, "is_supported", is_supported)
         buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False)
         buffer.load_checkpoint(tmp_path)
         buffer.rng.manual_seed(0)  # closing the other one has noted how far it came

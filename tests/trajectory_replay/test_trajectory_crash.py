@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollout_data.trajectories import saving
-from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories import saver
+from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from tests.nursery import kill_one, nursery
 from tests.trajectory_replay.crash import WORK, check_what_is_left
 from tests.trajectory_replay.recorded import trajectory
@@ -51,9 +51,9 @@ def test_at_every_step_the_folder_loads_as_many_as_are_kept(
 
         return run
 
-    monkeypatch.setattr(saving, "_INDEX_SHARE", index_share)
-    monkeypatch.setattr(saving, "write_trajectory", watched(saving.write_trajectory))
-    monkeypatch.setattr(saving, "write_index", watched(saving.write_index))
+    monkeypatch.setattr(saver, "_INDEX_SHARE", index_share)
+    monkeypatch.setattr(saver, "write_trajectory", watched(saver.write_trajectory))
+    monkeypatch.setattr(saver, "write_index", watched(saver.write_index))
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, max_trajectories=3) as buffer:
         for number in range(20):
             buffer.add(trajectory(number, 2, 2))
@@ -69,19 +69,19 @@ def test_at_every_step_the_folder_loads_as_many_as_are_kept(
 def test_what_could_not_be_written_at_first_takes_its_place_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, is_full = saving.write_trajectory, [True]
+    write, is_full = saver.write_trajectory, [True]
 
     def fails(path: Path, trajectory_id: int, *others: Any) -> None:
         if is_full[0] and trajectory_id == 1:
             raise OSError(28, "No space left on device")
         write(path, trajectory_id, *others)
 
-    monkeypatch.setattr(saving, "write_trajectory", fails)
+    monkeypatch.setattr(saver, "write_trajectory", fails)
     for limit, expected in ((None, [0, 1, 2, 3]), (3, [1, 2, 3]), (2, [2, 3])):
         is_full[0], folder = True, tmp_path / str(limit)
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder, max_trajectories=limit) as buffer:
             buffer.add_trajectories([trajectory(number, 2, 2) for number in range(4)])
-            with pytest.raises(saving.BackgroundError):
+            with pytest.raises(saver.BackgroundError):
                 buffer.flush()
             is_full[0] = False
         found = TrajectoryReplayBuffer()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from rollout_data.trajectories.index import INDEX_NAME, Entry, read_folder
-from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import CorruptFileError, DataFileError, SchemaError
 from tests.trajectory_replay.recorded import drawn, equal, trajectory
 

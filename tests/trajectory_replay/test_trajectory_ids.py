@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from rollout_data.trajectories.index import INDEX_NAME
-from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
 from tests.trajectory_replay.recorded import equal, trajectory
 
 

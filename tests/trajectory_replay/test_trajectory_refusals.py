@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from rollout_data.trajectories.cache import TrajectoryCache
-from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
-from storage.buffer_pool import BufferPool
+from storage.core.buffer_pool import BufferPool
 from storage.errors import ClosedError, SchemaError, UsageError
-from storage.monitors import PerformanceMonitor
+from storage.live.monitors import PerformanceMonitor
 from tests.trajectory_replay.recorded import trajectory
 
 
@@ -125,7 +125,7 @@ def test_a_sample_for_which_there_is_no_memory_has_drawn_nothing() -> None:
         with patch.object(BufferPool, "array", side_effect=MemoryError), pytest.raises(MemoryError):
             buffer.sample(50)
         assert torch.equal(buffer.rng.get_state(), state)
-        with patch("storage.row_cut.np.ascontiguousarray", side_effect=MemoryError), pytest.raises(MemoryError):
+        with patch("storage.core.row_cut.np.ascontiguousarray", side_effect=MemoryError), pytest.raises(MemoryError):
             buffer.sample(50, contiguous=True)
         assert torch.equal(buffer.rng.get_state(), state)
 

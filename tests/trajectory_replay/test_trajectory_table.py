@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from rollout_data.trajectories.cache import TrajectoryCache
 from rollout_data.trajectories.index import Entry
 from rollout_data.trajectories.live import CACHED, ELSEWHERE, MAPPED, LiveTrajectories
-from rollout_data.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import BufferEmptyError
 from tests.trajectory_replay.recorded import drawn, trajectory
 

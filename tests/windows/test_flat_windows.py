@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, WindowMixture
+from storage.core.tree import flatten
 from storage.errors import UsageError
-from storage.tree import flatten
 from tests.files import coded, recorded
 
 SEGMENTS = {"joint": (3,), "depth": (4, 4), "goal": ()}

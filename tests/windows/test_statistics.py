@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data import RolloutWriter, WindowDataset, normalization
-from rollout_data.quantiles import ByteCounts, KeptRows, QuantileSketch
+from rollout_data import RolloutWriter, WindowDataset
+from rollout_data.windows import normalization
+from rollout_data.windows.quantiles import ByteCounts, KeptRows, QuantileSketch
 from storage.errors import UsageError
 from tests.files import coded, recorded
 
@@ -76,7 +77,7 @@ def test_statistics_equal_those_of_numpy(tmp_path, monkeypatch, portion_bytes):
 @pytest.mark.parametrize("exact_bytes", [0, 64 << 20])
 def test_values_that_are_not_finite_are_taken_as_numpy_takes_them(tmp_path, monkeypatch, portion_bytes, exact_bytes):
     monkeypatch.setattr(normalization, "_PORTION_BYTES", portion_bytes)
-    monkeypatch.setattr("rollout_data.quantiles.EXACT_BYTES", exact_bytes)
+    monkeypatch.setattr("rollout_data.windows.quantiles.EXACT_BYTES", exact_bytes)
     monkeypatch.setattr(QuantileSketch.__init__, "__defaults__", (8,))
     values = np.random.default_rng(0).random((60, 1, 5))
     values[3, 0, 0] = np.inf
@@ -246,7 +247,7 @@ def test_exact_quantiles_equal_those_of_numpy(num, is_signed, seed):
 
 
 def test_large_fields_get_a_sketch_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout_data.quantiles.EXACT_BYTES", 1000)
+    monkeypatch.setattr("rollout_data.windows.quantiles.EXACT_BYTES", 1000)
     arrays = record(tmp_path)
     found = WindowDataset(tmp_path).statistics((0.5,), progress=False)["observation/state"]
     assert found.quantile_error == 0  # less than one buffer

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_data import RolloutDataWarning, RolloutWriter, WindowDataset
-from rollout_data.chunk_files import ChunkFiles
+from rollout_data.frames.coded import ChunkFiles
 from tests.files import coded, recorded
 from tests.formats import folders
 from tests.windows import model

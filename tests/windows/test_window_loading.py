@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from rollout_data import WindowDataset, WindowLoader, WindowMixture
-from rollout_data.window_batch import NUM_PLACES
+from rollout_data.windows.shared import NUM_PLACES
+from storage.core.tree import flatten
 from storage.errors import UsageError
-from storage.tree import flatten
 from tests.files import coded, recorded
 
 

@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from rollout_data import WindowDataset, WindowLoader, WindowMixture, window_batch
-from rollout_data.window_batch import NUM_PLACES, SharedMemory
+from rollout_data import WindowDataset, WindowLoader, WindowMixture
+from rollout_data.windows import shared
+from rollout_data.windows.shared import NUM_PLACES, SharedMemory
 from storage.errors import MissingFieldError
 from tests.files import recorded
 
@@ -130,7 +131,7 @@ def test_places_leave_room_for_batches_that_have_none(monkeypatch, num_fitting, 
     def usage(folder):
         return SimpleNamespace(free=(num_fitting - len(memory._places)) * num_bytes)
 
-    monkeypatch.setattr(window_batch.shutil, "disk_usage", usage)
+    monkeypatch.setattr(shared.shutil, "disk_usage", usage)
     held = [memory.make(lambda allocate: {"rows": allocate((num_bytes,), torch.uint8)}) for _ in range(9)]
     assert len(memory._places) == num_places
     assert len({batch["rows"].data_ptr() for batch in held}) == 9
@@ -160,8 +161,8 @@ def test_larger_batches_get_larger_places(dataset):
 def test_memory_of_workers_goes_with_them(dataset):
     loader = DataLoader(dataset, 4, collate_fn=dataset.collate, num_workers=2, persistent_workers=True)
     kept = list(loader)[-1]
-    assert window_batch._mapped
+    assert shared._mapped
     del loader
     gc.collect()
-    assert not window_batch._mapped
+    assert not shared._mapped
     check_same(kept, dataset.__getitems__(range(len(dataset))[4 * ((len(dataset) - 1) // 4) :]))

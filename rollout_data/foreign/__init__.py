@@ -1,0 +1,1 @@
+"""Other systems' files as plain arrays and tables; executes nothing that a file contains."""

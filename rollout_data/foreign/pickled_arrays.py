@@ -1,0 +1,218 @@
+"""What a pickle may name: the table of globals, and the descriptions that stand in for their results.
+
+One rule: no entry of `GLOBALS` makes or calls anything of numpy; each turns its arguments into a
+description, after comparing sizes with the bytes that are there. Walking the pickle's
+operations is `restricted_pickle.py`'s work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BufferedIOBase
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from storage.core.fields import MAX_DIMENSIONS
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+
+MAX_ARRAY_BYTES = 1 << 32
+_DTYPE_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+
+
+class Span(NamedTuple):
+    """A byte string that stays in the file; it is known to lie within it."""
+
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array that lies in a file, not read yet.
+
+    Attributes:
+        dtype: As stored; the byte order may be foreign.
+        shape: As stored; its bytes are known to lie within the file.
+        offset: First byte in the file.
+        order: "C" or "F", the order of the stored values.
+        axes: How the axes are transposed after that, or None.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+    order: Literal["C", "F"] = "C"
+    axes: tuple[int, ...] | None = None
+
+    def read(self, file: BufferedIOBase, path: Path) -> np.ndarray:
+        """Read the array: a new array. `file` is the file that it was found in."""
+        data = bytearray(prod(self.shape) * self.dtype.itemsize)
+        view, done = memoryview(data), 0
+        file.seek(self.offset)
+        while done < len(data) and (count := file.readinto(view[done:])):
+            done += count
+        if done < len(data):
+            raise corrupt_pickle(path, f"{len(data)} bytes at {self.offset}", f"{done}, the file has shrunk")
+        axes = self.axes or tuple(range(len(self.shape)))
+        stored_shape = [self.shape[axes.index(axis)] for axis in range(len(axes))]
+        array = np.frombuffer(data, self.dtype).reshape(stored_shape, order=self.order)
+        return array.transpose(axes)
+
+
+class PickledDtype:
+    """A dtype between its creation and the state that completes it."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+
+
+class PickledArray:
+    """An array between its creation and the state that completes it; None until then."""
+
+    def __init__(self, stored: StoredArray | None = None) -> None:
+        self.stored = stored
+
+
+class TruncatedPickleError(CorruptFileError):
+    """A pickle breaks off: it was cut, or is being written."""
+
+
+def corrupt_pickle(path: Path, expected: str, got: str, is_cut: bool = False) -> CorruptFileError:
+    """Build the error for a damaged pickle, or for one that breaks off."""
+    return (TruncatedPickleError if is_cut else CorruptFileError)("read the pickle", repr(str(path)), expected, got)
+
+
+def unsafe_pickle(path: Path, got: str, expected: str = "arrays and plain containers only") -> UnsafeFileError:
+    """Build the error for a pickle that asks for more than data."""
+    advice = "Nothing in the file was run; find out where it comes from"
+    return UnsafeFileError("read the pickle", repr(str(path)), expected, got, advice)
+
+
+def kind(value: Any) -> str:
+    """Name what a value is, never what it holds: that may be large or hostile."""
+    return value.name if isinstance(value, Global) else type(value).__name__
+
+
+def set_state(path: Path, target: Any, state: Any) -> None:
+    """Complete an array or a dtype (the operation BUILD)."""
+    if isinstance(target, PickledDtype):
+        _set_dtype_state(path, target, state)
+    elif isinstance(target, PickledArray) and target.stored is None:
+        _, shape, dtype, is_fortran, data = state
+        target.stored = _stored(path, data, dtype, shape, "F" if is_fortran is True else "C")
+    else:
+        raise unsafe_pickle(path, f"a state for {kind(target)}")
+
+
+def _set_dtype_state(path: Path, target: PickledDtype, state: Any) -> None:
+    version, order, *rest = state
+    plain = (None, None, None, -1, -1, 0)
+    if version not in (3, 4) or order not in ("<", ">", "|") or tuple(rest[:6]) != plain or any(rest[6:]):
+        raise unsafe_pickle(path, "the state of another dtype", "a dtype of plain numbers")
+    if order != "|":
+        target.dtype = target.dtype.newbyteorder(order)
+
+
+def _stored(path: Path, data: Any, dtype: Any, shape: Any, order: Literal["C", "F"], axes: Any = None) -> StoredArray:
+    """Describe an array after checking its shape against the bytes that are there."""
+    if isinstance(data, list):
+        raise unsafe_pickle(path, "an array of objects")
+    if not isinstance(data, Span) or not isinstance(dtype, PickledDtype) or type(shape) is not tuple:
+        raise TypeError(f"an array of {kind(data)}, {kind(dtype)} and {kind(shape)}")
+    if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError("a shape is a few sizes >= 0")
+    if axes is not None and (type(axes) is not tuple or sorted(axes) != list(range(len(shape)))):
+        raise ValueError("axes are a permutation")
+    num_bytes = prod(shape) * dtype.dtype.itemsize
+    if num_bytes != data.num_bytes or num_bytes > MAX_ARRAY_BYTES:
+        size = "x".join(str(size)[:20] for size in shape[:8])
+        raise corrupt_pickle(path, f"{data.num_bytes} bytes of an array, as the file holds", f"the shape {size}")
+    if axes is not None:
+        shape = tuple(shape[axis] for axis in axes)
+    return StoredArray(dtype.dtype, shape, data.offset, order, axes)
+
+
+# The calls that a pickle may ask for, each with the arguments that numpy and Python write.
+
+
+def _new_array(path: Path, arguments: tuple[Any, ...]) -> PickledArray:
+    subtype, _, _ = arguments
+    if not isinstance(subtype, Global) or subtype.name != "numpy.ndarray":
+        raise unsafe_pickle(path, f"an array of the type {kind(subtype)}")
+    return PickledArray()
+
+
+def _array_of_buffer(path: Path, arguments: tuple[Any, ...]) -> PickledArray:
+    data, dtype, shape, order, *more = arguments
+    axes = more[0] if more else None
+    if order not in ("C", "F", "K") or len(more) > 1 or (order == "K") != (axes is not None):
+        raise ValueError("the order of an array is C, F, or K with axes")
+    return PickledArray(_stored(path, data, dtype, shape, "C" if order == "K" else order, axes))
+
+
+def _scalar(path: Path, arguments: tuple[Any, ...]) -> PickledArray:
+    dtype, data = arguments
+    return PickledArray(_stored(path, data, dtype, (), "C"))
+
+
+def _new_dtype(path: Path, arguments: tuple[Any, ...]) -> PickledDtype:
+    code, _, _ = arguments
+    if not isinstance(code, str) or code.startswith("O"):
+        raise unsafe_pickle(path, "an array of objects" if isinstance(code, str) else f"a dtype of {kind(code)}")
+    if code not in _DTYPE_CODES:
+        raise DataFileError(
+            "read the pickle", repr(str(path)), f"arrays of one of {', '.join(_DTYPE_CODES)}", f"dtype {code[:40]!r}"
+        )
+    return PickledDtype(np.dtype(code))
+
+
+def _no_call(path: Path, arguments: tuple[Any, ...]) -> Any:
+    raise unsafe_pickle(path, "a call of numpy.ndarray")
+
+
+def _sequence(arguments: tuple[Any, ...]) -> list[Any]:
+    (items,) = arguments or ([],)
+    if type(items) not in (list, tuple):
+        raise TypeError(f"a container made of {kind(items)}")
+    return list(items)
+
+
+def pairs(items: list[Any]) -> dict[str, Any]:
+    """Make a dict of (key, value) pairs; keys are text, so that hashing them is harmless."""
+    if any(type(item) not in (list, tuple) or len(item) != 2 or type(item[0]) is not str for item in items):
+        raise TypeError("a dict needs texts as keys, each with a value")
+    return dict(items)
+
+
+def _new_dict(path: Path, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    if len(arguments) == 1 and type(arguments[0]) is dict:
+        return dict(arguments[0])
+    return pairs(_sequence(arguments))
+
+
+class Global(NamedTuple):
+    """A name of the table, and what stands for calling it."""
+
+    name: str
+    call: Callable[[Path, tuple[Any, ...]], Any]
+
+
+_CALLS: dict[tuple[str, str], Callable[[Path, tuple[Any, ...]], Any]] = {
+    ("numpy", "ndarray"): _no_call,
+    ("numpy", "dtype"): _new_dtype,
+    ("collections", "OrderedDict"): _new_dict,
+    ("builtins", "dict"): _new_dict,
+    ("builtins", "list"): lambda path, arguments: _sequence(arguments),
+    ("builtins", "tuple"): lambda path, arguments: tuple(_sequence(arguments)),
+}
+for _core in ("numpy.core", "numpy._core"):  # numpy 1 and numpy 2
+    _CALLS[f"{_core}.multiarray", "_reconstruct"] = _new_array
+    _CALLS[f"{_core}.multiarray", "scalar"] = _scalar
+    _CALLS[f"{_core}.numeric", "_frombuffer"] = _array_of_buffer
+
+#: (module, name) -> the only globals that a pickle may name.
+GLOBALS = {key: Global(".".join(key), call) for key, call in _CALLS.items()}

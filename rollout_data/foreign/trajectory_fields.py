@@ -1,0 +1,133 @@
+"""The fields of a dataset of trajectory folders: from the arrays of its chunks and its metadata.
+
+One rule: the chunks say what is there (keys, widths, dtypes), the metadata what it means
+(order and shape of the observation's components, their codecs).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from storage.codecs.codecs import CODECS
+from storage.core.fields import Field, Schema
+from storage.errors import DataFileError, ForeignFileError, nearest
+
+from .trajectory_chunk import (
+    ACTIONS,
+    COMPONENT_PREFIX,
+    OBSERVATIONS,
+    PRIVILEGED,
+    REWARDS,
+    Chunk,
+    Signature,
+    StoredField,
+)
+from .trajectory_listing import MAPPING, SEGMENTS
+
+_FIELD_OF_KEY = {
+    OBSERVATIONS: "observation",
+    PRIVILEGED: "privileged_observation",
+    ACTIONS: "action",
+    REWARDS: "reward",
+}
+_KEY_OF_FIELD = {name: key for key, name in _FIELD_OF_KEY.items()}
+_COMPONENT = "observation/"
+
+
+def key_of(field_name: str) -> str:
+    """Give the key of a field in the chunks."""
+    if field_name.startswith(_COMPONENT):
+        return COMPONENT_PREFIX + field_name.removeprefix(_COMPONENT)
+    return _KEY_OF_FIELD[field_name]
+
+
+def most_common_signature(chunks: Iterable[Chunk]) -> Signature:
+    """Give the arrays that most frames have, so that one odd chunk cannot rule out all others; () without chunks."""
+    frames: Counter[Signature] = Counter()
+    for chunk in chunks:
+        frames[chunk.signature] += chunk.num_frames
+    return max(frames, key=lambda signature: frames[signature], default=())
+
+
+def difference(expected: Signature, got: Signature) -> tuple[str, str]:
+    """Say in words where two signatures differ first: (expected, got)."""
+    mine, theirs = ({field.key: field for field in signature} for signature in (expected, got))
+    for key in {**mine, **theirs}:
+        if mine.get(key) != theirs.get(key):
+            return str(mine.get(key, f"no {key}")), str(theirs.get(key, f"no {key}"))
+    return f"the order {', '.join(mine)}", ", ".join(theirs)
+
+
+def build_schema(
+    signature: Signature, metadata: Mapping[str, Any], metadata_path: Path
+) -> tuple[Schema, list[DataFileError]]:
+    """Declare the fields as users see them.
+
+    Returns:
+        The schema, and where metadata and chunks contradict each other (the chunks rule).
+
+    Raises:
+        ForeignFileError: A component that was recorded is coded in an unknown way.
+    """
+    segments, problems = _segments(metadata, metadata_path)
+    mapping = metadata.get(MAPPING)
+    mapping = mapping if isinstance(mapping, dict) else {}
+    rank = {COMPONENT_PREFIX + name: position for position, name in enumerate(segments)}
+    components = [stored for stored in signature if stored.key not in _FIELD_OF_KEY]
+    fields = []
+    for stored in sorted(components, key=lambda stored: rank.get(stored.key, len(rank))):
+        name = stored.key.removeprefix(COMPONENT_PREFIX)
+        shape = segments.get(name, stored.shape)
+        if segments and (name not in segments or prod(shape) != prod(stored.shape)):
+            got = f"{name!r} of {prod(stored.shape)} values in the chunks"
+            problems.append(_contradiction(metadata_path, f"{SEGMENTS} as in the chunks", got, "The chunks rule"))
+            shape = stored.shape
+        codec, problem = _codec(stored, name, mapping, bool(segments), metadata_path)
+        problems += [problem] if problem else []
+        fields.append(Field(_COMPONENT + name, shape, stored.dtype if codec == "raw" else "float32", codec))
+    missing = [name for name in segments if COMPONENT_PREFIX + name not in {stored.key for stored in components}]
+    if components and missing:
+        got = f"no {COMPONENT_PREFIX}{missing[0]} in them"
+        problems.append(_contradiction(metadata_path, f"{SEGMENTS} as in the chunks", got, "The chunks rule"))
+    fields += [Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY]
+    return Schema(fields), problems
+
+
+def _segments(metadata: Mapping[str, Any], path: Path) -> tuple[dict[str, tuple[int, ...]], list[DataFileError]]:
+    declared = metadata.get(SEGMENTS)
+    if declared is None:
+        return {}, []
+    if isinstance(declared, dict) and all(map(_is_shape, declared.values())):
+        return {name: tuple(shape) for name, shape in declared.items()}, []
+    advice = "Read without them: the components stand in the order of the chunks"
+    return {}, [_contradiction(path, f"{SEGMENTS} as an object of name -> shape", "something else", advice)]
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
+
+
+def _codec(
+    stored: StoredField, name: str, mapping: Mapping[str, Any], is_described: bool, path: Path
+) -> tuple[str, DataFileError | None]:
+    """Give the codec of a component, and what was assumed."""
+    codec = mapping.get(name, "raw")
+    if not isinstance(codec, str) or codec not in CODECS:
+        raise ForeignFileError(
+            f"decode the component {name!r} of", repr(str(path)), nearest(str(codec), CODECS), repr(codec)
+        )
+    if codec == "raw" and not is_described and stored.dtype == "uint8":
+        advice = "Taken as 'normalized_image', the only codec of this layout"
+        return "normalized_image", _contradiction(path, f"{MAPPING} for the uint8 {stored.key}", "none", advice)
+    if codec != "raw" and stored.dtype != CODECS[codec].stored_dtype:
+        expected = f"{CODECS[codec].stored_dtype} in {stored.key}, coded as {codec!r}"
+        return "raw", _contradiction(path, expected, f"{stored.dtype} in the chunks", "Read as it is, without decoding")
+    return codec, None
+
+
+def _contradiction(path: Path, expected: str, got: str, advice: str) -> DataFileError:
+    return DataFileError("use the metadata", repr(str(path)), expected, got, advice)

@@ -1,0 +1,296 @@
+"""The older layout, `trajectory_K/traj_START_END.pickle` beside `metadata.json`, read only.
+
+One rule: nothing on disk is changed and nothing in it is run; whatever is repaired, skipped or
+refused is one entry in `problems`, and the good data beside it loads. The parts: names in
+`trajectory_listing.py`, one file in `trajectory_chunk.py`, one folder in `trajectory_chain.py`,
+the fields in `trajectory_fields.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from storage.core.fields import Schema, dtype_name
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError
+
+from ..format.header import DATA, FRAGMENT_DTYPE, layouts_of
+from .pickled_arrays import TruncatedPickleError
+from .trajectory_chain import Pieces, cut_trajectories, join_chunks
+from .trajectory_chunk import Chunk, OpenChunk, Signature, chunk_problem, open_chunk, scan_chunk
+from .trajectory_fields import build_schema, difference, key_of, most_common_signature
+from .trajectory_listing import (
+    METADATA_NAME,
+    ChunkFile,
+    TrajectoryFolder,
+    has_trajectory_folder,
+    list_trajectory_folders,
+    read_metadata,
+)
+
+#: Walking a pickle holds the GIL, so that threads help only where the disk is waited for: they cost
+#: 30 % with a warm page cache. The first chunks tell.
+_NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
+#: The older writer writes chunks in place: a last one that breaks off is left alone while it has changed so lately.
+_WRITING_NS = 10 * 10**9
+
+
+@dataclass(frozen=True, eq=False)
+class FolderScan:
+    """What is known of a dataset of trajectory folders without keeping a row of it.
+
+    Attributes:
+        data_dir: The folder.
+        schema: The fields as users see them; empty if nothing could be read.
+        metadata: metadata.json with its order and unknown keys; {} if missing or half-written.
+        chunk_paths: The files that hold kept frames; fragments refer to them by position.
+        fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
+            `row` is the first row within the chunk; trajectories are numbered in their order
+            (modification time of the last chunk, number of the folder, path), and
+            `end_time_ns` freezes that order as strictly increasing numbers.
+        chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
+        problems: All that was repaired, skipped or refused, each naming the file and what was done.
+        known: Every readable chunk by name, size and time, for the next scan.
+        signature: The arrays that the kept chunks have; () as long as there is none.
+    """
+
+    data_dir: Path
+    schema: Schema
+    metadata: dict[str, Any]
+    chunk_paths: tuple[Path, ...]
+    fragments: np.ndarray
+    chunk_of: np.ndarray
+    problems: tuple[DataFileError, ...]
+    known: Mapping[ChunkFile, Chunk] = field(default_factory=dict, repr=False)
+    signature: Signature = ()
+
+    @cached_property
+    def files(self) -> dict[Path, ChunkFile]:
+        """What was found at which path."""
+        return {file.path: file for file in self.known}
+
+
+def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
+    """Tell whether a folder holds data in the older layout (at any depth); or is about to, unless `with_chunk`."""
+    return has_trajectory_folder(data_dir, with_chunk)
+
+
+def scan_trajectory_folder(
+    data_dir: str | os.PathLike[str],
+    *,
+    progress: bool = False,
+    previous: FolderScan | None = None,
+    without: Collection[ChunkFile] = (),
+) -> FolderScan:
+    """Look at every chunk once and say which trajectories are there.
+
+    Args:
+        data_dir: The folder; all folders below it are searched.
+        progress: Show a progress bar.
+        previous: An earlier scan of this folder: only chunks that are new or have changed are opened, and
+            once there was one, the fields stay as they were.
+        without: Files to leave out, as they could not be read to their end.
+
+    Raises:
+        UsageError: `data_dir` is not a folder.
+        DataFileError: It may not be listed.
+        ForeignFileError: The observation is coded in an unknown way.
+    """
+    data_dir = Path(data_dir)
+    listing = list_trajectory_folders(data_dir)
+    problems = list(listing.problems)
+    metadata, metadata_problems = read_metadata(data_dir, listing.folders)
+    files = [file for folder in listing.folders for file in folder.files if file not in without]
+    known = previous.known if previous else {}
+    scanned = _scan_chunks([file for file in files if file not in known], progress)
+    scanned = {file: known[file] if file in known else scanned[file] for file in files}
+    readable = {file: chunk for file, chunk in scanned.items() if isinstance(chunk, Chunk)}
+    chunks = readable.values()
+    signature, schema, contradictions = _fields(chunks, metadata, data_dir / METADATA_NAME, previous)
+    problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
+    joined = []
+    for folder in listing.folders:
+        good = []
+        for file, found in ((file, scanned[file]) for file in folder.files if file in scanned):
+            if isinstance(found, DataFileError):
+                is_new_end = file == folder.files[-1] and (previous is None or file.path not in previous.files)
+                problems += [] if is_new_end and _is_being_written(file, found) else [found]
+            elif found.signature != signature:
+                problems.append(_disagreement(found, *difference(signature, found.signature)))
+            else:
+                good.append(found)
+        kept, chain_problems = join_chunks(folder.path, good)
+        problems += chain_problems
+        if kept:
+            pieces, cut_problems = cut_trajectories(folder.path, kept)
+            problems += cut_problems
+            joined.append(_Joined(folder, kept, pieces))
+    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), readable, signature)
+
+
+def _fields(
+    chunks: Iterable[Chunk], metadata: Mapping[str, Any], path: Path, previous: FolderScan | None
+) -> tuple[Signature, Schema, list[DataFileError]]:
+    """Choose the arrays that are read, and the fields they make: those of before, if there were any."""
+    if previous is None or not previous.signature:
+        signature = most_common_signature(chunks)
+        return signature, *build_schema(signature, metadata, path)
+    signature, schema = previous.signature, previous.schema
+    try:
+        described, problems = build_schema(signature, metadata, path)
+    except ForeignFileError as problem:
+        return signature, schema, [problem]
+    if metadata and (difference := schema.difference(described)):
+        advice = "Read as before; to read it by these, open the dataset again"
+        expected = "the same description as when the dataset was opened"
+        problems = [DataFileError("use the metadata", repr(str(path)), expected, difference, advice)]
+    return signature, schema, problems
+
+
+class _Joined(NamedTuple):
+    """A folder with the chunks that were kept of it."""
+
+    folder: TrajectoryFolder
+    chunks: list[Chunk]
+    pieces: Pieces
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        return self.chunks[-1].file.mtime_ns, self.folder.number, str(self.folder.path)
+
+
+def _scan_chunks(files: list[ChunkFile], progress: bool) -> dict[ChunkFile, Chunk | DataFileError]:
+    bar = tqdm(desc="chunks", total=len(files), disable=not progress, unit="chunk", leave=False)
+    found = {}
+    with bar, ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="scan") as pool:
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+        for file in files[:_NUM_TRIAL_CHUNKS]:
+            found[file] = _try_scan(file)
+            bar.update()
+        cpu_s, rest = time.thread_time() - start_cpu_s, files[_NUM_TRIAL_CHUNKS:]
+        is_waiting = time.perf_counter() - start_s > 2 * cpu_s
+        for file, chunk in zip(rest, (pool.map if is_waiting else map)(_try_scan, rest), strict=True):
+            found[file] = chunk
+            bar.update()
+    return found
+
+
+def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
+    try:
+        return scan_chunk(file)
+    except DataFileError as error:
+        advice = f"{error.advice}. {_CUT}" if error.advice else _CUT
+        kind = CorruptFileError if isinstance(error, TruncatedPickleError) else type(error)
+        problem = kind(error.action, error.where, error.expected, error.got, advice)
+        problem.__cause__ = error.__cause__ or error
+    except OSError as error:
+        problem = chunk_problem(file.path, "a readable file", error.strerror or str(error), _CUT)
+        problem.__cause__ = error
+    return problem
+
+
+_CUT = "Left out, with what follows it in its trajectory"
+
+
+def _is_being_written(file: ChunkFile, problem: DataFileError) -> bool:
+    """Tell whether a chunk breaks off because its writer is at it: the next scan takes it, or reports it."""
+    return isinstance(problem.__cause__, TruncatedPickleError) and abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
+
+
+def _disagreement(chunk: Chunk, expected: str, got: str) -> DataFileError:
+    advice = f"{_CUT}; move it to a dataset of its own to read it"
+    return chunk_problem(chunk.file.path, f"{expected}, as in most chunks", got, advice)
+
+
+def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
+    """Report each kind of repair once, with the first file and the number of the others."""
+    first: dict[tuple[str, str, str], Path] = {}
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for chunk in chunks:
+        for repair in chunk.repairs:
+            first.setdefault(repair, chunk.file.path)
+            counts[repair] += 1
+    problems = []
+    for repair, path in first.items():
+        more = f" and {counts[repair] - 1} more" if counts[repair] > 1 else ""
+        problems.append(DataFileError("read as it is the chunk", f"{str(path)!r}{more}", *repair))
+    return problems
+
+
+def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
+    """Number chunks and trajectories in the order of the folders, and freeze that order as times."""
+    paths: list[Path] = []
+    tables, chunk_of = [np.zeros(0, FRAGMENT_DTYPE)], [np.zeros(0, np.int64)]
+    num_trajectories, time_ns = 0, -1
+    for folder in sorted(joined, key=lambda folder: folder.order):
+        fragments = folder.pieces.fragments.copy()
+        time_ns = max(time_ns + 1, folder.chunks[-1].file.mtime_ns)
+        fragments["end_time_ns"] = time_ns + fragments["trajectory"]
+        time_ns = int(fragments["end_time_ns"][-1])
+        fragments["trajectory"] += num_trajectories
+        num_trajectories = int(fragments["trajectory"][-1]) + 1
+        tables.append(fragments)
+        chunk_of.append(folder.pieces.chunk + len(paths))
+        paths += [chunk.file.path for chunk in folder.chunks]
+    return tuple(paths), np.concatenate(tables), np.concatenate(chunk_of)
+
+
+def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """Read all rows of a chunk.
+
+    Args:
+        scan: Where the chunk was found.
+        chunk: Position in `scan.chunk_paths`.
+        columns: Which columns to read; None for all. The bytes of the others are not touched.
+
+    Returns:
+        Column name (`rollout_data.format.schema`) -> new uint8 `[num_rows, row_bytes]`.
+
+    Raises:
+        DataFileError: The chunk has changed since it was scanned.
+        OSError: It cannot be opened any more.
+    """
+    layout = layouts_of(scan.schema)[DATA]
+    with open_chunk(scan.chunk_paths[chunk]) as opened:
+        _check_unchanged(scan, chunk, opened)
+        rows = {}
+        for name in layout.columns if columns is None else columns:
+            column = layout.columns[name]
+            table = np.zeros(opened.num_frames, layout.numpy_dtype(column))
+            for field_name in column.offsets:
+                shape = (opened.num_frames, *scan.schema[field_name].shape)
+                table[field_name] = opened.read(key_of(field_name)).reshape(shape)
+            rows[name] = table.view(np.uint8).reshape(opened.num_frames, column.row_bytes)
+    return rows
+
+
+def _check_unchanged(scan: FolderScan, chunk: int, opened: OpenChunk) -> None:
+    stored = layouts_of(scan.schema)[DATA].stored
+    first, stop = np.searchsorted(scan.chunk_of, [chunk, chunk + 1])
+    used = scan.fragments[first:stop]
+    num_rows = int((used["row"] + used["length"]).max(initial=0))
+    arrays = {name: opened.arrays.get(key_of(name)) for name in stored}
+    is_same = opened.num_frames >= num_rows and all(
+        array is not None
+        and dtype_name(array.dtype) == stored[name].dtype
+        and int(np.prod(array.shape[1:])) == stored[name].num_elements
+        for name, array in arrays.items()
+    )
+    if not is_same:
+        raise CorruptFileError(
+            "read the chunk",
+            repr(str(opened.path)),
+            f"at least {num_rows} frames of {scan.schema}",
+            f"{opened.num_frames} of {', '.join(map(str, opened.signature))}",
+            "It has changed since the dataset was opened; open the dataset again",
+        )

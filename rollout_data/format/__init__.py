@@ -1,0 +1,1 @@
+"""Reads and writes the bytes of block files, with all checks."""

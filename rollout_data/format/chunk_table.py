@@ -1,0 +1,206 @@
+"""Chunk tables: where the chunks of a coded component lie in a block, and how they become rows.
+
+One rule: a table is checked whole before a chunk is read, so that no chunk lies outside the file, belongs to
+two fragments, or declares more rows than its bytes can hold. Which rows are wanted is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from storage.codecs.chunks import ChunkCodec, chunk_codec
+from storage.codecs.codecs import AUTO, codec_of, most_chunk_frames
+from storage.core.checksums import crc32
+from storage.core.fields import Field, Schema
+from storage.errors import CorruptFileError
+
+from .schema import Column, RowLayout
+
+#: Names of the datasets of a coded component; older blocks do not have the last one.
+CHUNKS, OFFSETS, CHUNK_CHECKSUMS = "chunks", "offsets", "checksums"
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How one field is coded in one block.
+
+    Attributes:
+        codec: Name of its codec; never "auto", but what that chose.
+        max_error: Largest absolute error that was measured when the block was written.
+        frames_per_chunk: Frames of a chunk at most; 0 for a field that is not kept in chunks.
+    """
+
+    codec: str
+    max_error: float = 0.0
+    frames_per_chunk: int = 0
+
+
+def codings_text(codings: Mapping[str, Coding]) -> str:
+    """Write codings as the attribute `codecs` of a block; "" without any."""
+    return json.dumps({name: asdict(coding) for name, coding in codings.items()}) if codings else ""
+
+
+def read_codings(text: str, schema: Schema) -> dict[str, Coding]:
+    """Read what `codings_text` wrote; every field that is kept in chunks must be there.
+
+    Raises:
+        ValueError, LookupError, TypeError, RolloutDataError: It is not such a text, or contradicts the schema.
+    """
+    found = {}
+    for name, item in (json.loads(text) if text else {}).items():
+        coding = Coding(str(item["codec"]), float(item["max_error"]), int(item["frames_per_chunk"]))
+        declared, actual = codec_of(schema[name]), codec_of(Field(name, (), schema[name].dtype, coding.codec))
+        is_same = coding.codec == declared.name or (declared.name == AUTO and actual.is_lossless)
+        if not (is_same and coding.max_error >= 0 and coding.frames_per_chunk >= (declared.chunks is not None)):
+            raise ValueError(f"field {name!r} coded as {coding}")
+        found[name] = coding
+    missing = [name for name, field in schema.items() if codec_of(field).chunks is not None and name not in found]
+    if missing:
+        raise ValueError(f"no coding of field {missing[0]!r}")
+    return found
+
+
+def chain_of(coding: Coding) -> ChunkCodec:
+    """The codec of a field's chunks: what is left of its codec without the part that keeps rows rows."""
+    codec = codec_of(Field("field", (), "float32", coding.codec))
+    return chunk_codec(codec.chunks or "raw")
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """The chunks of one column of one table.
+
+    Attributes:
+        codec: Decodes them.
+        field: What a row is when decoded: dtype and shape.
+        row_bytes: Size of a row in memory, padded.
+        rows: int64 `[C + 1]`, first row of each chunk; the last entry is the number of rows.
+        places: int64 `[C + 1]`, where each chunk begins in the file. A chunk without bytes stands for rows
+            that no fragment names.
+        sums: int64 `[C]`, CRC-32 of each chunk; -1 where it is not known.
+    """
+
+    codec: ChunkCodec
+    field: Field
+    row_bytes: int
+    rows: np.ndarray
+    places: np.ndarray
+    sums: np.ndarray
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """The dataset `offsets`: int64 `[C + 1, 2]`, first row and byte of each chunk, counted from the first."""
+        return np.stack([self.rows, self.places - self.places[0]], axis=1).astype("<i8")
+
+    @property
+    def is_direct(self) -> bool:
+        """True if chunks decode to rows without a step in between (see `ChunkCodec.decode_at`)."""
+        return self.row_bytes == self.field.row_bytes and self.codec.is_direct(self.field.numpy_dtype)
+
+    def check(self, first: np.ndarray, stop: np.ndarray, frames_per_chunk: int, place: int, num_bytes: int) -> str:
+        """Say what is wrong with the table; "" if nothing is.
+
+        Args:
+            first, stop: int64 `[F]`, rows of the fragments.
+            frames_per_chunk: How many rows a chunk has at most.
+            place, num_bytes: Where the dataset of chunks begins in the file, and its size.
+        """
+        # Neighbours are compared, not subtracted: a difference of hostile numbers may wrap to a right one.
+        if self.rows[0] != 0 or (self.rows[1:] <= self.rows[:-1]).any():
+            return "rows that ascend from 0"
+        is_descending = (self.places[1:] < self.places[:-1]).any()
+        if is_descending or self.places[0] != place or self.places[-1] != place + num_bytes:
+            return f"chunks that fill {num_bytes} bytes one after the other"
+        counts, sizes = np.diff(self.rows), np.diff(self.places)
+        is_used = sizes > 0
+        most_rows = min(frames_per_chunk, most_chunk_frames(self.field.row_bytes))
+        if (counts[is_used] > most_rows).any():
+            return f"chunks of at most {most_rows} rows"
+        most = self.codec.max_expansion
+        # Compared as floats: a product of hostile numbers may not fit into an integer.
+        if (counts[is_used] * float(self.field.row_bytes) > most * sizes[is_used].astype(np.float64)).any():
+            return "chunks as large as their rows need"
+        used_before = np.append(0, np.cumsum(is_used))
+        named = stop > first
+        low, high = np.searchsorted(self.rows, first[named]), np.searchsorted(self.rows, stop[named])
+        inside = np.minimum(high, len(self.rows) - 1)
+        is_bound = (self.rows[np.minimum(low, len(self.rows) - 1)] == first[named]) & (self.rows[inside] == stop[named])
+        if not is_bound.all() or (used_before[inside] - used_before[low] != inside - low).any():
+            return "whole chunks for every fragment"
+        return ""
+
+    def byte_ranges(self, first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the chunks of rows `first:stop` begin and end in the file; rows of whole fragments only."""
+        return self.places[np.searchsorted(self.rows, first)], self.places[np.searchsorted(self.rows, stop)]
+
+    def check_chunks(self, start: int, stop: int, data: np.ndarray) -> None:
+        """Compare the chunks of rows `start:stop` of whole fragments, `data` in all, with their checksums.
+
+        Raises:
+            CorruptFileError: Without the place.
+        """
+        first, last = np.searchsorted(self.rows, [start, stop]).tolist()
+        places = (self.places[first : last + 1] - self.places[first]).tolist()
+        for number, low, high in zip(range(first, last), places[:-1], places[1:], strict=True):
+            check_sum(data[low:high], int(self.sums[number]), f" of chunk {number}")
+
+    def decode(self, chunk: np.ndarray, out: np.ndarray) -> None:
+        """Decode a chunk's bytes to rows: `[rows, row_bytes]` uint8, contiguous.
+
+        Raises:
+            CorruptFileError: Without the place, which the caller knows.
+        """
+        frames = (len(out), *self.field.shape)
+        if self.row_bytes == self.field.row_bytes:
+            self.codec.decode(chunk, out.reshape(-1).view(self.field.numpy_dtype).reshape(frames))
+            return
+        values = np.empty(frames, self.field.numpy_dtype)
+        self.codec.decode(chunk, values)
+        out[:, self.field.row_bytes :] = 0
+        out[:, : self.field.row_bytes] = values.reshape(-1).view(np.uint8).reshape(len(out), self.field.row_bytes)
+
+    def read(self, start: int, stop: int, read_bytes: Callable[[int, int], np.ndarray]) -> np.ndarray:
+        """Decode rows `start:stop`: a new `[stop - start, row_bytes]` uint8 array; zeros where no chunk is.
+
+        `read_bytes` gives the bytes `start:stop` of the file.
+        """
+        rows = np.zeros((stop - start, self.row_bytes), np.uint8)
+        if start == stop:
+            return rows
+        first = int(np.searchsorted(self.rows, start, "right")) - 1
+        for number in range(first, int(np.searchsorted(self.rows, stop))):
+            low, high = int(self.rows[number]), int(self.rows[number + 1])
+            place, end = int(self.places[number]), int(self.places[number + 1])
+            if place == end:
+                continue
+            decoded, chunk = np.empty((high - low, self.row_bytes), np.uint8), read_bytes(place, end)
+            check_sum(chunk, int(self.sums[number]), f" of chunk {number}")
+            self.decode(chunk, decoded)
+            begin, finish = max(low, start), min(high, stop)
+            rows[begin - start : finish - start] = decoded[begin - low : finish - low]
+        return rows
+
+
+def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:
+    """Compare a chunk's bytes with their CRC-32 (-1: unknown); `CorruptFileError`, without the place, if it differs."""
+    if expected >= 0 and (got := crc32(chunk)) != expected:
+        raise CorruptFileError("decode a chunk", "", f"checksum {expected:08x}{where}", f"{got:08x}")
+
+
+def table_of(
+    coding: Coding, layout: RowLayout, column: Column, offsets: np.ndarray, place: int, sums: np.ndarray | None
+) -> ChunkTable:
+    """Make a table of what stands in a file.
+
+    Args:
+        offsets: int64 `[C + 1, 2]` of (first row, first byte).
+        place: Where the chunks begin in the file.
+        sums: `[C]`, CRC-32 of each chunk, or None.
+    """
+    rows, first = (np.ascontiguousarray(offsets[:, part].astype(np.int64)) for part in (0, 1))
+    known = np.full(len(rows) - 1, -1) if sums is None else sums.astype(np.int64)
+    return ChunkTable(chain_of(coding), layout.stored[column.name], column.row_bytes, rows, first + place, known)

@@ -1,0 +1,241 @@
+"""Coded rows: the chunks of a column on their way into a block, from frames or from other blocks.
+
+One rule: chunks follow the order of rows and end where fragments end; chunks that exist are copied, never
+decoded, unless two blocks of one field were coded differently. Where they are written is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from storage.codecs.codecs import AUTO, choose_codec, chunk_frames, codec_of, most_chunk_frames
+from storage.core.checksums import crc32
+from storage.core.fields import Schema
+from storage.core.work_split import WorkSplit
+
+from .chunk_table import ChunkTable, Coding, chain_of
+from .header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ranges
+from .row_source import ArrayRows, RowSource
+from .schema import Column, RowLayout
+
+#: Chunks that "auto" tries.
+_NUM_SAMPLES = 8
+
+
+class CodedRows:
+    """The chunks of a column: a `RowSource` of single bytes.
+
+    Attributes:
+        coding: How they are coded.
+        table: Which rows they hold; its places count from 0.
+        data: uint8, the chunks one after the other.
+    """
+
+    def __init__(self, coding: Coding, table: ChunkTable, data: np.ndarray) -> None:
+        self.coding, self.table, self.data = coding, table, data
+        self.num_rows, self.row_bytes = len(data), 1
+
+    def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+        return self.data[start:stop, None]
+
+    def decoded(self) -> np.ndarray:
+        """Decode all rows: `[rows, row_bytes]` uint8."""
+        return self.table.read(0, int(self.table.rows[-1]), lambda start, stop: self.data[start:stop])
+
+
+@dataclass(frozen=True)
+class CodingOptions:
+    """How the columns of a block are to be coded.
+
+    Attributes:
+        chosen: Field that is coded "auto" -> its codec; what is not there is chosen and put there.
+        max_errors: Field -> largest error that was made before.
+        frames_per_chunk: At most so many; None is what suits the codec.
+    """
+
+    chosen: MutableMapping[str, str]
+    max_errors: Mapping[str, float]
+    frames_per_chunk: int | None = None
+
+    def per_chunk(self, table: str, codec: str, row_bytes: int) -> int:
+        """How many frames a chunk of this table has; final rows are asked for one by one."""
+        if table != DATA:
+            return 1
+        return min(self.frames_per_chunk or chunk_frames(row_bytes, codec), most_chunk_frames(row_bytes))
+
+
+def code_tables(
+    schema: Schema,
+    fragments: np.ndarray,
+    tables: Mapping[str, Mapping[str, RowSource]],
+    options: CodingOptions,
+    splits: WorkSplit,
+) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
+    """Code the columns of a block that are kept in chunks, as far as they are not coded yet.
+
+    Args:
+        schema: All fields.
+        fragments: `[F]`, which rows belong together.
+        tables: Table -> column -> its rows.
+        options: How.
+        splits: Runs the work.
+
+    Returns:
+        The tables with coded columns, and how every field with a codec is coded.
+    """
+    coded = {table: dict(columns) for table, columns in tables.items()}
+    codings = {}
+    for name, field in schema.items():
+        codec = codec_of(field)
+        if codec.chunks is None:
+            if not codec.is_lossless:
+                codings[name] = Coding(codec.name, options.max_errors.get(name, 0.0))
+            continue
+        own = {table: columns[name] for table, columns in coded.items() if name in columns}
+        copied = {source.coding.codec for source in own.values() if isinstance(source, CodedRows)}
+        if len(copied) > 1 or (copied and any(s.num_rows for s in own.values() if not isinstance(s, CodedRows))):
+            copied = set()  # a field has one codec in both tables: what was coded otherwise is decoded and coded anew
+        frames = {}
+        for table, source in own.items():
+            if not (copied and isinstance(source, CodedRows)):
+                layout = layouts_of(schema)[table]
+                rows = ArrayRows(source.decoded()) if isinstance(source, CodedRows) else source
+                per_chunk = options.per_chunk(table, codec.name, layout.stored[name].row_bytes)
+                frames[table] = _Frames(rows, layout, layout.columns[name], row_ranges(table, fragments), per_chunk)
+        chosen = copied.pop() if copied else _chosen(codec.name, name, frames.values(), options.chosen)
+        for table, part in frames.items():
+            coding = Coding(chosen, options.max_errors.get(name, 0.0), part.per_chunk)
+            own[table] = coded[table][name] = part.coded(coding, splits)
+        codings[name] = _common([source.coding for source in own.values() if isinstance(source, CodedRows)])
+    return coded, codings
+
+
+def _chosen(codec: str, name: str, tables: Iterable[_Frames], chosen: MutableMapping[str, str]) -> str:
+    if codec != AUTO:
+        return codec
+    if name not in chosen:
+        sample = next((found for frames in tables if (found := frames.sample())), [])
+        if not sample:
+            return "raw"  # decided when there is something to try on
+        chosen[name] = choose_codec(sample)
+    return chosen[name]
+
+
+def _common(codings: Sequence[Coding]) -> Coding:
+    """The coding of chunks that are put together; the codec of all is the same."""
+    assert len({coding.codec for coding in codings}) == 1, "chunks of one codec would be read as of another"
+    error = max(coding.max_error for coding in codings)
+    return replace(codings[0], max_error=error, frames_per_chunk=max(coding.frames_per_chunk for coding in codings))
+
+
+class _Frames:
+    """The rows of a column as frames, cut into chunks."""
+
+    def __init__(
+        self,
+        source: RowSource,
+        layout: RowLayout,
+        column: Column,
+        ranges: tuple[np.ndarray, np.ndarray],
+        per_chunk: int,
+    ) -> None:
+        self._source = source
+        self._field, self._row_bytes = layout.stored[column.name], column.row_bytes
+        self.per_chunk = per_chunk
+        self.rows, self.is_used = _bounds(source.num_rows, ranges, per_chunk)
+
+    def read(self, number: int) -> np.ndarray:
+        """Read the frames of a chunk: `[n, *shape]`."""
+        low, high = self.rows[number], self.rows[number + 1]
+        rows = self._source.read(low, high, np.empty((high - low, self._row_bytes), np.uint8))
+        values = np.ascontiguousarray(rows[:, : self._field.row_bytes])
+        return values.reshape(-1).view(self._field.numpy_dtype).reshape(high - low, *self._field.shape)
+
+    def sample(self) -> list[np.ndarray]:
+        """Read some chunks, spread evenly."""
+        used = np.flatnonzero(self.is_used)
+        return [self.read(int(number)) for number in used[:: -(-len(used) // _NUM_SAMPLES) or 1]]
+
+    def coded(self, coding: Coding, splits: WorkSplit) -> CodedRows:
+        chain = chain_of(coding)
+        chunks = [b""] * len(self.is_used)
+        errors = np.zeros(len(chunks))
+        used = np.flatnonzero(self.is_used).tolist()
+
+        def code(start: int, stop: int) -> None:
+            for number in used[start:stop]:
+                chunks[number], errors[number] = chain.encode(self.read(number))
+
+        splits.run(code, len(used), self.rows[-1] * self._row_bytes, ("code", coding.codec))
+        places = np.cumsum([0, *map(len, chunks)])
+        sums = np.array([*map(crc32, chunks)], np.int64)
+        table = ChunkTable(chain, self._field, self._row_bytes, np.array(self.rows, np.int64), places, sums)
+        error = max(coding.max_error, float(errors.max(initial=0.0)))
+        return CodedRows(replace(coding, max_error=error), table, np.frombuffer(b"".join(chunks), np.uint8))
+
+
+def _bounds(num_rows: int, ranges: tuple[np.ndarray, np.ndarray], per_chunk: int) -> tuple[list[int], np.ndarray]:
+    """Cut rows at fragments and within them: (first row of each chunk and the end, whether a fragment names it)."""
+    first, stop = ranges
+    bounds, used = [0], []
+    for low, high in sorted({(int(a), int(b)) for a, b in zip(first, stop, strict=True) if b > a}):
+        if low > bounds[-1]:
+            bounds.append(low)
+            used.append(False)
+        cuts = [*range(low + per_chunk, high, per_chunk), high]
+        bounds += cuts
+        used += [True] * len(cuts)
+    if num_rows > bounds[-1]:
+        bounds.append(num_rows)
+        used.append(False)
+    return bounds, np.array(used, bool)
+
+
+def rows_as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> RowSource:
+    """Read the rows `start:stop`, which are whole fragments, of a column: its chunks, where it is coded."""
+    if column not in header.chunks[table]:
+        return ArrayRows(header.read_rows(table, column, start, stop))
+    found = header.chunks[table][column]
+    low, high = np.searchsorted(found.rows, [start, stop]) if stop > start else (0, 0)
+    places = found.places[low : high + 1]
+    data, bounds = header.read_bytes(int(places[0]), int(places[-1])), (places - places[0]).tolist()
+    sums = found.sums[low:high]
+    if (sums < 0).any():  # of an older block
+        sums = np.array([crc32(data[a:b]) for a, b in pairwise(bounds)], np.int64)
+    rows = found.rows[low : high + 1] - found.rows[low]
+    return CodedRows(header.codings[column], replace(found, rows=rows, places=np.array(bounds), sums=sums), data)
+
+
+def joined(parts: Sequence[RowSource], column: Column) -> RowSource:
+    """Put rows one after the other; chunks stay as they are if all are coded alike, otherwise all are decoded."""
+    coded = [part for part in parts if isinstance(part, CodedRows)]
+    if coded and len({part.coding.codec for part in coded}) == 1:
+        rows = np.cumsum([0, *(count for part in coded for count in np.diff(part.table.rows).tolist())])
+        places = np.cumsum([0, *(size for part in coded for size in np.diff(part.table.places).tolist())])
+        sums = np.concatenate([part.table.sums for part in coded])
+        table = replace(coded[0].table, rows=rows, places=places, sums=sums)
+        return CodedRows(_common([part.coding for part in coded]), table, np.concatenate([p.data for p in coded]))
+    empty = np.zeros((0, column.row_bytes), np.uint8)
+    arrays = [part.decoded() if isinstance(part, CodedRows) else part.read(0, part.num_rows, empty) for part in parts]
+    return ArrayRows(np.concatenate([empty, *arrays]))
+
+
+def gathered(parts: Sequence[tuple[BlockHeader, np.void]]) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
+    """Put the rows of fragments, of blocks of one schema, one after the other: the tables and `[F]` fragments."""
+    fragments = np.array([fragment for _, fragment in parts], FRAGMENT_DTYPE)
+    tables: dict[str, dict[str, RowSource]] = {}
+    for table, layout in parts[0][0].layouts.items():
+        bounds = [bound.tolist() for bound in row_ranges(table, fragments)]
+        ranges = [(header, a, b) for (header, _), a, b in zip(parts, *bounds, strict=True) if b > a]
+        tables[table] = {
+            name: joined([rows_as_stored(header, table, name, a, b) for header, a, b in ranges], column)
+            for name, column in layout.columns.items()
+        }
+    fragments["row"] = np.cumsum(fragments["length"]) - fragments["length"]
+    finals = np.flatnonzero(fragments["final_row"] >= 0)
+    fragments["final_row"][finals] = np.arange(len(finals))
+    return tables, fragments

@@ -1,0 +1,350 @@
+"""The header of a block file: its tables, their checks, and where the rows lie.
+
+One rule: nothing from a file is believed before it was checked against the file's length and
+against itself. Rows are not read here; `FORMAT.md` is the specification.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from storage.core.checksums import crc32
+from storage.core.fields import Schema
+from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError
+from storage.saving.hdf5 import attribute, member, open_hdf5
+
+from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, read_codings, table_of
+from .schema import RowLayout
+
+FORMAT_NAME = "rollout-data"
+METADATA_NAME = "metadata.json"
+FORMAT_VERSION = 1
+#: Attributes under the header's checksum, in this order.
+ABOUT = ("schema", "writer", "sequence", "created_ns")
+#: One more, in blocks with coded fields only.
+CODECS = "codecs"
+#: The two tables of rows in a block.
+DATA, FINAL = "data", "final"
+#: Flags of a fragment.
+FIRST, TERMINATED, TRUNCATED, OPEN, TENTATIVE, DROPPED = 1, 2, 4, 8, 16, 32
+#: The privileged part of the fragment's final row was not given; it repeats the last frame's.
+FINAL_OBSERVATION_ONLY = 64
+#: A fragment with one of these is the last of its trajectory.
+ENDS = TERMINATED | TRUNCATED | OPEN | DROPPED
+#: A trajectory ended by one of these is complete.
+COMPLETE = TERMINATED | TRUNCATED | OPEN
+#: No metadata.json and no attribute of a block needs more; a larger one is damage or an attack.
+MAX_METADATA_BYTES = 1 << 24
+MAX_TEXT_BYTES = 1 << 17
+#: A larger table must be written: a hole in a file costs its sender nothing, and its reader memory.
+MAX_HOLLOW_BYTES = 1 << 20
+#: A table with a row for each fragment, of 128 rewards or 256 columns at most, may be zeros as a whole, up to a size.
+MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES = 1024, 64 << 20
+
+FRAGMENT_DTYPE = np.dtype(
+    [
+        ("trajectory", "<i8"),  # number within the writer
+        ("env", "<i4"),
+        ("flags", "<u4"),
+        ("start", "<i8"),  # first frame, counted from the trajectory's start
+        ("length", "<i8"),
+        ("row", "<i8"),  # first row in data/
+        ("final_row", "<i8"),  # row in final/, or -1
+        ("end_time_ns", "<i8"),  # when the last frame was recorded
+        ("policy_version", "<i8"),  # or -1
+    ]
+)
+
+
+def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
+    """Build the error for a damaged block."""
+    advice = f"Run 'rollout-data verify --repair {path.parent}' to set it aside; the other blocks stay readable"
+    return CorruptFileError("read the block", repr(str(path)), expected, got, advice)
+
+
+def final_schema(schema: Schema) -> Schema:
+    """The fields of a true final observation: observation and privileged observation."""
+    return Schema([*schema.below("observation").values(), *schema.below("privileged_observation").values()])
+
+
+@lru_cache(maxsize=64)
+def layouts_of(schema: Schema) -> dict[str, RowLayout]:
+    """Give the row layout of each table of a block with these fields."""
+    return {DATA: RowLayout(schema), FINAL: RowLayout(final_schema(schema))}
+
+
+@lru_cache(maxsize=64)
+def _schema_of(text: str) -> Schema:
+    return Schema.from_json(json.loads(text))
+
+
+@dataclass(frozen=True)
+class BlockHeader:
+    """What is known of a block without reading a row.
+
+    Attributes:
+        path: The file.
+        schema: All fields, as users see them.
+        writer: Who wrote it; with `sequence` it names the block.
+        sequence: Position among the writer's blocks.
+        created_ns: Wall-clock time of writing, nanoseconds since the epoch.
+        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        reward_sums: `[F, R]` float64; R = 0 where no rewards were recorded.
+        locations: Table -> column -> (byte offset in the file, number of rows); of its chunks, where it is coded.
+        checksums: Table -> `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks.
+        file_bytes: Size of the file.
+        codings: Field -> how it is coded, of the fields that have a codec; in older blocks of those in chunks only.
+        chunks: Table -> column -> where its chunks are, of the coded columns.
+    """
+
+    path: Path
+    schema: Schema
+    writer: str
+    sequence: int
+    created_ns: int
+    fragments: np.ndarray
+    reward_sums: np.ndarray
+    locations: Mapping[str, Mapping[str, tuple[int, int]]]
+    checksums: Mapping[str, np.ndarray]
+    file_bytes: int
+    codings: Mapping[str, Coding]
+    chunks: Mapping[str, Mapping[str, ChunkTable]]
+
+    @property
+    def layouts(self) -> dict[str, RowLayout]:
+        return layouts_of(self.schema)
+
+    @property
+    def num_frames(self) -> int:
+        return int(self.fragments["length"].sum())
+
+    def read_rows(self, table: str, column: str, start: int, stop: int) -> np.ndarray:
+        """Read rows `start:stop` of a column, decoded: a new `[stop - start, row_bytes]` uint8 array."""
+        offset, num_rows = self.locations[table][column]
+        row_bytes = self.layouts[table].columns[column].row_bytes
+        if not 0 <= start <= stop <= num_rows:
+            raise CorruptFileError(f"read rows {start}:{stop} of", repr(str(self.path)), f"rows in 0:{num_rows}")
+        if column not in self.chunks[table]:
+            data = self.read_bytes(offset + start * row_bytes, offset + stop * row_bytes)
+            return data.reshape(stop - start, row_bytes)
+        try:
+            return self.chunks[table][column].read(start, stop, self.read_bytes)
+        except CorruptFileError as cause:
+            raise corrupt(self.path, f"{cause.expected} in {table}/{column}", cause.got) from cause
+
+    def read_bytes(self, start: int, stop: int) -> np.ndarray:
+        """Read bytes `start:stop` of the file: a new uint8 array."""
+        wanted = stop - start
+        with open(self.path, "rb", buffering=0) as file:
+            data = bytearray(wanted)
+            view, done = memoryview(data), 0
+            file.seek(start)
+            while done < wanted and (count := file.readinto(view[done:])):
+                done += count
+        if done < wanted:
+            raise corrupt(self.path, f"{wanted} bytes at {start}", f"{done}")
+        return np.frombuffer(data, np.uint8)
+
+    def read_stored(self, table: str, column: str, start: int, stop: int) -> np.ndarray:
+        """Read what is under the checksum of a fragment with the rows `start:stop`: rows, or its chunks' bytes."""
+        if column not in self.chunks[table]:
+            return self.read_rows(table, column, start, stop)
+        first, end = self.chunks[table][column].byte_ranges(np.array([start]), np.array([stop]))
+        return self.read_bytes(int(first[0]), int(end[0]))
+
+
+def header_crc(
+    fragments: np.ndarray, reward_sums: np.ndarray, about: Iterable[object], offsets: Iterable[np.ndarray] = ()
+) -> int:
+    """CRC-32 of the fragment table, the reward sums, the attributes in `ABOUT`, and what coded fields add."""
+    text = "\n".join(map(str, about)).encode()
+    crc = crc32(np.ascontiguousarray(reward_sums), crc32(np.ascontiguousarray(fragments)))
+    crc = crc32(text, crc)
+    for table in offsets:
+        crc = crc32(np.ascontiguousarray(table), crc)
+    return crc
+
+
+def read_header(path: Path) -> BlockHeader:
+    """Read and check the header of a block.
+
+    Raises:
+        FileNotFoundError: It is not there (any more).
+        CorruptFileError: Truncated, damaged or contradicting itself.
+        ForeignFileError: Not a block, or of a newer version.
+        UnsafeFileError: It points outside itself (links, external or virtual storage).
+    """
+    path = Path(path)
+    try:
+        with open_hdf5(path) as (file, descriptor):
+            return _read_open_file(path, file, descriptor)
+    except ForeignFileError:
+        raise
+    except UnsafeFileError as cause:
+        raise UnsafeFileError("read the block", repr(str(path)), cause.expected, cause.got) from cause
+    except CorruptFileError as cause:
+        if "signature not found" in cause.got:
+            raise ForeignFileError("read the block", repr(str(path)), "an HDF5 file", "another format") from cause
+        raise corrupt(path, cause.expected, cause.got) from cause
+    except RolloutDataError as cause:  # a schema that cannot be is the file's fault here, not the caller's
+        raise corrupt(path, "an intact schema", str(cause)) from cause
+
+
+def _wrong(expected: str, got: object) -> CorruptFileError:
+    """Build an error without the place, which `read_header` knows."""
+    return CorruptFileError("read", "", expected, str(got))
+
+
+def _read_open_file(path: Path, file: h5py.File, descriptor: int) -> BlockHeader:
+    tables = _Tables(path, file, descriptor)
+    schema, codings = _read_attributes(path, file)
+    fragments = tables.read("fragments", FRAGMENT_DTYPE, (-1,))
+    reward_sums = tables.read("reward_sums", np.dtype("<f8"), (len(fragments), -1))
+    locations: dict[str, dict[str, tuple[int, int]]] = {}
+    chunks: dict[str, dict[str, ChunkTable]] = {}
+    checksums = {}
+    for table, layout in layouts_of(schema).items():
+        locations[table], chunks[table], ranges = {}, {}, row_ranges(table, fragments)
+        for name, column in layout.columns.items():
+            if column.is_coded:
+                found = chunks[table][name] = _read_chunks(tables, f"{table}/{name}", codings[name], layout, ranges)
+                locations[table][name] = int(found.places[0]), int(found.rows[-1])
+            else:
+                locations[table][name] = tables.locate(f"{table}/{name}", layout.numpy_dtype(column))
+        checksums[table] = tables.read(f"checksums/{table}", np.dtype("<u4"), (len(fragments), len(layout.columns)))
+    about = {name: attribute(file, name) for name in (*ABOUT, *([CODECS] if codings else []))}
+    offsets, expected = [one.offsets for of in chunks.values() for one in of.values()], attribute(file, "header_crc")
+    if (crc := header_crc(fragments, reward_sums, about.values(), offsets)) != int(expected):
+        raise _wrong(f"header checksum {int(expected):08x}", f"{crc:08x}")
+    writer, sequence = about["writer"], int(about["sequence"])
+    if not isinstance(writer, str) or sequence < 0:
+        raise _wrong("a writer's name and a sequence number", f"{writer!r} and {sequence}")
+    _check_fragments(fragments, locations)
+    return BlockHeader(
+        path=path,
+        schema=schema,
+        writer=writer,
+        sequence=sequence,
+        created_ns=int(about["created_ns"]),
+        fragments=fragments,
+        reward_sums=reward_sums,
+        locations=locations,
+        checksums=checksums,
+        file_bytes=tables.file_bytes,
+        codings=codings,
+        chunks=chunks,
+    )
+
+
+def _read_chunks(
+    tables: _Tables, place: str, coding: Coding, layout: RowLayout, ranges: tuple[np.ndarray, np.ndarray]
+) -> ChunkTable:
+    """Read where the chunks of a coded column are; every fragment must have chunks of its own, inside the file."""
+    offsets = tables.read(f"{place}/{OFFSETS}", np.dtype("<i8"), (-1, 2))
+    if not len(offsets):
+        raise _wrong(f"offsets of {place}", "none")
+    first, num_bytes = tables.locate(f"{place}/{CHUNKS}", np.dtype("u1"))
+    sums = None  # older blocks have none
+    if CHUNK_CHECKSUMS in tables.file[place]:
+        sums = tables.read(f"{place}/{CHUNK_CHECKSUMS}", np.dtype("<u4"), (len(offsets) - 1,))
+    found = table_of(coding, layout, layout.columns[place.partition("/")[2]], offsets, first, sums)
+    if wrong := found.check(*ranges, coding.frames_per_chunk, first, num_bytes):
+        raise _wrong(f"{wrong} in {place}", "another table")
+    return found
+
+
+class _Tables:
+    """The datasets of an open block. No declaration costs memory or leads out of the file: it is checked first."""
+
+    def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
+        self._path, self.file, self._descriptor = path, file, descriptor
+        self.file_bytes = os.fstat(descriptor).st_size
+
+    def _find(self, name: str) -> h5py.Dataset:
+        dataset = member(self.file, name, self._path)
+        if not isinstance(dataset, h5py.Dataset) or dataset.chunks is not None:
+            raise _wrong(f"a dataset {name!r}, stored contiguously", type(dataset).__name__)
+        return dataset
+
+    def read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+        """Read a table of this dtype and shape, -1 for any size; nothing is read of another one, or of a hollow one."""
+        dataset = self._find(name)
+        is_shape = dataset.ndim == len(shape) and all(n in (-1, m) for n, m in zip(shape, dataset.shape, strict=True))
+        if dataset.dtype != dtype or not is_shape:
+            raise _wrong(f"{name!r} as {dtype} of shape {shape}", f"{dataset.dtype} of shape {dataset.shape}")
+        declared = int(dataset.size) * dtype.itemsize
+        if declared > self.file_bytes:
+            raise _wrong(f"a table {name!r} within the {self.file_bytes} bytes of the file", f"{declared} bytes")
+        # What takes little more than the fragments, which were read before, may be zeros, hence a hole in a copy.
+        wide = min(shape[0] * MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES)
+        may_be_hollow = declared <= max(MAX_HOLLOW_BYTES, shape[0] * FRAGMENT_DTYPE.itemsize, wide)
+        if not may_be_hollow and self._is_hollow(dataset.id.get_offset(), declared):
+            raise _wrong(f"a table {name!r} that was written", f"{declared} bytes with a hole in them")
+        return np.asarray(dataset[()])
+
+    def _is_hollow(self, offset: int | None, num_bytes: int) -> bool:
+        """Whether a part of the file is not on the disk; no, where the file system cannot tell."""
+        return offset is None or os.lseek(self._descriptor, offset, os.SEEK_HOLE) < offset + num_bytes
+
+    def locate(self, name: str, dtype: np.dtype[Any]) -> tuple[int, int]:
+        """Find where a column's rows lie: (byte offset, number of rows)."""
+        dataset = self._find(name)
+        if dataset.dtype != dtype or dataset.ndim != 1:
+            raise _wrong(f"{name!r} as one row of {dtype} per frame", f"{dataset.dtype} in {dataset.ndim} dimensions")
+        num_rows, offset = int(dataset.shape[0]), dataset.id.get_offset()
+        if num_rows == 0:
+            return 0, 0
+        if offset is None or offset % 64 or offset + num_rows * dtype.itemsize > self.file_bytes:
+            where = f"at a multiple of 64 within {self.file_bytes} bytes"
+            raise _wrong(f"{num_rows} rows of {name!r} {where}", f"offset {offset}")
+        return int(offset), num_rows
+
+
+def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First row and end of every fragment in one of the two tables; equal where it has none."""
+    if table == DATA:
+        return fragments["row"], fragments["row"] + fragments["length"]
+    final = fragments["final_row"]
+    return np.maximum(final, 0), np.maximum(final + 1, 0)
+
+
+def _read_attributes(path: Path, file: h5py.File) -> tuple[Schema, dict[str, Coding]]:
+    """Check format and version; give the fields and how they are coded."""
+    where, kind = repr(str(path)), attribute(file, "format")
+    if kind != FORMAT_NAME:
+        raise ForeignFileError("read the block", where, f"format {FORMAT_NAME!r}", repr(kind))
+    if (version := int(attribute(file, "version"))) != FORMAT_VERSION:
+        expected, advice = f"version {FORMAT_VERSION}", "Use the release that wrote it"
+        raise ForeignFileError("read the block", where, expected, str(version), advice)
+    texts = {"a schema": attribute(file, "schema"), "codecs": attribute(file, CODECS) or ""}
+    for name, text in texts.items():
+        if not isinstance(text, str) or len(text) > MAX_TEXT_BYTES:
+            raise _wrong(f"{name} as JSON text of at most {MAX_TEXT_BYTES} characters", type(text).__name__)
+    schema = _schema_of(texts["a schema"])
+    return schema, read_codings(texts["codecs"], schema)
+
+
+def _check_fragments(fragments: np.ndarray, locations: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
+    """Check that every fragment lies inside the tables of its own block."""
+    sizes = {table: {rows for _, rows in columns.values()} for table, columns in locations.items()}
+    if any(len(counts) > 1 for counts in sizes.values()):
+        raise _wrong("as many rows in every column", sizes)
+    num_rows, num_finals = (next(iter(sizes[table]), 0) for table in (DATA, FINAL))
+    row, length, final = fragments["row"], fragments["length"], fragments["final_row"]
+    is_wrong = (row < 0) | (length < 0) | (row > num_rows - length) | (final < -1) | (final >= num_finals)
+    is_wrong |= (fragments["start"] < 0) | (fragments["env"] < 0) | (fragments["trajectory"] < 0)
+    if is_wrong.any():
+        first = int(np.argmax(is_wrong))
+        expected = f"fragments within {num_rows} rows and {num_finals} final rows"
+        raise _wrong(expected, f"{fragments[first]} at {first}")
+    if int(length.sum()) > num_rows:
+        raise _wrong(f"each of {num_rows} rows in one fragment", f"{int(length.sum())} frames")

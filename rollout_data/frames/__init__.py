@@ -1,0 +1,1 @@
+"""Rows of frames as tensors, from files or from memory."""

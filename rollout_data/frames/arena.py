@@ -1,0 +1,179 @@
+"""Arena: many files mapped side by side in one reserved address range, as one tensor of rows.
+
+One rule: every mapped piece starts at a multiple of the row size from the arena's base, so that
+one row number addresses any row of any file and one gather reads from all of them. Addresses
+between the pieces read as zeros. Only Linux can do this (`is_supported`); elsewhere
+`store.py` copies run by run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.errors import CorruptFileError, RolloutDataError, UsageError
+
+PAGE_BYTES = mmap.PAGESIZE
+_MAP_FIXED = 0x10
+_MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: addresses alone
+_MADV_RANDOM, _MADV_WILLNEED = 1, 3
+#: Address space costs nothing, but a process has only 128 TiB of it: room for growth, not for everything.
+_MIN_RESERVED_BYTES = 1 << 36
+_GROWTH = 4
+#: A process whose address space is limited gets less.
+_LEAST_RESERVED_BYTES = 1 << 30
+
+
+def _load_libc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) < 8:
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_longlong,
+    ]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return libc
+
+
+_libc = _load_libc()
+is_supported = _libc is not None
+
+
+def _map(address: int | None, num_bytes: int, flags: int, descriptor: int = -1, offset: int = 0) -> int:
+    assert _libc is not None
+    got = _libc.mmap(address, num_bytes, mmap.PROT_READ, flags, descriptor, offset)
+    if got in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(got)
+
+
+def _unmap(address: int, num_bytes: int) -> None:
+    assert _libc is not None
+    _libc.munmap(address, num_bytes)
+
+
+def _reserve(needed_bytes: int) -> tuple[int, int]:
+    """Reserve address space: (address, bytes)."""
+    num_bytes = max(_MIN_RESERVED_BYTES, _GROWTH * needed_bytes)
+    while True:
+        try:
+            return _map(None, num_bytes, _MAP_NOTHING), num_bytes
+        except OSError as cause:
+            if num_bytes // 2 < max(_LEAST_RESERVED_BYTES, 2 * needed_bytes):
+                raise UsageError(
+                    "map the dataset", "", f"{num_bytes >> 30} GiB of address space", str(cause),
+                    "Raise the limit (ulimit -v) or close other datasets",
+                ) from cause  # fmt: skip
+            num_bytes //= 2
+
+
+class Arena:
+    """Rows of one size from many files, addressable as one tensor.
+
+    Args:
+        row_bytes: Size of a row, a multiple of 4.
+        needed_bytes: How much will be mapped at once; some times as much is reserved.
+
+    Attributes:
+        words_view: `[reserved_rows, row_bytes / 4]` int32 on the CPU, read-only memory: writing to
+            it ends the process. Rows outside mapped pieces are zero.
+    """
+
+    def __init__(self, row_bytes: int, needed_bytes: int = 0) -> None:
+        self.row_bytes = row_bytes
+        self._base, self._bytes = _reserve(needed_bytes)
+        self._end = self._base
+        self._close = weakref.finalize(self, _unmap, self._base, self._bytes)
+        # At exit a thread may still be reading; the system unmaps by itself.
+        self._close.atexit = False
+        num_rows = self._bytes // row_bytes
+        buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
+        self.words_view = torch.from_numpy(np.frombuffer(buffer, np.int32)).view(num_rows, row_bytes // 4)
+
+    @property
+    def free_bytes(self) -> int:
+        """How much can still be mapped, gaps included."""
+        return self._base + self._bytes - self._end
+
+    def map_file(self, path: Path, offset: int, num_rows: int) -> int:
+        """Map `num_rows` rows that start at byte `offset` of a file; give the number of the first.
+
+        Raises:
+            FileNotFoundError: The file is gone.
+            CorruptFileError: It is too short, or its rows cannot be aligned.
+        """
+        if num_rows == 0:
+            return 0
+        inner = offset % PAGE_BYTES
+        start = self._first_page(inner)
+        length = inner + num_rows * self.row_bytes
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if offset + num_rows * self.row_bytes > size:
+                # Beyond the end of a file a mapping does not read as zeros, it kills the process.
+                raise CorruptFileError(
+                    "map the block", repr(str(path)), f"{offset + num_rows * self.row_bytes} bytes", f"{size}"
+                )
+            if start + length + PAGE_BYTES > self._base + self._bytes:
+                raise UsageError("map the block", repr(str(path)), f"at most {self._bytes >> 30} GiB in all", "more")
+            _map(start, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.fileno(), offset - inner)
+        self._end = start + -(-length // PAGE_BYTES) * PAGE_BYTES
+        assert _libc is not None
+        _libc.madvise(start, length, _MADV_RANDOM)
+        first, rest = divmod(start + inner - self._base, self.row_bytes)
+        assert rest == 0
+        return first
+
+    def unmap(self, first_row: int, num_rows: int) -> None:
+        """Give rows that `map_file` mapped back, so that a removed file frees its room; they read as zeros then."""
+        if num_rows:
+            start = self._base + first_row * self.row_bytes
+            page = start // PAGE_BYTES * PAGE_BYTES
+            _map(page, start - page + num_rows * self.row_bytes, _MAP_NOTHING | _MAP_FIXED)
+
+    def will_need(self, first_row: int, num_rows: int) -> None:
+        """Ask the kernel to read rows from the disk in the background."""
+        start = self._base + first_row * self.row_bytes
+        page = start // PAGE_BYTES * PAGE_BYTES
+        assert _libc is not None
+        _libc.madvise(page, start - page + num_rows * self.row_bytes, _MADV_WILLNEED)
+
+    def is_resident(self, row: int) -> bool:
+        """True if the page where a row begins is in memory, or the kernel does not tell."""
+        assert _libc is not None
+        page = (self._base + row * self.row_bytes) // PAGE_BYTES * PAGE_BYTES
+        state = ctypes.c_ubyte()
+        return _libc.mincore(page, PAGE_BYTES, ctypes.byref(state)) != 0 or bool(state.value & 1)
+
+    def _first_page(self, inner: int) -> int:
+        """Find the next page whose address plus `inner` is a whole number of rows from the base."""
+        unit = gcd(self.row_bytes, PAGE_BYTES)
+        missing = (self._base - self._end - inner) % self.row_bytes
+        if missing % unit:
+            raise RolloutDataError(
+                "map rows", f"of {self.row_bytes} bytes at offset {inner} of a page", "an offset that rows can share"
+            )
+        num_units = self.row_bytes // unit
+        return self._end + missing // unit * pow(PAGE_BYTES // unit, -1, num_units) % num_units * PAGE_BYTES
+
+    def close(self) -> None:
+        """Unmap everything; `words_view` must not be used afterwards. Idempotent."""
+        self._close()

@@ -1,0 +1,377 @@
+"""Frame stores: rows of frames as tensors, from mapped files or from memory.
+
+One rule: integers come in, rows go out; which frames a batch needs was decided elsewhere. A
+window that lies in consecutive rows is moved in one piece; only the others are put together
+from their runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import lcm
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from storage.core.buffer_pool import BufferPool
+from storage.core.work_split import WorkSplit
+from storage.errors import UsageError
+
+from ..format.header import DATA, FINAL
+from ..format.schema import RowLayout
+from ..index.index import Block, Identity, Int64s, Runs, TrajectoryIndex
+from . import arena
+from .arena import PAGE_BYTES, Arena
+from .coded import CHUNK_CACHE_BYTES, ChunkCache, ChunkFiles, MappedFile
+
+#: (table, column): one kind of row.
+Place = tuple[str, str]
+#: Measured with rows of 2 KB: moving a piece costs as much as this many bytes more (a window of 25
+#: rows 1.02 of a memcpy, one row 1.57), and moving a broken one again this many times its bytes.
+_BYTES_A_PIECE = 1100
+_PATCH_COST = 2.2
+_NO_PIECES = np.zeros(0, np.int64)
+#: Memory for broken pieces on their way.
+_scratch = BufferPool(2)
+#: The kernel allows 65,530 mappings a process by default; stay clear of it.
+_MAX_MAPPINGS = 50_000
+#: Threads that ask the kernel for pages while the disk is the limit.
+_NUM_ADVISERS = 4
+#: So few runs are asked for by the caller itself.
+_FEW_RUNS = 8
+
+
+def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: torch.Tensor) -> None:
+    """Copy rows into `out`.
+
+    Args:
+        words: `[R, W]` int32, the rows; on any device.
+        runs: Covers `num_windows * length` output rows, each once, in ascending order.
+        first: int64, first row of each run in `words`.
+        length: Rows of a window.
+        out: `[num_windows * length, W]` int32, contiguous, on the device of `words`.
+    """
+    width, device = words.shape[1], words.device
+    size = _piece_size(runs.target, length, len(out), 4 * width) if len(words) >= length else 1
+    shift = first - runs.target  # what makes the row of a position in `out`
+    broken = _NO_PIECES
+    if size == length and len(first) == len(out) // length:
+        starts = torch.from_numpy(first)
+    else:
+        num_started = np.diff(-(-runs.target // size), append=len(out) // size)
+        starts = torch.from_numpy(np.repeat(shift, num_started) + np.arange(0, len(out), size))
+        crossed = runs.target[runs.target % size != 0] // size
+        broken = crossed[np.diff(crossed, prepend=-1) != 0]
+        starts[torch.from_numpy(broken)] = 0
+    pieces = words.as_strided((len(words) - size + 1, size * width), (width, 1))
+    torch.index_select(pieces, 0, starts.to(device), out=out.view(-1, size * width))
+    if len(broken):
+        place = (size * broken[:, None] + np.arange(size)).reshape(-1)
+        numbers = torch.from_numpy(place + shift[runs.target.searchsorted(place, side="right") - 1])
+        rows = _scratch_rows(len(place), width, words.dtype) if device.type == "cpu" else None
+        rows = torch.index_select(words, 0, numbers.to(device), out=rows)
+        _put_rows(rows.view(-1, size * width), torch.from_numpy(broken), out.view(-1, size * width))
+
+
+def _scratch_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Give memory for rows on their way; of few sizes, as a pool has no use for what is a little too small."""
+    return _scratch.empty((1 << (num_rows - 1).bit_length(), width), dtype)[:num_rows]
+
+
+def _put_rows(rows: torch.Tensor, target: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy `rows` to the rows `target` of `out`; on the CPU through numpy, which takes a quarter of the time."""
+    if out.device.type == "cpu":
+        out.numpy()[target.numpy()] = rows.cpu().numpy()
+    else:
+        out.index_copy_(0, target.to(out.device), rows.to(out.device))
+
+
+def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:
+    """How many rows to move at once: the divisor of a window's length that costs least.
+
+    Large pieces move at the speed of a memcpy, but more of them lie in several runs and are moved
+    again, row by row.
+    """
+    best, lowest = 1, 1 + _BYTES_A_PIECE / row_bytes
+    for size in range(2, length + 1):
+        if length % size == 0:
+            broken = np.count_nonzero(target % size) * size / num_rows
+            cost = 1 + _BYTES_A_PIECE / (size * row_bytes) + _PATCH_COST * broken
+            if cost < lowest:
+                best, lowest = size, cost
+    return best
+
+
+def scatter(words: torch.Tensor, runs: Runs, first: Int64s, out: torch.Tensor) -> None:
+    """Copy rows into some rows of `out`; like `gather`, but the runs need not cover it."""
+    rows = torch.index_select(words, 0, _numbers(first, runs.num_rows).to(words.device))
+    _put_rows(rows, _numbers(runs.target, runs.num_rows), out)
+
+
+def _numbers(first: Int64s, count: Int64s) -> torch.Tensor:
+    """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
+    shift = first - (np.cumsum(count) - count)
+    return torch.from_numpy(np.repeat(shift, count) + np.arange(int(count.sum())))
+
+
+class FrameStore:
+    """The rows of all trajectories of an index; the base of the stores below.
+
+    Attributes:
+        index: Which frames there are.
+        layouts: Table -> row layout.
+        device: Where the rows are.
+        is_lost: bool `[M]`, trajectories that could not be read: their rows are asked for no more.
+    """
+
+    def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device) -> None:
+        self.index, self.layouts, self.device = index, layouts, device
+        self.is_lost = np.zeros(len(index), bool)
+
+    def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
+        """Turn pieces of trajectories into runs of this store's rows (see `TrajectoryIndex.locate`)."""
+        return self.index.locate(trajectory, frame, count, target)
+
+    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        """Copy runs of rows into `out`, `[rows, row_bytes / 4]` int32 on `device`.
+
+        `length` > 0: the runs cover `out`, made of windows of this many rows; 0: only a part of it.
+        """
+        words, first = self._words(place), self._first(place, runs)
+        if length:
+            gather(words, runs, first, length, out)
+        else:
+            scatter(words, runs, first, out)
+
+    def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
+        """Final observation rows `[K, row_bytes]` uint8 of trajectories that have one; new memory."""
+        count = np.ones(len(trajectories), np.int64)
+        block, row = self.index.final_block[trajectories], self.index.final_row[trajectories]
+        runs = Runs(np.arange(len(trajectories)), block, row, count)
+        width = self.layouts[FINAL].columns[column].row_bytes // 4
+        out = torch.empty((len(trajectories), width), dtype=torch.int32, device=self.device)
+        self.copy((FINAL, column), runs, 1, out)
+        return out.view(torch.uint8)
+
+    def will_need(self, runs: Runs) -> None:
+        """Have rows fetched in the background, where that helps."""
+
+    def _words(self, place: Place) -> torch.Tensor:
+        raise UsageError("read rows", f"of {type(self).__name__}", "a store that keeps rows as one tensor")
+
+    def _first(self, place: Place, runs: Runs) -> Int64s:
+        return runs.row
+
+
+class FileMap:
+    """The mapped rows and chunks of many blocks, one arena for each kind of row; grows as blocks come.
+
+    `chunk_cache_bytes` of decoded chunks are kept at most.
+    """
+
+    def __init__(
+        self, layouts: Mapping[str, RowLayout], blocks: Sequence[Block], chunk_cache_bytes: int = CHUNK_CACHE_BYTES
+    ) -> None:
+        self.layouts = layouts
+        self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
+        coded = [(table, column) for table, column in self.places if layouts[table].columns[column].is_coded]
+        cache, splits = ChunkCache(chunk_cache_bytes), WorkSplit()
+        self.chunks = {place: ChunkFiles(place, self._row_bytes(place), cache, splits) for place in coded}
+        plain = [place for place in self.places if place not in self.chunks]
+        self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain}
+        #: What is mapped: the block and the first row of each kind.
+        self.mapped: dict[Identity, tuple[Block, list[int]]] = {}
+        self.num_unmapped = 0
+
+    def unmap(self, identities: Iterable[Identity]) -> None:
+        """Give up mapped blocks: stores that know them raise a `LostBlockError` instead of reading them."""
+        for block, rows in map(self.mapped.pop, identities):
+            for place, first in zip(self.places, rows, strict=True):
+                (self.chunks.get(place) or self.arenas[place]).unmap(first, block.places[place][1])
+            self.num_unmapped += 1
+
+    def has_room(self, blocks: Sequence[Block]) -> bool:
+        """True if those of the blocks that are not mapped yet fit."""
+        new = [block for block in blocks if block.identity not in self.mapped]
+        return all(mapped.free_bytes >= self._size(place, new) for place, mapped in self.arenas.items())
+
+    def _row_bytes(self, place: Place) -> int:
+        return self.layouts[place[0]].columns[place[1]].row_bytes
+
+    def _size(self, place: Place, blocks: Sequence[Block]) -> int:
+        """Address space that blocks need at most: rows, and the gap before each by which it is aligned."""
+        row_bytes = self._row_bytes(place)
+        return sum(block.places[place][1] * row_bytes + lcm(row_bytes, PAGE_BYTES) + PAGE_BYTES for block in blocks)
+
+    def add(self, block: Block) -> None:
+        """Map a block, unless it is mapped already: then it may even be gone.
+
+        Raises:
+            FileNotFoundError: It is gone and was not mapped before.
+            CorruptFileError: It is too short.
+        """
+        if block.identity in self.mapped:
+            return
+        file = MappedFile(block) if self.chunks else None
+        rows = {place: mapped.map_file(block.path, *block.places[place]) for place, mapped in self.arenas.items()}
+        if file is not None:
+            rows |= {place: chunks.add(file) for place, chunks in self.chunks.items()}
+        self.mapped[block.identity] = block, [rows[place] for place in self.places]
+
+    def first_rows(self, blocks: Sequence[Block]) -> dict[Place, Int64s]:
+        """For each kind of row, the number of each block's first row, int64 `[B]`."""
+        nowhere = None, [0] * len(self.places)
+        table = np.array([self.mapped.get(block.identity, nowhere)[1] for block in blocks], np.int64)
+        table = table.reshape(len(blocks), len(self.places))
+        return {place: np.ascontiguousarray(table[:, k]) for k, place in enumerate(self.places)}
+
+
+def can_map(blocks: Iterable[Block]) -> bool:
+    """True if all these blocks can be mapped at once on this machine."""
+    return arena.is_supported and sum(len(block.places) for block in blocks) <= _MAX_MAPPINGS
+
+
+class MappedFrames(FrameStore):
+    """Rows of block files through memory maps: the page cache is the memory, nothing is copied twice.
+
+    Rows of coded components are decoded from their chunks (see `coded.py`).
+    """
+
+    def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap) -> None:
+        super().__init__(index, layouts, torch.device("cpu"))
+        self.files = files
+        self._first_rows, self._num_unmapped = files.first_rows(index.blocks), -1
+        self._is_unmapped: np.ndarray | None = None  # of each block, if one is
+        self._advisers: ThreadPoolExecutor | None = None
+        self._advisers_pid = 0
+
+    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        if self._num_unmapped != self.files.num_unmapped:
+            self._num_unmapped = self.files.num_unmapped
+            is_unmapped = np.array([block.identity not in self.files.mapped for block in self.index.blocks])
+            self._is_unmapped = is_unmapped if is_unmapped.any() else None
+        if self._is_unmapped is not None and (lost := self._is_unmapped[runs.block]).any():
+            raise self.index.lost_block(int(runs.block[np.argmax(lost)]), "it was removed")
+        if place in self.files.chunks:
+            self.files.chunks[place].copy(self._first(place, runs), runs, out)
+        else:
+            super().copy(place, runs, length, out)
+
+    def will_need(self, runs: Runs) -> None:
+        if len(runs.row) <= _FEW_RUNS:
+            for place in self.files.places:
+                if place[0] == DATA:
+                    self._advise(place, runs)
+            return
+        if self._advisers is None or self._advisers_pid != os.getpid():  # a fork leaves the threads behind
+            # Asking takes the kernel about 0.1 ms for 256 KiB that are not in memory: more threads, more in flight.
+            self._advisers, self._advisers_pid = ThreadPoolExecutor(_NUM_ADVISERS, "read-ahead"), os.getpid()
+        jobs = [
+            self._advisers.submit(self._advise, place, Runs(*(column[first::_NUM_ADVISERS] for column in runs)))
+            for place in self.files.places
+            if place[0] == DATA
+            for first in range(_NUM_ADVISERS)
+        ]
+        for job in jobs:
+            job.result()
+
+    def _advise(self, place: Place, runs: Runs) -> None:
+        if place in self.files.chunks:
+            self.files.chunks[place].will_need(self._first(place, runs), runs.num_rows)
+            return
+        mapped = self.files.arenas[place]
+        for first, num_rows in zip(self._first(place, runs).tolist(), runs.num_rows.tolist(), strict=True):
+            # The middle: pages at the ends are shared with rows that others have asked for.
+            if not mapped.is_resident(first + num_rows // 2):
+                mapped.will_need(first, num_rows)
+
+    def row_numbers(self, place: Place, frames: Int64s) -> Int64s:
+        """Row of each virtual frame, int64 `[K]`."""
+        index = self.index
+        fragment = np.searchsorted(index.fragment_frame, frames, side="right") - 1
+        row = index.fragment_row[fragment] + frames - index.fragment_frame[fragment]
+        return self._first_rows[place][index.fragment_block[fragment]] + row
+
+    def _words(self, place: Place) -> torch.Tensor:
+        return self.files.arenas[place].words_view
+
+    def _first(self, place: Place, runs: Runs) -> Int64s:
+        return self._first_rows[place][runs.block] + runs.row
+
+
+class CachedFrames(FrameStore):
+    """Rows of some trajectories copied into memory of one device, each trajectory in one piece.
+
+    Args:
+        source: Where the rows come from.
+        trajectories: int64 `[K]`, which trajectories; only these can be read.
+        device: Where to keep them.
+    """
+
+    def __init__(self, source: FrameStore, trajectories: Int64s, device: torch.device) -> None:
+        super().__init__(source.index, source.layouts, device)
+        self.is_lost = source.is_lost
+        trajectories = trajectories[~self.is_lost[trajectories]]
+        lengths = source.index.lengths[trajectories]
+        self._check_fits(int(lengths.sum()))
+        self._first_row = np.full(len(source.index), -1, np.int64)
+        self._first_row[trajectories] = np.cumsum(lengths) - lengths
+        has_final = trajectories[source.index.final_row[trajectories] >= 0]
+        self._final_row = np.full(len(source.index), -1, np.int64)
+        self._final_row[has_final] = np.arange(len(has_final))
+        self._rows: dict[Place, torch.Tensor] = {}
+        runs = source.locate(trajectories, np.zeros_like(lengths), lengths, np.cumsum(lengths) - lengths)
+        for name, column in self.layouts[DATA].columns.items():
+            # Pooled memory has huge pages, which make gathering from it 1.25 times faster.
+            rows = BufferPool(1).empty((int(lengths.sum()), column.row_bytes // 4), torch.int32)
+            self._fill((DATA, name), source, runs, rows)
+        for name in self.layouts[FINAL].columns:
+            self._rows[FINAL, name] = source.finals(name, has_final).view(torch.int32).to(device)
+
+    def holds(self, trajectories: Int64s) -> bool:
+        """True if all these trajectories are here that can be read."""
+        return bool((self.is_lost[trajectories] | (self._first_row[trajectories] >= 0)).all())
+
+    def _fill(self, place: Place, source: FrameStore, runs: Runs, rows: torch.Tensor) -> None:
+        """Copy in portions, so that index arrays stay small beside the data."""
+        for first in range(0, len(runs.num_rows), 4096):
+            part = Runs(*(column[first : first + 4096] for column in runs))
+            start, stop = int(part.target[0]), int(part.target[-1] + part.num_rows[-1])
+            shifted = part._replace(target=part.target - start)
+            source.copy(place, shifted, 1, rows[start:stop])
+        self._rows[place] = rows.to(self.device)
+
+    def _check_fits(self, num_rows: int) -> None:
+        needed = num_rows * self.layouts[DATA].frame_bytes
+        if self.device.type == "cpu" and (free := _free_memory_bytes()) is not None and needed > 0.9 * free:
+            raise UsageError(
+                "cache the dataset in memory",
+                "",
+                f"at most 90 % of the free {free / 2**30:.1f} GiB",
+                f"{needed / 2**30:.1f} GiB",
+                "Use cache='none'",
+            )
+
+    def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
+        return Runs(target, np.zeros_like(target), self._first_row[trajectory] + frame, count)
+
+    def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
+        rows = torch.from_numpy(self._final_row[trajectories]).to(self.device)
+        return torch.index_select(self._rows[FINAL, column], 0, rows).view(torch.uint8)
+
+    def _words(self, place: Place) -> torch.Tensor:
+        return self._rows[place]
+
+
+def _free_memory_bytes() -> int | None:
+    """Memory that can be had without swapping, or None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,1 @@
+"""Which frames exist, where they are, which process reads them."""

@@ -1,0 +1,382 @@
+"""The trajectory index: which frames exist, and in which rows of which block they lie.
+
+One rule: arrays, never a Python object per trajectory or frame. All trajectories stand one after
+the other in a virtual frame axis, in the order in which they were completed; a prefix sum over
+fragments turns virtual frames into rows. Finding the blocks is `folder.py`'s work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from storage.core.checksums import crc32
+from storage.errors import DataFileError
+
+from ..format.header import COMPLETE, DROPPED, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+#: Of a file: its path, size and time of the last change in ns.
+Identity = tuple[Path, int, int]
+_NUM_NAMED = 3
+
+
+class LostBlockError(DataFileError):
+    """A file that an index knows is gone or damaged: its trajectories cannot be played to their end.
+
+    Attributes:
+        path: The file.
+        block: Its number in the index that knows it.
+    """
+
+    path, block = Path(), -1
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """What the index and the frame stores need to know of one file.
+
+    Attributes:
+        path: The file.
+        writer: Whose trajectory numbers its fragments use; unique among all data folders.
+        sequence: Position among the blocks of its writer.
+        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        places: (table, column) -> (byte offset, number of rows); empty for foreign files.
+        file_bytes: Size of the file.
+        mtime_ns: When it was last written: with the size, what tells it from another file of the same name.
+    """
+
+    path: Path
+    writer: str
+    sequence: int
+    fragments: np.ndarray
+    places: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    file_bytes: int = 0
+    mtime_ns: int = 0
+
+    @property
+    def identity(self) -> Identity:
+        """What is the same only as long as the file is the same."""
+        return self.path, self.file_bytes, self.mtime_ns
+
+
+class Runs(NamedTuple):
+    """Consecutive rows of one block each, in the order of their destination.
+
+    Each array is int64 `[R]`: `target` is the first row of the output, then block, first row of
+    the block and number of rows.
+    """
+
+    target: Int64s
+    block: Int64s
+    row: Int64s
+    num_rows: Int64s
+
+
+_ARRAYS = [
+    "first_frame",
+    "fragment_frame",
+    "fragment_block",
+    "fragment_row",
+    "flags",
+    "end_time_ns",
+    "env",
+    "writer",
+    "number",
+    "final_block",
+    "final_row",
+]
+
+_ALL = slice(None)
+
+
+class TrajectoryIndex:
+    """An immutable snapshot of all trajectories, in the order of their completion.
+
+    Attributes:
+        blocks: The files, in the numbering of `fragment_block` and `final_block`.
+        first_frame: int64 `[M + 1]`, where each trajectory starts on the virtual frame axis.
+        flags: uint32 `[M]`, the flags of `format/header.py` of all its fragments together.
+        env, number, end_time_ns: int64 `[M]`, recorded env, number within the writer, end.
+        writer: int64 `[M]`, position in `writers`.
+        final_block, final_row: int64 `[M]`, where the true final observation lies, -1 if nowhere.
+        num_present: The blocks from this position on are gone from their folder.
+        num_dropped: Trajectories that a writer declared void.
+        num_broken: Trajectories left out because a part of them is missing.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        built: Mapping[str, np.ndarray] | None = None,
+        num_present: int | None = None,
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self.num_present = len(self.blocks) if num_present is None else num_present
+        self.writers = sorted({block.writer for block in self.blocks})
+        self._broken_writers = np.zeros(0, np.int64)
+        if built is not None:
+            vars(self).update({name: built[name] for name in _ARRAYS})
+            self.num_dropped, self.num_broken = map(int, built["counts"])
+            return
+        writer_number = {writer: number for number, writer in enumerate(self.writers)}
+        parts = [block.fragments for block in self.blocks]
+        sizes = [len(part) for part in parts]
+        fragments = np.concatenate(parts) if parts else np.zeros(0, FRAGMENT_DTYPE)
+        block_of = np.repeat(np.arange(len(parts)), sizes)
+        writer_of = np.repeat(np.array([writer_number[block.writer] for block in self.blocks], np.int64), sizes)
+        self._build(_Fragments.of(fragments, block_of, writer_of))
+
+    def _build(self, parts: _Fragments) -> None:
+        parts = parts.take(np.lexsort((parts.end_time_ns, parts.start, parts.trajectory, parts.writer)))
+        is_new = np.ones(len(parts.start), bool)
+        is_new[1:] = (np.diff(parts.writer) != 0) | (np.diff(parts.trajectory) != 0)
+        first = np.flatnonzero(is_new)
+        group = np.cumsum(is_new) - 1
+        if not len(first):
+            self._keep(parts, first, first, np.zeros(0, np.uint32), first, first)
+            return
+        flags = np.bitwise_or.reduceat(parts.flags, first)
+        lengths = np.add.reduceat(parts.length, first)
+        ends = np.maximum.reduceat(parts.end_time_ns, first)
+        finals = np.maximum.reduceat(np.where(parts.final_row >= 0, np.arange(len(group)), -1), first)
+        before = np.cumsum(parts.length) - parts.length
+        is_gap = (parts.length > 0) & (parts.start != before - before[first][group])
+        is_broken = np.logical_or.reduceat(is_gap, first)
+        is_dropped = (flags & DROPPED) > 0
+        self._broken_writers = np.unique(parts.writer[first[is_broken & ~is_dropped]])
+        is_undecided = ((flags & TENTATIVE) > 0) & ((flags & (TERMINATED | TRUNCATED)) == 0)
+        self.num_dropped = int(is_dropped.sum())
+        self.num_broken = int((is_broken & ~is_dropped).sum())
+        kept = np.flatnonzero(~is_broken & ~is_dropped & ~is_undecided & (lengths > 0))
+        writer, number = parts.writer[first[kept]], parts.trajectory[first[kept]]
+        kept = kept[np.lexsort((number, writer, ends[kept]))]
+        rank = np.full(len(first), -1, np.int64)
+        rank[kept] = np.arange(len(kept))
+        self._keep(parts, rank[group], first[kept], flags[kept], ends[kept], finals[kept])
+
+    def _keep(self, parts: _Fragments, rank: Int64s, heads: Int64s, flags: Any, ends: Int64s, finals: Int64s) -> None:
+        """Store trajectories `0..M` with their fragments; `rank` -1 leaves a fragment out."""
+        if not len(rank):
+            self.num_dropped = self.num_broken = 0
+        self.flags, self.end_time_ns = flags, ends
+        self.env, self.writer, self.number = parts.env[heads], parts.writer[heads], parts.trajectory[heads]
+        has_final = finals >= 0
+        self.final_block = np.where(has_final, parts.block[finals] if len(parts.block) else finals, -1)
+        self.final_row = np.where(has_final, parts.final_row[finals] if len(parts.block) else finals, -1)
+        used = np.flatnonzero((rank >= 0) & (parts.length > 0))
+        used = used[np.argsort(rank[used], kind="stable")]
+        parts, rank = parts.take(used), rank[used]
+        # Fragments that follow each other in a trajectory and in a block are one.
+        is_start = np.ones(len(rank), bool)
+        is_start[1:] = (np.diff(rank) != 0) | (np.diff(parts.block) != 0)
+        is_start[1:] |= parts.row[1:] != parts.row[:-1] + parts.length[:-1]
+        ends_of_frames = np.cumsum(parts.length)
+        starts_of_frames = ends_of_frames - parts.length
+        self.fragment_block, self.fragment_row = parts.block[is_start], parts.row[is_start]
+        self.fragment_frame = np.append(starts_of_frames[is_start], ends_of_frames[-1:] if len(rank) else 0)
+        is_head = np.ones(len(rank), bool)
+        is_head[1:] = np.diff(rank) != 0
+        self.first_frame = np.append(starts_of_frames[is_head], ends_of_frames[-1:] if len(rank) else 0)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that was computed, in the form that `__init__` takes as `built` for the same blocks."""
+        counts = np.array([self.num_dropped, self.num_broken])
+        return {"counts": counts, **{name: vars(self)[name] for name in _ARRAYS}}
+
+    def check_valid(self, num_rows: Int64s, num_finals: Int64s) -> tuple[bool, str]:
+        """Check an index that was not built here: (ok, reason).
+
+        Args:
+            num_rows, num_finals: int64 `[B]`, rows in the two tables of each block.
+        """
+        sizes = np.diff(self.fragment_frame)
+        block, row = self.fragment_block, self.fragment_row
+        has_final = self.final_row >= 0
+        columns = (self.env, self.writer, self.number, self.final_block, self.final_row, self.end_time_ns)
+        rules = {
+            "one entry a trajectory": all(len(column) == len(self) == len(self.first_frame) - 1 for column in columns),
+            "one entry a fragment": len(sizes) == len(block) == len(row),
+            "frames from 0 on": self.fragment_frame[:1].tolist() == self.first_frame[:1].tolist() == [0],
+            "frames in order": bool((sizes > 0).all() and (np.diff(self.first_frame) > 0).all()),
+            "trajectories of whole fragments": bool(np.isin(self.first_frame, self.fragment_frame).all()),
+            "as many frames in fragments": self.fragment_frame[-1:].tolist() == self.first_frame[-1:].tolist(),
+            "known writers": bool(((self.writer >= 0) & (self.writer < len(self.writers))).all()),
+            "known blocks": _within(block, len(num_rows)) and _within(self.final_block[has_final], len(num_rows)),
+        }
+        failed = [name for name, holds in rules.items() if not holds]
+        if failed:
+            return False, failed[0]
+        if bool(((row < 0) | (row > num_rows[block] - sizes)).any()):
+            return False, "rows within their block"
+        if bool((self.final_row[has_final] >= num_finals[self.final_block[has_final]]).any()):
+            return False, "final rows within their block"
+        return True, ""
+
+    def __len__(self) -> int:
+        return len(self.flags)
+
+    @property
+    def num_frames(self) -> int:
+        return int(self.first_frame[-1])
+
+    @property
+    def num_fragments(self) -> int:
+        return len(self.fragment_row)
+
+    @property
+    def lengths(self) -> Int64s:
+        """int64 `[M]`: frames of each trajectory; a new array."""
+        return np.diff(self.first_frame)
+
+    def is_complete(self) -> np.ndarray:
+        """bool `[M]`: the trajectory will not grow any more."""
+        return (self.flags & COMPLETE) > 0
+
+    def is_present(self) -> np.ndarray:
+        """bool `[M]`: all its blocks are still in their folder."""
+        present = np.ones(len(self), bool)
+        if self.num_present < len(self.blocks):
+            gone = np.flatnonzero(self.fragment_block >= self.num_present)
+            present[np.searchsorted(self.first_frame, self.fragment_frame[gone], side="right") - 1] = False
+        return present
+
+    def missing_blocks(self) -> dict[str, list[tuple[int, int]]]:
+        """Writer -> the numbers of blocks, as (start, stop), that are not here; of writers with broken trajectories.
+
+        Not for an index that was `built` elsewhere.
+        """
+        found = {}
+        for writer in (self.writers[number] for number in self._broken_writers.tolist()):
+            present = sorted(block.sequence for block in self.blocks if block.writer == writer)
+            pairs = zip([-1, *present], present, strict=False)
+            found[writer] = [(before + 1, after) for before, after in pairs if after > before + 1]
+        return found
+
+    def trajectories_in(self, blocks: Sequence[int]) -> Int64s:
+        """Trajectories with a frame or the final observation in one of these blocks, int64, ascending."""
+        frames = self.fragment_frame[:-1][np.isin(self.fragment_block, blocks)]
+        played = np.searchsorted(self.first_frame, frames, side="right") - 1
+        return np.union1d(played, np.flatnonzero(np.isin(self.final_block, blocks)))
+
+    def lost_block(self, block: int, got: str) -> LostBlockError:
+        """Build the error for a block that cannot be read any more; it names the trajectories."""
+        path, keys = self.blocks[block].path, self.keys(self.trajectories_in([block]))
+        named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
+        named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
+        action, expected = f"play trajectory {', '.join(named)}", "the file as it was when it was found"
+        advice = "A stream goes on with other trajectories; for windows, open the dataset again"
+        lost = LostBlockError(action, f"in {str(path)!r}", expected, got, advice)
+        lost.path, lost.block = path, block
+        return lost
+
+    def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
+        """bool, for each of these: it was truncated, or the recording was cut without an end."""
+        flags = self.flags[trajectories]
+        return ((flags & TRUNCATED) > 0) | ((flags & TERMINATED) == 0)
+
+    def random_keys(self, trajectories: Int64s, seed: int, with_folder: bool = True) -> np.ndarray:
+        """uint64, a random number for each of these: see `random_keys`.
+
+        With several folders, `with_folder` tells trajectories of equal names in two of them apart.
+        """
+        names = self.writers if with_folder else [name[name.find(":") + 1 :] for name in self.writers]
+        return random_keys(names, self.writer[trajectories], self.number[trajectories], seed)
+
+    def name(self, trajectory: int) -> list[Any]:
+        """Name a trajectory so that its place in the order is known when it is gone: end, writer, number."""
+        writer = self.writers[int(self.writer[trajectory])]
+        return [int(self.end_time_ns[trajectory]), writer, int(self.number[trajectory])]
+
+    def num_before(self, end_time_ns: int, writer: str, number: int) -> int:
+        """Count the trajectories that come before one of this name, whether or not it is here."""
+        first = int(np.searchsorted(self.end_time_ns, end_time_ns))
+        ties = slice(first, int(np.searchsorted(self.end_time_ns, end_time_ns, side="right")))
+        place = bisect_left(self.writers, writer)
+        is_before = self.writer[ties] < place
+        if place < len(self.writers) and self.writers[place] == writer:
+            is_before |= (self.writer[ties] == place) & (self.number[ties] < number)
+        return first + int(np.count_nonzero(is_before))
+
+    def keys(self, trajectories: Int64s) -> list[tuple[str, int]]:
+        """Name trajectories so that another snapshot of the same folders can find them."""
+        writers, numbers = self.writer[trajectories].tolist(), self.number[trajectories].tolist()
+        return [(self.writers[writer], number) for writer, number in zip(writers, numbers, strict=True)]
+
+    def find(self, keys: Sequence[tuple[str, int]]) -> Int64s:
+        """Positions of trajectories named by `keys`, int64; -1 for those that are not here."""
+        near = np.flatnonzero(np.isin(self.number, np.array([number for _, number in keys], np.int64)))
+        at = dict(zip(self.keys(near), near.tolist(), strict=True))
+        return np.array([at.get(key, -1) for key in keys], np.int64)
+
+    def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
+        """Turn pieces of trajectories into runs of rows, vectorized.
+
+        Args:
+            trajectory, frame, count: int64 `[P]`: `count` frames from `frame` on, within the trajectory.
+            target: int64 `[P]`, ascending: the first output row of each piece.
+
+        Returns:
+            Runs sorted by target; a piece makes one run for each fragment that it touches.
+        """
+        start = self.first_frame[trajectory] + frame
+        stop = start + count
+        fragment = self.fragment_frame.searchsorted(start, side="right") - 1
+        num_runs = self.fragment_frame.searchsorted(stop - 1, side="right") - fragment
+        if len(num_runs) and int(num_runs.max()) > 1:
+            piece = np.repeat(np.arange(len(start)), num_runs)
+            step = np.arange(len(piece)) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)
+            fragment, start, stop, target = fragment[piece] + step, start[piece], stop[piece], target[piece]
+            low = np.maximum(self.fragment_frame[fragment], start)
+            stop = np.minimum(self.fragment_frame[fragment + 1], stop)
+            target, start = target + low - start, low
+        row = self.fragment_row[fragment] + start - self.fragment_frame[fragment]
+        return Runs(target, self.fragment_block[fragment], row, stop - start)
+
+
+def random_keys(names: Sequence[str], writer: Int64s, number: Int64s, seed: int) -> np.ndarray:
+    """uint64, a number for each trajectory: a function of (seed, name of its writer, number within it) alone."""
+    sums = np.array([crc32(name.encode()) for name in names], np.uint64)
+    key = sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
+    return _mixed(key ^ _mixed(np.full(1, seed % 2**64, np.uint64)))
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Scramble uint64 numbers, one to one: the finalizer of splitmix64 (Steele et al. 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
+
+
+def _within(values: Int64s, stop: int) -> bool:
+    return bool(((values >= 0) & (values < stop)).all())
+
+
+@dataclass(frozen=True, eq=False)
+class _Fragments:
+    """The fragments of all blocks as plain columns, with the numbers of their block and writer."""
+
+    block: Int64s
+    writer: Int64s
+    trajectory: Int64s
+    env: Int64s
+    flags: Any
+    start: Int64s
+    length: Int64s
+    row: Int64s
+    final_row: Int64s
+    end_time_ns: Int64s
+
+    @classmethod
+    def of(cls, table: np.ndarray, block: Int64s, writer: Int64s) -> _Fragments:
+        names = ("trajectory", "env", "flags", "start", "length", "row", "final_row", "end_time_ns")
+        return cls(block=block, writer=writer, **{name: np.ascontiguousarray(table[name]) for name in names})
+
+    def take(self, order: Int64s) -> _Fragments:
+        return _Fragments(**{name: column[order] for name, column in vars(self).items()})

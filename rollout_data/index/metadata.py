@@ -1,0 +1,212 @@
+"""metadata.json: the schema and the context of a data folder, written once.
+
+One rule: whoever comes first writes it, atomically and exclusively; whoever comes later must
+match it. What grows (totals) is derived from the blocks when read, never written.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from storage.core.durable import sync_path
+from storage.core.fields import Schema
+from storage.errors import DataFileError, RolloutDataError, SchemaError
+from storage.saving.plain_files import read_text
+
+from ..format.block_file import TEMPORARY_PREFIX
+from ..format.header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
+
+_OBSERVATION = "observation/"
+#: What file systems without hard links say.
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+#: Keys that are ours to fill; the context of a caller cannot set them.
+RESERVED_KEYS = (
+    "format",
+    "version",
+    "fields",
+    "obs_segments",
+    "obs_disassemble_mapping",
+    "total_timesteps",
+    "total_trajectories",
+)
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What is known of a data folder as a whole.
+
+    Attributes:
+        schema: Fields of its blocks; empty for folders of other formats.
+        obs_segments: Component -> shape, in the order of concatenation; empty without components.
+        obs_disassemble_mapping: Component -> codec, of the coded components.
+        context: Every other key, as found: env, policy, config, frame_rate_hz, ...
+    """
+
+    schema: Schema
+    obs_segments: Mapping[str, tuple[int, ...]]
+    obs_disassemble_mapping: Mapping[str, str]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_schema(cls, schema: Schema, context: Mapping[str, Any] | None = None) -> Metadata:
+        """Derive segments and codecs from the fields below "observation"."""
+        components = {
+            name.removeprefix(_OBSERVATION): item
+            for name, item in schema.below("observation").items()
+            if name.startswith(_OBSERVATION)
+        }
+        segments = {name: item.shape for name, item in components.items()}
+        codecs = {name: item.codec for name, item in components.items() if item.codec != "raw"}
+        return cls(schema, segments, codecs, dict(context or {}))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "fields": self.schema.to_json(),
+            "obs_segments": {name: list(shape) for name, shape in self.obs_segments.items()},
+            "obs_disassemble_mapping": dict(self.obs_disassemble_mapping),
+            **{key: value for key, value in self.context.items() if key not in RESERVED_KEYS},
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Metadata:
+        """Read `to_json`'s form, or the same keys of the trajectory-folder layout (no "fields")."""
+        segments = {name: _shape(shape) for name, shape in (document.get("obs_segments") or {}).items()}
+        codecs = {str(name): str(codec) for name, codec in (document.get("obs_disassemble_mapping") or {}).items()}
+        context = {key: value for key, value in document.items() if key not in RESERVED_KEYS}
+        return cls(Schema.from_json(document.get("fields") or []), segments, codecs, context)
+
+
+def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
+    """Read a folder's metadata; rebuild it from a block where the file is missing or damaged.
+
+    Returns:
+        None if there is neither a usable metadata.json nor a readable block.
+    """
+    folder = Path(data_dir)
+    found = _from_file(folder / METADATA_NAME)
+    if found is not None and len(found.schema):
+        return found
+    rebuilt = _from_blocks(folder)
+    if rebuilt is None:
+        return found
+    return replace(rebuilt, context=found.context if found else {})
+
+
+def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a folder's metadata as a plain dict with the established keys.
+
+    `total_timesteps` and `total_trajectories` are counted in the blocks, over the trajectories
+    that a reader would get; damaged blocks do not count.
+
+    Raises:
+        DataFileError: There is neither a usable metadata.json nor a readable block.
+    """
+    from .folder import BlockFolder
+    from .index import TrajectoryIndex
+
+    metadata = load_metadata(data_dir)
+    if metadata is None:
+        raise DataFileError("read the metadata of", repr(str(data_dir)), f"a {METADATA_NAME} or a block", "neither")
+    folder = BlockFolder(data_dir)
+    folder.refresh()
+    if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
+        metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right
+    index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
+    return {**metadata.to_json(), "total_timesteps": index.num_frames, "total_trajectories": len(index)}
+
+
+def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: bool = True) -> Metadata:
+    """Write metadata.json if there is none; otherwise check that it agrees.
+
+    Returns:
+        The metadata that hold for the folder.
+
+    Raises:
+        SchemaError: The folder holds data of another schema; the text names the difference.
+        OSError: The folder cannot be written.
+    """
+    path = folder / METADATA_NAME
+    present = load_metadata(folder)
+    if present is not None:
+        _check_same(folder, present, metadata)
+        if _schema_of(path) is not None:
+            return present
+    temporary = folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            json.dump(metadata.to_json(), file, indent=2, default=str)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if os.path.lexists(path) and _schema_of(path) is None:
+            os.replace(temporary, path)  # a damaged one, or a link to nothing, helps nobody; none is half-written
+        elif not _link(temporary, path):
+            return publish_metadata(folder, metadata, writer, durable)  # another writer was faster: match it
+    finally:
+        temporary.unlink(missing_ok=True)
+    if durable:
+        sync_path(folder)
+    return metadata
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give `source` a second name if that is free, in one step."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            return False
+        os.rename(source, target)
+    return True
+
+
+def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
+    where = f"into {str(folder)!r}"
+    advice = "Record other data into another folder"
+    if not len(present.schema):
+        raise SchemaError("record", where, f"a {METADATA_NAME} of this format", "one of another format", advice)
+    if difference := present.schema.difference(mine.schema):
+        raise SchemaError("record", where, "the fields that it already holds", difference, advice)
+    for name in ("obs_segments", "obs_disassemble_mapping"):
+        there, here = getattr(present, name), getattr(mine, name)
+        if list(there.items()) != list(here.items()):
+            raise SchemaError("record", where, f"{name} {dict(there)}", str(dict(here)), advice)
+
+
+def _from_file(path: Path) -> Metadata | None:
+    try:
+        document = json.loads(read_text(path, max_bytes=MAX_METADATA_BYTES))
+        return Metadata.from_json(document) if isinstance(document, dict) else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError, RolloutDataError):
+        return None
+
+
+def _schema_of(path: Path) -> Schema | None:
+    found = _from_file(path)
+    return found.schema if found is not None and len(found.schema) else None
+
+
+def _from_blocks(folder: Path) -> Metadata | None:
+    for path in sorted(folder.glob("rollout_*.h5")):
+        try:
+            return Metadata.of_schema(read_header(path).schema)
+        except (RolloutDataError, OSError):
+            continue
+    return None
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    return (int(shape),) if isinstance(shape, int) else tuple(int(size) for size in shape)

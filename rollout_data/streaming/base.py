@@ -1,0 +1,227 @@
+"""The template of datasets that play recorded rollouts back, env by env and in order.
+
+One rule: how a stream is driven (reset, batches, iteration, lookup by time) is written here
+once; where the frames come from is the subclass's business.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from storage.core.arguments import torch_device, whole
+from storage.errors import UsageError
+
+from ..index.sharding import is_in_worker
+
+#: More streams than this are a mistake; each costs some memory before a frame is read.
+_MAX_ENVS = 1 << 24
+
+EnvIds = Sequence[int] | torch.Tensor | None
+
+
+class RolloutFileBase(IterableDataset, ABC):
+    """An endless or finite stream of `[T, num_envs, ...]` batches from files.
+
+    A subclass implements `reset_all`, `refresh_handlers`, `get_buffer` and `fill_transition`; a
+    frame at a time is enough, as `get_batch(T)` then calls `fill_transition` for each step. A
+    subclass that can fill many steps at once overrides `fill_rollout`.
+
+    Args:
+        data_dir: A folder, or several.
+        num_envs: How many parallel streams a batch holds.
+        device: Where batches are delivered; None is CUDA if there is one, otherwise the CPU.
+            Inside a DataLoader worker batches are always on the CPU.
+
+    Attributes:
+        data_dir: As given.
+        num_envs: As given.
+        all_env_ids: int64 `[num_envs]` on the CPU, 0, 1, ...
+        num_transitions_per_env: Steps of the batches of iteration; None is one step without a
+            time axis.
+    """
+
+    num_transitions_per_env: int | None = None
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        num_envs: int,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.data_dir = data_dir
+        self.num_envs = whole("num_envs", num_envs, 1, _MAX_ENVS)
+        self._wanted_device = torch_device(device) if device is not None else None
+        self.all_env_ids = torch.arange(self.num_envs, device="cpu")
+        self._is_started = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are delivered."""
+        if is_in_worker():
+            return torch.device("cpu")
+        if self._wanted_device is None:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return self._wanted_device
+
+    @abstractmethod
+    def reset_all(self) -> None:
+        """Start every env at the first trajectories."""
+
+    @abstractmethod
+    def refresh_handlers(self, env_ids: torch.Tensor) -> None:
+        """Give each of `env_ids` (int64, unique, in range) the next trajectory; the others are not disturbed."""
+
+    @abstractmethod
+    def get_buffer(self, num_transitions_per_env: int | None = None) -> Any:
+        """Allocate a batch, a named tuple or a mapping of tensors: `[T, num_envs, ...]`; `[num_envs, ...]` for None."""
+
+    @abstractmethod
+    def fill_transition(self, buffer: Any, env_ids: torch.Tensor | None = None) -> Any:
+        """Write the next step of `env_ids` (None: all) into rows of a `[num_envs, ...]` buffer and move on."""
+
+    def fill_rollout(self, buffer: Any, num_transitions_per_env: int) -> Any:
+        """Write the next T steps of all envs into a `[T, num_envs, ...]` buffer; gives the buffer."""
+        for step in range(num_transitions_per_env):
+            self.fill_transition(_at_step(buffer, step))
+        return buffer
+
+    def reset(self, env_ids: EnvIds = None) -> None:
+        """Start again: all envs (None or all ids), or only `env_ids`, which take the next trajectories.
+
+        Raises:
+            UsageError: An id is out of range or given twice.
+        """
+        ids = self._checked_ids(env_ids)
+        if len(ids) == self.num_envs or not self._is_started:
+            self.reset_all()
+            self._is_started = True
+        else:
+            self.refresh_handlers(ids)
+
+    def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
+        """Give the next batch, `[T, num_envs, ...]`, or `[num_envs, ...]` without T; resets lazily.
+
+        Raises:
+            DatasetExhausted: Every pass was delivered; also a `StopIteration`.
+        """
+        steps = self._checked_steps(num_transitions_per_env)
+        self._ensure_started()
+        buffer = self.get_buffer(steps)
+        if steps is None:
+            filled = self.fill_transition(buffer)
+            return buffer if filled is None else filled
+        return self.fill_rollout(buffer, steps)
+
+    def get_transition_batch(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Give `(transition, infos)` of one step, with `{"time_outs": ...}` where timeouts are known."""
+        transition = self.get_batch()
+        timeout = transition.get("timeout") if isinstance(transition, Mapping) else getattr(transition, "timeout", None)
+        return transition, {} if timeout is None else {"time_outs": timeout}
+
+    def __iter__(self) -> Iterator[Any]:
+        """Reset all envs to the first pass and give this object, whose cursors all iterators share.
+
+        For a look that does not disturb a stream use another dataset; `get_batch` goes on without a reset.
+        """
+        self.reset()
+        return self
+
+    def __next__(self) -> Any:
+        return self.get_batch(self.num_transitions_per_env)
+
+    def get_batch_by_time(
+        self, time_s: float | Sequence[float] | torch.Tensor, env_ids: EnvIds = None
+    ) -> tuple[Any, torch.Tensor]:
+        """Look the trajectories of `env_ids` up at given times, without moving any cursor.
+
+        Args:
+            time_s: Seconds since the start of each env's trajectory: a number, or `[len(env_ids)]`.
+            env_ids: Which envs; None is all.
+
+        Returns:
+            A batch `[len(env_ids), ...]`, and bool `[len(env_ids)]`, False where the time lies outside
+            the trajectory; such rows hold its nearest frame.
+
+        Raises:
+            UsageError: The data do not tell their frame rate.
+        """
+        self._ensure_started()
+        ids = self._checked_ids(env_ids)
+        try:
+            times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to((len(ids),))
+        except (TypeError, ValueError, RuntimeError) as cause:
+            expected = f"seconds, one number or {len(ids)}, one for each env"
+            raise UsageError("look frames up by time", "", expected, repr(time_s)[:100]) from cause
+        last = self.reference_num_frames(ids) - 1
+        position = times * self.frame_rate_hz
+        # Times are often made by dividing frame numbers by the rate: allow for its rounding.
+        valid = (position >= -1e-6) & (position <= last + 1e-6)
+        inside = torch.minimum(torch.nan_to_num(position).clamp(min=0.0), last.to(torch.float64))
+        return self.read_frames_at(ids, inside), valid.to(self.device)
+
+    def reference_length_s(self, env_ids: EnvIds = None) -> torch.Tensor:
+        """Seconds from the first to the last frame of each env's trajectory, float32 `[len(env_ids)]`."""
+        self._ensure_started()
+        frames = self.reference_num_frames(self._checked_ids(env_ids))
+        return ((frames - 1).to(torch.float64) / self.frame_rate_hz).to(torch.float32).to(self.device)
+
+    @property
+    def frame_rate_hz(self) -> float:
+        """Frames per second of the recording."""
+        raise UsageError("look frames up by time", f"in {self.data_dir!r}", "a known frame rate", "none")
+
+    def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
+        """Frames of each env's trajectory, int64 `[len(env_ids)]`."""
+        raise UsageError(
+            "look frames up by time", f"with {type(self).__name__}", "a reader that can", "one that cannot"
+        )
+
+    def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
+        """Give a batch `[len(env_ids), ...]` of the frames at `position` (float64, counted in frames)."""
+        raise UsageError(
+            "look frames up by time", f"with {type(self).__name__}", "a reader that can", "one that cannot"
+        )
+
+    def _ensure_started(self) -> None:
+        if not self._is_started:
+            self.reset()
+
+    def _checked_ids(self, env_ids: EnvIds) -> torch.Tensor:
+        if env_ids is None:
+            return self.all_env_ids
+        try:
+            ids = torch.as_tensor(env_ids, device="cpu").reshape(-1)
+        except (TypeError, ValueError, RuntimeError) as cause:
+            raise UsageError("choose envs", "", "integer ids: a tensor, array or list", repr(env_ids)[:100]) from cause
+        if ids.dtype == torch.bool or (ids.dtype.is_floating_point and len(ids)):
+            raise UsageError("choose envs", "", "integer ids", str(ids.dtype))
+        ids = ids.to(torch.int64)
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.num_envs):
+            raise UsageError("choose envs", "", f"ids in 0:{self.num_envs}", f"{int(ids.min())} to {int(ids.max())}")
+        if len(torch.unique(ids)) != len(ids):
+            raise UsageError("choose envs", "", "each id once", f"{ids.tolist()}")
+        return ids
+
+    @staticmethod
+    def _checked_steps(steps: int | None) -> int | None:
+        return None if steps is None else whole("num_transitions_per_env", steps, 1)
+
+
+def _at_step(buffer: Any, step: int) -> Any:
+    """View one step of a buffer: tensors lose their first axis, everything else stays."""
+    if isinstance(buffer, torch.Tensor):
+        return buffer[step]
+    if isinstance(buffer, Mapping):
+        return {key: _at_step(value, step) for key, value in buffer.items()}
+    if isinstance(buffer, tuple) and hasattr(buffer, "_fields"):
+        return type(buffer)(*(_at_step(value, step) for value in buffer))
+    if isinstance(buffer, (tuple, list)):
+        return type(buffer)(_at_step(value, step) for value in buffer)
+    return buffer

@@ -1,0 +1,128 @@
+"""Batches of a dataset, read ahead by a thread, with the state of what was delivered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from storage.core.duplicates import Unique
+from storage.errors import UsageError
+from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
+
+from ..index.agreement import Deferred, Undecided
+from .resume import Position
+
+if TYPE_CHECKING:
+    from .rollout_dataset import RolloutDataset
+
+
+class PrefetchedBatches(Unique):
+    """Iterate over a dataset while a thread reads ahead; made by `RolloutDataset.prefetch`.
+
+    Iteration continues where the dataset stands; where its epoch is over, it begins the next one. While it goes on,
+    the dataset belongs to the thread: do not read from it; a second iteration is refused (`UsageError`). After leaving
+    the loop, or `close()`, the dataset is put back to what was delivered.
+    """
+
+    def __init__(self, dataset: RolloutDataset, num_batches: int = 2, device: torch.device | str | None = None) -> None:
+        self.dataset = dataset
+        self._delivered: Position | None = None
+        self._items: PrefetchedItems[Any] | None = None
+        target = torch.device(device) if device is not None else dataset.device
+        self._reader = _Reader(dataset)
+        self._collector: PipelinedDataCollector[Any] = PipelinedDataCollector(self._reader, target, num_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.dataset.lent_to is not None:
+            self.dataset.lent_to.check()
+            advice = "Leave that loop or close() it, or make another dataset"
+            raise UsageError("prefetch", "from a dataset", "no other thread that reads ahead of it", "one", advice)
+        if self.dataset.is_over():
+            self.dataset.reset()
+        self._delivered = self.dataset.position
+        self._reader.begin()
+        items = self._items = self.dataset.lent_to = iter(self._collector)
+        try:
+            for batch, position in items:
+                if isinstance(batch, Undecided):
+                    self._reader.decide(batch)
+                    continue
+                self._delivered = position.value
+                yield batch
+        finally:
+            self._end(items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands after the last delivered batch; see `RolloutDataset.state_dict`."""
+        if self._delivered is None:
+            return self.dataset.state_dict()
+        return self.dataset.state_at(self._delivered)
+
+    def close(self) -> None:
+        """Stop reading ahead. Idempotent."""
+        if self._items is not None:
+            self._end(self._items)
+        self._collector.close()
+
+    def _end(self, items: PrefetchedItems[Any]) -> None:
+        """End an iteration, unless it has ended and the dataset belongs to another one."""
+        if self.dataset.lent_to is not items:
+            return items.close()
+        self._reader.stop()
+        items.close()
+        assert self._delivered is not None
+        self.dataset.agree = self._reader.deferred.agree
+        self.dataset.go_to(self._delivered)
+        self.dataset.lent_to = None
+
+
+class _Boxed:
+    """Keeps a position from being looked into as if it were part of the batch."""
+
+    def __init__(self, value: Position) -> None:
+        self.value = value
+
+
+class _Reader:
+    """The dataset as (batch, position after it); at the begin of a pass it asks, and waits for the answer.
+
+    Only the thread that takes the batches looks at the folders: when all batches before were delivered, so that the
+    stream does not depend on how far it was read ahead; and ranks agree there by a collective call.
+    """
+
+    def __init__(self, dataset: RolloutDataset) -> None:
+        self.dataset = dataset
+
+    def begin(self) -> None:
+        """Be ready for an iteration."""
+        self._is_stopped, self._answered = False, threading.Event()
+        self.deferred = self.dataset.agree = Deferred(self.dataset.agree)
+
+    def decide(self, wanted: Undecided) -> None:
+        """Answer the thread."""
+        self.deferred.decide(wanted)
+        self._answered.set()
+
+    def stop(self) -> None:
+        """Let the thread not wait any more."""
+        self._is_stopped = True
+        self._answered.set()
+
+    def __iter__(self) -> Iterator[tuple[Any, _Boxed | None]]:
+        while True:
+            try:
+                batch = self.dataset.get_batch(self.dataset.num_transitions_per_env)
+            except StopIteration:
+                return
+            except Undecided as wanted:
+                yield wanted, None
+                self._answered.wait()
+                if self._is_stopped:
+                    return
+                self._answered.clear()
+                continue
+            yield batch, _Boxed(self.dataset.position)
+            del batch

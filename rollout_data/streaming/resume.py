@@ -1,0 +1,132 @@
+"""Resuming a stream: its position as plain data, and back.
+
+One rule: the state says what was delivered of the stream of all ranks, in words that stay true when files come and
+go: trajectories by writer and number, and how far each writer's blocks were known.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..frames.sources import writers_upto
+from ..index.index import TrajectoryIndex
+from .cursor import Deal, StreamState
+from .dealer import Dealer
+from .passes import Name, PassOptions, num_dealt
+
+#: 1 was the state of one shard.
+_VERSION = 3
+_KEYS = {
+    "version", "is_started", "settings", "epoch", "pass", "upto", "bounds", "dealt", "writers", "trajectory", "frame",
+    "is_first", "is_exhausted",
+}  # fmt: skip
+
+
+class Position(NamedTuple):
+    """Where the stream of all ranks stands: immutable, so that keeping one costs nothing."""
+
+    state: StreamState
+    deal: Deal
+
+
+def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, Any]:
+    """Write a position down as plain data (numbers, strings, lists, dicts)."""
+    state, deal = position
+    index = deal.source.index
+    keys = index.keys(state.trajectory)
+    writers = sorted({writer for writer, _ in keys})
+    return {
+        "version": _VERSION,
+        "is_started": True,
+        "settings": {"num_envs": len(keys), **_settings(options)},
+        "epoch": epoch,
+        "pass": deal.number,
+        "upto": writers_upto(index),
+        "bounds": [index.name(int(deal.order.min())), index.name(int(deal.order.max()))],
+        "dealt": index.name(int(deal.order[state.position - 1])) if state.position else None,
+        "writers": writers,
+        "trajectory": [[writers.index(writer), number] for writer, number in keys],
+        "frame": state.frame.tolist(),
+        "is_first": state.is_first.tolist(),
+        "is_exhausted": state.is_exhausted.tolist(),
+    }
+
+
+class Misfit(Exception):
+    """What a state should hold, and what it does."""
+
+
+def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int, share: slice) -> None:
+    """Raise `Misfit` unless a state is of these settings, and gives a rank that reads `share` `num_envs` envs."""
+    if saved.get("version") != _VERSION:
+        raise Misfit(f"a state of version {_VERSION}", repr(saved.get("version")))
+    if saved.keys() != _KEYS:
+        raise Misfit("a state as state_dict() gives it", f"the keys {sorted(saved)}")
+    if share.stop - share.start != num_envs:
+        all_envs = saved["settings"]["num_envs"]
+        got = f"{share.stop - share.start} of its {all_envs} for this rank"
+        raise Misfit(f"num_envs={num_envs} as in this dataset", got if share != slice(0, all_envs) else str(all_envs))
+    for name, mine in _settings(options).items():
+        if saved["settings"].get(name) != mine:
+            raise Misfit(f"{name}={mine!r} as in this dataset", repr(saved["settings"].get(name)))
+
+
+def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
+    """Find a saved position again.
+
+    Raises:
+        Misfit: What it names is not there, or it contradicts itself.
+    """
+    store = dealer.resumed(int(saved["pass"]), saved["upto"])
+    keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
+    state = StreamState(
+        store.index.find(keys),
+        np.array(saved["frame"], np.int64),
+        np.array(saved["is_first"], bool),
+        np.array(saved["is_exhausted"], bool),
+    )
+    shapes = {column.shape for column in (state.trajectory, state.frame, state.is_first, state.is_exhausted)}
+    if shapes != {(saved["settings"]["num_envs"],)}:
+        raise Misfit(f"{saved['settings']['num_envs']} numbers of each kind", str(sorted(shapes)))
+    state = _without_the_gone(state, store.index, keys)
+    first, last = map(_name, saved["bounds"])
+    deal = dealer.dealt(int(saved["pass"]), store, state.trajectory, bounds=(first, last))
+    if deal.number < 0 or not dealer.options.has_pass(deal.number):
+        raise Misfit("a pass of this dataset", f"pass {deal.number}")
+    limit = deal.lengths[state.trajectory] - (~state.is_exhausted).astype(np.int64)
+    if ((state.frame < 0) | (state.frame > limit)).any():
+        raise Misfit("frames within their trajectories", str(state.frame.tolist()[:8]))
+    number = dealer.number_of(deal.number)
+    if saved["dealt"] is not None:
+        position = num_dealt(store.index, deal.order, dealer.options, number, _name(saved["dealt"]))
+        state = replace(state, position=position)
+    return Position(state, deal)
+
+
+def _name(given: Any) -> Name:
+    end_time_ns, writer, number = given
+    return operator.index(end_time_ns), str(writer), operator.index(number)
+
+
+def _without_the_gone(state: StreamState, index: TrajectoryIndex, keys: list[tuple[str, int]]) -> StreamState:
+    """Let exhausted envs whose last trajectory is gone show the last frame of another one."""
+    is_gone = state.trajectory < 0
+    if (is_gone & ~state.is_exhausted).any() or not len(index):
+        writer, number = keys[int(np.argmax(is_gone & ~state.is_exhausted))]
+        raise Misfit(f"trajectory {number} of writer {writer!r}", "it is not there any more")
+    shown = np.where(is_gone, len(index) - 1, state.trajectory)
+    return replace(state, trajectory=shown, frame=np.where(is_gone, index.lengths[shown], state.frame))
+
+
+def _settings(options: PassOptions) -> dict[str, Any]:
+    """What decides the order of frames, besides the number of envs."""
+    settings = asdict(options)
+    settings["starting_frame_range"] = list(settings["starting_frame_range"])
+    for name in ("wait_timeout_s", "poll_interval_s"):
+        del settings[name]
+    return settings

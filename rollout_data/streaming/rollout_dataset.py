@@ -1,0 +1,229 @@
+"""RolloutDataset: recorded rollouts as batches of parallel streams.
+
+One rule: an argument is checked here and decides there: how batches follow each other is `stream.py`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from storage.core.arguments import flag, frame_rate, real, whole
+from storage.errors import UsageError, nearest
+
+from ..frames.coded import CHUNK_CACHE_BYTES
+from ..frames.source_base import DataDirs, absolute_paths
+from ..frames.store import FrameStore
+from ..index.sharding import ShardChoice, checked_shard
+from ..transition import Transition
+from .batches import BatchOptions, BatchReader
+from .lookup import empty_batch, frames_at, write_into
+from .passes import PassOptions, frame_range
+from .prefetch import PrefetchedBatches
+from .stream import Even, RolloutStream
+
+Cache = Literal["none", "ram", "device"]
+OnError = Literal["raise", "skip"]
+Interpolation = Literal["nearest", "linear"]
+
+
+class RolloutDataset(RolloutStream):
+    """Stream recorded trajectories into `num_envs` parallel streams, in order, with random starts.
+
+    Every env plays one trajectory after the other; when one ends, that env alone takes the next
+    unused one. Reads block files, and folders of the older `trajectory_*/traj_*_*.pickle` layout.
+    Nothing is read before the first batch.
+
+    Args:
+        data_dir: A folder or a list of folders.
+        num_envs: Parallel streams of each rank. Those of all ranks are one stream, planned alike in every process and
+            the same for any number of ranks and workers; workers of a rank read its batches in turns.
+        dataset_loops: How often all trajectories are delivered; below 1 for ever.
+        random_shuffle_traj_order: Deal them in an order that is a permutation by (seed, epoch, pass).
+        keep_latest_n_trajs: N > 0 reads only the newest N complete trajectories, waits until there
+            are N, and looks for newer ones at every pass.
+        starting_frame_range: Half-open range of the frame at which a trajectory starts.
+        device: Where batches are delivered; None is CUDA if there is one. In DataLoader workers
+            always the CPU.
+        num_transitions_per_env: T of the batches of iteration; None is one step without a time axis.
+        seed: Of permutations and starting frames.
+        cache: "none" reads the mapped files, "ram" copies the frames into memory first, "device" into
+            the memory of `device`, so that a batch never leaves it. Blocks are never modified; whoever
+            truncates a mapped one ends every process that reads it, as with any mapped file.
+        flatten_observations: Join components along the last axis in `obs_segments` order; False
+            gives dicts.
+        mark_first_frame: Mark the first frame delivered of a trajectory as done, by which recurrent
+            learners reset. `is_first` tells it in either case.
+        drop_last: Stop at the first batch that not every env can fill, and count what is left in
+            `num_dropped_frames`. False goes on until all envs are exhausted; the exhausted repeat
+            their last transition with `valid=False`.
+        verify_on_open: Check every checksum when a block is first seen.
+        wait_timeout_s: How long to wait for `keep_latest_n_trajs`.
+        contiguous: Give every field contiguous memory of its own, rather than a view of rows.
+        frame_rate_hz: For `get_batch_by_time`; None takes it from the metadata.
+        interpolation: "nearest" or "linear", for `get_batch_by_time`.
+        chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
+        shard: Which share of the envs this process reads. "auto": that of its rank in torch.distributed, where rank 0
+            decides for all which trajectories a pass may use. "none": all of it, for trainers that split batches
+            themselves. (rank, world size): said outright.
+        even: When ranks end. "pad": all together, when the last env of all ranks is exhausted; "drop": all together,
+            when one rank has nothing left; "none": each when its own envs are exhausted.
+        on_error: "skip" leaves out what is left of a trajectory whose data are damaged, names it in `problems` and
+            goes on. A file that is gone is always left out so.
+        as_dict: Give batches as plain dicts of tensors: what was recorded and the flags, no None, extras among them.
+
+    Attributes:
+        problems: What could not be read, was repaired or left out, as exceptions.
+        num_lost_trajectories: Trajectories that could not be read to their end; the rest has `valid=False`.
+        num_dropped_frames: Frames that `drop_last` left undelivered.
+
+    Raises:
+        UsageError: An argument is wrong, or there are fewer trajectories than envs (at reset).
+        WaitTimeoutError: `keep_latest_n_trajs` did not come in time.
+    """
+
+    def __init__(
+        self,
+        data_dir: DataDirs,
+        num_envs: int,
+        dataset_loops: int = 1,
+        random_shuffle_traj_order: bool = False,
+        keep_latest_n_trajs: int = 0,
+        starting_frame_range: tuple[int, int] = (0, 1),
+        device: torch.device | str | None = None,
+        *,
+        num_transitions_per_env: int | None = None,
+        seed: int = 0,
+        cache: Cache = "none",
+        flatten_observations: bool = True,
+        mark_first_frame: bool = True,
+        drop_last: bool = False,
+        verify_on_open: bool = False,
+        wait_timeout_s: float = 60.0,
+        contiguous: bool = False,
+        frame_rate_hz: float | None = None,
+        interpolation: Interpolation = "nearest",
+        chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
+        shard: ShardChoice = "auto",
+        even: Even = "pad",
+        on_error: OnError = "raise",
+        as_dict: bool = False,
+    ) -> None:
+        super().__init__(data_dir, num_envs, device)
+        self._paths = absolute_paths(data_dir)
+        kinds: dict[str, tuple[Any, Any]] = {
+            "cache": (cache, Cache), "interpolation": (interpolation, Interpolation), "even": (even, Even),
+            "on_error": (on_error, OnError),
+        }  # fmt: skip
+        for name, (value, kind) in kinds.items():
+            if value not in (allowed := get_args(kind)):
+                expected = f"{name} {nearest(str(value), allowed)}"
+                raise UsageError("open the dataset", repr(data_dir), expected, repr(value))
+        self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
+        self.cache, self.drop_last, self.interpolation = cache, flag("drop_last", drop_last), interpolation
+        self.even, self.on_error, self.as_dict = even, on_error, flag("as_dict", as_dict)
+        self.verify_on_open = flag("verify_on_open", verify_on_open)
+        self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
+        self._passes = PassOptions(
+            whole("dataset_loops", dataset_loops, -(1 << 62)),
+            flag("random_shuffle_traj_order", random_shuffle_traj_order),
+            whole("keep_latest_n_trajs", keep_latest_n_trajs, 0),
+            frame_range(starting_frame_range),
+            whole("seed", seed, 0),
+            real("wait_timeout_s", wait_timeout_s, "seconds >= 0", lambda seconds: seconds >= 0),
+        )
+        self._look = {
+            "flatten_observations": flag("flatten_observations", flatten_observations),
+            "mark_first_frame": flag("mark_first_frame", mark_first_frame),
+            "contiguous": flag("contiguous", contiguous),
+        }
+        self._frame_rate_hz = None if frame_rate_hz is None else frame_rate(frame_rate_hz)
+        self._begin_unread(checked_shard(shard))
+
+    # What there is
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Contents of metadata.json of the (first) folder."""
+        return self.source.metadata
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories in the folders, as last seen."""
+        return len(self._store().index)
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the folders, as last seen."""
+        return self._store().index.num_frames
+
+    def _store(self) -> FrameStore:
+        if self._deal is not None:
+            return self._deal.source
+        self.source.refresh()
+        return self.source.snapshot()
+
+    def get_buffer(self, num_transitions_per_env: int | None = None) -> Transition:
+        """Allocate a batch of zeros in the form that `get_batch` gives."""
+        self._ensure_started()
+        return empty_batch(
+            self._store(), self._batch_options(), self._checked_steps(num_transitions_per_env), self.num_envs
+        )
+
+    def _batch_options(self) -> BatchOptions:
+        return BatchOptions(self.device, **self._look)
+
+    def fill_transition(self, buffer: Transition, env_ids: torch.Tensor | None = None) -> Transition:
+        """Write the next step of `env_ids` into those rows of a `[num_envs, ...]` buffer; only they move on."""
+        self._ensure_started()
+        ids = np.sort(self._checked_ids(env_ids).numpy())
+        if len(ids) < self.num_envs:
+            self._check_alone("fill the rows of some envs")
+        step, position = self.read_next(1, ids if len(ids) < self.num_envs else None, without_time=True)
+        write_into(buffer, step, torch.from_numpy(ids))
+        self.commit(position)
+        return buffer
+
+    def fill_rollout(self, buffer: Transition, num_transitions_per_env: int) -> Transition:
+        """Write the next T steps into a `[T, num_envs, ...]` buffer in one plan."""
+        self._ensure_started()
+        batch, position = self.read_next(num_transitions_per_env, None, without_time=False)
+        write_into(buffer, batch, None)
+        self.commit(position)
+        return buffer
+
+    def prefetch(self, num_batches: int = 2, device: torch.device | str | None = None) -> PrefetchedBatches:
+        """Iterate with batches read ahead by a thread and copied to `device` (None: the dataset's).
+
+        `state_dict()` of the iterator tells what was delivered, not what was read ahead.
+        """
+        return PrefetchedBatches(self, num_batches, device)
+
+    # Lookup by time
+
+    @property
+    def frame_rate_hz(self) -> float:
+        rate = self._frame_rate_hz
+        if rate is None and (found := self.metadata.get("frame_rate_hz")) is not None:
+            rate = frame_rate(found)
+        if rate is None:
+            raise UsageError(
+                "look frames up by time",
+                f"in {self.data_dir!r}",
+                "a known frame rate",
+                "none",
+                "Give frame_rate_hz, or record it in the metadata",
+            )
+        return rate
+
+    def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
+        assert self._deal is not None
+        return torch.from_numpy(self._deal.lengths[self._state.trajectory[self._mine][env_ids.numpy()]])
+
+    def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Transition:
+        assert self._deal is not None
+        trajectory = self._state.trajectory[self._mine][env_ids.numpy()]
+        reader = BatchReader(self._batch_options())
+        return frames_at(reader, self._deal, trajectory, position.numpy(), self.interpolation == "linear")

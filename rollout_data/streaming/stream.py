@@ -1,0 +1,450 @@
+"""A stream of recorded trajectories: epochs, passes, batches and resuming: plan, gather, commit.
+
+One rule: every process plans the envs of all ranks with integers, reads its own share of what the plan says, and only
+then moves on; a failed read leaves every cursor where it was.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from storage.core.arguments import whole
+from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError
+from storage.live.prefetch import PrefetchedItems
+
+from ..frames.source_base import Source
+from ..frames.sources import blocks_of, open_source
+from ..index.agreement import Agree, Board, agreement_of, alone, refuse_second_split
+from ..index.sharding import ALONE, Shard, current_shard, current_worker, is_in_worker
+from ..transition import Transition
+from .base import RolloutFileBase
+from .batches import BatchOptions, BatchReader
+from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps, share_of
+from .dealer import Dealer
+from .losses import leave_out
+from .passes import PassOptions
+from .readahead import ReadAhead
+from .resume import Misfit, Position, check_settings, position_in, state_at
+
+Even = Literal["pad", "drop", "none"]
+
+
+class RolloutStream(RolloutFileBase):
+    """What `RolloutDataset` delivers, and in which order; made and documented there."""
+
+    _paths: list[Path]
+    _passes: PassOptions
+    _look: dict[str, bool]
+    even: Even
+    cache: str
+    on_error: str
+    drop_last: bool
+    verify_on_open: bool
+    _chunk_cache_bytes: int
+    as_dict: bool
+
+    def _begin_unread(self, shard: Shard | None) -> None:
+        """Be a new stream; `shard`: see `checked_shard`."""
+        self._chosen_shard = shard
+        self._travelled = ALONE  # the rank of the process that sent this copy to a worker
+        self._epoch, self._is_used = 0, False  # whether a batch of that epoch was delivered
+        self.lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
+        self._board, self._num_iterations = Board(), 0
+        self.agree: Agree = alone  # how this process learns what is in the folders
+        self._is_told = False  # by the process with a `RolloutLoader`
+        self.num_dropped_frames = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be as before the first batch."""
+        self._source: Source | None = None
+        self._dealer: Dealer | None = None
+        self._deal: Deal | None = None
+        self._shard = current_shard(self._chosen_shard)
+        self._state = StreamState.fresh(self.num_envs)
+        self._mine = slice(0, self.num_envs)
+        self._saved: dict[str, Any] | None = None  # the state just loaded, until a batch was delivered
+        self._saved_name = ""
+        self._skip: int | None = None
+        self._is_continued = False  # in a worker: iterating goes on with the state that was loaded
+        self._reader: BatchReader | None = None
+        self._readahead: ReadAhead | None = None
+        self._is_started = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
+        state = self.__dict__.copy()
+        for name in ("_source", "_dealer", "_deal", "_reader", "_readahead", "_state", "lent_to"):
+            del state[name]
+        state["_travelled"] = self._rank()
+        state["agree"] = self.agree if self._is_told else alone
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lent_to = None
+        self._forget()
+        for name in ("_saved", "_saved_name", "_is_continued"):
+            setattr(self, name, state[name])
+
+    def _rank(self) -> Shard:
+        """The share of this process; a worker that was not forked knows it from the process that made it."""
+        shard = current_shard(self._chosen_shard)
+        if self._chosen_shard is None and shard.total > 1:
+            refuse_second_split()
+        return self._travelled if shard == ALONE and self._chosen_shard is None and is_in_worker() else shard
+
+    # What there is
+
+    @property
+    def source(self) -> Source:
+        """The opened folders."""
+        if self._source is None:
+            self._source = open_source(self._paths, self.verify_on_open, self._chunk_cache_bytes)
+        return self._source
+
+    @property
+    def problems(self) -> list[RolloutDataError]:
+        """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
+        return self.source.problems
+
+    @property
+    def num_lost_trajectories(self) -> int:
+        """Trajectories that could not be read to their end."""
+        return self.source.num_lost_trajectories
+
+    @property
+    def num_dataset_looped(self) -> int:
+        """How many passes were dealt out completely."""
+        if self._deal is None:
+            return 0
+        is_over = bool(self._state.is_exhausted.any()) and not self._passes.has_pass(self._deal.number + 1)
+        return self._deal.number + int(is_over)
+
+    # Epochs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the number of the next epoch; those after it count on from there.
+
+        Epochs differ in their permutations and starting frames, equal ones are equal. Each reset, hence each
+        iteration, begins the next epoch by itself. Workers that live on from epoch to epoch are reached too.
+        """
+        if self._saved is not None and self._saved["epoch"] == whole("epoch", epoch, 0):
+            return  # of which the state is: it goes on
+        if self._saved is not None:
+            self._forget()
+        self._epoch, self._is_used = whole("epoch", epoch, 0), False
+        if self._noted() is not None:
+            self._note(self._epoch, self._saved_name)
+
+    def _begin_epoch(self) -> None:
+        """Take the number of the next epoch, and ask who reads what."""
+        if not is_in_worker() and (noted := self._noted()) is not None:  # workers have read
+            self._epoch, self._is_used = noted[0], False
+            self._note()
+        if self._is_used:
+            self._epoch, self._is_used = self._epoch + 1, False
+
+    def _new_dealer(self, num_envs: int) -> Dealer:
+        """What orders passes for this process, of `num_envs` envs in all; made anew when rank or epoch may differ."""
+        self._shard = self._rank()
+        self._mine = self._shard.part_of(num_envs)
+        if not self._is_told:
+            self.agree = self._board.agree(self._group()) if is_in_worker() else agreement_of(self._shard)
+        keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
+        skips = self.on_error == "skip"
+        self._dealer = Dealer(
+            self.source, self._passes, self._epoch, keeps_on, skips, lambda number, look: self.agree(number, look)
+        )
+        return self._dealer
+
+    # Streams (see RolloutFileBase)
+
+    def reset_all(self) -> None:
+        self._begin_epoch()
+        num_envs = self.num_envs * self._rank().total
+        dealer = self._new_dealer(num_envs)
+        deal = dealer.first()
+        self._check_enough(deal, num_envs)
+        state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deal, dealer.following)
+        self._saved, self._reader, self.num_dropped_frames = None, None, 0
+        self.go_to(Position(state, deal))
+
+    def _check_enough(self, deal: Deal, num_envs: int) -> None:
+        num_trajectories = len(deal.order)
+        available = num_trajectories * max(1, self._passes.dataset_loops)
+        if num_trajectories and (self._passes.is_endless or available >= num_envs):
+            return
+        among = "" if self._shard.total == 1 else f" for {self._shard.total} ranks"
+        left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
+        raise UsageError(
+            f"start {num_envs} envs",
+            f"on {self.data_dir!r}",
+            f"at least {num_envs} trajectories{among}",
+            f"{num_trajectories}{left_out}",
+            "Use fewer envs, more passes (dataset_loops) or more data",
+        )
+
+    def refresh_handlers(self, env_ids: torch.Tensor) -> None:
+        assert self._deal is not None and self._dealer is not None
+        self._check_alone("reset some envs")
+        self._state, self._deal = deal_next(self._state, env_ids.numpy(), self._deal, self._dealer.following)
+
+    def _check_alone(self, action: str) -> None:
+        """Raise where other processes plan the same stream: they would not know."""
+        if self._shard.total * current_worker().total > 1:
+            got = f"{self._shard.total} ranks and {current_worker().total} workers, which share one plan"
+            advice = "Reset all envs, or open the dataset with shard='none' and a seed for each rank"
+            raise UsageError(action, f"of {self.data_dir!r}", "one process that plays it", got, advice)
+
+    def _plan(self, num_steps: int, envs: Int64s | None = None) -> tuple[Plan, StreamState, Deal]:
+        """Plan the next steps of the envs of all ranks, or of `envs` of one process."""
+        assert self._deal is not None and self._dealer is not None
+        if self._is_over(self._state):
+            raise DatasetExhausted(
+                "read another batch",
+                f"from {self.data_dir!r}",
+                "",
+                f"all {self.num_dataset_looped} passes were delivered",
+                "reset() starts again",
+            )
+        plan, state, deal = plan_steps(self._state, self._deal, num_steps, self._dealer.following, envs)
+        num_valid = plan.num_valid if envs is None else plan.num_valid[envs]
+        if self.drop_last and (num_valid < num_steps).any():
+            left = (deal.lengths[state.trajectory] - state.frame) * ~state.is_exhausted
+            self.num_dropped_frames = int((plan.num_valid + left)[self._mine].sum())
+            raise DatasetExhausted(
+                "fill another batch",
+                f"from {self.data_dir!r}",
+                "",
+                f"{self.num_dropped_frames} frames are left",
+                "drop_last=False delivers them",
+            )
+        return plan, state, deal
+
+    def _is_over(self, state: StreamState) -> bool:
+        """True if this rank has nothing more to deliver in this epoch."""
+        if self.even == "pad" or self._shard.total == 1:
+            return bool(state.is_exhausted.all())
+        ranks = [self._shard.number] if self.even == "none" else range(self._shard.total)
+        shares = [Shard(rank, self._shard.total).part_of(len(state.is_exhausted)) for rank in ranks]
+        return any(bool(state.is_exhausted[share].all()) for share in shares)
+
+    def _read(self, plan: Plan, envs: Int64s, without_time: bool = False) -> Transition:
+        if self._reader is None:
+            self._reader = BatchReader(BatchOptions(self.device, **self._look))
+        return self._reader.read(plan, envs, self._shard.number, without_time)
+
+    def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
+        """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
+
+        With `as_dict`, a dict of its tensors.
+
+        Raises:
+            DatasetExhausted: Everything was delivered; also a `StopIteration`.
+        """
+        steps = self._checked_steps(num_transitions_per_env)
+        self._ensure_started()
+        batch, position = self.read_next(steps or 1, None, without_time=steps is None)
+        self.commit(position)
+        return batch.tensors() if self.as_dict else batch
+
+    def read_next(self, num_steps: int, envs: Int64s | None, without_time: bool) -> tuple[Transition, Position]:
+        """Plan and read the next steps of `envs` of this process; None is all."""
+        plan, state, deal = self._plan(num_steps, envs)
+        mine = share_of(plan, self._mine) if self._shard.total > 1 else plan
+        while True:
+            if self._readahead is not None:
+                self._readahead.before(mine)
+            try:
+                batch = self._read(mine, np.arange(len(mine.num_valid)) if envs is None else envs, without_time)
+                return batch, Position(state, deal)
+            except DataFileError as problem:
+                self._leave_out(mine, problem)
+
+    def _leave_out(self, plan: Plan, problem: DataFileError) -> None:
+        """Mark the trajectories of a plan that cannot be read; raise `problem` if it is none of them."""
+        for part in plan.parts:
+            try:
+                played = np.union1d(part.pieces.trajectory, part.ends.trajectory)
+                return leave_out(self.source, part.deal.source, played, problem, self.on_error == "skip")
+            except DataFileError:
+                continue
+        raise problem
+
+    def commit(self, position: Position) -> None:
+        """Count what lies before a position as delivered."""
+        self._state, self._deal = position
+        self._saved, self._is_used = None, True
+        index, played = position.deal.source.index, position.state.trajectory
+        self.source.release(lambda: blocks_of(index, played[played >= 0]))
+
+    def next_position(self) -> Position | None:
+        """Plan the next batch of iteration without reading it: the position behind it, None if there is none."""
+        self._ensure_started()
+        try:
+            _, state, deal = self._plan(self.num_transitions_per_env or 1)
+        except DatasetExhausted:
+            return None
+        return Position(state, deal)
+
+    def __next__(self) -> Any:
+        """Give the next batch; in a DataLoader worker the next one that is its turn."""
+        worker = current_worker()
+        if worker.total > 1:
+            for _ in range(worker.number if self._skip is None else self._skip):
+                if (position := self.next_position()) is None:
+                    raise StopIteration
+                self.commit(position)
+            self._skip = worker.total - 1
+        return super().__next__()
+
+    # Resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream of all ranks stands: a few integers per env, plain data, alike in every rank.
+
+        Nothing that was only read ahead counts as delivered.
+
+        Raises:
+            UsageError: Workers of a DataLoader did the reading, of which this process knows nothing.
+        """
+        if not is_in_worker() and self._noted() is not None:
+            raise UsageError(
+                "say where the stream stands", f"of {self.data_dir!r}", "batches that this process has read",
+                "workers of a DataLoader", "Iterate over rollout_data.loader(dataset, num_workers=...) and ask it, or "
+                "use torchdata's StatefulDataLoader",
+            )  # fmt: skip
+        if self._saved is not None:
+            return dict(self._saved)
+        if not self._is_started or (not self._is_used and self.is_over()):  # the next epoch has a number, and no more
+            return {"version": 1, "is_started": False, "epoch": self._epoch + int(self._is_used)}
+        return self.state_at(self.position)
+
+    @property
+    def position(self) -> Position:
+        """Where the stream stands, as an immutable value: `state_at` writes it down."""
+        assert self._deal is not None
+        return Position(self._state, self._deal)
+
+    def state_at(self, position: Position) -> dict[str, Any]:
+        """Give `state_dict()` as it was at a position of this epoch."""
+        assert self._dealer is not None
+        state = state_at(position, self._passes, self._dealer.epoch)
+        return state if current_worker().total == 1 else {**state, "skip": self._skip}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, on any number of ranks and workers: the next batches are the same.
+
+        It does not matter what was recorded since, or which delivered trajectories were deleted. `num_envs` must be
+        this rank's share of the envs in the state. The next iteration (`iter(dataset)`) continues too, instead of
+        starting again; where the epoch was over, it begins the next one.
+
+        Raises:
+            UsageError: The state belongs to another dataset, number of envs or setting.
+        """
+        if not isinstance(state, Mapping):
+            raise UsageError("continue the stream", "", "what state_dict() gave", repr(state)[:100])
+        self._forget()
+        if state.get("is_started", True):
+            self._restore(state)
+            self._saved, self._saved_name = dict(state), secrets.token_hex(8)
+        else:
+            self._epoch, self._is_used = whole("epoch", state.get("epoch", 0), 0), False
+        if is_in_worker():  # of torchdata's StatefulDataLoader; the next epoch has other workers
+            self._is_continued = True
+            self._note(self._epoch + self._is_used, "")
+        else:
+            if self._noted() is not None:  # workers that live on
+                self._board.write(f"state_{self._rank().number}", (self._saved, self._saved_name))
+            self._note()
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        saved = dict(saved)
+        try:
+            skip = saved.pop("skip", None)
+            if skip is not None and not is_in_worker():
+                raise Misfit("the state of a whole stream", "that of a DataLoader worker")
+            num_envs = whole("num_envs", saved["settings"]["num_envs"], 1)
+            check_settings(saved, self._passes, self.num_envs, self._rank().part_of(num_envs))
+            self._epoch = whole("epoch", saved["epoch"], 0)
+            position = position_in(saved, self._new_dealer(num_envs))
+        except (Misfit, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as cause:
+            what = "a state as state_dict() gives it", f"{type(cause).__name__}: {cause}"
+            expected, got = cause.args if isinstance(cause, Misfit) else what
+            advice = "Load the state into a dataset like the one that gave it"
+            raise UsageError("continue the stream", f"of {self.data_dir!r}", expected, got, advice) from cause
+        self._is_used, self._skip = True, skip
+        self.go_to(position)
+
+    def __iter__(self) -> Iterator[Any]:
+        if is_in_worker():
+            return self._begin_in_worker()
+        noted = self._noted()
+        is_new = self._saved is not None and (noted is None or noted[1] != self._saved_name)
+        return self if is_new and not self.is_over() else super().__iter__()
+
+    def _ensure_started(self) -> None:
+        if not self._is_started and self._saved is not None:  # a copy
+            self._restore(self._saved)
+        super()._ensure_started()
+
+    def is_over(self) -> bool:
+        """True if the epoch has no further batch."""
+        return self.next_position() is None
+
+    def _noted(self) -> Any:
+        """What workers of this rank have noted, if any: the next epoch, and the state that they have continued."""
+        return self._board.read(f"next_{self._rank().number}")
+
+    def _note(self, *note: Any) -> None:
+        """Note the same; nothing takes the note away."""
+        name = f"next_{self._rank().number}"
+        self._board.write(name, note) if note else self._board.forget(name)
+
+    def _group(self) -> str:
+        """Name the workers that read this epoch together."""
+        worker = get_worker_info()
+        assert worker is not None
+        return f"{self._rank().number}_{worker.seed - worker.id}_{self._num_iterations}"
+
+    def _begin_in_worker(self) -> Iterator[Any]:
+        """Begin the epoch that the workers of this loader agree on."""
+        if self._is_continued:
+            self._ensure_started()
+            self._is_continued = False
+            return self
+        self._shard, self._skip = self._rank(), None
+        while not self._board.write(f"{self._group()}_of_{current_worker().number}", None, is_final=True):
+            self._num_iterations += 1  # it took part in that one: an earlier epoch, perhaps of the same seed
+        if (sent := self._board.read(f"state_{self._shard.number}")) is not None:
+            self._saved, self._saved_name = sent
+        epoch = self._epoch + self._is_used if self._saved is None else self._saved["epoch"]
+        while (begun := self._board.read(self._group())) is None:
+            following, continued = self._noted() or (epoch, "")
+            is_resumed = self._saved_name not in ("", continued)
+            if self._board.write(self._group(), (epoch if is_resumed else following, is_resumed), is_final=True):
+                self._note(1 + (epoch if is_resumed else following), self._saved_name)
+        (self._epoch, is_resumed), self._is_used = begun, False
+        if is_resumed and self._saved is not None:
+            self._restore(self._saved)
+            if not self.is_over():
+                return self
+            self._note(self._epoch + 2, self._saved_name)
+        return super().__iter__()
+
+    def follow(self, saved: dict[str, Any], agree: Agree) -> None:
+        """Be what a worker of `rollout_data.loader` reads: from a state on, as it is told."""
+        self._saved, self.agree, self._is_told, self._is_continued = saved, agree, True, True
+
+    def go_to(self, position: Position) -> None:
+        self._state, self._deal = position
+        self._readahead = ReadAhead(self.num_envs)
+        self._is_started = True

@@ -1,0 +1,399 @@
+"""`TrajectoryReplayBuffer`: whole trajectories on disk, their steps sampled as if in memory.
+
+One rule: a step is drawn with equal probability from all steps of the newest trajectories, wherever it
+lies; a trajectory is live exactly as long as it is counted. How rows lie is decided in `trajectories/`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from storage.core.duplicates import Unique
+from storage.core.durable import as_path
+from storage.core.records import Key
+from storage.core.threads import OwnCondition
+from storage.errors import ClosedError, MissingFieldError, UsageError
+from storage.live.monitors import PerformanceMonitor
+
+from .arguments import check_at_least, check_names, check_rank, check_seed
+from .cache import TrajectoryCache
+from .files import check_format, unpack
+from .gather import Gatherer
+from .index import Counters, Entry, check_json, folded, read_folder, save_to
+from .live import LiveTrajectories, check_fields
+from .rows import Trajectory, TrajectoryLayout, layout_of, put_together, take_apart
+from .saver import TrajectorySaver
+
+_UNTIMED = nullcontext()
+
+
+class TrajectoryReplayBuffer(Unique):
+    """Keep trajectories of `[T, B, ...]` tensors and sample their steps, from any thread.
+
+    Args:
+        seed: Of this buffer's own random numbers.
+        enable_cache: Keep trajectories in memory besides their files; without `auto_save` they are in any case.
+        cache_size: How many, with `auto_save`; 0 for all.
+        sample_window_size: Samples are drawn from this many of the newest trajectories; 0 for all. Without
+            `auto_save` older ones are given up.
+        auto_save: Write every trajectory to `auto_save_path`, in the background. The folder is a
+            checkpoint at any time: `load_checkpoint` reads it, also after a crash.
+        auto_save_path: A folder of this buffer alone.
+        trajectory_format: "h5" writes our block files, of which single rows are read; "pt" writes
+            `torch.save` files and "pkl" pickles, both read whole, for other tools.
+        max_trajectories: Older ones than so many are given up; None for no limit. Their auto-saved files are
+            deleted once as many newer ones are on the disk and in its index, so that a crash leaves the former or
+            the latter.
+        drop_first: Leaves that may have `T + e` rows, one before the first step of each of e epochs.
+        drop_last: Leaves that may have `T + e` rows, one after the last step of each.
+        trusted: Read pickles, which may run any code. Needed for "pkl".
+        max_pending_saves: How many trajectories may wait to be written; adding waits beyond that.
+        rank, world_size: Which of several that save under one path: in `rank_<rank>`, with ids of its own.
+        monitor: Told how long things take, waiting included: `trajectories/add`, `/sample`, `/save_checkpoint`,
+            `/load_checkpoint`, and `/write` (one file, in the background).
+    """
+
+    def __init__(
+        self,
+        seed: int = 1234,
+        enable_cache: bool = True,
+        cache_size: int = 5,
+        sample_window_size: int = 100,
+        auto_save: bool = False,
+        auto_save_path: str | os.PathLike[str] = "",
+        trajectory_format: str = "h5",
+        *,
+        max_trajectories: int | None = None,
+        drop_first: Sequence[str] = (),
+        drop_last: Sequence[str] = (),
+        trusted: bool = False,
+        max_pending_saves: int = 8,
+        rank: int = 0,
+        world_size: int = 1,
+        monitor: PerformanceMonitor | None = None,
+    ) -> None:
+        window_size, cache_size = check_at_least(0, sample_window_size=sample_window_size, cache_size=cache_size)
+        most = 1 if max_trajectories is None else max_trajectories
+        max_pending, most = check_at_least(1, max_pending_saves=max_pending_saves, max_trajectories=most)
+        rank, world_size = check_rank(rank, world_size)
+        check_format(trajectory_format, trusted)
+        if auto_save and not auto_save_path:
+            raise UsageError("save trajectories", "", "an auto_save_path", "none")
+        self.seed, self.sample_window_size, self.auto_save = check_seed(seed), window_size, bool(auto_save)
+        self.max_trajectories = None if max_trajectories is None else most
+        self.auto_save_path = as_path(auto_save_path or "", "save trajectories").absolute()  # wherever the process goes
+        self.trajectory_format, self.trusted = trajectory_format, trusted
+        self.drop_first, self.drop_last = check_names(drop_first, "drop_first"), check_names(drop_last, "drop_last")
+        self.rng = torch.Generator().manual_seed(self.seed)
+        self._cache_size = cache_size if enable_cache else None
+        self._max_pending, self._monitor = max_pending, monitor
+        self._lock: Any = OwnCondition("a buffer with auto_save") if self.auto_save else threading.RLock()
+        self._gatherer = Gatherer(self.trusted)
+        self._saver: TrajectorySaver | None = None
+        self._is_closed = False
+        self._next_id, self._id_step = rank, world_size
+        self._forget_all()
+        if self.auto_save:
+            self._start_saving(rank, world_size)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._live.entries)
+
+    def __enter__(self) -> TrajectoryReplayBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def size(self) -> int:
+        """How many trajectories are live."""
+        return len(self)
+
+    @property
+    def total_samples(self) -> int:
+        """Steps of all live trajectories, T * B of each."""
+        with self._lock:
+            return self._live.num_samples
+
+    @property
+    def trajectory_ids(self) -> list[int]:
+        """Ids of the live trajectories, oldest first."""
+        with self._lock:
+            return list(self._live.entries)
+
+    @property
+    def cached_ids(self) -> list[int]:
+        """Ids of the trajectories that are in memory."""
+        with self._lock:
+            return [] if self._live.cache is None else self._live.cache.ids
+
+    def add(self, trajectory: Any, *, weights_version: int | None = None) -> int:
+        """Copy a trajectory in; see `add_trajectories`. Gives its id."""
+        return self.add_trajectories([trajectory], weights_version=weights_version)[0]
+
+    def add_trajectories(self, trajectories: Iterable[Any], *, weights_version: int | None = None) -> list[int]:
+        """Copy trajectories in, oldest first.
+
+        Args:
+            trajectories: Nested mappings or dataclasses of `[T, B, ...]` tensors or arrays; T and B may
+                differ from one to the next, keys too. Leaves that are str, numbers or lists belong to
+                the trajectory as a whole; None is left out.
+            weights_version: Number of the policy that acted; by default that of a leaf `weights_version`.
+
+        Returns:
+            Their ids, which count up and are never used again.
+
+        Raises:
+            SchemaError: A leaf has other leading sizes than the first of rewards, actions and the rest, or
+                another dtype or shape than it had before. Nothing is added.
+            BackgroundError: An earlier trajectory could not be saved. Nothing is added.
+        """
+        taken = [take_apart(one, self.drop_first, self.drop_last) for one in trajectories]
+        layouts = [layout_of(one.tensors, "of a trajectory") for one in taken]
+        for one in taken:
+            check_json(one.info, "of a trajectory")
+        with self._lock:
+            self._check_usable("add a trajectory")
+            fields = dict(self._live.fields)
+            for layout in layouts:
+                check_fields(fields, layout.schema.values())
+        if self._saver is not None:
+            self._saver.warn_of_earlier()
+        with self._timed("add"):
+            return [self._take(one, layout, weights_version) for one, layout in zip(taken, layouts, strict=True)]
+
+    def sample(
+        self,
+        num_chunks: int,
+        keys: Collection[Key] | None = None,
+        *,
+        min_weights_version: int | None = None,
+        contiguous: bool = False,
+    ) -> dict[str, Any]:
+        """Draw steps uniformly, with replacement, from the `sample_window_size` newest trajectories.
+
+        Args:
+            num_chunks: How many, >= 1.
+            keys: The leaves wanted, by flat name ("obs/state") or tuple (("obs", "state")), or inner mappings for all
+                below them; None for those that every trajectory of the window has.
+            min_weights_version: Draw only from trajectories of this policy version or a later one.
+            contiguous: Make every tensor contiguous; otherwise small ones are views into packed rows.
+
+        Returns:
+            Nested dict of `[num_chunks, ...]` tensors on the CPU, all of them new.
+
+        Raises:
+            BufferEmptyError: There is nothing to draw from.
+            MissingFieldError: A drawn trajectory does not have a key (a `KeyError`).
+            UsageError: `keys` is no list of keys; a str is none.
+            DataFileError: A trajectory's file is gone or damaged.
+
+        After an error the random state is what it was.
+        """
+        [num_chunks] = check_at_least(1, num_chunks=num_chunks)
+        with self._timed("sample"), self._lock:
+            self._check_usable("sample")
+            return self._gatherer.sample(self._live, self.rng, num_chunks, keys, min_weights_version, contiguous)
+
+    def get(self, trajectory_id: int) -> dict[str, Any]:
+        """Give a whole trajectory: nested, `[T, B, ...]`, with its other leaves. A `KeyError` if it is not live."""
+        with self._lock:
+            entry = self._find(trajectory_id)
+            return put_together(unpack(entry.layout, self._rows_of(entry), entry.shape), entry.info)
+
+    def about(self, trajectory_id: int) -> dict[str, Any]:
+        """Give what the index says of a live trajectory: shape, uuid, weights version, ..."""
+        with self._lock:
+            return self._find(trajectory_id).to_json()
+
+    def clear_cache(self) -> None:
+        """Free the memory of the cache. Without `auto_save` it is the only place, and everything goes."""
+        with self._lock:
+            if self._saver is None:
+                self._forget_all()
+            elif self._live.cache is not None:
+                self._live.cache.clear()
+
+    def clear(self) -> None:
+        """Give up every trajectory; auto-saved files stay, ids go on counting."""
+        with self._lock:
+            self._forget_all()
+
+    def flush(self) -> None:
+        """Wait until every trajectory is saved; raises what saving one failed with."""
+        if self._saver is not None and not self._is_closed:
+            self._saver.flush()
+
+    def close(self) -> None:
+        """Save what is not saved yet, stop the thread, free all; raises a failure. Idempotent; idle in a fork."""
+        if self._saver is not None and not self._lock.is_own:
+            return
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            self.clear()
+
+    def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
+        """Write every live trajectory and what this buffer needs to go on, atomically.
+
+        An earlier checkpoint there is replaced. Saved files are linked where the file system can, otherwise copied.
+        Without `auto_save` adding and sampling wait meanwhile.
+
+        Raises:
+            DataFileError: There is a file, or a folder with other files.
+            BackgroundError: A trajectory could not be saved.
+        """
+        folder = as_path(directory, "save a checkpoint")
+        with self._timed("save_checkpoint"):
+            self.flush()
+            with self._lock:
+                self._check_usable("save a checkpoint")
+                if self._saver is not None and folder.resolve() == self._saver.folder.resolve():
+                    return  # it is one: the index has just been written
+                save_to(folder, list(self._live.entries.values()), self._counters(), self._rows_of)
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        is_distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        *,
+        min_weights_version: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        """Take over a checkpoint, or an existing folder of trajectories, in the place of what is here.
+
+        Args:
+            directory: What `save_checkpoint` or `auto_save` wrote, or another system (`pt` or `pkl` files with
+                an index); a folder of `rank_<r>` folders is taken as one.
+            is_distributed: Take only this rank's share: contiguous, the shares differ by one at most.
+            local_rank: Which share.
+            world_size: Of how many.
+            min_weights_version: Leave out trajectories of earlier policies, and of unknown ones.
+            verify: Compare the checksums of all rows; otherwise only what is needed to find them.
+
+        The random state is restored; sharded, each rank gets one of its own derived from it. With `auto_save` the
+        files are linked, or copied where there are no links, into the folder of this buffer, whose index names them.
+        With a warning, those whose ids others there have stay where they are, and what was there keeps its files.
+
+        Raises:
+            UsageError: Bad rank or world size.
+            DataFileError: Something is missing or damaged; nothing was changed.
+        """
+        local_rank, world_size = check_rank(local_rank, world_size)
+        folder = as_path(directory, "load a checkpoint").absolute()
+        rank, step = (local_rank, world_size) if is_distributed else (0, 1)
+        self._check_usable("load a checkpoint")
+        with self._timed("load_checkpoint"):
+            if self._saver is not None:
+                self._saver.wait()
+            entries, counters = read_folder(folder, self.trusted, verify)
+            entries = [one for one in entries if one.is_recent(min_weights_version)]
+            start, stop = (len(entries) * number // step for number in (rank, rank + 1))
+            live = self._empty_state()
+            for entry in live.kept(entries[start:stop]):
+                live.append(entry)
+                if self._saver is None and live.cache is not None:
+                    live.cache.put_rows(entry.trajectory_id, [(entry.layout, self._gatherer.load(entry))])
+            with self._lock:
+                self._check_usable("load a checkpoint")
+                if self._saver is not None:
+                    self._saver.adopt(live.entries.values(), folder, is_distributed)
+                self._forget_all()
+                self._live = live
+                if self._saver is not None:
+                    self._saver.name(live.entries.values())
+                    self._saver.warn_of_earlier()
+                if counters.rng is not None:
+                    self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
+                self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step
+
+    def _take(self, one: Trajectory, layout: TrajectoryLayout, weights_version: int | None) -> int:
+        """Copy a checked trajectory in; give its id."""
+        rows = layout.pack(one.tensors, self._gatherer.pool)
+        version = weights_version if weights_version is not None else one.info.get("weights_version")
+        with self._lock:
+            entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
+            self._next_id += self._id_step
+            gone, cache = self._live.append(entry), self._live.cache
+            for old in gone:
+                self._gatherer.forget(old)
+                if cache is not None:
+                    cache.drop(old.trajectory_id)
+            if cache is not None:
+                cache.put_rows(entry.trajectory_id, [(layout, rows)])
+            if self._saver is not None:
+                entry.rows = rows
+                self._saver.saved.expect(entry)
+        if self._saver is not None:
+            self._saver.submit(entry)  # may wait, hence without the lock
+        return entry.trajectory_id
+
+    def _find(self, trajectory_id: int) -> Entry:
+        self._check_usable("get the trajectory")
+        if (entry := self._live.entries.get(trajectory_id)) is None:
+            raise MissingFieldError("get the trajectory", "", f"one of {len(self)} live ids", repr(trajectory_id))
+        return entry
+
+    def _rows_of(self, entry: Entry) -> dict[str, torch.Tensor]:
+        """Give all rows of an entry, from wherever they are."""
+        cache = self._live.cache
+        if cache is None or entry.trajectory_id not in cache:
+            return self._gatherer.load(entry)
+        [(block, first)] = cache.find(entry.trajectory_id)
+        return block.rows(first)
+
+    def _empty_state(self) -> LiveTrajectories:
+        # Without files the cache is the store, and what goes is decided here.
+        limits = [self.max_trajectories, None if self.auto_save else self.sample_window_size]
+        capacity = min((limit for limit in limits if limit), default=None)
+        cache_size = self._cache_size if self.auto_save else 0
+        cache = None if cache_size is None else TrajectoryCache(cache_size)
+        return LiveTrajectories(self.sample_window_size, capacity, cache)
+
+    def _forget_all(self) -> None:
+        self._live = self._empty_state()
+        self._gatherer.close()
+        if self._saver is not None:
+            self._saver.saved.forget()
+
+    def _start_saving(self, rank: int, world_size: int) -> None:
+        folder = self.auto_save_path / f"rank_{rank}" if world_size > 1 else self.auto_save_path
+        self._saver = TrajectorySaver(
+            folder.resolve(),
+            self.trajectory_format,
+            self._max_pending,
+            self.max_trajectories,
+            self._lock,
+            lambda trajectory_id: self._live.moved(trajectory_id),  # of what is live by then
+            self._counters,
+            self._timed,
+        )
+        # Never over the files of an earlier run.
+        self._next_id += -(-self._saver.first_free_id // world_size) * world_size
+
+    def _counters(self) -> Counters:
+        return Counters(self.seed, self._next_id, self.trajectory_format, self.rng.get_state())
+
+    def _timed(self, what: str) -> AbstractContextManager[None]:
+        return _UNTIMED if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
+
+    def _check_usable(self, action: str) -> None:
+        if self._is_closed:
+            raise ClosedError(action, "", "an open buffer", "a closed one")
+        if self._saver is not None:
+            self._saver.check()

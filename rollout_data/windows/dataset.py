@@ -1,0 +1,233 @@
+"""WindowDataset: windows of recorded trajectories by number, for sequence models and action chunks.
+
+One rule: integers decide which frames a batch needs, one gather per kind of row moves them; `__getitem__` is a
+batch of one. What a window is made of is `fields.py`'s, which windows there are `index.py`'s.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from storage.core.arguments import whole
+from storage.core.checksums import crc32
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError, nearest
+
+from ..format.header import DATA
+from ..frames.coded import CHUNK_CACHE_BYTES
+from ..frames.source_base import DataDirs, Source, absolute_paths
+from ..frames.sources import BlockSource, open_source, writers_upto
+from ..frames.store import FrameStore
+from ..index.index import Int64s
+from .fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
+from .index import PADDINGS, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
+from .normalization import FieldStatistics, compute_statistics
+from .reader import MASK, NEXT_MASK, Allocate, WindowReader
+from .shared import WindowBatches
+
+
+class WindowDataset(WindowBatches):
+    """Windows of trajectories, by number; a map-style dataset that reads whole batches at once.
+
+    A window belongs to a frame `t` of a trajectory, its anchor, and has for each field the frames `t + delta`.
+    Read it through a `DataLoader` with `collate_fn=dataset.collate`, or through `WindowLoader`. The dataset shows
+    what was in the folders when it was opened; pickled copies (spawned workers) open the same files anew.
+
+    Args:
+        data_dir: A folder or a list of folders: block files, or the older `trajectory_*/traj_*_*.pickle` layout.
+        length: L: fields without an entry in `delta` have the frames `t .. t + L - 1`.
+        stride: Frames between the anchors of a trajectory.
+        delta: Field, or what its name begins with -> frames relative to the anchor, in this order: for example
+            `{"observation": [-1, 0], "action": range(16)}`, a frame stack and an action chunk.
+        padding: "none": only windows whose frames all exist. "repeat" (or "edge"), "zero": every `stride`-th
+            frame of a trajectory is an anchor, and frames outside read as the nearest one, or as zeros.
+        fields: Names, or what they begin with; None is all. Besides the recorded ones there are `done`, True on
+            the last frame of a trajectory, and `timeout`, True there if it was truncated or cut.
+        split: "train" or "validation"; None is all trajectories.
+        validation_fraction: Of M trajectories round(M * fraction) are for validation.
+        seed: Decides which ones: those with the least of numbers that depend on (seed, writer, number of the
+            trajectory) alone, not on the folder. `pack` makes other writers, hence other splits.
+        next_observations: Add `next_observation` (and `next_privileged_observation`): one frame later, after the
+            last frame the recorded final observation.
+        flatten_observations: Join the components of an observation along the last axis in `obs_segments` order, as
+            `RolloutDataset` does, `[B, L, D]`; its masks are one then, and `delta` has to ask for the same frames of
+            all of them. Statistics stay those of the components.
+        contiguous: Give every field contiguous memory of its own, rather than a view of rows.
+        verify_on_open: Check every checksum when a block is first seen.
+        chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
+
+    A batch is a nested dict of `[B, L, *shape]` tensors on the CPU, and the caller's: raw fields are views of rows
+    gathered for it. `mask` says which frames exist: bool `[B, L]`, or with `delta` a mask for each field, nested like
+    the fields. `next_mask`, nested likewise, is False where no true next observation was recorded.
+
+    Without any window it is empty, and warns (`RolloutDataWarning`) of why: the split has no trajectory, or none is
+    long enough.
+
+    Attributes:
+        problems: What could not be read, was repaired or left out, as exceptions.
+        opened_as: What it shows, for `at`: a short list of plain data.
+
+    Raises:
+        UsageError: An argument is wrong, or nothing was recorded.
+    """
+
+    _made_anew = ("_pool", "_shared", "_source", "_store", "_windows", "_reader", "plan", "trajectories")
+
+    def __init__(
+        self,
+        data_dir: DataDirs,
+        length: int = 1,
+        stride: int = 1,
+        *,
+        delta: Mapping[str, Iterable[int]] | None = None,
+        padding: Padding = "none",
+        fields: Sequence[str] | None = None,
+        split: Split | None = None,
+        validation_fraction: float = 0.1,
+        seed: int = 0,
+        next_observations: bool = False,
+        flatten_observations: bool = False,
+        contiguous: bool = False,
+        verify_on_open: bool = False,
+        chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
+    ) -> None:
+        if padding not in PADDINGS:
+            raise UsageError("read windows", "", f"padding {nearest(str(padding), PADDINGS)}", repr(padding))
+        self.data_dir, self._paths, self.padding = data_dir, absolute_paths(data_dir), padding
+        self.length = whole("length", length, 1, MAX_FRAMES)
+        self.stride = whole("stride", stride, 1, MAX_FRAMES)
+        self._delta = checked_delta(delta)
+        self._fields = fields if fields is None or isinstance(fields, str) else list(fields)
+        self._split = SplitOptions(split, validation_fraction, whole("seed", seed, 0))
+        self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
+        self._flatten_observations = bool(flatten_observations)
+        self._verify_on_open = verify_on_open
+        self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
+        self.opened_as: list[Any] | None = None
+        self._open()
+        if not len(self):
+            warnings.warn(self._why_empty(), RolloutDataWarning, stacklevel=2)
+
+    def _open(self) -> None:
+        """Open the folders: for the first time, or what was opened then, where a copy arrives."""
+        super()._open()
+        self._source: Source = open_source(self._paths, self._verify_on_open, self._chunk_cache_bytes)
+        self._source.refresh()
+        before = self.opened_as
+        self._store: FrameStore = self._source.snapshot(before[0] if before is not None else None)
+        self.trajectories = choose_trajectories(self._store.index, self._split)
+        if not len(self._store.layouts[DATA].schema):
+            found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
+            raise UsageError("read windows", f"of {self.data_dir!r}", "recorded trajectories", found)
+        upto = writers_upto(self._store.index) if isinstance(self._source, BlockSource) else None
+        self.opened_as = [upto, _fingerprint(self._store, self.trajectories)]
+        if before is not None and self.opened_as[1] != before[1]:
+            what, expected = f"of {self.data_dir!r}", "the trajectories that it was opened with"
+            raise DataFileError("open the windows again", what, expected, "others", "Open the dataset anew")
+        layout, next_observations = self._store.layouts[DATA], self._next_observations
+        self.plan: WindowPlan = plan_windows(
+            layout, self.length, self._delta, self._fields, next_observations, self._flatten_observations
+        )
+        self._check_names()
+        first, last, pads = self.plan.first_delta, self.plan.last_delta, self.padding != "none"
+        lengths = self._store.index.lengths[self.trajectories]
+        self._windows = WindowIndex(self.trajectories, lengths, first, last, self.stride, pads)
+        mask_is_one = self._delta is None
+        self._reader = WindowReader(
+            self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
+        )
+
+    def _check_names(self) -> None:
+        for field in self.plan.fields:
+            if field.name.split("/")[0] in (MASK, NEXT_MASK):
+                raise UsageError("read windows", f"with the field {field.name!r}", "another name", "that of the masks")
+
+    def _why_empty(self) -> str:
+        """Say why there is no window."""
+        where, num = f"there is no window in {str(self.data_dir)!r}", len(self.trajectories)
+        if not num and self._split.split is None:
+            return f"{where}: no trajectory was kept"
+        if not num:
+            total, fraction = int(self._store.index.is_present().sum()), self._split.validation_fraction
+            return f"{where}: split {self._split.split!r} has none of {total} trajectories ({fraction} for validation)"
+        needed = f"the {self._windows.least_length} frames that one needs (length {self.length}, stride {self.stride})"
+        longest = f"the longest of {num} has {int(self._windows.lengths.max())}"
+        return f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
+
+    def at(self, opened_as: Any) -> WindowDataset:
+        """Give the dataset as it was `opened_as` this; `DataFileError` if trajectories of then are gone."""
+        if self.opened_as == opened_as:
+            return self
+        earlier: WindowDataset = object.__new__(type(self))
+        earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as})
+        return earlier
+
+    # What there is
+
+    def __len__(self) -> int:
+        """Count the windows."""
+        return len(self._windows)
+
+    @property
+    def problems(self) -> list[RolloutDataError]:
+        """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
+        return self._source.problems
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Contents of metadata.json of the (first) folder."""
+        return self._source.metadata
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of this split, those without a whole window included."""
+        return len(self.trajectories)
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of these trajectories."""
+        return int(self._windows.lengths.sum())
+
+    @property
+    def form(self) -> tuple[str, ...]:
+        """The fields of a batch in words: equal for datasets whose batches can be put together."""
+        schema = self._store.layouts[DATA].schema
+        words = [f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"]
+        words += [f"{name} joined" for name in self.plan.joins]
+        for field in self.plan.fields:
+            what = f"{schema[field.source].dtype}{list(schema[field.source].shape)}" if field.column else "bool[]"
+            words.append(f"{field.name} {what} at {field.deltas.tolist()}")
+        return tuple(words)
+
+    def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
+        """Tell where windows are: (writer, number of the trajectory) of each, and its anchor, int64 `[B]`."""
+        place, anchor = self._windows.find(checked_windows(windows, len(self)))
+        return self._store.index.keys(self.trajectories[place]), anchor
+
+    # Windows
+
+    def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
+        place, anchor = self._windows.find(checked_windows(windows, len(self)))
+        return self._reader.read(place, anchor, allocate)
+
+    def statistics(
+        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+    ) -> dict[str, FieldStatistics]:
+        """Summarize each recorded field over the frames of this split, for normalization; each frame counts once.
+
+        Computed in one pass, in bounded memory, and kept in a file beside the data, which is made anew when the
+        data have changed. Where the folder cannot be written it is computed again the next time.
+        """
+        names = [field.source for field in self.plan.fields if field.column and not field.is_next]
+        return compute_statistics(
+            self._store, self._source.paths[0], self.trajectories, names, quantiles, use_cache, progress
+        )
+
+
+def _fingerprint(store: FrameStore, trajectories: Int64s) -> int:
+    index = store.index
+    columns = (index.first_frame[trajectories], index.number[trajectories], index.lengths[trajectories])
+    return crc32(np.stack([*columns, index.writer[trajectories]]).tobytes())

@@ -1,0 +1,205 @@
+"""Which windows there are: trajectories of a split, windows of a trajectory, frames of a window.
+
+One rule: pure arithmetic on lengths; nothing here reads a frame. A window belongs to one frame of a
+trajectory, its anchor `t`, and reads the frames `t + delta` of that trajectory only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
+
+import numpy as np
+
+from storage.errors import UsageError, nearest
+
+from ..index.index import Int64s, TrajectoryIndex
+from ..index.sharding import Shard
+
+Padding = Literal["none", "repeat", "edge", "zero"]
+Split = Literal["train", "validation"]
+PADDINGS = ("none", "repeat", "edge", "zero")
+SPLITS = ("train", "validation")
+EVENS = ("pad", "drop", "none")
+Even = Literal["pad", "drop", "none"]
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """Which trajectories belong to a dataset.
+
+    Attributes:
+        split: "train", "validation", or None for all.
+        validation_fraction: Of M trajectories round(M * fraction) are for validation, in [0, 1].
+        seed: Decides which ones.
+    """
+
+    split: str | None = None
+    validation_fraction: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.split is not None and self.split not in SPLITS:
+            raise UsageError("split the dataset", "", f"None or {nearest(str(self.split), SPLITS)}", repr(self.split))
+        if not isinstance(self.validation_fraction, Real) or not 0 <= self.validation_fraction <= 1:
+            raise UsageError("split the dataset", "", "validation_fraction in [0, 1]", repr(self.validation_fraction))
+
+
+def choose_trajectories(index: TrajectoryIndex, options: SplitOptions) -> Int64s:
+    """Give the trajectories of a split: int64, ascending.
+
+    Each trajectory has a number that is a function of (seed, writer, number within the writer), in whichever
+    folder it lies; those with the smallest ones are for validation. So the two splits share nothing and leave
+    nothing out, few trajectories change sides when a folder grows or another one is read with it, and copies of
+    a folder stand together, save for one trajectory that the fraction may cut off. Packing gives trajectories
+    another writer, hence other splits.
+    """
+    present = np.flatnonzero(index.is_present())
+    if options.split is None:
+        return present
+    order = np.lexsort((present, index.random_keys(present, options.seed, with_folder=False)))
+    count = math.floor(len(present) * options.validation_fraction + 0.5)
+    chosen = order[:count] if options.split == "validation" else order[count:]
+    return present[np.sort(chosen)]
+
+
+class WindowIndex:
+    """The windows of some trajectories, numbered from 0.
+
+    Args:
+        trajectories: int64 `[K]`, which trajectories, in this order.
+        lengths: int64 `[K]`, their frames.
+        first_delta, last_delta: The least and the greatest delta of a window.
+        stride: Frames from one anchor to the next.
+        pads: Whether windows may reach beyond their trajectory. If so, every `stride`-th frame is an
+            anchor; if not, every `stride`-th of those whose window lies inside.
+    """
+
+    def __init__(
+        self, trajectories: Int64s, lengths: Int64s, first_delta: int, last_delta: int, stride: int, pads: bool
+    ) -> None:
+        self.trajectories, self.lengths, self.stride = trajectories, lengths, stride
+        self.first_anchor = 0 if pads else max(0, -first_delta)
+        #: Frames that a trajectory has at least, of which there is a window.
+        self.least_length = self.first_anchor + 1 + (0 if pads else max(0, last_delta))
+        num_anchors = lengths - (self.least_length - 1)
+        counts = np.maximum(0, -(-num_anchors // stride))
+        self.first_window = np.append(0, np.cumsum(counts))
+
+    def __len__(self) -> int:
+        return int(self.first_window[-1])
+
+    def find(self, windows: Int64s) -> tuple[Int64s, Int64s]:
+        """Give the place in `trajectories` and the anchor of each window, int64 `[B]` both."""
+        place = np.searchsorted(self.first_window, windows, side="right") - 1
+        return place, self.first_anchor + (windows - self.first_window[place]) * self.stride
+
+
+def checked_even(value: str) -> str:
+    """Check an `even` argument."""
+    if value not in EVENS:
+        raise UsageError("share windows out", "", f"even {nearest(str(value), EVENS)}", repr(value))
+    return value
+
+
+def rank_batches(start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool) -> Int64s:
+    """Cut places of an epoch into batches of all ranks, and those into the ranks' parts: int64 `[K, 2]`, half-open.
+
+    Parts that go beyond `stop` go on with the first places of the epoch; those of `even="none"` may be empty.
+    """
+    size = batch_size * shard.total
+    stop -= (stop - start) % size if drop_last else 0
+    first = np.arange(start, stop, size)
+    share, rest = np.divmod(np.minimum(size, stop - first), shard.total)
+    share += (rest > 0) & (even == "pad")
+    rest *= even == "none"
+    ranks = np.array([[shard.number], [shard.number + 1]])
+    return (first + ranks * share + np.minimum(ranks, rest))[:, share + rest > 0].T
+
+
+def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:
+    """Check window numbers: int64 `[B]`, negative ones counted from the end.
+
+    Raises:
+        IndexError: One lies outside.
+        UsageError: They are no whole numbers.
+    """
+    windows = np.asarray(given)
+    if windows.size == 0:
+        return np.zeros(0, np.int64)
+    if windows.ndim != 1 or windows.dtype.kind not in "iu":
+        raise UsageError("read windows", "", "a list of whole numbers", f"{windows.dtype}, shape {windows.shape}")
+    low, high = int(windows.min()), int(windows.max())
+    if low < -num_windows or high >= num_windows:
+        wrong = high if high >= num_windows else low
+        raise WindowIndexError("read the window", str(wrong), f"a number in {-num_windows}:{num_windows}", str(wrong))
+    windows = windows.astype(np.int64, copy=False)
+    return np.where(windows < 0, windows + num_windows, windows) if low < 0 else windows
+
+
+class WindowIndexError(UsageError, IndexError):
+    """There is no window of this number."""
+
+
+@dataclass(frozen=True, eq=False)
+class WindowShape:
+    """Which frames around the anchor are read, as consecutive runs.
+
+    Attributes:
+        deltas: int64 `[W]`, ascending: the frames that are read, relative to the anchor.
+        first, count, target: int64 `[R]`: `count` frames from `anchor + first` on are rows `target` of the window.
+        unit: A number of rows that divides every run.
+    """
+
+    deltas: Int64s
+    first: Int64s
+    count: Int64s
+    target: Int64s
+    unit: int
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest delta."""
+        return int(self.deltas[0]), int(self.deltas[-1])
+
+    @classmethod
+    def of(cls, deltas: Sequence[int], fills_gaps: bool) -> WindowShape:
+        """Cut deltas into runs; with `fills_gaps`, frames between are read too if they are few."""
+        wanted = np.unique(np.asarray(deltas, np.int64))
+        span = int(wanted[-1] - wanted[0]) + 1
+        if fills_gaps and span <= 2 * len(wanted):
+            wanted = np.arange(wanted[0], wanted[-1] + 1)
+        starts = np.flatnonzero(np.diff(wanted, prepend=wanted[0] - 2) != 1)
+        count = np.diff(np.append(starts, len(wanted)))
+        return cls(wanted, wanted[starts], count, starts.astype(np.int64), int(np.gcd.reduce(count)))
+
+    def pieces(self, trajectory: Int64s, lengths: Int64s, anchor: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        """Say what windows read; a frame outside its trajectory is replaced by the nearest one.
+
+        Args:
+            trajectory: int64 `[B]`.
+            lengths: int64 `[B]`, frames of these trajectories.
+            anchor: int64 `[B]`.
+
+        Returns:
+            Runs of consecutive frames: trajectory, first frame, frames and first row, int64 `[P]` each, by ascending
+            row; a run that reaches outside is one for each frame.
+        """
+        num_runs = len(self.first)
+        start = (anchor[:, None] + self.first).ravel()
+        target = (np.arange(len(anchor))[:, None] * len(self.deltas) + self.target).ravel()
+        if num_runs > 1:
+            trajectory, lengths = np.repeat(trajectory, num_runs), np.repeat(lengths, num_runs)
+        counts = np.tile(self.count, len(anchor))
+        is_cut = (start < 0) | (start + counts > lengths)
+        if not is_cut.any():
+            return trajectory, start, counts, target
+        # Runs that reach outside are read frame by frame.
+        num_pieces = np.where(is_cut, counts, 1)
+        run = np.repeat(np.arange(len(counts)), num_pieces)
+        step = np.arange(len(run)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+        frame = np.clip(start[run] + step, 0, lengths[run] - 1)
+        return trajectory[run], frame, np.where(is_cut, 1, counts)[run], target[run] + step

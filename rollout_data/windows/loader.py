@@ -1,0 +1,165 @@
+"""WindowLoader: shuffled batches of windows, read ahead by a thread of this process.
+
+One rule: the order is a function of (seed, epoch), so that where all ranks stand is two integers: the epoch and
+how many of its windows were delivered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.core.arguments import whole
+from storage.errors import RolloutDataWarning, UsageError
+from storage.live.prefetch import PipelinedDataCollector
+
+from ..index.index import Int64s
+from ..index.sharding import ShardChoice, checked_shard, current_shard
+from .dataset import WindowDataset
+from .index import Even, checked_even, rank_batches
+from .mixture import WindowMixture
+from .shared import collate_windows
+
+_VERSION = 2
+
+
+class WindowLoader:
+    """Iterate over the windows of a dataset in batches; one iteration is one epoch.
+
+    A gather takes less time than handing its result from a worker process over, so a thread reads ahead instead.
+    Leaving an iteration and beginning another one goes on with the same epoch; going on with the old one as well
+    raises, so `zip(loader, loader)` does. Ranks share an epoch: of each W * B windows in its order, rank r of W takes
+    the r-th B, so that all have equally many batches. Under torch.distributed, every rank has to make the loader; all
+    take the windows that rank 0 sees.
+
+    Args:
+        dataset: A `WindowDataset`, or a `WindowMixture`, whose epochs are draws with replacement, by weight.
+        batch_size: B, of each rank.
+        shuffle: A new permutation for each (seed, epoch); False goes through the windows in order.
+        seed: See above.
+        drop_last: Leave out a last batch that has less than B windows for each rank.
+        device: Where batches are delivered.
+        num_ahead: Batches that are read ahead.
+        even: How ranks share n windows of such a batch: "pad" gives each ceil(n / W), less than W of them being the
+            first of the epoch again; "drop" gives each floor(n / W); "none" what there is: some may have a batch less.
+        shard: "auto" asks torch.distributed, "none" gives each process all windows, (rank, W) says it outright.
+
+    A loader whose epochs have no batch warns (`RolloutDataWarning`), unless its dataset has no window and did.
+
+    Raises:
+        UsageError: An argument is wrong; an iteration goes on after another one was begun.
+    """
+
+    def __init__(
+        self,
+        dataset: WindowDataset | WindowMixture,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        device: torch.device | str = "cpu",
+        num_ahead: int = 2,
+        even: Even = "pad",
+        shard: ShardChoice = "auto",
+    ) -> None:
+        self.dataset, self.batch_size = dataset, whole("batch_size", batch_size, 1)
+        self.even, self._shard = checked_even(even), checked_shard(shard)
+        self.shuffle, self.seed, self.drop_last = bool(shuffle), whole("seed", seed, 0), bool(drop_last)
+        self.device, self.num_ahead = torch.device(device), whole("num_ahead", num_ahead, 1)
+        if self._shard is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            told = [dataset.opened_as]
+            torch.distributed.broadcast_object_list(told, 0)
+            self.dataset = dataset.at(told[0])
+        if len(self.dataset) and not len(self):
+            about = f"batch_size {batch_size}, drop_last {drop_last}, ranks {current_shard(self._shard).total}"
+            text = f"a WindowLoader has no batch: there are too few of {len(self.dataset)} windows ({about})"
+            warnings.warn(text, RolloutDataWarning, stacklevel=2)
+        #: Counts iterations that were begun and jumps: an iteration from before is over.
+        self._turn = 0
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, and count on from there."""
+        self._go_to(whole("epoch", epoch, 0))
+        self._turn += 1
+
+    def _go_to(self, epoch: int) -> None:
+        self.epoch = epoch  #: The epoch that the next batch belongs to.
+        self._position, self._windows = 0, self.dataset
+
+    def __len__(self) -> int:
+        """Count the batches of a whole epoch of this rank."""
+        return int((np.diff(self._bounds(0, len(self.dataset))) > 0).sum())
+
+    def order(self, epoch: int) -> Int64s:
+        """Give the windows of an epoch of all ranks in order, int64."""
+        windows, generator = self._windows, np.random.default_rng([self.seed, epoch])
+        if self.shuffle and isinstance(windows, WindowMixture):
+            return windows.draw(len(windows), generator)
+        return generator.permutation(len(windows)) if self.shuffle else np.arange(len(windows))
+
+    def _bounds(self, start: int, stop: int) -> Int64s:
+        return rank_batches(start, stop, self.batch_size, current_shard(self._shard), self.even, self.drop_last)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        epoch, start, order = self.epoch, self._position, self.order(self.epoch)
+        self._turn += 1
+        turn, global_size = self._turn, self.batch_size * current_shard(self._shard).total
+        bounds = self._bounds(start, len(order))
+        items = iter(PipelinedDataCollector(_batches(self._windows, order, bounds), self.device, self.num_ahead))
+        try:
+            for number, batch in enumerate(items, 1):
+                if number < len(bounds):
+                    self._position = start + number * global_size
+                else:  # here, so that no state stands at the end of an epoch
+                    self._go_to(epoch + 1)
+                yield batch
+                del batch
+                if self._turn != turn:
+                    got = "another one that was begun since, or a loader that was set to another place"
+                    raise UsageError("go on with an iteration", "over a WindowLoader", "one at a time", got)
+            self._go_to(epoch + 1)
+        finally:
+            items.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all ranks stand after the last batch that was delivered, in plain data: the same in each of them."""
+        place = {"epoch": self.epoch, "position": self._position, "windows": self._windows.opened_as}
+        settings = {"num_windows": len(self._windows), "shuffle": self.shuffle, "seed": self.seed}
+        return {"version": _VERSION, **place, **settings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, in any number of ranks and with any batch size: the same windows follow.
+
+        The epoch goes on with the windows that it began with; later ones have those of the dataset.
+
+        Raises:
+            UsageError: The state belongs to other windows or to another order.
+            DataFileError: Trajectories of the epoch are gone; `set_epoch` begins another one.
+        """
+        windows, position = self.dataset, state.get("position")
+        if state.get("version") == 1:
+            position = state["num_delivered"] * state["batch_size"] * state["world_size"]
+        elif state.get("version") != _VERSION:
+            raise UsageError("resume the loader", "", f"a state of version 1 or {_VERSION}", repr(state.get("version")))
+        elif position:
+            windows = windows.at(state["windows"])
+        num_windows = {"num_windows": len(windows)} if position else {}
+        for name, value in {**num_windows, "shuffle": self.shuffle, "seed": self.seed}.items():
+            if state.get(name) != value:
+                raise UsageError("resume the loader", "", f"{name} = {value}", repr(state.get(name)))
+        position, epoch = whole("position", position, 0), whole("epoch", state["epoch"], 0)
+        is_over = position > 0 and not len(self._bounds(position, len(windows)))
+        self.set_epoch(epoch + is_over)
+        self._position, self._windows = (0, self.dataset) if is_over else (position, windows)
+
+
+def _batches(windows: WindowDataset | WindowMixture, order: Int64s, bounds: Int64s) -> Iterator[dict[str, Any]]:
+    """Read this rank's batches."""
+    for start, stop in bounds[bounds[:, 0] < bounds[:, 1]].tolist():
+        yield collate_windows(windows.__getitems__(order.take(np.arange(start, stop), mode="wrap")))

@@ -1,0 +1,274 @@
+"""Batches on their way from `DataLoader` workers: memory that both processes keep mapped, used again and again.
+
+One rule: a place is written only after the worker has dropped the last tensor over it, and so has the consumer. Sending
+fresh tensors costs a file, a mapping and its page faults for every batch, several times what gathering it costs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from multiprocessing import active_children
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from storage.core.buffer_pool import BufferPool
+from storage.core.tree import flatten, map_leaves, unflatten
+from storage.errors import MissingFieldError, UsageError
+
+from ..index.sharding import is_in_worker
+from .reader import Allocate
+
+#: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.
+NUM_PLACES = 8
+_ALIGNMENT = 64
+#: Bytes before the batch: whether the consumer keeps the memory mapped, and whether the batch is on its way or in use.
+_HEADER_BYTES = 4096
+_IS_MAPPED, _IS_LENT = 0, 1
+#: Process of the worker, its `SharedMemory`, number of the place.
+_Key = tuple[int, str, int]
+
+
+def collate_windows(batch: Any) -> Any:
+    """Give a batch as a plain dict, which torch's pytree looks into; stack a list of single windows into one."""
+    if not isinstance(batch, list):
+        return dict(batch) if type(batch) is WindowBatch else batch  # what a worker shares becomes one on its way
+    if not batch or not all(isinstance(window, Mapping) for window in batch):
+        raise UsageError("collate", "", "a batch or a list of windows", f"a list of {len(batch)} others")
+    flat = [flatten(window) for window in batch]
+    return unflatten({name: torch.stack([window[name] for window in flat]) for name in flat[0]})
+
+
+class WindowBatch(dict[str, Any]):
+    """A nested dict of tensors that knows what torch's default collate does not: that it is a batch already."""
+
+    def __missing__(self, key: object) -> Any:
+        advice = "" if isinstance(key, str) else "Give the DataLoader collate_fn=dataset.collate"
+        raise MissingFieldError("read the field", f"{key!r} of a batch", ", ".join(self), "no such field", advice)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is a plain dict."""
+        return dict, (dict(self),)
+
+
+class WindowBatches(Dataset[dict[str, Any]], ABC):
+    """A map-style dataset that reads whole batches at once, into memory which a pickled copy makes anew."""
+
+    #: Attributes that are not pickled, but made by `_open`.
+    _made_anew: tuple[str, ...] = ("_pool", "_shared")
+
+    def _open(self) -> None:
+        # Enough for the batches of a prefetching loader with several kinds of rows.
+        self._pool, self._shared = BufferPool(24), SharedMemory()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in self._made_anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __getitem__(self, window: int) -> dict[str, Any]:
+        """Give one window: a nested dict of `[L, *shape]` tensors.
+
+        Raises:
+            IndexError: There is no such window; negative numbers count from the end.
+        """
+        if isinstance(window, (bool, np.bool_)):
+            raise UsageError("read a window", "", "a whole number", repr(window))
+        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.read([window], self._pool.empty))
+        return found
+
+    def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        """Give a batch: a nested dict of `[B, L, *shape]` tensors, in the order of `windows`; the caller's.
+
+        Raises:
+            IndexError: There is no such window.
+            CorruptFileError: A chunk of a coded component is damaged; the text names it.
+        """
+        if is_in_worker():
+            return self._shared.make(lambda allocate: self.read(windows, allocate))
+        return WindowBatch(self.read(windows, self._pool.empty))
+
+    @abstractmethod
+    def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
+        """Read a batch into memory that `allocate(shape, dtype)` gives; otherwise like `__getitems__`."""
+
+    #: For `DataLoader(dataset, collate_fn=dataset.collate)`: a batch is one already; lists of windows are stacked.
+    collate = staticmethod(collate_windows)
+
+
+class SharedMemory:
+    """Where a worker puts its batches. Belongs to one process and thread."""
+
+    def __init__(self) -> None:
+        # Only what goes to another process goes by its place; copies are ordinary ones.
+        ForkingPickler.register(_SharedBatch, _departing)
+        self._places: list[_Place] = []
+        self._place_bytes = 0
+        self._can_grow = True
+        self._token = secrets.token_hex(8)
+
+    def make(self, read: Callable[[Allocate], dict[str, Any]]) -> Any:
+        """Make a batch with `read(allocate)`: a nested dict that is pickled quickly where it has a place."""
+        place = self._free_place()
+        filling = _Filling(place.lend() if place is not None else None)
+        batch = map_leaves(filling.put, read(filling.empty))
+        self._place_bytes = max(self._place_bytes, filling.num_bytes)
+        return WindowBatch(batch) if place is None else _SharedBatch(batch, place)
+
+    def _free_place(self) -> _Place | None:
+        """A place that nobody uses: a new one if there is none that is large enough, None if that cannot be."""
+        free = next((place for place in self._places if place.is_free()), None)
+        if not self._can_grow or (free is not None and free.num_bytes >= self._place_bytes):
+            return free
+        number = free.key[2] if free is not None else len(self._places)
+        if number == NUM_PLACES or not self._place_bytes or not _has_room(self._place_bytes):
+            return free
+        try:
+            place = _Place((os.getpid(), self._token, number), self._place_bytes)
+        except RuntimeError:  # of torch: too many files are open, or another process was faster
+            self._can_grow = False
+            return free
+        self._places[number : number + 1] = [place]
+        return place
+
+
+def _has_room(num_bytes: int) -> bool:
+    """Whether a place leaves enough to batches that have none; containers often have 64 MB of shared memory in all."""
+    try:
+        return shutil.disk_usage("/dev/shm").free >= NUM_PLACES * num_bytes
+    except OSError:  # some systems keep it elsewhere
+        return True
+
+
+class _Place:
+    """Shared memory for one batch. All of it is taken from the system at once, so there are as few as will do."""
+
+    def __init__(self, key: _Key, num_bytes: int) -> None:
+        self.key, self.num_bytes = key, num_bytes
+        storage = torch.UntypedStorage._new_shared(_HEADER_BYTES + num_bytes)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        self.flags = self.memory[:_HEADER_BYTES].zero_().numpy()
+        self._part: weakref.ref[np.ndarray] | None = None
+
+    def is_free(self) -> bool:
+        """Neither this process nor the consumer holds a tensor over it."""
+        return (self._part is None or self._part() is None) and not self.flags[_IS_LENT]
+
+    def lend(self) -> torch.Tensor:
+        """Give the memory, uint8 `[n]`, as one that torch takes for ordinary: it copies what is sent singly."""
+        part = self.memory.numpy()[_HEADER_BYTES:]
+        self._part = weakref.ref(part)
+        return torch.from_numpy(part)
+
+    def spot(self, leaf: Any) -> Any:
+        """Say where a tensor lies; anything that lies elsewhere, or has more to it than values, stays as it is."""
+        if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
+            return leaf
+        if leaf.untyped_storage().data_ptr() != self.memory.data_ptr() + _HEADER_BYTES:
+            return leaf
+        if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
+            return leaf
+        return _Spot(leaf.dtype, int(leaf.storage_offset()), tuple(leaf.shape), leaf.stride())
+
+
+class _Spot(NamedTuple):
+    """Where in its place a tensor lies; the offset and the strides count its elements."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Filling:
+    """Hands out the bytes of a place, one tensor after the other; ordinary memory where they do not suffice."""
+
+    def __init__(self, memory: torch.Tensor | None) -> None:
+        self._memory, self._size = memory, 0 if memory is None else len(memory)
+        #: Where the storages begin that were given.
+        self._given = set() if memory is None else {memory.data_ptr()}
+        #: What the batch needs.
+        self.num_bytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = prod(shape) * dtype.itemsize
+        start = self.num_bytes
+        self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if self._memory is not None and self.num_bytes <= self._size and num_bytes:
+            return self._memory[start : start + num_bytes].view(dtype).view(tuple(shape))
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        self._given.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy in what lies elsewhere and is small enough."""
+        if tensor.untyped_storage().data_ptr() in self._given:
+            return tensor
+        inside = self.empty(tensor.shape, tensor.dtype)
+        return inside.copy_(tensor) if self.num_bytes <= self._size else tensor
+
+
+class _SharedBatch(WindowBatch):
+    """A batch in shared memory: arrives in another process as a nested dict of the same tensors, whatever was done."""
+
+    def __init__(self, batch: Mapping[str, Any], place: _Place) -> None:
+        super().__init__(batch)
+        self.place: _Place | None = place
+
+
+def _departing(batch: _SharedBatch) -> tuple[Any, ...]:
+    place, batch.place = batch.place, None
+    if place is None:  # sent before: whoever got it may drop it, which frees the place
+        return batch.__reduce__()
+    form = map_leaves(place.spot, batch)
+    place.flags[_IS_LENT] = 1
+    return _arrive, (place.key, form, None if place.flags[_IS_MAPPED] else place.memory)
+
+
+#: Shared memory of workers, in the process that consumes.
+_mapped: dict[_Key, np.ndarray] = {}
+
+
+def _arrive(key: _Key, form: dict[str, Any], memory: torch.Tensor | None) -> dict[str, Any]:
+    """View a batch where it lies; its place is free when the last of its tensors is gone."""
+    if memory is None:
+        found = _mapped[key]
+    else:
+        found = memory.numpy()
+        _keep(key, found)
+    part = found[_HEADER_BYTES:]
+    storage = torch.from_numpy(part).untyped_storage()
+    weakref.finalize(part, _release, found, os.getpid()).atexit = False
+
+    def view(leaf: Any) -> Any:
+        if not isinstance(leaf, _Spot):
+            return leaf
+        return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage, leaf.offset, leaf.shape, leaf.stride)
+
+    arrived: dict[str, Any] = map_leaves(view, form)
+    return arrived
+
+
+def _keep(key: _Key, memory: np.ndarray) -> None:
+    """Keep a worker's memory mapped as long as the loader keeps the worker; it need not be sent again."""
+    for process in active_children():
+        if process.pid == key[0]:
+            _mapped[key] = memory
+            weakref.finalize(process, _mapped.pop, key, None).atexit = False
+            memory[_IS_MAPPED] = 1
+
+
+def _release(memory: np.ndarray, process: int) -> None:
+    if os.getpid() == process:  # in a fork the batch is only a copy of a name
+        memory[_IS_LENT] = 0

@@ -1,0 +1,1 @@
+"""Records into a data folder, and its retention."""

@@ -1,0 +1,260 @@
+"""Vectorized environments as a recording sees them: gymnasium's, stable-baselines3's and GPU simulators.
+
+One rule: what an env returns is read by its form, arrays and tensors alike. An observation is a final one only where
+the env says so or its autoreset mode does; where neither tells, the user is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.core.host_arrays import as_given, on_host
+from storage.core.tree import map_leaves
+from storage.errors import UsageError, nearest
+
+_MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
+_FINAL = ("final_observation", "final_observations", "final_obs", "terminal_observation")
+_FINAL_PRIVILEGED = ("final_privileged_observation", "final_critic_observations")
+_TIMEOUTS = ("time_outs", "TimeLimit.truncated")
+_PRIVILEGED_GROUPS = ("critic", "privileged")
+#: What only envs of rsl_rl, Isaac Gym and Isaac Lab have, which are reset in the step in which their episode ends.
+_SAME_STEP_ATTRIBUTES = ("get_observations", "get_privileged_observations", "episode_length_buf")
+_SAME_STEP_INFOS = {*_FINAL, "final_info", "time_outs"}
+
+
+class Simulator:
+    """A batch of environments under the convention that it has; the arguments are those of `RecordingWrapper`.
+
+    Attributes:
+        seen: Copies of what the env showed last: `observation` and, if there is one, `privileged_observation`.
+        is_over: `[N]` bool: envs whose episode has ended and that are not reset yet.
+    """
+
+    def __init__(self, env: Any, autoreset: str | None = None) -> None:
+        num_envs = _attribute(env, "num_envs")
+        if num_envs is None or not hasattr(env, "step"):
+            advice = "Wrap single environments with gymnasium.vector.SyncVectorEnv"
+            expected = "a vectorized environment with num_envs and step()"
+            raise UsageError("record", f"from {type(env).__name__}", expected, "none", advice)
+        if autoreset not in (None, *_MODES.values()):
+            raise UsageError("record", "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset))
+        self.env, self.num_envs, self.seen = env, int(num_envs), dict[str, Any]()
+        self.name = str(getattr(_attribute(env, "spec"), "id", None) or type(getattr(env, "unwrapped", env)).__name__)
+        self.is_over = np.zeros(self.num_envs, bool)
+        mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+        mode = _MODES.get(str(getattr(mode, "value", mode)).replace("_", "").lower())
+        self.mode = autoreset or mode or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
+
+    def start(self, seed: int | None) -> Any:
+        """Reset all envs; give the observation as the env gives it."""
+        options, observation = {}, None
+        if seed is not None and _attribute(self.env, "single_action_space") is not None:
+            options = {"seed": seed}
+        elif seed is not None and hasattr(self.env, "seed"):
+            self.env.seed(seed)
+        if hasattr(self.env, "reset"):
+            observation = self.see(self.env.reset(**options), np.ones(self.num_envs, bool))
+        if hasattr(self.env, "get_observations"):
+            observation = self.see(self.env.get_observations())
+        if observation is None:
+            raise UsageError("start", repr(self.name), "an observation of reset() or get_observations()", "none")
+        return observation
+
+    def see(self, result: Any, is_reset: np.ndarray | None = None) -> Any:
+        """Take what a reset of these envs (`[N]` bool) returned, or `get_observations()`; give the observation in it.
+
+        The privileged observation, infos or extras may stand beside it.
+        """
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        observation, beside = result if is_pair else (result, None)
+        privileged = _critic(beside) if hasattr(beside, "items") else beside
+        if privileged is None and hasattr(self.env, "get_privileged_observations"):
+            privileged = self.env.get_privileged_observations()
+        if privileged is None and not np.any(is_reset):
+            privileged = self.seen.get("privileged_observation")
+        if observation is not None:
+            self.seen = copied(_fields(observation, privileged))
+        self.is_over &= True if is_reset is None else ~is_reset
+        return observation
+
+    @property
+    def reset_options(self) -> dict[str, Any] | None:
+        """Options of the reset that envs wait for; None if none waits."""
+        if self.mode != "disabled" or not self.is_over.any():
+            return None
+        if isinstance(_attribute(self.env, "auto_reset"), bool):  # ManiSkill's name for the same
+            return {"env_idx": self._as_env(np.flatnonzero(self.is_over))}
+        return {"reset_mask": self._as_env(self.is_over.copy())}
+
+    def read(self, result: Any) -> tuple[dict[str, Any], np.ndarray, Any]:
+        """Read what `step()` returned: further values for `RolloutWriter.add`, the ends (`[N]` bool), the infos.
+
+        Where only some of the ends have a final observation, `lacks_final` among the values are the others.
+        """
+        if len(result) not in (4, 5):
+            expected = "gymnasium's five values, obs, rewards, dones, infos, or these with privileged_obs after obs"
+            raise UsageError("step the environments", repr(self.name), expected, f"{len(result)} values")
+        observation, *middle, infos = result
+        infos, privileged, is_gymnasium = {} if infos is None else infos, None, False
+        if len(middle) == 3:
+            is_gymnasium = middle[0] is not None and not hasattr(self.env, "get_privileged_observations")
+            is_gymnasium &= on_host(middle[1]).dtype.kind != "f" or on_host(middle[2]).dtype.kind == "f"
+            privileged, *middle = [None, *middle] if is_gymnasium else middle
+        reward, *flags = middle
+        ended, *truncated = (on_host(flag).reshape(self.num_envs).astype(bool) for flag in flags)
+        if not truncated:
+            privileged = _critic(infos) if privileged is None else privileged
+            truncated = [ended & np.logical_or(*(told(infos, (name,), self.num_envs)[0] for name in _TIMEOUTS))]
+            ended &= ~truncated[0]
+        present = ~self.is_over
+        record = {"reward": reward, "terminated": ended & present, "truncated": truncated[0] & present}
+        done = record["terminated"] | record["truncated"]
+        if done.any() and self.mode is None:
+            self.mode = self._told_mode(is_gymnasium, observation, infos)
+        fields = self.seen = copied(_fields(observation, privileged))
+        if self.mode in ("next_step", "disabled"):
+            self.is_over = done if self.mode == "next_step" else self.is_over | done
+            record["env_mask"] = present
+        elif done.any():
+            fields, lacking = _final_fields(infos, observation, done)
+            record |= {"lacks_final": lacking} if fields and lacking.any() else {}
+        if done.any():
+            record |= {f"final_{name}": value for name, value in fields.items()}
+        return record, done, infos
+
+    def executed(self, actions: Any) -> Any:
+        """Give actions as the env takes them: tensors on its device, or arrays of its space's dtype and shape."""
+        if isinstance(_leaf(self.seen.get("observation")), torch.Tensor):
+            return mapped(self._as_env, actions)
+        is_of_all = _attribute(self.env, "single_action_space") is not None
+        return _as_arrays(actions, _attribute(self.env, "action_space"), is_of_all)
+
+    def _told_mode(self, is_gymnasium: bool, observation: Any, infos: Any) -> str:
+        """Tell the autoreset mode from a step in which an episode ended."""
+        is_told = not is_gymnasium or not isinstance(infos, Mapping) or not _SAME_STEP_INFOS.isdisjoint(infos)
+        is_told |= any(_attribute(self.env, name) is not None for name in _SAME_STEP_ATTRIBUTES)
+        is_group = hasattr(observation, "items") and "policy" in dict(observation.items())
+        if is_told or (is_group and isinstance(_leaf(observation), torch.Tensor)):
+            return "same_step"
+        expected, got = "metadata['autoreset_mode'] or infos['final_obs']", "nothing that tells when an env is reset"
+        advice = "Give autoreset='next_step', 'same_step' or 'disabled'"
+        raise UsageError("record the end of an episode", f"of {self.name!r}", expected, got, advice)
+
+    def _as_env(self, value: Any) -> Any:
+        example = _leaf(self.seen["observation"])
+        return torch.as_tensor(value, device=example.device) if isinstance(example, torch.Tensor) else value
+
+
+def told(infos: Any, names: Sequence[str], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tell where a flag of infos is set and where it is there, `[N]` bool each: of the first name that any env has."""
+    for name in names:
+        if isinstance(infos, Mapping):
+            values, mask = infos.get(name), infos.get("_" + name, True)
+        else:
+            values, mask = [info.get(name) if isinstance(info, Mapping) else None for info in infos], True
+        array = np.empty(0) if values is None else on_host(values).reshape(-1)
+        if len(array) == num_envs:
+            is_told = on_host(mask).astype(bool) & np.array([value is not None for value in array])
+            if is_told.any():
+                return is_told & array.astype(bool), is_told
+    return np.zeros(num_envs, bool), np.zeros(num_envs, bool)
+
+
+def copied(tree: Any) -> Any:
+    """Copy nested mappings and tuples as dicts; tuples (of `spaces.Tuple`) get the keys "0", "1", ..."""
+    return map_leaves(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf), _named(tree)
+    )
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to the leaves of nested mappings and tuples."""
+    if isinstance(tree, tuple):
+        return tuple(mapped(function, item) for item in tree)
+    return {key: mapped(function, item) for key, item in tree.items()} if hasattr(tree, "items") else function(tree)
+
+
+def _named(tree: Any) -> Any:
+    if isinstance(tree, tuple):
+        tree = {str(number): item for number, item in enumerate(tree)}
+    return {key: _named(item) for key, item in tree.items()} if hasattr(tree, "items") else tree
+
+
+def _leaf(tree: Any) -> Any:
+    while hasattr(tree, "items"):
+        tree = next(iter(tree.values()))
+    return tree
+
+
+def _attribute(env: Any, name: str) -> Any:
+    """Give an attribute of an env, or of what is in its wrappers, which do not all forward it; None without."""
+    found = getattr(env, name, None)
+    return getattr(getattr(env, "unwrapped", None), name, None) if found is None else found
+
+
+def _critic(infos: Any) -> Any:
+    groups = infos.get("observations") if isinstance(infos, Mapping) else None
+    return groups.get("critic") if isinstance(groups, Mapping) else None
+
+
+def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
+    """Give our fields: the groups `critic` and `privileged` of an observation are the privileged one."""
+    if hasattr(observation := _named(observation), "items"):
+        apart = {name: observation.pop(name) for name in _PRIVILEGED_GROUPS if name in observation}
+        if apart:
+            privileged = apart if len(apart) > 1 else next(iter(apart.values()))
+        observation = observation["policy"] if observation.keys() == {"policy"} else observation
+    return {"observation": observation} | ({} if privileged is None else {"privileged_observation": privileged})
+
+
+def _final_fields(infos: Any, observation: Any, done: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    """Give the final observations in infos as our fields, and which envs ended without one: `[N]` bool."""
+    if not isinstance(infos, Mapping):
+        infos = {"final_obs": [next((info[name] for name in _FINAL if name in info), None) for info in infos]}
+    name = next((name for name in _FINAL if infos.get(name) is not None), "")
+    found = infos.get(name)
+    is_given = done & (found is not None) & on_host(infos.get("_" + name, True)).reshape(-1).astype(bool)
+    if _is_listed(found):
+        is_given &= [row is not None for row in found]
+    if not is_given.any():
+        return {}, done
+    privileged = next((infos[name] for name in _FINAL_PRIVILEGED if infos.get(name) is not None), None)
+    rows = _rows(_named(found), _named(observation), np.flatnonzero(is_given))
+    return _fields(rows, privileged), done & ~is_given
+
+
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
+
+
+def _rows(found: Any, like: Any, ended: np.ndarray) -> Any:
+    """Stack what is listed env by env, of the envs that ended; what is batched stays as it is."""
+    if _is_listed(found):
+        return _stacked([_named(found[env]) for env in ended], like)
+    if not isinstance(like, dict) or not isinstance(found, dict):  # an env may give its policy's group alone
+        return found
+    return {key: _rows(found[key], item, ended) for key, item in like.items() if key in found}
+
+
+def _stacked(rows: list[Any], like: Any) -> Any:
+    if isinstance(like, dict):
+        return {key: _stacked([row[key] for row in rows], item) for key, item in like.items()}
+    return torch.stack([torch.as_tensor(row, dtype=as_given(like).dtype) for row in rows])
+
+
+def _as_arrays(value: Any, space: Any, is_of_all: bool) -> Any:
+    """Give actions as arrays of the dtype of a space and, where it is one of all envs, of its shape."""
+    if space is None:
+        return mapped(lambda item: np.array(on_host(item)), value)
+    if isinstance(value, Mapping):
+        return {key: _as_arrays(item, space[key], is_of_all) for key, item in value.items()}
+    if isinstance(value, tuple) and isinstance(getattr(space, "spaces", None), tuple):
+        return tuple(_as_arrays(item, part, is_of_all) for item, part in zip(value, space.spaces, strict=True))
+    array, shape = on_host(value), getattr(space, "shape", None)
+    if is_of_all and shape is not None and array.shape != shape and array.size == int(np.prod(shape)):
+        array = array.reshape(shape)
+    return np.array(array, dtype=getattr(space, "dtype", None))

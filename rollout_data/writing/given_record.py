@@ -1,0 +1,160 @@
+"""The records that a writer takes, under our names: dicts, named tuples, dataclasses, objects, batches.
+
+One rule: a batch of a dataset gives what was recorded, without what only its reader added, and one table holds the
+names of other libraries. Values are checked elsewhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+
+from storage.core.host_arrays import as_given
+from storage.errors import RolloutDataWarning, SchemaError, UsageError
+
+from ..transition import Transition
+
+#: Our name -> the names of Minari, gymnasium, stable-baselines3, torchrl, D4RL, RLlib, tianshou and rsl_rl.
+_OTHER_NAMES = {
+    "observation": "observations obs",
+    "privileged_observation": "privileged_observations privileged_obs critic_observations critic_obs",
+    "action": "actions act",
+    "reward": "rewards rew next/reward",
+    "done": "dones next/done",
+    "timeout": "timeouts time_outs time_out",
+    "terminated": "terminateds termination terminations terminal terminals next/terminated",
+    "truncated": "truncateds truncation truncations next/truncated",
+    "final_observation": "final_observations final_obs terminal_observation terminal_obs next/observation",
+    "final_privileged_observation": "final_privileged_obs next/privileged_observation",
+    "policy_version": "",
+    "env_mask": "valid",
+}
+_ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
+_ENDS = {"done", "terminated", "truncated", "timeout"}
+#: Parts of other records that a recording does not repeat, and what to do instead.
+_FOLLOWS = "it follows from the frames, and from final_observation where they end"
+_DERIVED = dict.fromkeys(("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS)
+_DERIVED |= {"next_privileged_observation": _FOLLOWS, "is_first": _FOLLOWS}
+_INFOS = dict.fromkeys(("info", "infos"), "give what it holds by name, as in final_observation=... or success=...")
+#: What transitions of other storages carry besides, in shapes of their own; given by keyword it is a field like others.
+_CARRIED = {"hidden_states"}
+_NOT_OURS = {*_DERIVED, *_INFOS, *_ALIASES, "next"}
+
+
+def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Give the keyword values of `RolloutWriter.add` that were given, from its locals."""
+    extras = given.pop("extras")
+    del given["self"], given["transition"]
+    return {name: value for name, value in given.items() if value is not None and name != "include"} | extras
+
+
+def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
+
+    Names are brought to ours ("actions" -> "action"); None means not given. What follows from the rest is left out,
+    with a warning if it was given by keyword; infos are left out with a warning.
+
+    Raises:
+        UsageError: One thing is given twice, by one name or by two.
+    """
+    if transition is None and _NOT_OURS.isdisjoint(keywords):  # as in most steps of most loops
+        return {name: value for name, value in keywords.items() if value is not None}
+    merged: dict[str, tuple[str, Any]] = {}
+    for source, carried in ((items_of(transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
+        for given, value in _with_next(source).items():
+            name = _ALIASES.get(given, given)
+            if value is None or name in carried:
+                continue
+            if reason := (_DERIVED | _INFOS).get(name):
+                text = f"{name!r} is not recorded: {reason}; to keep it give it another name"
+                warnings.warn(text, RolloutDataWarning, stacklevel=4)
+            elif name in merged:
+                got = f"{merged[name][0]!r} and {given!r}"
+                raise UsageError("add a record", f"with {name!r}", "each value once", got)
+            else:
+                merged[name] = given, value
+    return {name: value for name, (_, value) in merged.items()}
+
+
+def _with_next(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Take torchrl's "next" apart: its ends are those of the step, the ends beside it those of the step before."""
+    if not isinstance(values.get("next"), Mapping):
+        return values
+    inner = {f"next/{_ALIASES.get(name, name)}": value for name, value in values["next"].items()}
+    inner = {name: value for name, value in inner.items() if name in _ALIASES}
+    left_out = {"next"} | (_ENDS if _ENDS & {_ALIASES[name] for name in inner} else set())
+    return {name: value for name, value in values.items() if _ALIASES.get(name, name) not in left_out} | inner
+
+
+def warn_of_misspellings(values: Mapping[str, Any]) -> None:
+    """Warn of extra fields whose names are nearly the name of something that was not given."""
+    missing = {known: name for known, name in (_ALIASES | {n: n for n in _OTHER_NAMES}).items() if name not in values}
+    for name in sorted(values.keys() - _OTHER_NAMES.keys()):
+        for known, meant in missing.items():
+            ratio, length = SequenceMatcher(None, name.lower(), known).ratio(), len(name) + len(known)
+            is_close = (ratio >= 0.8 and (1 - ratio) * length < 3.5) or sorted(name) == sorted(known)
+            if is_close and known not in name.split("_"):
+                text = f"{name!r} is recorded as an extra field: if {meant!r} was meant, give it by that name"
+                warnings.warn(text, RolloutDataWarning, stacklevel=4)
+                break
+
+
+def items_of(transition: Any) -> dict[str, Any]:
+    """Give the values of a record by the names that it has for them.
+
+    Raises:
+        UsageError: It is no record, or a batch with marks that cannot be told from ends.
+        SchemaError: A batch with flags of different sizes.
+    """
+    if transition is None:
+        return {}
+    if isinstance(transition, Mapping):
+        return dict(transition)
+    if isinstance(transition, Transition):
+        values = {**transition._asdict(), "done": _recorded_done(transition)}
+        del values["stream_id"], values["is_last"]
+        return {**(values.pop("extras") or {}), **values}
+    if hasattr(transition, "_asdict"):
+        return dict(transition._asdict())
+    if is_dataclass(transition):
+        return {field.name: getattr(transition, field.name) for field in fields(transition)}
+    if hasattr(transition, "__dict__"):
+        return {name: value for name, value in vars(transition).items() if not name.startswith("_")}
+    raise UsageError("add a record", "", "a mapping, named tuple or object with fields", type(transition).__name__)
+
+
+def _recorded_done(batch: Transition) -> Any:
+    """Give `done` of a batch as it was recorded: without the marks of first frames that are not the last as well.
+
+    Raises:
+        UsageError: A first frame is done, and the batch does not tell whether it is marked or ended.
+        SchemaError: A flag of another size than `done`.
+    """
+    if batch.done is None or batch.is_first is None:
+        return batch.done
+    done = as_given(batch.done)
+
+    def flag(name: str) -> torch.Tensor:
+        tensor = as_given(getattr(batch, name))
+        if tensor.numel() != done.numel():
+            expected = f"shape {tuple(done.shape)} as of 'done'"
+            raise SchemaError("add a record", f"with the flag {name!r}", expected, str(tuple(tensor.shape)))
+        return tensor.to(done.device, torch.bool).reshape(done.shape)
+
+    if batch.is_last is not None:
+        return done.masked_fill(flag("is_first") & ~flag("is_last"), 0)
+    # Only an end is a timeout, and what is not valid is no frame.
+    is_unclear = done.bool() & flag("is_first")
+    for name, is_told in (("timeout", False), ("valid", True)):
+        if getattr(batch, name) is not None:
+            is_unclear &= flag(name) == is_told
+    if is_unclear.any():
+        advice = "Give it with batch._replace(is_last=...): batch.done, where no first frame is marked"
+        where = "with is_first where done is true"
+        raise UsageError("add a record", where, "is_last, which tells marked frames from ended ones", "None", advice)
+    return done

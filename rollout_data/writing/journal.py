@@ -1,0 +1,204 @@
+"""Journals: how a writer's death is noticed, and how much it took along.
+
+One rule: a journal is a small file beside the blocks that exists while its writer lives; the
+writer holds a lock on it, which the system releases at any death. It is written at each `add`
+through a memory map, which survives the death of the process (not of the machine).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.errors import UsageError
+
+from ..format.block_file import TEMPORARY_PREFIX, block_name
+
+_MAGIC = b"rdjournl"
+_COUNTS = struct.Struct("<8sqqq")  # magic, frames accepted, frames published, wall-clock time in ns
+_PUBLISHED_OFFSET = 16
+_BLOCK = struct.Struct("<qq")  # sequence, frames accepted when the block was cut
+_NUM_SLOTS = 16
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True)
+class DeadWriter:
+    """What was found of a writer that ended without `close()`.
+
+    Attributes:
+        writer: Its name.
+        num_lost_frames: Frames that it had accepted and not yet published.
+        last_sign_ns: Wall-clock time of its last `add`, nanoseconds since the epoch.
+    """
+
+    writer: str
+    num_lost_frames: int
+    last_sign_ns: int
+
+    def text(self, folder: Path) -> str:
+        """Say what was found in `folder`."""
+        lost = f"{self.num_lost_frames} frames that it had not published are lost; what it published is intact."
+        return f"writer {self.writer!r} ended without close() in {str(folder)!r}: {lost}"
+
+
+def journal_path(folder: Path, writer: str) -> Path:
+    return folder / f".rollout_{writer}.journal"
+
+
+class Journal:
+    """The journal of one living writer: there from `open()` to `close()`."""
+
+    def __init__(self, folder: Path, writer: str) -> None:
+        self._writer, self.path = writer, journal_path(folder, writer)
+        self._descriptor = -1
+        self._accepted = self._published = 0
+        self._memory: mmap.mmap | None = None
+
+    def open(self) -> None:
+        """Take the writer's name. Whoever is interrupted in here calls `close()`, as after an error.
+
+        Raises:
+            UsageError: A living writer has the name.
+        """
+        while True:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            if not _lock(self._descriptor):
+                raise UsageError(
+                    "record into",
+                    repr(str(self.path.parent)),
+                    f"a writer name that nobody uses now, not {self._writer!r}",
+                    "a living writer of that name",
+                    "Leave writer_name out to get a free one",
+                )
+            if _is_linked(self._descriptor, self.path):
+                break
+            self._release()  # somebody took the unlocked file for a dead writer's and removed it: once more
+        os.pwrite(self._descriptor, bytes(_COUNTS.size + _NUM_SLOTS * _BLOCK.size), 0)
+        os.pwrite(self._descriptor, _COUNTS.pack(_MAGIC, 0, 0, time.time_ns()), 0)
+        self._memory = _map(self._descriptor)
+
+    def accept(self, num_frames: int) -> None:
+        """Note how many frames were accepted in all."""
+        self._accepted = num_frames
+        self._write(0, _COUNTS.pack(_MAGIC, num_frames, self._published, time.time_ns()))
+
+    def announce(self, sequence: int, num_frames: int) -> None:
+        """Note, before a block is published, how many accepted frames it settles."""
+        self._write(_COUNTS.size + sequence % _NUM_SLOTS * _BLOCK.size, _BLOCK.pack(sequence + 1, num_frames))
+
+    def publish(self, num_frames: int) -> None:
+        """Note how many accepted frames are settled: in a block, or dropped on purpose."""
+        self._published = num_frames
+        self._write(_PUBLISHED_OFFSET, struct.pack("<q", num_frames))
+
+    def _write(self, offset: int, data: bytes) -> None:
+        """Overwrite; bytes that cannot be written only make a later loss report less exact."""
+        if self._memory is not None:
+            self._memory[offset : offset + len(data)] = data
+            return
+        with suppress(OSError):
+            os.pwrite(self._descriptor, data, offset)
+
+    def close(self) -> None:
+        """Remove the journal: everything is settled. May be called twice; another writer's is left alone."""
+        if self._descriptor >= 0:
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
+            if _lock(self._descriptor) and _is_linked(self._descriptor, self.path):
+                with suppress(OSError):  # the folder is read-only by now: the next writer cleans up
+                    self.path.unlink(missing_ok=True)
+            self._release()
+
+    def _release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1  # a Ctrl-C behind `os.close` must not leave its number
+        os.close(descriptor)
+
+
+def recover_dead_writers(folder: Path) -> list[DeadWriter]:
+    """Clean up after writers that died in `folder`: journals that nobody locks, and their temporary files.
+
+    Published blocks are not touched: they are complete.
+    """
+    found = []
+    for path in sorted(folder.glob(".rollout_*.journal")):
+        if not path.is_file():  # a folder or a pipe of that name is nobody's journal
+            continue
+        with suppress(OSError):  # somebody else cleans up, or it belongs to another user
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                if _lock(descriptor) and _is_linked(descriptor, path):
+                    writer = path.name.removeprefix(".rollout_").removesuffix(".journal")
+                    dead = _read_dead(folder, writer, descriptor)
+                    remove_temporary_files(folder, writer)
+                    path.unlink(missing_ok=True)
+                    found.append(dead)
+            finally:
+                os.close(descriptor)
+    return found
+
+
+def remove_temporary_files(folder: Path, writer: str) -> None:
+    """Remove what a dead writer had begun to write."""
+    for temporary in folder.glob(f"{TEMPORARY_PREFIX}rollout_{glob.escape(writer)}_*"):
+        if not temporary.is_dir():
+            temporary.unlink(missing_ok=True)
+
+
+def _read_dead(folder: Path, writer: str, descriptor: int) -> DeadWriter:
+    data = os.pread(descriptor, _COUNTS.size + _NUM_SLOTS * _BLOCK.size, 0)
+    if len(data) < _COUNTS.size or not data.startswith(_MAGIC):  # it died before it accepted anything
+        return DeadWriter(writer, 0, 0)
+    _, accepted, published, last_sign_ns = _COUNTS.unpack_from(data)
+    settled = [published, *_settled_by_blocks(folder, writer, data)]
+    return DeadWriter(writer, max(0, accepted - max(settled)), last_sign_ns)
+
+
+def _settled_by_blocks(folder: Path, writer: str, data: bytes) -> Iterable[int]:
+    """Death may come between publishing a block and noting it: ask the folder."""
+    for offset in range(_COUNTS.size, len(data) - _BLOCK.size + 1, _BLOCK.size):
+        number, settled = _BLOCK.unpack_from(data, offset)
+        if number > 0 and (folder / block_name(writer, number - 1)).exists():
+            yield settled
+
+
+def _map(descriptor: int) -> mmap.mmap | None:
+    """Map the journal, or give None where the file system cannot.
+
+    A write with a system call would wait whenever the disk is flushed: 30 ms in the middle of an `add`.
+    """
+    try:
+        return mmap.mmap(descriptor, _COUNTS.size + _NUM_SLOTS * _BLOCK.size)
+    except (OSError, ValueError):
+        return None
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock without waiting; True where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _is_linked(descriptor: int, path: Path) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        here, there = os.fstat(descriptor), os.stat(path)
+    except FileNotFoundError:
+        return False
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)

@@ -1,0 +1,371 @@
+"""Recording: `RecordingWrapper` around an env in any loop, and `record_demonstrations`, which is such a loop.
+
+One rule: what an env's step means is `environments.py`'s; here is decided which episodes are kept; the rest is the
+writer's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from storage.core.host_arrays import as_given, on_host
+from storage.errors import UsageError
+
+from ..format.header import TERMINATED, TRUNCATED
+from ..index.folder import BlockFolder
+from ..index.index import TrajectoryIndex
+from .environments import Simulator, copied, mapped, told
+from .writer import RolloutWriter
+
+#: Methods of an env that are recorded.
+_RECORDED = ("reset", "reset_async", "reset_wait", "get_observations", "step", "step_async", "step_wait")
+
+
+@dataclass(frozen=True)
+class EpisodeSummary:
+    """An episode that has ended, as `keep` is asked about it.
+
+    Attributes:
+        total_reward: The sum of its rewards (of the first reward).
+        success: What infos told of its last step; None if nothing.
+        success_once: Whether they told a success of any of its steps.
+    """
+
+    env_id: int
+    length: int
+    total_reward: float
+    terminated: bool
+    truncated: bool
+    success: bool | None
+    success_once: bool
+
+
+@dataclass(frozen=True)
+class RecordingSummary:
+    """What a call of `record_demonstrations` did.
+
+    Attributes:
+        data_dir: Where the data are.
+        num_frames, num_trajectories: In the dataset now, what was there before included.
+        num_new_frames, num_new_trajectories: Recorded and kept by this call.
+        num_steps: Steps of all envs that it took.
+        num_nonfinite_rewards: NaN or infinite rewards among them.
+        mean_return: Mean sum of rewards (of the first reward) over all trajectories that ended, kept
+            or not; NaN if none did.
+        duration_s: Wall-clock time.
+    """
+
+    data_dir: Path
+    num_frames: int
+    num_trajectories: int
+    num_new_frames: int
+    num_new_trajectories: int
+    num_steps: int
+    num_nonfinite_rewards: int
+    mean_return: float
+    duration_s: float
+
+
+class RecordingWrapper:
+    """An env whose resets and steps are recorded, for any loop, which sees exactly what the env returns.
+
+    All other attributes and methods are the env's, and `isinstance` takes it for the env. A reset in the middle of an
+    episode leaves an open trajectory. Actions are recorded in the dtype of the env's space. `close()` closes
+    `rollout_writer`, the writer, then the env.
+
+    Args:
+        env: As for `record_demonstrations`.
+        data_dir: The data folder.
+        autoreset: When an env is reset whose episode has ended: "next_step" (its next step only resets it),
+            "same_step" (infos have the final observation, or none is recorded) or "disabled" (the loop resets it).
+            None reads it from `metadata["autoreset_mode"]`, or from what is returned when an episode ends.
+        options: Of `RolloutWriter`, and these:
+            `success_only`: keep only episodes of whose last step infos tell a success.
+            `keep`: keep only episodes of whose `EpisodeSummary` this is true.
+            `success_key="success"`: what tells success in infos, or `is_<key>`; in `final_info`, where that is.
+            `max_dropped`: raise when so many episodes in a row were dropped. Left out, it is 1000, or 10 per env if
+            that is more; here only while infos never told a success.
+
+    Raises:
+        UsageError: An argument is wrong; from a step: it cannot be recorded, or `max_dropped` episodes were dropped.
+    """
+
+    __class__ = property(lambda self: type(self.env))
+
+    def __init__(
+        self, env: Any, data_dir: str | os.PathLike[str], *, autoreset: str | None = None, **options: Any
+    ) -> None:
+        recorder = _Recorder(Simulator(env, autoreset), data_dir, **{"max_dropped": math.inf, **options})
+        self.__dict__.update(env=env, rollout_writer=recorder.writer, _recorder=recorder, _is_open=True)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["env"], name)
+        return partial(self._recorder.call, name) if name in _RECORDED else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.env, name, value)
+
+    def __enter__(self) -> RecordingWrapper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, *args: Any, **kwargs: Any) -> Any:
+        """Close the writer, then the env. May be called twice."""
+        is_open, self.__dict__["_is_open"] = self._is_open, False
+        try:
+            self.rollout_writer.close()
+        finally:
+            result = self.env.close(*args, **kwargs) if is_open and hasattr(self.env, "close") else None
+        return result
+
+
+def record_demonstrations(
+    env: Any,
+    policy: Any,
+    data_dir: str | os.PathLike[str],
+    *,
+    min_timesteps: int = 0,
+    min_trajectories: int = 0,
+    keep_unfinished: bool = True,
+    metadata: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    show_progress: bool = True,
+    autoreset: str | None = None,
+    **options: Any,
+) -> RecordingSummary:
+    """Record a policy until a dataset holds at least so many frames and trajectories.
+
+    A folder that holds data already is continued: its frames and the trajectories that ended count. The parts of a
+    `spaces.Tuple` are recorded under the names "0", "1", ...
+
+    Args:
+        env: A vectorized env of gymnasium (any autoreset mode), stable-baselines3, ManiSkill, Isaac Lab, rsl_rl or
+            Isaac Gym, or of such an interface: `num_envs`, and `step(actions)` that returns gymnasium's five values,
+            `obs, rewards, dones, infos` or `obs, privileged_obs, rewards, dones, infos`, as arrays or tensors. The
+            groups `critic` and `privileged` of a dict observation are the privileged observation; a group `policy`
+            that is alone beside them is the observation.
+        policy: Observation -> actions; or an object with `act_inference` or `act`. A torch module gets
+            tensors, anything else the observation as the environment gives it.
+        data_dir: The data folder.
+        min_timesteps: Frames that the dataset holds at least when this returns.
+        min_trajectories: Trajectories that it holds at least, those in progress not counted.
+        keep_unfinished: Keep the trajectories in progress at the end as open ones.
+        metadata: More context for metadata.json.
+        seed: Of the environments' first reset. A folder that is continued makes another seed of it and of the
+            number of trajectories that it holds, so that the same call does not record the same episodes again.
+        show_progress: Draw a progress bar.
+        autoreset, options: As of `RecordingWrapper`. Where `autoreset` is "disabled", this function resets the envs.
+
+    Returns:
+        A summary. `Ctrl-C` publishes what was recorded and then raises `KeyboardInterrupt` as usual; so does an error.
+    """
+    for name, value in (("min_timesteps", min_timesteps), ("min_trajectories", min_trajectories)):
+        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+            raise UsageError("record", "", f"{name} a number", repr(value))
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
+        raise UsageError("record", "", "seed an integer or None", repr(seed))
+    if min_timesteps <= 0 and min_trajectories <= 0:
+        raise UsageError("record", "", "min_timesteps or min_trajectories above 0", "neither")
+    simulator, (act, policy_name) = Simulator(env, autoreset), _policy(policy)
+    start_s = time.monotonic()
+    frames_before, trajectories_before, ended_before = _count(Path(data_dir))
+    goals = (min_timesteps - frames_before, min_trajectories - ended_before)
+    if max(goals) <= 0:
+        return RecordingSummary(
+            Path(data_dir), frames_before, trajectories_before, 0, 0, 0, 0, float("nan"), time.monotonic() - start_s
+        )
+    if seed is not None and seed >= 0 and trajectories_before:
+        seed = int(np.random.SeedSequence((seed, trajectories_before)).generate_state(1)[0] >> 1)
+    observation = simulator.start(seed)
+    context = {"policy": policy_name, "min_timesteps": min_timesteps, "min_episodes": min_trajectories}
+    context |= {"use_critic_obs": "privileged_observation" in simulator.seen, **(metadata or {})}
+    recorder = _Recorder(simulator, data_dir, metadata=context, **options)
+    num_steps, shown, unit = (0, 1, " trajectories") if goals[1] > 0 else (0, 0, " frames")
+    bar = tqdm(total=goals[shown], desc="recording", unit=unit, disable=not show_progress)
+    with recorder.writer as writer, bar:
+        while True:
+            have = writer.num_frames if keep_unfinished else writer.num_finished_frames, writer.num_trajectories
+            bar.update(min(have[shown], goals[shown]) - bar.n)
+            if have[0] >= goals[0] and have[1] >= goals[1]:
+                break
+            observation, *_ = recorder.call("step", simulator.executed(act(observation)))
+            if (waiting := simulator.reset_options) is not None:
+                observation, *_ = recorder.call("reset", options=waiting)
+            num_steps += 1
+        if not keep_unfinished:
+            writer.discard(np.arange(simulator.num_envs))
+    return RecordingSummary(
+        data_dir=Path(data_dir),
+        num_frames=frames_before + writer.num_frames,
+        num_trajectories=trajectories_before + writer.num_trajectories,
+        num_new_frames=writer.num_frames,
+        num_new_trajectories=writer.num_trajectories,
+        num_steps=num_steps,
+        num_nonfinite_rewards=writer.num_nonfinite_rewards,
+        mean_return=recorder.mean_return,
+        duration_s=time.monotonic() - start_s,
+    )
+
+
+class _Recorder:
+    """Write what an env shows between resets and steps. Arguments are those of `RecordingWrapper`."""
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        data_dir: str | os.PathLike[str],
+        *,
+        success_only: bool = False,
+        keep: Callable[[EpisodeSummary], Any] | None = None,
+        success_key: str = "success",
+        max_dropped: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **writer_options: Any,
+    ) -> None:
+        if keep is not None and not callable(keep):
+            raise UsageError("record", "", "keep a callable of an EpisodeSummary, or None", repr(keep))
+        num_envs = simulator.num_envs
+        self._default_limit = max(1000, 10 * num_envs)
+        self._limit = self._default_limit if max_dropped is None else max_dropped
+        if isinstance(self._limit, bool | str) or not self._limit >= 1:
+            raise UsageError("record", "", "max_dropped a number >= 1 or None", repr(max_dropped))
+        self.simulator, self._success_only, self._keep = simulator, success_only, keep
+        self._names = (success_key, f"is_{success_key}")
+        self._is_choosing = success_only or keep is not None
+        context = {"env": simulator.name, "success_traj_only": success_only, **(metadata or {})}
+        self.writer = RolloutWriter(
+            data_dir, num_envs, metadata=context, success_only=self._is_choosing, **writer_options
+        )
+        self._lengths, self._rewards = np.zeros(num_envs, np.int64), np.zeros(num_envs)
+        self._has_succeeded, self._is_success_told = np.zeros(num_envs, bool), False
+        self._sum_of_rewards, self._num_ended, self._num_dropped_in_a_row = 0.0, 0, 0
+        self._before, self._action = simulator.seen, None
+        self._reset: Any = slice(None)
+
+    @property
+    def mean_return(self) -> float:
+        return self._sum_of_rewards / self._num_ended if self._num_ended else float("nan")
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call one of the env's methods in `_RECORDED` and record what it does."""
+        if name in ("step", "step_async"):
+            given = (*args, *kwargs.values())[0]
+            self._action = copied(self.simulator.executed(given))  # a simulator may clip them in place
+        elif name != "reset_wait":
+            options = kwargs.get("options") or {}
+            chosen = (options.get("reset_mask"), options.get("env_idx"), kwargs.get("env_ids"))
+            self._reset = next((on_host(envs).copy() for envs in chosen if envs is not None), slice(None))
+        result = getattr(self.simulator.env, name)(*args, **kwargs)
+        if name in ("step", "step_wait"):
+            self._add(result)
+        elif not name.endswith("_async"):
+            is_reset = np.zeros(len(self._lengths), bool)
+            is_reset[self._reset] = name != "get_observations"
+            if (cut := is_reset & (self._lengths > 0)).any():
+                self.writer.discard(np.flatnonzero(cut), leave_open=True)
+                self._clear(cut)
+            self.simulator.see(result, is_reset)
+            self._before = self.simulator.seen
+        return result
+
+    def _add(self, result: Any) -> None:
+        before, self._before = self._before, {}  # so that after an error no frame is missing in the middle
+        if not before:
+            raise UsageError("record a step", "", "reset() or get_observations() before it", "neither")
+        record, done, infos = self.simulator.read(result)
+        present = record.get("env_mask", True)
+        self._lengths += present
+        self._rewards += np.where(present, on_host(record["reward"]).reshape(len(done), -1)[:, 0], 0)
+        self._sum_of_rewards += float(self._rewards[done].sum())
+        self._num_ended += int(done.sum())
+        if self._is_choosing:
+            record["success"] = self._chosen(record, done, infos)
+        self._clear(done)
+        if (lacking := record.pop("lacks_final", None)) is not None:  # a record has them of all its ends or of none
+            without = {name: value for name, value in record.items() if not name.startswith("final_")}
+            self.writer.add(**before, action=self._action, **without, env_mask=lacking)
+            record["env_mask"] = ~lacking
+        self.writer.add(**before, action=self._action, **record)
+        self._before = self.simulator.seen
+        if self._is_choosing and done.any():
+            self._check_dropped(infos, 0 if record["success"].any() else int(done.sum()))
+
+    def _chosen(self, record: Mapping[str, Any], done: np.ndarray, infos: Any) -> np.ndarray:
+        """Tell which of the episodes that end in a step are kept: `[N]` bool."""
+        success, is_told = told(infos, self._names, len(done))
+        if (final := infos.get("final_info") if isinstance(infos, Mapping) else None) is not None:
+            last, is_last_told = told(final, self._names, len(done))  # the rest is of the next episode
+            success, is_told = np.where(done, last, success), np.where(done, is_last_told, is_told)
+        self._has_succeeded |= success & record.get("env_mask", True)
+        self._is_success_told |= bool(is_told.any())
+        columns = (self._lengths, self._rewards, record["terminated"], record["truncated"])
+        values = (np.arange(len(done)), *columns, np.where(is_told, success, np.array(None)), self._has_succeeded)
+        kept = np.zeros(len(done), bool)
+        for one in map(EpisodeSummary, *(column[done].tolist() for column in values)):
+            kept[one.env_id] = (one.success or not self._success_only) and (self._keep is None or self._keep(one))
+        return kept
+
+    def _clear(self, envs: np.ndarray) -> None:
+        for running in (self._lengths, self._rewards, self._has_succeeded):
+            running[envs] = 0
+
+    def _check_dropped(self, infos: Any, num_dropped: int) -> None:
+        self._num_dropped_in_a_row = num_dropped and self._num_dropped_in_a_row + num_dropped
+        limit, why, advice = self._limit, "keep is false of them", "Change the policy or keep, or raise max_dropped"
+        if self._success_only and self._is_success_told:
+            why = "they ended without success" + (" or keep is false of them" if self._keep else "")
+        elif self._success_only:
+            infos = infos.get("final_info", infos) if isinstance(infos, Mapping) else infos
+            names = {name for info in ([infos] if isinstance(infos, Mapping) else infos) for name in info or ()}
+            why = f"infos never have {' or '.join(map(repr, self._names))}, but {sorted(map(str, names))}"
+            limit, advice = min(limit, self._default_limit), "Say with success_key what tells success"
+        if self._num_dropped_in_a_row >= limit:
+            got = f"{self._num_dropped_in_a_row} in a row to drop: {why}"
+            raise UsageError("go on recording", "", "episodes to keep", got, advice)
+
+
+def _count(data_dir: Path) -> tuple[int, int, int]:
+    """Count what a folder holds: frames, trajectories, and those of them that ended; nothing if it is not there."""
+    if not data_dir.is_dir():
+        return 0, 0, 0
+    folder = BlockFolder(data_dir)
+    folder.refresh()
+    index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
+    return index.num_frames, len(index), int(((index.flags & (TERMINATED | TRUNCATED)) != 0).sum())
+
+
+def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
+    """Give a policy as a function of the observation, and its name.
+
+    A `torch.nn.Module` is given tensors on its device and of its dtype; anything else gets the observation as the
+    environment gave it. Objects are asked for `act_inference`, then `act`.
+    """
+    methods = (getattr(policy, name, None) for name in ("act_inference", "act"))
+    act = next((method for method in methods if callable(method)), policy)
+    if not callable(act):
+        expected = "a callable, or an object with act_inference or act"
+        raise UsageError("record", f"with {type(policy).__name__}", expected, "neither")
+    owner = getattr(policy, "__self__", policy)
+    name = getattr(owner, "__name__", type(owner).__name__)
+    if not isinstance(policy, torch.nn.Module):
+        return torch.no_grad()(act), name
+
+    def to_tensor(value: Any) -> torch.Tensor:
+        tensor, parameter = as_given(value), next(policy.parameters(), torch.zeros((), device="cpu"))
+        return tensor.to(parameter.device, parameter.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    return torch.no_grad()(lambda observation: act(mapped(to_tensor, observation))), name

@@ -1,0 +1,92 @@
+"""Retention: delete blocks that hold nothing but old trajectories.
+
+One rule: whole blocks, oldest first per writer. Deleting from the front leaves no trajectory
+without its end (and no dropped one without the note that it is dropped); one that loses its
+beginning is left out by every reader.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from storage.core.records import is_count
+from storage.errors import UsageError
+
+from ..index.folder import BlockFolder, save_index_cache
+from ..index.index import TrajectoryIndex
+from .journal import journal_path
+
+#: What `prune` can limit.
+LIMITS = ("trajectories", "frames", "bytes")
+
+
+def prune(
+    data_dir: str | os.PathLike[str],
+    *,
+    trajectories: int | None = None,
+    frames: int | None = None,
+    bytes: int | None = None,
+    dry_run: bool = False,
+) -> list[Path]:
+    """Delete the blocks that the newest trajectories do not need; writers and readers may be at work.
+
+    A block stays or goes as a whole: beyond the limits there is what shares blocks with the newest trajectories, and
+    with those that living writers have in progress. The newest trajectory always stays.
+
+    Args:
+        data_dir: The data folder.
+        trajectories: How many complete ones are kept, in the order of completion.
+        frames: How many frames are kept, of whole trajectories.
+        bytes: How many bytes of files. At least one limit must be given; all that are given hold.
+        dry_run: Delete nothing.
+
+    Returns:
+        The files, oldest first for each writer.
+    """
+    limits = checked_limits({"trajectories": trajectories, "frames": frames, "bytes": bytes})
+    folder = BlockFolder(data_dir)
+    folder.refresh()
+    index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
+    is_growing = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
+    is_kept = ~index.is_complete() & np.array(is_growing, bool)[index.writer]
+    is_kept[_first_kept(index, limits) :] = True
+    old: list[Path] = []
+    for number, writer in enumerate(index.writers):
+        known = index.number[index.writer == number]
+        kept = set(index.number[is_kept & (index.writer == number)].tolist())
+        for block in sorted((one for one in index.blocks if one.writer == writer), key=lambda one: one.sequence):
+            found = block.fragments["trajectory"]
+            # Beyond the newest known ones are tentative ones, which the index does not list yet.
+            if (found > known.max(initial=-1)).any() or not kept.isdisjoint(found.tolist()):
+                break
+            old.append(block.path)
+    for path in () if dry_run else old:
+        path.unlink(missing_ok=True)
+    if old and not dry_run:
+        save_index_cache(data_dir)
+    return old
+
+
+def checked_limits(given: Mapping[str, int | None]) -> dict[str, int]:
+    """Check the limits of `prune`; None is none."""
+    limits = {name: limit for name, limit in given.items() if limit is not None}
+    if not limits or not limits.keys() <= set(LIMITS) or not all(is_count(limit, 1) for limit in limits.values()):
+        expected = f"at least one of {', '.join(LIMITS)}, each a whole number >= 1"
+        raise UsageError("keep only the newest part", "", expected, repr(limits))
+    return limits
+
+
+def _first_kept(index: TrajectoryIndex, limits: Mapping[str, int]) -> int:
+    """Find the oldest of the newest trajectories that are within all limits."""
+    frames, block = np.diff(index.fragment_frame), index.fragment_block
+    num_used = np.bincount(block, frames, len(index.blocks))
+    frame_bytes = np.array([one.file_bytes for one in index.blocks]) / np.maximum(num_used, 1)
+    ends = np.append(0, np.cumsum(frames * frame_bytes[block]))
+    sizes = np.diff(ends[np.searchsorted(index.fragment_frame, index.first_frame)])
+    weights = dict(zip(LIMITS, (index.is_complete(), index.lengths, sizes), strict=True))
+    fitting = [np.searchsorted(np.cumsum(weights[name][::-1]), limit, "right") for name, limit in limits.items()]
+    return max(0, len(index) - max(1, int(min(fitting))))

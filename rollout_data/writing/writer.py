@@ -1,0 +1,399 @@
+"""RolloutWriter: record the experience of parallel environments into block files.
+
+One rule: check the whole record, then copy it into staging memory, then count it; a background
+thread turns full staging memory into blocks. What a record means is `record.py`'s, which
+fragments come of it `cut.py`'s, and how a block is written `format/block_file.py`'s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from storage.core.buffer_pool import BufferPool
+from storage.core.duplicates import Unique
+from storage.core.fields import Schema
+from storage.core.threads import finish
+from storage.errors import ClosedError, DataFileError, RolloutDataWarning
+
+from ..format.header import DATA, DROPPED, OPEN, layouts_of
+from ..index.metadata import METADATA_NAME, Metadata, publish_metadata
+from .arguments import check_arguments, check_rewards, checked_env_ids, kept_flags
+from .given_record import given_values, keywords_of, warn_of_misspellings
+from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
+from .observation_parts import observation_parts
+from .publish import BlockPublisher, check_storable
+from .record import read_rollout, unpack_storage
+from .repeated_step import RepeatedStep, form_of
+from .retention import checked_limits
+from .staging import MAX_STAGED_BYTES, Staging
+from .tally import MAX_STEPS_WITHOUT_END, MAX_UNCOUNTED, Tally
+
+
+class RolloutWriter(Unique):
+    """Record `[num_envs, ...]` steps or `[T, num_envs, ...]` rollouts into a data folder.
+
+    Args:
+        data_dir: The folder; created if it is not there. Any number of writers may share it.
+        num_envs: How many environments step together.
+        obs_segments: Component -> shape, in order: cuts a flat observation into components that are
+            stored as fields of their own. A dict observation has its components by itself.
+        obs_disassemble_mapping: Component -> codec name, for components not to be stored raw.
+        metadata: Context for metadata.json (env, policy, config, frame_rate_hz, ...); the first
+            writer of a folder determines it.
+        block_bytes: The most that is not yet on disk at any time, and so the most that a crash
+            loses. Files hold `block_bytes / max_pending_blocks` at most, and no more than 4 GiB.
+        block_age_s: A block is closed at the first `add` after this time since its first step.
+        max_pending_blocks: How many blocks, the one being filled included, are in memory; `add`
+            waits for the disk beyond that. 1 writes synchronously.
+        durable: Flush blocks to the disk. Without, data survive a crash of the process only.
+        writer_name: Letters, digits and "-"; left out, a free one is made up. A name that was used
+            before continues its numbering.
+        nonfinite_rewards: "accept" counts NaN and Inf rewards, "refuse" raises before writing.
+        success_only: Keep only trajectories of which `success`, given to `add` for each env where they end, is
+            true; one that does not end is dropped. `success` is then a flag and no field.
+        frames_per_chunk: How many frames of a coded component are decoded together at most: fewer make short
+            windows faster and files larger. None is what suits the codec, at most 8 frames and 64 MiB.
+        retention: After every block, the folder is pruned to these limits, as in `{"bytes": 10**9}` (see `prune`).
+
+    Attributes:
+        name: The writer's name, part of its file names.
+        recovered: What writers that died in this folder had not published (`DeadWriter` records).
+
+    Raises:
+        UsageError: An argument is wrong, or a living writer has this name.
+        DataFileError: The folder cannot be written.
+
+    Not for use from several threads at once. A writer that was not closed is closed when the
+    interpreter exits.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str],
+        num_envs: int,
+        *,
+        obs_segments: Mapping[str, Sequence[int]] | None = None,
+        obs_disassemble_mapping: Mapping[str, str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        block_bytes: int = 256 << 20,
+        block_age_s: float = 30.0,
+        max_pending_blocks: int = 2,
+        durable: bool = True,
+        writer_name: str | None = None,
+        nonfinite_rewards: Literal["accept", "refuse"] = "accept",
+        success_only: bool = False,
+        frames_per_chunk: int | None = None,
+        retention: Mapping[str, int] | None = None,
+    ) -> None:
+        self._closed, self._is_ended = True, False
+        name = secrets.token_hex(4) if writer_name is None else writer_name
+        counts = {"block_bytes": block_bytes, "max_pending_blocks": max_pending_blocks}
+        counts |= {"frames_per_chunk": 1 if frames_per_chunk is None else frames_per_chunk}
+        check_arguments(data_dir, num_envs, counts, block_age_s, name, nonfinite_rewards, metadata)
+        self.data_dir = Path(data_dir).absolute()  # whatever directory the process goes to
+        self.num_envs, self.name, self.success_only = int(num_envs), name, success_only
+        self.nonfinite_rewards = nonfinite_rewards
+        self._num_nonfinite = 0  # in the stagings before this one
+        self._parts = observation_parts(obs_segments, obs_disassemble_mapping)
+        self._context = {"success_traj_only": success_only, **(metadata or {})}
+        self._block_bytes, self._block_age_s = int(block_bytes), float(block_age_s)
+        self._durable = durable
+        self._max_pending = int(max_pending_blocks)
+        self._max_steps = 0
+        self.recovered: list[DeadWriter] = []
+        self._journal = Journal(self.data_dir, name)
+        self._publisher = BlockPublisher(
+            self.data_dir, name, self.num_envs, self._journal, self._max_pending, durable, is_tentative=success_only
+        )
+        self._publisher.retention = retention if retention is None else checked_limits(retention)
+        self._publisher.frames_per_chunk = None if frames_per_chunk is None else int(frames_per_chunk)
+        self._schema: Schema | None = None
+        self._step_form: RepeatedStep | None = None
+        self._staging: Staging | None = None
+        self._pool = BufferPool()
+        self._num_accepted, self._ends_due = 0, MAX_STEPS_WITHOUT_END * self.num_envs
+        self._tally = Tally(np.zeros(self.num_envs, np.int64), success_only)
+        self._owner = os.getpid()
+        try:
+            self._enter_folder()
+            self._closed = False
+            _open_writers.add(self)
+        except BaseException:  # Ctrl-C too: an open journal would keep the name taken
+            self._leave_folder()
+            raise
+
+    def add(
+        self,
+        transition: Any = None,
+        *,
+        observation: Any = None,
+        action: Any = None,
+        reward: Any = None,
+        done: Any = None,
+        timeout: Any = None,
+        terminated: Any = None,
+        truncated: Any = None,
+        privileged_observation: Any = None,
+        final_observation: Any = None,
+        final_privileged_observation: Any = None,
+        policy_version: Any = None,
+        env_mask: Any = None,
+        **extras: Any,
+    ) -> None:
+        """Record one step of all envs. Everything is copied.
+
+        Args:
+            transition: A mapping, named tuple or object with these names, instead of keywords. Names
+                of other records are understood ("observations", "dones", "time_outs", ...).
+            observation: `[N, ...]`, or a (nested) mapping of components.
+            action: `[N, ...]`.
+            reward: `[N]`, `[N, 1]` or `[N, R]`.
+            done: `[N]` or `[N, 1]`: this frame is the last of its trajectory.
+            timeout: The same: where done, it is a truncation. Without done, an end by itself.
+            terminated, truncated: The two kinds of end, instead of done and timeout.
+            privileged_observation: Like observation.
+            final_observation: The true last observation of the envs that end here: `[N, ...]` (other
+                rows are ignored) or `[k, ...]` for the k that end, in env order.
+            final_privileged_observation: Its privileged part; without, it repeats the last frame's.
+            policy_version: An integer, or `[N]`; kept per fragment.
+            env_mask: `[N]` bool; False means that this env has no frame in this step.
+            **extras: Any other field, `[N, ...]` or a mapping; not next observations nor `is_first`, which follow.
+
+        Raises:
+            SchemaError: Another field, shape, dtype or leading size than the first record declared;
+                nothing was written and the writer stays usable.
+            BackgroundError: A block could not be written; the cause is the disk's error.
+        """
+        self._add(transition, keywords_of(locals()), is_step=True)
+
+    def add_rollout(
+        self,
+        transition: Any = None,
+        *,
+        observation: Any = None,
+        action: Any = None,
+        reward: Any = None,
+        done: Any = None,
+        timeout: Any = None,
+        terminated: Any = None,
+        truncated: Any = None,
+        privileged_observation: Any = None,
+        final_observation: Any = None,
+        final_privileged_observation: Any = None,
+        policy_version: Any = None,
+        env_mask: Any = None,
+        include: Sequence[str] = (),
+        **extras: Any,
+    ) -> None:
+        """Record T steps of all envs: like `add` with `[T, N, ...]` everywhere.
+
+        Args:
+            transition: Also a `storage.RolloutStorage`, of which all filled steps are recorded (a queue's each time
+                anew) with declared `policy_outputs`, or a batch of a `RolloutDataset` (see `Transition` for limits).
+            final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time, then env.
+            policy_version: An integer, `[T]` or `[T, N]`.
+            include: Fields of a `RolloutStorage` to record besides the usual ones: "values", "mu", "sigma", ...
+        """
+        self._add(unpack_storage(transition, include), keywords_of(locals()), is_step=False)
+
+    def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
+        """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
+        self._check_usable()
+        self._end(checked_env_ids(env_ids, self.num_envs), OPEN if leave_open and not self.success_only else DROPPED)
+
+    def flush(self) -> None:
+        """Publish everything that was added and wait until it is on the disk."""
+        self._check_usable()
+        self._hand_over()
+        self._publisher.settle()
+        self._publisher.raise_failure()
+
+    def close(self) -> None:
+        """Publish everything, mark trajectories in progress as open, stop. May be called twice, also after a Ctrl-C.
+
+        Raises:
+            BackgroundError: A block could not be written; what was published before is intact.
+        """
+        if self not in _open_writers or self._owner != os.getpid():  # a forked child has nothing to publish
+            return
+        self._closed = True
+        try:
+            if not self._is_ended and not self._publisher.has_failed():
+                self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
+                self._hand_over()
+                self._is_ended = True
+        except Exception:  # not a Ctrl-C, which leaves all steps to the next call
+            self._leave_folder()
+            raise
+        self._leave_folder()
+        self._publisher.raise_failure()
+
+    def __enter__(self) -> RolloutWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_frames(self) -> int:
+        """Frames kept so far: of trajectories that were not dropped; with `success_only`, that have ended too."""
+        return self._counted().num_frames
+
+    @property
+    def num_finished_frames(self) -> int:
+        """Frames of the kept trajectories that have ended."""
+        return self._counted().num_finished_frames
+
+    @property
+    def num_trajectories(self) -> int:
+        """Kept trajectories that have ended."""
+        return self._counted().num_trajectories
+
+    @property
+    def num_nonfinite_rewards(self) -> int:
+        """Values among the accepted rewards that are NaN or infinite, in every field that is or is below `reward`."""
+        return self._num_nonfinite if self._staging is None else self._staging.num_nonfinite_rewards()
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields, as the first record declared them; None before it."""
+        return self._schema
+
+    def _enter_folder(self) -> None:
+        """Create the folder, clean up after the dead, take the writer's name, find its place."""
+        try:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            self.recovered = recover_dead_writers(self.data_dir)
+            self._journal.open()
+        except OSError as cause:
+            raise DataFileError("record into", repr(str(self.data_dir)), "a writable folder", str(cause)) from cause
+        remove_temporary_files(self.data_dir, self.name)
+        self._publisher.start()
+        self._last_ns = self._publisher.last_ns
+        for found in self.recovered:
+            warnings.warn(found.text(self.data_dir), RolloutDataWarning, stacklevel=3)
+
+    def _leave_folder(self) -> None:
+        """Publish what was handed over, give the name back. May be done twice."""
+        self._publisher.close()
+        self._journal.close()
+        self._tally, self._num_nonfinite, self._staging = self._counted(), self.num_nonfinite_rewards, None
+        _open_writers.discard(self)
+
+    def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
+        self._check_usable()
+        values = given_values(transition, keywords)
+        success = values.pop("success", None) if self.success_only else None
+        rollout = self._step_form.read(values) if is_step and self._step_form is not None else None
+        schema = None
+        if rollout is None:
+            rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
+        rollout.is_kept = kept_flags(success, rollout) if self.success_only else None
+        if self.nonfinite_rewards == "refuse":
+            check_rewards(rollout)
+        if schema is not None:
+            if self._schema is None:
+                self._declare(schema)
+                warn_of_misspellings(values)
+            self._step_form = form_of(values, schema, self._parts, self.num_envs) if is_step else None
+        start, num_steps = 0, rollout.num_steps
+        while start < num_steps:
+            staging = self._staging_with_room()
+            stop = min(num_steps, start + staging.room)
+            part = rollout if stop - start == num_steps else rollout.steps(start, stop)
+            self._last_ns = max(self._last_ns + 1, time.time_ns())
+            staging.put(part, self._last_ns)
+            self._last_ns += stop - start - 1
+            self._num_accepted += part.present.size if part.is_plain else int(np.count_nonzero(part.present))
+            self._journal.accept(self._num_accepted)
+            start = stop
+            if staging.num_steps - self._tally.num_counted >= MAX_UNCOUNTED:
+                self._counted()
+            if not staging.room or time.monotonic() - (staging.started_s or 0) > self._block_age_s:
+                self._hand_over()
+        if self._num_accepted > self._ends_due:
+            self._ends_due = sys.maxsize
+            self._counted().warn_if_endless(self._num_accepted, str(self.data_dir))
+
+    def _declare(self, schema: Schema) -> None:
+        """Freeze the schema: agree with the folder about it, then make room."""
+        layout = layouts_of(schema)[DATA]
+        check_storable(schema)
+        try:
+            publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, durable=False)
+        except OSError as cause:
+            where = repr(str(self.data_dir))
+            raise DataFileError("write the metadata of", where, "a writable folder", str(cause)) from cause
+        if self._durable:
+            self._publisher.flush_file(self.data_dir / METADATA_NAME)
+        step_bytes = self.num_envs * layout.frame_bytes
+        self._max_steps = max(1, min(self._block_bytes // self._max_pending, MAX_STAGED_BYTES) // step_bytes)
+        self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(schema))
+        self._schema = schema
+
+    def _staging_with_room(self) -> Staging:
+        if self._staging is not None and self._staging.is_sealed:
+            self._hand_over()
+        if self._staging is None:  # not made earlier: after a flush it takes the memory of the one before
+            assert self._schema is not None
+            self._staging = Staging(self._schema, self.num_envs, self._max_steps, self._pool, self._num_nonfinite)
+        return self._staging
+
+    def _end(self, env_ids: np.ndarray, flag: int) -> None:
+        """End the trajectories in progress of these envs, in the marks and in the counts."""
+        if self._schema is None:
+            return
+        staging = self._staging_with_room()
+
+        def end() -> None:
+            tally = self._counted().with_ends(env_ids, flag)
+            staging.end(env_ids, flag)
+            self._tally = tally
+
+        finish(end)
+
+    def _counted(self) -> Tally:
+        """Count the steps that are staged and not counted yet."""
+        if self._staging is not None:
+            self._tally = self._tally.with_steps(self._staging.marks_view)
+        return self._tally
+
+    def _hand_over(self) -> None:
+        """Give the staged steps to the background thread; wait while too many blocks are pending."""
+        staging = self._staging
+        if staging is None or staging.is_empty:
+            return
+        self._publisher.submit(staging, self._num_accepted)
+        tally, num_nonfinite = self._counted().with_next_block(), staging.num_nonfinite_rewards()
+        # Without a call, and so without a Ctrl-C in between.
+        self._tally, self._num_nonfinite, self._staging = tally, num_nonfinite, None
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("record into", repr(str(self.data_dir)), "an open writer", "a closed one")
+        self._publisher.raise_failure()
+
+
+_open_writers: set[RolloutWriter] = set()
+
+
+def _close_open_writers() -> None:
+    for writer in list(_open_writers):
+        try:
+            writer.close()
+        except Exception as error:  # noqa: BLE001 - told; the next one must still be closed
+            warnings.warn(str(error), RolloutDataWarning)
+
+
+atexit.register(_close_open_writers)

@@ -1,0 +1,1 @@
+"""Saves any object to one file in the background."""

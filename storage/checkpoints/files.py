@@ -1,0 +1,289 @@
+"""Checkpoint files: what `torch.save` makes, plain or in an LZ4 frame.
+
+One rule: a file is checked before it is believed. Sizes are compared with the file's length, and
+checksums with the data, before torch sees anything; only tensors and plain containers are loaded
+unless the caller trusts the file. When files are written is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import pickle
+import struct
+import time
+import zipfile
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..codecs.lz4_frames import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
+from ..core.checksums import crc32
+from ..core.durable import as_path, replace_file
+from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError, UsageError
+
+#: Added to the path of a compressed checkpoint.
+SUFFIX = ".lz4"
+#: The member of a checkpoint's zip archive that holds what was given as `meta`.
+META_NAME = "archive/meta.json"
+_ZIP_MAGIC = b"PK\x03\x04"
+#: The lengths of name and extra field at the end of the header that stands before each member.
+_LOCAL_HEADER = struct.Struct("<26xHH")
+_CHUNK_BYTES = 4 << 20
+_ADVICE = "The file is damaged or was cut off"
+#: What nonsense makes unpickling raise, besides its own error and what torch raises.
+_NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, struct.error)
+
+
+class MissingCheckpointError(DataFileError, FileNotFoundError):
+    """There is no checkpoint at the path."""
+
+    __str__ = RolloutDataError.__str__
+
+
+def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None) -> None:
+    """Write a checkpoint beside its place, flush it and rename it there.
+
+    Args:
+        obj: What to save; not changed meanwhile.
+        path: The file itself, suffix included.
+        level: Of LZ4; None for no compression.
+        meta: JSON, stored where it can be read without the tensors: a member of the zip archive, or a
+            frame that LZ4 readers skip.
+    """
+    with replace_file(path) as new:
+        with open(new, "wb") as file:
+            if level is None:
+                save_to(obj, file)
+            else:
+                with Lz4Writer(file, level) as stream:
+                    save_to(obj, stream)
+                if meta is not None:
+                    file.write(skippable_frame(meta))
+        if level is None and meta is not None:
+            with zipfile.ZipFile(new, "a") as archive:
+                archive.writestr(META_NAME, meta)
+        # The file system's own stamps are too coarse to tell which of two quick saves is newer.
+        now_ns = time.time_ns()
+        os.utime(new, ns=(now_ns, now_ns))
+
+
+class _Output:
+    """A file to write to that remembers its failure, of which torch makes something else."""
+
+    def __init__(self, file: IO[bytes] | Lz4Writer) -> None:
+        self._file, self.failure = file, cast("BaseException | None", None)
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except BaseException as failure:
+            self.failure = self.failure or failure
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def save_to(obj: Any, file: IO[bytes] | Lz4Writer) -> None:
+    """Run `torch.save`, and raise what failed: the `OSError` of a full disk, for one."""
+    output = _Output(file)
+    try:
+        torch.save(obj, cast(IO[bytes], output))
+    except RuntimeError as cause:
+        if output.failure is None:
+            raise
+        raise output.failure from cause
+
+
+def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool = True) -> Any:
+    """Load a checkpoint.
+
+    Args:
+        path: What was given to `save_async`: of `path` and `path` + ".lz4" the one saved last is read.
+            A path that ends in ".lz4" names that file alone.
+        map_location: As for `torch.load`.
+        weights_only: Load nothing but tensors, numbers, strings and plain containers. Turn it off only
+            for files that you trust: loading then runs what the file says.
+
+    Raises:
+        MissingCheckpointError: There is neither file.
+        CorruptFileError: The file is cut off, a checksum is wrong, it declares more than it can hold, or
+            holds no pickle.
+        ForeignFileError: It is neither a zip archive of `torch.save` nor an LZ4 frame.
+        UnsafeFileError: It holds something else than weights.
+    """
+    return _load(path, map_location, weights_only, 1)
+
+
+def load_checkpoint_parallel(
+    path: str | os.PathLike[str],
+    map_location: Any = "cpu",
+    weights_only: bool = True,
+    *,
+    num_threads: int | None = None,
+) -> Any:
+    """Load a checkpoint like `load_checkpoint`; compressed blocks decode in `num_threads` threads.
+
+    None takes as many threads as this process may use processors, 8 at most.
+    """
+    if num_threads is None:
+        num_threads = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
+        raise UsageError("load a checkpoint", repr(str(path)), "num_threads >= 1", repr(num_threads))
+    return _load(path, map_location, weights_only, num_threads)
+
+
+def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
+    """Read the `meta` of a checkpoint, but no tensor; None if it was saved without. Errors as `load_checkpoint`."""
+    found = _find(path)
+    with open(found, "rb") as file:
+        if _is_compressed(file, found):
+            data = _mapped(file)
+            skipped = [frame.blocks[0] for frame in scan_frames(data, str(found)) if frame.is_skippable]
+            text = bytes(data[slice(*skipped[-1])]) if skipped else None
+        else:
+            member, text = _members(file, found).get(META_NAME), None
+            if member is not None:
+                file.seek(_check_member(file, member, found, memoryview(bytearray(_CHUNK_BYTES))))
+                text = file.read(member.file_size)
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as cause:
+        raise CorruptFileError("read the meta of", repr(str(found)), "JSON", str(cause)) from cause
+
+
+def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, num_threads: int) -> Any:
+    found = _find(path)
+    with open(found, "rb") as file:
+        content = _decoded(file, found, num_threads) if _is_compressed(file, found) else file
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        for member in _members(content, found).values():
+            _check_member(content, member, found, buffer)
+        content.seek(0)
+        try:
+            # Runs code only where the caller asked for it: `weights_only` is True unless given.
+            return torch.load(content, map_location=map_location, weights_only=weights_only)
+        except pickle.UnpicklingError as cause:
+            where, advice = repr(str(found)), "Pass weights_only=False if you trust whoever wrote it"
+            if not weights_only:
+                raise CorruptFileError("load the checkpoint", where, "a pickle", str(cause)) from cause
+            got = str(cause).splitlines()[-1] if "WeightsUnpickler error" in str(cause) else "something else"
+            raise UnsafeFileError("load the checkpoint", where, "tensors and plain containers", got, advice) from cause
+        except (RuntimeError, EOFError) as cause:
+            expected, got = "what torch.save makes", str(cause) or "nothing"
+            raise DataFileError("load the checkpoint", repr(str(found)), expected, got) from cause
+        except _NONSENSE as cause:
+            if isinstance(cause, AttributeError) and not weights_only:
+                raise  # a class that is not here is no damage
+            expected, got = "what torch.save makes", f"{type(cause).__name__}: {cause}"
+            raise CorruptFileError("load the checkpoint", repr(str(found)), expected, got, _ADVICE) from cause
+
+
+def _find(path: str | os.PathLike[str]) -> Path:
+    """Say which file a checkpoint is in: the newer of the plain and the compressed one."""
+    plain = as_path(path, "load the checkpoint")
+    candidates = [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
+    found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]
+    if not found:
+        names = " or ".join(repr(str(one)) for one in candidates)
+        raise MissingCheckpointError(
+            "load the checkpoint", repr(str(path)), names, "neither" if candidates[1:] else "none"
+        )
+    return max(found)[1]
+
+
+def _is_compressed(file: IO[bytes], path: Path) -> bool:
+    magic = file.read(4)
+    file.seek(0)
+    if magic not in (MAGIC, _ZIP_MAGIC):
+        expected = "a zip archive of torch.save or an LZ4 frame"
+        raise ForeignFileError(
+            "load the checkpoint", repr(str(path)), expected, f"the bytes {magic.hex() or 'of no file'}"
+        )
+    return magic == MAGIC
+
+
+def _decoded(file: IO[bytes], path: Path, num_threads: int) -> io.BufferedReader:
+    data = _mapped(file)
+    return cast(io.BufferedReader, _Memory(decode(data, scan_frames(data, str(path)), str(path), num_threads)))
+
+
+def _mapped(file: IO[bytes]) -> memoryview:
+    """Map a file that is not empty; it is unmapped when the last view of it is gone."""
+    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+class _Memory(io.RawIOBase):
+    """A file to read over bytes in memory, without copying them first."""
+
+    def __init__(self, content: npt.NDArray[np.uint8]) -> None:
+        self._content, self._at = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        target = np.frombuffer(buffer, np.uint8)
+        part = self._content[self._at : self._at + len(target)]
+        target[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
+    """List the members of the zip archive; refuse one whose members are larger than itself."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as cause:
+        raise CorruptFileError("load the checkpoint", repr(str(path)), "a zip archive", str(cause), _ADVICE) from cause
+    left = size = file.seek(0, io.SEEK_END)
+    for member in members:
+        left -= member.file_size
+        is_stored = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
+        if not is_stored or left < 0 or not 0 <= member.header_offset < size:
+            expected = f"stored members in a file of {size} bytes"
+            got = f"{member.filename!r} of {member.file_size} bytes at {member.header_offset}"
+            raise CorruptFileError("load the checkpoint", repr(str(path)), expected, got, _ADVICE)
+    return {member.filename: member for member in members}
+
+
+def _check_member(file: io.BufferedReader, member: zipfile.ZipInfo, path: Path, buffer: memoryview) -> int:
+    """Compare a member's checksum; give where its content starts.
+
+    `zipfile` would do the same at a third of the speed, copying every part twice.
+    """
+    where = f"{str(path)!r}, member {member.filename!r}"
+    file.seek(member.header_offset)
+    header = file.read(_LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size or not header.startswith(_ZIP_MAGIC):
+        raise CorruptFileError("load the checkpoint", where, "a header of its own", repr(header[:4]), _ADVICE)
+    start: int = member.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+    file.seek(start)
+    left, crc = member.file_size, 0
+    while left:
+        num_bytes = file.readinto(buffer[:left])
+        if not num_bytes:
+            raise CorruptFileError("load the checkpoint", where, f"{left} more bytes", "the end of the file", _ADVICE)
+        crc = crc32(buffer[:num_bytes], crc)
+        left -= num_bytes
+    if crc != member.CRC:
+        raise CorruptFileError("load the checkpoint", where, f"checksum {member.CRC:08x}", f"{crc:08x}", _ADVICE)
+    return start

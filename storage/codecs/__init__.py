@@ -1,0 +1,1 @@
+"""Compression; each codec states its loss."""

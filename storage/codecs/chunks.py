@@ -1,0 +1,266 @@
+"""Chunks: a few frames as bytes that can be decoded alone.
+
+One rule: a chunk says how it was packed and in which range it was quantized; dtype, frame shape, number of
+frames and the chain of stages are known from where it stands, and nothing is decoded into more than those ask for.
+
+A chain is written `quantizer+delta+shuffle+packer`, any part of it: `uint16+shuffle+lz4`. The quantizer here is
+`uint16`, or `uint16(low,high)`; deltas are `delta` (subtract the frame before, as integers of the bytes) and
+`xor`; shuffles `shuffle`, `split`, `bitshuffle`; packers `lz4` (fast), `lz4hc` (high compression) and, with the
+extra `codecs`, `zstd` (smaller images), `blosc2` (`lz4hc`) and `blosc2zstd`, which shuffle themselves, with SIMD.
+
+A chunk is one byte: 0 for plain values, where stages would not save anything or more than readers believe, or 1;
+then the range of a quantizer (low, step: float64, whether special counts: uint8, all little-endian); then the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CorruptFileError, FieldTypeError, UsageError, nearest
+from . import lz4_blocks, packers
+from .quantizers import RANGE_BYTES, LinearCounts, decode_counts
+from .shuffles import scratch_bytes, shuffle, shuffled_bytes, unshuffle
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+_QUANTIZER = re.compile(r"uint16(?:\(([^,()]+),([^,()]+)\))?")
+#: Kinds of stages in the order in which they stand in a chain.
+STAGES: dict[str, tuple[str, ...]] = {
+    "quantizer": ("uint16",),
+    "delta": ("delta", "xor"),
+    "shuffle": ("shuffle", "split", "bitshuffle"),
+    "packer": ("lz4", "lz4hc", "zstd", "blosc2", "blosc2zstd"),
+}
+#: What a chain must keep to, in the words of errors.
+CHAIN_ORDER = f"stages in the order {'+'.join(STAGES)}, each at most once"
+#: First byte of a chunk.
+_PLAIN, _PACKED = 0, 1
+
+
+@dataclass(frozen=True)
+class ChunkCodec:
+    """A chain of stages.
+
+    Attributes:
+        name: As it is written.
+        quantizer: The one stage that loses, or None.
+        delta, shuffle, packer: Names of the other stages, "" for none.
+    """
+
+    name: str
+    quantizer: LinearCounts | None = None
+    delta: str = ""
+    shuffle: str = ""
+    packer: str = ""
+
+    @property
+    def is_lossless(self) -> bool:
+        """True if decoding gives back every bit."""
+        return self.quantizer is None
+
+    @property
+    def max_expansion(self) -> int:
+        """How many bytes of frames one byte of a chunk can be at most; more is refused as an attack."""
+        most = packers.MAX_EXPANSION.get(self.packer, lz4_blocks.MAX_EXPANSION)
+        return most * (4 if self.quantizer is not None else 1)
+
+    @property
+    def _is_blosc2(self) -> bool:
+        return self.packer.startswith("blosc2")
+
+    def check_installed(self) -> None:
+        """Raise `UsageError` if the packer is of an extra that is not installed."""
+        packers.check_installed(self.packer)
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Raise `FieldTypeError` if values of this dtype cannot be coded."""
+        if self.quantizer is not None and dtype.kind != "f":
+            raise FieldTypeError("code values", f"as {self.name!r}", "float16, float32 or float64", str(dtype))
+
+    def is_direct(self, dtype: np.dtype[Any]) -> bool:
+        """True if a packed chunk of frames of this dtype is an LZ4 block of their bytes: see `decode_at`."""
+        is_changed = self.quantizer or self.delta or self._is_shuffled(dtype.itemsize)
+        return self.packer in ("lz4", "lz4hc") and not is_changed
+
+    def _is_shuffled(self, item_bytes: int) -> bool:
+        """True if items of so many bytes are shuffled; of one byte only the bits can be."""
+        return bool(self.shuffle) and (item_bytes > 1 or self.shuffle == "bitshuffle")
+
+    def encode(self, frames: Array, level: int | None = None) -> tuple[bytes, float]:
+        """Code `[F, *shape]` frames as one chunk; give it and the largest error, 0 if nothing is lost.
+
+        `level` is the packer's, None for its default.
+        """
+        about, error = b"", 0.0
+        values: Array = np.ascontiguousarray(frames).reshape(len(frames), prod(frames.shape[1:]))
+        if self.quantizer is not None:
+            about, counts, error = self.quantizer.encode(values)
+            values = counts.reshape(values.shape)
+        items = values.view(_unsigned(values.dtype))
+        data = self._packed(items, level)
+        # blosc2 packs any number of zeros into 32 bytes; shorter than readers believe is no use.
+        if len(data) < items.nbytes and frames.nbytes <= self.max_expansion * len(data):
+            return bytes([_PACKED]) + about + data, error
+        return bytes([_PLAIN]) + about + items.tobytes(), error
+
+    def _packed(self, items: Array, level: int | None) -> bytes:
+        if self.delta and len(items) > 1:
+            changes = items.copy()
+            combine = np.subtract if self.delta == "delta" else np.bitwise_xor
+            combine(items[1:], items[:-1], out=changes[1:])
+            items = changes
+        if self._is_blosc2:
+            return packers.pack_blosc2(items, self.shuffle, self.packer, level)
+        data = shuffle(self.shuffle, items.reshape(-1)) if self.shuffle else items.reshape(-1).view(np.uint8)
+        if self.packer == "zstd":
+            return packers.pack_zstd(data, level)
+        if self.packer == "lz4hc":
+            return lz4_blocks.compress(data, lz4_blocks.DEFAULT_HIGH_LEVEL if level is None else level)
+        return lz4_blocks.compress(data) if self.packer else data.tobytes()
+
+    def decode(self, chunk: Bytes, out: Array) -> None:
+        """Decode a chunk into `out`, `[F, *shape]`, contiguous; from any number of threads at once.
+
+        Raises:
+            CorruptFileError: The chunk does not hold exactly these frames; `out` has undefined content.
+        """
+        # From address to address: 1.3 us less for each chunk, which is 13 % for single frames of 4 KB.
+        if self.is_direct(out.dtype) and out.flags.c_contiguous and chunk.flags.c_contiguous:
+            source, target = chunk.__array_interface__["data"][0], out.__array_interface__["data"][0]
+            self.decode_at(chunk, source, target, out.nbytes)
+            return
+        start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
+        if len(chunk) < start or chunk[0] > _PACKED:
+            raise _no_chunk(chunk[:start])
+        if self.quantizer is None:
+            self._unpack(chunk[1:], chunk[0], out.reshape(-1).view(_unsigned(out.dtype)), len(out))
+            return
+        counts = _scratch(0, 2 * out.size).view(np.uint16)
+        self._unpack(chunk[start:], chunk[0], counts, len(out))
+        decode_counts(chunk[1:start].tobytes(), counts, out.reshape(-1))
+
+    def decode_at(self, chunk: Bytes, source: int, target: int, num_decoded: int) -> None:
+        """Decode a chunk that lies at an address, of a dtype that `is_direct`, to `num_decoded` bytes at another.
+
+        Raises:
+            CorruptFileError: As `decode`.
+        """
+        num_bytes = len(chunk) - 1
+        method = chunk[0] if num_bytes >= 0 else 255
+        if method == _PACKED:
+            lz4_blocks.decompress_at(source + 1, num_bytes, target, num_decoded)
+        elif method == _PLAIN:
+            _check_size(num_bytes, num_decoded)
+            ctypes.memmove(target, source + 1, num_decoded)
+        else:
+            raise _no_chunk(chunk[:1])
+
+    def _unpack(self, data: Bytes, method: int, items: Array, num_frames: int) -> None:
+        """Undo everything but the quantizer: to the unsigned items of all frames, one after the other."""
+        target = items.view(np.uint8)
+        if method == _PLAIN:
+            _copy(data, target)
+            return
+        if self._is_blosc2:
+            packers.unpack_blosc2(data, target)
+        elif self._is_shuffled(items.dtype.itemsize):
+            num_bytes = shuffled_bytes(self.shuffle, items.size, items.dtype.itemsize)
+            planes = _scratch(1, num_bytes)
+            self._unpack_bytes(data, planes)
+            unshuffle(self.shuffle, planes, items, _scratch(2, scratch_bytes(num_bytes)))
+        else:
+            self._unpack_bytes(data, target)
+        if self.delta and num_frames > 1:
+            combine = np.add if self.delta == "delta" else np.bitwise_xor
+            for before, frame in pairwise(items.reshape(num_frames, items.size // num_frames)):
+                combine(frame, before, out=frame)
+
+    def _unpack_bytes(self, data: Bytes, target: Bytes) -> None:
+        if self.packer == "zstd":
+            packers.unpack_zstd(data, target)
+        elif self.packer:
+            lz4_blocks.decompress_into(data, target)
+        else:
+            _copy(data, target)
+
+
+@lru_cache(maxsize=256)
+def chunk_codec(name: str) -> ChunkCodec:
+    """Give the codec of a chain, checked; "raw" or "" keeps values as they are.
+
+    Raises:
+        UsageError: An unknown stage, or stages in another order; the text says what is known, or the order.
+    """
+    found: dict[str, Any] = {}
+    kinds, before = list(STAGES), ""
+    for stage in [part for part in name.split("+") if name not in ("", "raw")]:
+        match = _QUANTIZER.fullmatch(stage)
+        kind = next((kind for kind in STAGES if stage in STAGES[kind] or (match and kind == "quantizer")), None)
+        if kind is None:
+            options = [option for kind in STAGES for option in STAGES[kind]]
+            raise UsageError("use the codec", repr(name), nearest(stage, options), repr(stage))
+        if kind not in kinds:
+            raise UsageError("use the codec", repr(name), CHAIN_ORDER, f"{stage!r} after {before!r}")
+        kinds, before = kinds[kinds.index(kind) + 1 :], stage
+        found[kind] = _linear(name, match) if match else stage
+    codec = ChunkCodec(name or "raw", **found)
+    if codec._is_blosc2 and codec.shuffle == "split":
+        raise UsageError("use the codec", repr(name), "'shuffle', 'bitshuffle' or none before blosc2", "'split'")
+    return codec
+
+
+def _linear(name: str, match: re.Match[str]) -> LinearCounts:
+    if match[1] is None:
+        return LinearCounts()
+    try:
+        low, high = float(match[1]), float(match[2])
+        is_range = -np.inf < low < high < np.inf
+    except ValueError:
+        is_range = False
+    if not is_range:
+        raise UsageError(
+            "use the codec", repr(name), "uint16(low,high), finite numbers with low < high", repr(match[0])
+        )
+    return LinearCounts(low, high)
+
+
+@lru_cache(maxsize=32)
+def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+def _copy(data: Bytes, target: Bytes) -> None:
+    _check_size(len(data), len(target))
+    target[:] = data
+
+
+def _check_size(num_bytes: int, wanted: int) -> None:
+    if num_bytes != wanted:
+        raise CorruptFileError("decode a chunk", "", f"{wanted} bytes", f"{num_bytes}")
+
+
+def _no_chunk(head: Bytes) -> CorruptFileError:
+    return CorruptFileError("decode a chunk", "", "a chunk with its header", f"{head.tobytes()!r}")
+
+
+#: The scratch of each thread, by its place.
+_local = threading.local()
+
+
+def _scratch(place: int, num_bytes: int) -> Bytes:
+    """Give memory of this thread that the next call with the same `place` takes over."""
+    scratch: dict[Any, Bytes] = _local.__dict__
+    held = scratch.get(place)
+    if held is None or len(held) < num_bytes:
+        held = scratch[place] = np.empty(-(-num_bytes // 8) * 8, np.uint8)
+    return held[:num_bytes]

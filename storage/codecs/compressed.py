@@ -1,0 +1,244 @@
+"""`CompressedTensorDict`: a nested record some of whose tensors are held as LZ4 bytes.
+
+One rule: what was put in comes out, bit by bit, as fresh tensors; the record given is never changed.
+What fast LZ4 saves, measured (`python -m benchmarks checkpoint`), as size before over size after:
+
+    weights and AdamW moments, float32   1.00    RGB images, uint8, rendered          2.37
+    Humanoid-v5 observations, float32    1.33    depth images, float32, without noise 3.86
+    Ant-v5 observations, float32 (zeros) 3.32    the same with sensor noise           1.00
+    segmentation, uint8                 10.09
+
+So it is worth it for masks, images and what is often zero; where it saves nothing the raw bytes are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lz4.block
+import torch
+
+from ..core.tree import flatten, unflatten
+from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
+from .lz4_frames import check_level
+
+#: LZ4 blocks end here; what is larger is cut into parts.
+_PART_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A tensor as bytes: parts of LZ4, or the tensor itself on the CPU where that saves nothing."""
+
+    parts: tuple[bytes, ...]
+    raw: torch.Tensor | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.parts)) if self.raw is None else self.raw.nbytes
+
+    @property
+    def num_decoded_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class CompressedTensorDict(Mapping[str, Any]):
+    """A nested record with some tensors compressed.
+
+    Args:
+        data: Nested mapping; what is not compressed is kept as it is, not copied.
+        compress_keys: Which leaves: names with "/" between levels, or tuples of keys. A name of an inner
+            mapping stands for all tensors below it.
+        level: Of LZ4: 0 fast, 3 to 12 smaller and slower to make, below 0 faster.
+        cache: How many decoded leaves are kept, those used last; 0 for none.
+        missing_ok: Ignore names that the record lacks.
+        device: Where tensors are given; None for where each was.
+
+    Raises:
+        MissingFieldError: The record lacks a name (a `KeyError`).
+        UsageError: A named leaf is no tensor.
+
+    Reading `self[key]` gives a new tensor each time, which may be written to, whether the leaf is compressed
+    or not; an inner mapping is given as a dict of such. Methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        compress_keys: Iterable[str | tuple[str, ...]] = (),
+        level: int = 0,
+        cache: int = 0,
+        *,
+        missing_ok: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if isinstance(cache, bool) or not isinstance(cache, int) or cache < 0:
+            raise UsageError("compress tensors", "", "a cache >= 0", repr(cache))
+        self.level, self.cache = check_level(level), cache
+        self._device = None if device is None else torch.device(device)
+        self._lock = threading.Lock()
+        self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
+        if not isinstance(data, Mapping):
+            raise UsageError("compress tensors", "", "a nested mapping", type(data).__name__)
+        leaves = flatten(data)
+        chosen = _chosen(leaves, compress_keys, missing_ok)
+        #: Flat name -> `_Packed`, or the leaf itself.
+        self._leaves = {name: _pack(leaf, level) if name in chosen else leaf for name, leaf in leaves.items()}
+
+    def __getitem__(self, key: str | tuple[str, ...]) -> Any:
+        """Give a leaf, decoded, or the dict below a key. A `KeyError` lists the keys there are."""
+        name = _flat_name(key)
+        if name in self._leaves:
+            return self._decode(name)
+        below = [one for one in self._leaves if one.startswith(name + "/")]
+        if not below:
+            raise MissingFieldError("read", repr(name), nearest(name, self._leaves), "another name")
+        return unflatten({one[len(name) + 1 :]: self._decode(one) for one in below})
+
+    def __iter__(self) -> Iterator[str]:
+        """Name the keys of the top level, in the order of the record."""
+        return iter(dict.fromkeys(name.split("/")[0] for name in self._leaves))
+
+    def __len__(self) -> int:
+        return len(dict.fromkeys(name.split("/")[0] for name in self._leaves))
+
+    def __contains__(self, key: object) -> bool:
+        given: Any = key
+        try:
+            name = _flat_name(given)
+        except UsageError:
+            return False
+        return name in self._leaves or any(one.startswith(name + "/") for one in self._leaves)
+
+    def __repr__(self) -> str:
+        num_packed = sum(isinstance(leaf, _Packed) for leaf in self._leaves.values())
+        return (
+            f"CompressedTensorDict({num_packed} of {len(self._leaves)} leaves compressed, {self.nbytes} bytes, "
+            f"ratio {self.ratio():.2f})"
+        )
+
+    @property
+    def compressed_keys(self) -> tuple[str, ...]:
+        """Flat names of the leaves that are held as bytes."""
+        return tuple(name for name, leaf in self._leaves.items() if isinstance(leaf, _Packed))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are held; decoded ones in the cache are not counted."""
+        return sum(_bytes_of(leaf) for leaf in self._leaves.values())
+
+    def ratio(self) -> float:
+        """How many times smaller the compressed leaves are than decoded; 1 if there are none."""
+        packed = [leaf for leaf in self._leaves.values() if isinstance(leaf, _Packed)]
+        held = sum(leaf.nbytes for leaf in packed)
+        return sum(leaf.num_decoded_bytes for leaf in packed) / held if held else 1.0
+
+    def decompress(self) -> dict[str, Any]:
+        """Give the whole record as a nested dict of new tensors."""
+        return unflatten({name: self._decode(name) for name in self._leaves})
+
+    def to(self, device: torch.device | str) -> CompressedTensorDict:
+        """Give the same record for another device: leaves that are not compressed are moved now, others when read.
+
+        The bytes are shared with this one, which stays as it is.
+        """
+        other = CompressedTensorDict({}, level=self.level, cache=self.cache, device=device)
+        other._leaves = {
+            name: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for name, leaf in self._leaves.items()
+        }
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the lock and the decoded leaves behind."""
+        return {"level": self.level, "cache": self.cache, "_device": self._device, "_leaves": self._leaves}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock, self._decoded = threading.Lock(), OrderedDict()
+
+    def _decode(self, name: str) -> Any:
+        leaf = self._leaves[name]
+        if not isinstance(leaf, _Packed):
+            return leaf.to(self._device or leaf.device, copy=True) if isinstance(leaf, torch.Tensor) else leaf
+        with self._lock:
+            found = self._decoded.get(name)
+            if found is not None:
+                self._decoded.move_to_end(name)
+                return found.clone()
+        decoded = _unpack(leaf, name).to(self._device or leaf.device)
+        if self.cache:
+            with self._lock:
+                self._decoded[name] = decoded.clone()
+                while len(self._decoded) > self.cache:
+                    self._decoded.popitem(last=False)
+        return decoded
+
+
+def _flat_name(key: str | tuple[str, ...]) -> str:
+    parts = (key,) if isinstance(key, str) else key
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(part, str) and part for part in parts):
+        raise UsageError("name a leaf", "", "a str or a tuple of str", repr(key))
+    return "/".join(parts)
+
+
+def _chosen(leaves: Mapping[str, Any], keys: Iterable[str | tuple[str, ...]], missing_ok: bool) -> set[str]:
+    chosen: set[str] = set()
+    if not isinstance(keys, Iterable):
+        raise UsageError("compress tensors", "", "compress_keys as names of leaves", repr(keys))
+    for key in [keys] if isinstance(keys, str) else keys:
+        name = _flat_name(key)
+        below = [one for one in leaves if one.startswith(name + "/") and isinstance(leaves[one], torch.Tensor)]
+        if name in leaves:
+            if not isinstance(leaves[name], torch.Tensor):
+                raise UsageError("compress the leaf", repr(name), "a tensor", type(leaves[name]).__name__)
+            chosen.add(name)
+        elif below:
+            chosen.update(below)
+        elif not missing_ok:
+            raise MissingFieldError("compress", repr(name), nearest(name, leaves), "another name")
+    return chosen
+
+
+def _bytes_of(leaf: Any) -> int:
+    return leaf.nbytes if isinstance(leaf, (_Packed, torch.Tensor)) else 0
+
+
+def _pack(tensor: torch.Tensor, level: int) -> _Packed:
+    """Compress a tensor; keep it raw where that saves nothing."""
+    on_cpu = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data: Any = on_cpu.reshape(-1).view(torch.uint8).numpy() if on_cpu.numel() else b""
+    options: dict[str, Any] = {"mode": "default"}
+    if level > 0:
+        options = {"mode": "high_compression", "compression": level}
+    elif level < 0:
+        options = {"mode": "fast", "acceleration": -level}
+    parts = tuple(
+        lz4.block.compress(data[start : start + _PART_BYTES], store_size=False, **options)
+        for start in range(0, len(data), _PART_BYTES)
+    )
+    is_raw = sum(map(len, parts)) >= len(data)
+    raw = on_cpu.clone() if is_raw else None
+    return _Packed(() if is_raw else parts, raw, tensor.dtype, tuple(tensor.shape), tensor.device)
+
+
+def _unpack(leaf: _Packed, name: str) -> torch.Tensor:
+    if leaf.raw is not None:
+        return leaf.raw.clone()
+    parts, left = [], leaf.num_decoded_bytes
+    for part in leaf.parts:
+        try:
+            decoded = lz4.block.decompress(part, uncompressed_size=min(left, _PART_BYTES), return_bytearray=True)
+        except lz4.block.LZ4BlockError as cause:
+            raise CorruptFileError("decompress the leaf", repr(name), "what was compressed", str(cause)) from cause
+        parts.append(torch.frombuffer(decoded, dtype=torch.uint8))
+        left -= len(decoded)
+    # A bytearray may be written to, so that a leaf of one part need not be copied.
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.view(leaf.dtype).view(leaf.shape)

@@ -1,0 +1,1 @@
+"""Shared types and functions, independent of stores and file formats."""

@@ -1,0 +1,174 @@
+"""What must outlive a crash: flush files and folders to the disk, replace them in one step.
+
+One rule: nothing is written in its place. What is new is written beside it, flushed, and renamed, so that a
+crash leaves the old content or the new one. What an interrupted process left beside is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataFileError, UsageError
+
+#: A scheme of two letters or more, so that "C:/data" is a path; pathlib leaves one "/" of the two.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|az|abfss?|hdfs|hf|https?|s?ftp|file):/")
+
+
+def as_path(path: Any, action: str) -> Path:
+    """Give a path as a `Path`; `UsageError` if it is none, or a URL."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(action, "", "a path", repr(path))
+    if _URL.match(text := os.fsdecode(path)):
+        advice = "Only local files are read and written: mount it, or copy the data"
+        raise UsageError(action, repr(text), "a path on this machine", "a URL", advice)
+    return Path(text)
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a path to write a file to; it takes the place of `path` when the block ends without an error.
+
+    The folder of `path` is made where it is missing; a link is followed. After an error nothing has changed.
+
+    Raises:
+        DataFileError: There is a folder, or anything else that is no regular file (a device, a pipe).
+    """
+    target = as_path(path, "save a file").resolve()
+    if target.exists() and not target.is_file():
+        got = "a folder" if target.is_dir() else "a device, a pipe or a socket"
+        raise DataFileError("save to", repr(str(path)), "a file or nothing", got)
+    with _made_beside(target) as made:
+        new = made / target.name
+        yield new
+        sync_path(new)
+        os.replace(new, target)
+        sync_path(target.parent)
+
+
+@contextmanager
+def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -> Iterator[Path]:
+    """Give an empty folder to write to; it takes the place of `folder` when the block ends without an error.
+
+    A crash leaves the old content or the new one; between the two renames at the end the old content
+    stands beside its place, where `existing_folder` finds it. Several may replace the same folder: the last
+    one's content stays. Within the block no folder may be replaced this way.
+
+    Args:
+        folder: The folder; a link is followed.
+        own_names: What an earlier save may have left in it. Replacing is removing: a folder with anything
+            else stays what it is.
+
+    Raises:
+        DataFileError: There is a file, or a folder with anything else in it.
+    """
+    target = as_path(folder, "save to the folder").resolve()
+    _check_replaceable(target, folder, own_names)
+    with _made_beside(target) as made:
+        yield made
+        for path in (*made.rglob("*"), made):
+            sync_path(path)
+        previous = _previous(target)
+        with _only_one_in(target.parent):
+            if target.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                os.replace(target, previous)  # a crash right here is mended by the reader
+            os.replace(made, target)
+            sync_path(target.parent)
+            shutil.rmtree(previous, ignore_errors=True)
+
+
+def existing_folder(folder: str | os.PathLike[str]) -> Path:
+    """Say where the content of a folder is that `replace_folder` wrote, also if it was interrupted."""
+    target = as_path(folder, "load the folder").resolve()
+    previous = _previous(target)
+    return previous if not target.exists() and previous.exists() else target
+
+
+def _check_replaceable(target: Path, named: str | os.PathLike[str], own_names: Collection[str]) -> None:
+    try:  # asked once: another saver may rename it at any time
+        others = sorted(set(os.listdir(target)) - set(own_names))
+        got = f"a folder with {others[0]!r} in it" if others else ""
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        got = "a file"
+    if got:
+        raise DataFileError("save to", repr(str(named)), "a new folder or an earlier save", got, "Choose another place")
+
+
+@contextmanager
+def _made_beside(target: Path) -> Iterator[Path]:
+    """Make a folder beside `target`, locked while it is in use, and remove it afterwards."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
+    while True:
+        made = target.with_name(f".{target.name}.new-{secrets.token_hex(4)}")
+        made.mkdir()
+        try:
+            handle = os.open(made, os.O_RDONLY)
+        except FileNotFoundError:  # taken for abandoned
+            continue
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if made.exists():  # not taken for abandoned meanwhile
+            break
+        os.close(handle)
+    try:
+        yield made
+    except OSError as error:  # the disk is full: name what the caller knows
+        if error.errno is not None and (error.filename is None or str(error.filename).startswith(str(made))):
+            error.filename = str(target)
+        raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(handle)
+
+
+@contextmanager
+def _only_one_in(folder: Path) -> Iterator[None]:
+    """Let one thread of all processes at a time into the block, where the file system has locks for that."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what killed processes left beside `target`: nobody holds its lock."""
+    for name in glob.glob(f".{glob.escape(target.name)}.new-*", root_dir=target.parent):
+        path = target.parent / name
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # it is gone already, or is not ours
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # somebody is writing it
+            pass
+        finally:
+            os.close(handle)
+
+
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name}.previous")

@@ -1,0 +1,196 @@
+"""Fields: what a store or a file holds, declared once as name -> shape, dtype, codec.
+
+One rule: whoever would write a field's name twice loops over a `Schema` instead. Arrays,
+files and rows are elsewhere; here are names and numbers only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
+
+#: Every dtype that a field may have: name -> (torch dtype, numpy dtype of the same bytes).
+#: bfloat16 has no numpy type, so that its bytes travel as little-endian uint16.
+DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
+    "bool": (torch.bool, np.dtype("bool")),
+    "uint8": (torch.uint8, np.dtype("u1")),
+    "int8": (torch.int8, np.dtype("i1")),
+    "int16": (torch.int16, np.dtype("<i2")),
+    "uint16": (torch.uint16, np.dtype("<u2")),
+    "int32": (torch.int32, np.dtype("<i4")),
+    "uint32": (torch.uint32, np.dtype("<u4")),
+    "int64": (torch.int64, np.dtype("<i8")),
+    "uint64": (torch.uint64, np.dtype("<u8")),
+    "float16": (torch.float16, np.dtype("<f2")),
+    "bfloat16": (torch.bfloat16, np.dtype("<u2")),
+    "float32": (torch.float32, np.dtype("<f4")),
+    "float64": (torch.float64, np.dtype("<f8")),
+}
+#: Rows and lanes take two of the 32 that HDF5 keeps.
+MAX_DIMENSIONS = 30
+#: What memory and files may declare: the description of a block has room for a quarter of it.
+MAX_FIELDS = 4096
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_NAME_OF_TORCH = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()}
+_NAME_OF_NUMPY = {numpy_dtype: name for name, (_, numpy_dtype) in DTYPES.items() if name != "bfloat16"}
+
+
+def dtype_name(dtype: Any, where: str = "") -> str:
+    """Give the portable name of a torch or numpy dtype, for example "float32".
+
+    Raises:
+        FieldTypeError: The dtype is not one of `DTYPES` (complex, object, strings).
+    """
+    if isinstance(dtype, torch.dtype):
+        name = _NAME_OF_TORCH.get(dtype)
+    else:
+        name = _NAME_OF_NUMPY.get(np.dtype(dtype).newbyteorder("<"))
+    if name is None:
+        raise FieldTypeError("store the dtype", where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first")
+    return name
+
+
+def signed(tensor: torch.Tensor) -> torch.Tensor:
+    """View unsigned integers of several bytes as signed ones: torch can set some elements of those only."""
+    dtype = _SIGNED.get(tensor.dtype)
+    return tensor if dtype is None else tensor.view(dtype)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One named array column.
+
+    Attributes:
+        name: Where it stands, nested levels joined by "/": "observation/depth".
+        shape: Shape of one row, without time and env; () for a scalar.
+        dtype: A key of `DTYPES`: the dtype that users give and get back.
+        codec: How rows are coded; "raw" keeps the bytes as they are.
+        fill: Value of rows that nobody has written yet.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    codec: str = "raw"
+    fill: float = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or not all(self.name.split("/")):
+            raise SchemaError("declare a field", "", "a name of non-empty parts joined by '/'", repr(self.name))
+        if self.dtype not in DTYPES:
+            raise FieldTypeError("declare the field", repr(self.name), nearest(self.dtype, DTYPES), repr(self.dtype))
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if len(self.shape) > MAX_DIMENSIONS:
+            expected = f"at most {MAX_DIMENSIONS} dimensions"
+            raise SchemaError("declare the field", repr(self.name), expected, str(len(self.shape)))
+        if any(size < 0 for size in self.shape):
+            raise SchemaError("declare the field", repr(self.name), "sizes >= 0", str(self.shape))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of tensors of this field."""
+        return DTYPES[self.dtype][0]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Numpy dtype of the same bytes; uint16 for bfloat16."""
+        return DTYPES[self.dtype][1]
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in one row: the product of the shape, 1 for a scalar."""
+        return prod(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row as users give it, before any codec."""
+        return self.num_elements * self.numpy_dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """Write name, shape, dtype and codec as JSON knows them; the fill is not of the data and is left out."""
+        return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "codec": self.codec}
+
+    @classmethod
+    def from_json(cls, item: Mapping[str, Any]) -> Field:
+        """Build a field from `to_json`'s form; unknown keys are ignored."""
+        try:
+            return cls(str(item["name"]), tuple(item["shape"]), str(item["dtype"]), str(item.get("codec", "raw")))
+        except (KeyError, TypeError) as cause:
+            raise SchemaError("read a field", "", "name, shape and dtype", repr(dict(item))) from cause
+
+
+class Schema(Mapping[str, Field]):
+    """An ordered, immutable set of at most `MAX_FIELDS` fields by name."""
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        listed = list(islice(fields, MAX_FIELDS + 1))
+        if len(listed) > MAX_FIELDS:
+            raise SchemaError("declare a schema", "", f"at most {MAX_FIELDS} fields", "more")
+        self._fields = {field.name: field for field in listed}
+        if len(self._fields) != len(listed):
+            counts = Counter(field.name for field in listed)
+            twice = sorted(name for name, count in counts.items() if count > 1)
+            raise SchemaError("declare a schema", "", "each name once", f"{', '.join(twice)} more than once")
+
+    def __getitem__(self, name: str) -> Field:
+        try:
+            return self._fields[name]
+        except KeyError:
+            raise MissingFieldError("find the field", repr(name), nearest(name, self._fields)) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and list(self._fields.values()) == list(other._fields.values())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._fields.values()))
+
+    def __repr__(self) -> str:
+        return f"Schema({', '.join(f'{f.name}: {f.dtype}{list(f.shape)}' for f in self.values())})"
+
+    def below(self, prefix: str) -> dict[str, Field]:
+        """Fields called `prefix` or `prefix/...`, in order."""
+        return {name: f for name, f in self._fields.items() if name == prefix or name.startswith(prefix + "/")}
+
+    def difference(self, other: Schema) -> str:
+        """Say in words where `other` differs from this schema; "" if it does not."""
+        for name in self:
+            if name not in other:
+                return f"field {name!r} is missing"
+            if self[name] != other[name]:
+                mine, theirs = self[name], other[name]
+                return f"field {name!r} is {_words(theirs)} instead of {_words(mine)}"
+        extra = [name for name in other if name not in self]
+        if extra:
+            return f"field {extra[0]!r} is new"
+        return "" if list(self) == list(other) else "the fields stand in another order"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Write the fields in order, each in the form of `Field.to_json`."""
+        return [field.to_json() for field in self.values()]
+
+    @classmethod
+    def from_json(cls, items: Sequence[Mapping[str, Any]]) -> Schema:
+        """Build a schema from `to_json`'s form."""
+        return cls(Field.from_json(item) for item in items)
+
+
+def _words(field: Field) -> str:
+    return f"{field.dtype}{list(field.shape)}" + ("" if field.codec == "raw" else f" coded as {field.codec}")

@@ -1,0 +1,1 @@
+"""Services that run while a learner trains."""

@@ -1,0 +1,331 @@
+"""Monitors: what goes in and out of a buffer, how fast, and what code costs, as plain numbers.
+
+One rule: nothing here acts by itself. A monitor is told what happens and answers when it is asked;
+it keeps a window of fixed size, starts no thread and writes nowhere. All methods may be called from
+any thread. Logging belongs to the user: `snapshot()` gives numbers that any logger takes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..errors import UsageError, nearest
+
+#: Columns of a tick: how many values, their sum, the largest, the smallest.
+_NUM, _SUM, _MAX, _MIN = range(4)
+
+
+class Monitor(ABC):
+    """Something that can be asked: `snapshot()` for numbers, `text()` for one line."""
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, int | float]:
+        """Give the state as a new flat dict of Python numbers; what was never recorded is left out."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything."""
+
+    def text(self) -> str:
+        """Give the snapshot as one line: `name=value`, blanks between."""
+        return " ".join(f"{name}={_short(value)}" for name, value in self.snapshot().items())
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.text()})"
+
+
+class NaturalMonitor(Monitor):
+    """Count events per second of wall time over the last `window_s` seconds.
+
+    Args:
+        window_s: Length of the time window in seconds, above 0.
+        num_slices: The window moves in this many steps, so that memory does not grow with the rate;
+            the rate is that of `window_s`, give or take one slice.
+        clock: Gives seconds; monotonic.
+    """
+
+    def __init__(
+        self, window_s: float = 10.0, num_slices: int = 100, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if not (math.isfinite(window_s) and window_s > 0):
+            raise UsageError("make a monitor", "", "a window_s above 0", repr(window_s))
+        self.window_s, self.num_slices = float(window_s), _check_window(num_slices, "num_slices")
+        self._clock, self._lock = clock, threading.Lock()
+        self.reset()
+
+    def record(self, num_events: int = 1) -> None:
+        """Note that `num_events` (>= 0) events happened now."""
+        if isinstance(num_events, bool) or not isinstance(num_events, (int, np.integer)) or num_events < 0:
+            raise UsageError("record events", "", "a number >= 0", repr(num_events))
+        with self._lock:
+            self._slices[self._move() % self.num_slices] += int(num_events)
+            self._total += int(num_events)
+
+    @property
+    def total(self) -> int:
+        """Events since creation or `reset`."""
+        return self._total
+
+    @property
+    def rate(self) -> float:
+        """Events per second; over the time since the start while that is shorter than the window."""
+        with self._lock:
+            newest = self._move()
+            now = self._clock() - self._started
+            covered = min(now, now - (newest - self.num_slices + 1) * self.window_s / self.num_slices)
+            return sum(self._slices) / covered if covered > 0 else 0.0
+
+    def snapshot(self) -> dict[str, int | float]:
+        """Give `rate` (events per second) and `total`."""
+        return {"rate": self.rate, "total": self.total}
+
+    def reset(self) -> None:
+        """Forget every event and start the time anew."""
+        with self._lock:
+            self._started, self._newest, self._total = self._clock(), 0, 0
+            self._slices = [0] * self.num_slices
+
+    def _move(self) -> int:
+        """Clear the slices that time has left; give the number of the current one."""
+        current = int((self._clock() - self._started) * self.num_slices / self.window_s)
+        for slice_ in range(max(self._newest + 1, current - self.num_slices + 1), current + 1):
+            self._slices[slice_ % self.num_slices] = 0
+        self._newest = max(self._newest, current)
+        return self._newest
+
+
+class TickMonitor(Monitor):
+    """Rolling mean, largest and smallest value of some quantities over the last `window` ticks.
+
+    Args:
+        window: How many ticks are remembered, at least 1.
+
+    A tick is one call of `record`, with one value per item or one for all of them. Means are over
+    items, not over ticks. Memory: `window` rows of 4 numbers per quantity.
+    """
+
+    #: What can be recorded: `time` in seconds; `size` in items; the others as the buffer counts them.
+    FIELDS: tuple[str, ...] = ("time", "size", "use", "priority", "staleness")
+
+    def __init__(self, window: int = 100) -> None:
+        self.window = _check_window(window, "window")
+        self._lock = threading.Lock()
+        self.reset()
+
+    def record(self, **values: Any) -> None:
+        """Note one tick: a number, sequence, array or tensor per quantity, all finite.
+
+        Nothing is kept of a call that raises; an empty sequence counts as not recorded.
+
+        Raises:
+            UsageError: The quantity is not one of `FIELDS`, or a value is not a finite number.
+        """
+        rows = {name: _summary(name, value, self.FIELDS) for name, value in values.items()}
+        with self._lock:
+            place = self._num_ticks % self.window
+            self._num_ticks += 1
+            for name in self.FIELDS:
+                self._ticks[name][place] = rows.get(name, _NOTHING)
+
+    @property
+    def num_ticks(self) -> int:
+        """Calls of `record` since creation or `reset`."""
+        return self._num_ticks
+
+    def snapshot(self) -> dict[str, int | float]:
+        """Give `ticks` (since the start) and `<quantity>_mean`, `_max`, `_min` over the window."""
+        with self._lock:
+            found: dict[str, int | float] = {"ticks": self._num_ticks}
+            for name, ticks in self._ticks.items():
+                number = ticks[:, _NUM].sum()
+                if number:
+                    found[f"{name}_mean"] = float(ticks[:, _SUM].sum() / number)
+                    found[f"{name}_max"] = float(ticks[:, _MAX].max())
+                    found[f"{name}_min"] = float(ticks[:, _MIN].min())
+        return found
+
+    def reset(self) -> None:
+        """Forget every tick."""
+        with self._lock:
+            self._num_ticks = 0
+            self._ticks = {name: np.tile(_NOTHING, (self.window, 1)) for name in self.FIELDS}
+
+
+class InTickMonitor(TickMonitor):
+    """What is pushed into a buffer: one tick per push."""
+
+
+class OutTickMonitor(TickMonitor):
+    """What is sampled from a buffer: one tick per sample."""
+
+
+class PerformanceMonitor(Monitor):
+    """Measure how long named pieces of code take.
+
+    Args:
+        window: How many of the latest durations of each name are remembered, at least 1.
+    """
+
+    def __init__(self, window: int = 1000) -> None:
+        self.window = _check_window(window, "window")
+        self._lock = threading.Lock()
+        self._durations: dict[str, deque[float]] = {}
+
+    def record(self, key: str, seconds: float) -> None:
+        """Note a duration (finite, >= 0) under `key`, which need not exist."""
+        if not isinstance(key, str) or not key:
+            raise UsageError("record a duration", "", "a name", repr(key))
+        try:
+            value = float(seconds)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError("record a duration", f"of {key!r}", "finite seconds >= 0", repr(seconds))
+        with self._lock:
+            self._durations.setdefault(key, deque(maxlen=self.window)).append(value)
+
+    @contextmanager
+    def timer(self, key: str, device: torch.device | str | None = None) -> Iterator[None]:
+        """Measure the block, also if it raises.
+
+        Args:
+            key: The name.
+            device: A CUDA device whose work belongs to the block: both ends wait for it, as launching
+                a kernel takes no time and would be all that is measured.
+        """
+        _wait_for(device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            _wait_for(device)
+            self.record(key, time.perf_counter() - start)
+
+    def report(self) -> dict[str, dict[str, int | float]]:
+        """Give, for each name, `count`, `total`, `mean`, `std`, `p50`, `p95` and `max` over its window, in seconds.
+
+        `std` is that of the durations themselves (divided by their number, 0 for one of them);
+        percentiles are interpolated linearly.
+        """
+        with self._lock:
+            copies = {key: np.array(durations) for key, durations in self._durations.items()}
+        return {
+            key: {
+                "count": len(values),
+                "total": float(values.sum()),
+                "mean": float(values.mean()),
+                "std": float(values.std()),
+                "p50": float(np.percentile(values, 50)),
+                "p95": float(np.percentile(values, 95)),
+                "max": float(values.max()),
+            }
+            for key, values in copies.items()
+        }
+
+    def snapshot(self) -> dict[str, int | float]:
+        """Give the report flat: `<name>/<statistic>`."""
+        return {f"{key}/{name}": value for key, row in self.report().items() for name, value in row.items()}
+
+    def text(self) -> str:
+        """Give one line: per name the mean, the 95th percentile and the count."""
+        rows = self.report().items()
+        return "; ".join(
+            f"{key} {_seconds(row['mean'])} (p95 {_seconds(row['p95'])}, n={row['count']})" for key, row in rows
+        )
+
+    def reset(self) -> None:
+        """Forget every name and duration."""
+        with self._lock:
+            self._durations.clear()
+
+
+def plot_snapshots(
+    snapshots: Sequence[Mapping[str, int | float]],
+    path: str | Path,
+    names: Sequence[str] | None = None,
+    x: str | None = None,
+) -> None:
+    """Draw one small chart per name over a list of snapshots, and save the picture.
+
+    Args:
+        snapshots: What `snapshot()` gave, in order, with any further numbers that the caller added.
+        path: The picture; its suffix decides the format.
+        names: What to draw; None for every name but `x`. Snapshots without a name leave a gap.
+        x: The name along the horizontal axis; None for the position in the list.
+
+    Raises:
+        UsageError: There is nothing to draw, or no snapshot has the name.
+        ImportError: matplotlib (the extra `plot`) is not installed.
+    """
+    known = list(dict.fromkeys(name for snapshot in snapshots for name in snapshot))
+    names = [name for name in known if name != x] if names is None else list(names)
+    for name in (*names, *([] if x is None else [x])):
+        if name not in known:
+            raise UsageError("plot snapshots", "", nearest(name, known), repr(name))
+    if not names:
+        raise UsageError("plot snapshots", "", "at least one name to draw", "none")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1.6 * len(names) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    along = [i if x is None else snapshot.get(x, math.nan) for i, snapshot in enumerate(snapshots)]
+    for axes, name in zip(figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0], names, strict=True):
+        axes.plot(along, [snapshot.get(name, math.nan) for snapshot in snapshots], ".-", linewidth=1, markersize=3)
+        axes.set_ylabel(name, fontsize=8)
+    axes.set_xlabel("snapshot" if x is None else x)
+    figure.savefig(path, dpi=110)
+
+
+#: A tick in which a quantity was not recorded: neutral to every statistic.
+_NOTHING: npt.NDArray[np.float64] = np.array([0.0, 0.0, -np.inf, np.inf])
+
+
+def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.float64]:
+    """Count, sum, largest and smallest of what was recorded."""
+    if name not in names:
+        raise UsageError("record a tick", "", nearest(name, names), repr(name))
+    try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to("cpu", torch.float64)
+        values = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError) as cause:
+        raise UsageError("record a tick", f"of {name!r}", "numbers", type(value).__name__) from cause
+    if not values.size:
+        return _NOTHING
+    found = np.array([values.size, values.sum(), values.max(), values.min()])
+    if not np.isfinite(found).all():
+        raise UsageError("record a tick", f"of {name!r}", "finite numbers", repr(values.reshape(-1).tolist())[:60])
+    return found
+
+
+def _check_window(window: Any, name: str) -> int:
+    if isinstance(window, bool) or not isinstance(window, (int, np.integer)) or window < 1:
+        raise UsageError("make a monitor", "", f"{name} >= 1", repr(window))
+    return int(window)
+
+
+def _wait_for(device: torch.device | str | None) -> None:
+    if device is not None and torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _short(value: int | float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _seconds(value: float) -> str:
+    scale, unit = next((pair for pair in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if value >= pair[0]), (1e-9, "ns"))
+    return f"{value / scale:.3g} {unit}"

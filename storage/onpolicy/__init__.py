@@ -1,0 +1,1 @@
+"""T steps of N environments between two updates."""

@@ -1,0 +1,142 @@
+"""Cut a rollout at its dones into trajectories side by side, padded with zeros, and back.
+
+One rule: trajectories stand env by env, then in time, so that those of a range of envs are a
+range of trajectories. `find_segments` does the arithmetic once; gathers move the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.fields import signed
+from ..core.tree import map_leaves
+from ..errors import SchemaError
+
+_Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the trajectories of a `[T, B]` rollout stand.
+
+    Attributes:
+        num_steps: T.
+        num_envs: B.
+        masks: `[T, n]` bool, False on padding.
+        starts: `[n]` int64, row `t * B + b` of each trajectory's first step.
+        source: `[T * n]` int64, the row that each padded place shows; any row on padding.
+        padding: int64, the places that are padding.
+        bounds: `[B + 1]` int64 on the CPU, trajectories before each env.
+    """
+
+    num_steps: int
+    num_envs: int
+    masks: torch.Tensor
+    starts: torch.Tensor
+    source: torch.Tensor
+    padding: torch.Tensor
+    bounds: list[int]
+
+
+def find_segments(dones: torch.Tensor) -> Segments:
+    """Find the trajectories of `dones` `[T, B]` or `[T, B, 1]` of any dtype, not 0 on a last step."""
+    if dones.dim() == 3 and dones.shape[-1] == 1:
+        dones = dones.squeeze(-1)
+    if dones.dim() != 2 or not dones.numel():
+        expected = "dones of shape [T, B] or [T, B, 1], at least one step of one env"
+        raise SchemaError("split trajectories", "", expected, str(list(dones.shape)))
+    num_steps, num_envs = dones.shape
+    is_first = torch.ones(num_envs, num_steps, dtype=torch.bool, device=dones.device)
+    is_first[:, 1:] = (dones[:-1] != 0).T
+    first = is_first.flatten().nonzero().squeeze(1)  # b * T + t
+    env = torch.div(first, num_steps, rounding_mode="floor")
+    starts = (first - env * num_steps) * num_envs + env
+    end = first.new_tensor([num_envs * num_steps])
+    lengths = torch.diff(first, append=end)
+    offset = torch.arange(num_steps, device=dones.device).unsqueeze(1)
+    masks = offset < lengths
+    source = torch.where(masks, starts + offset * num_envs, starts).flatten()
+    padding = (~masks).flatten().nonzero().squeeze(1)
+    bounds = [0, *is_first.sum(1).cumsum(0).tolist()]
+    return Segments(num_steps, num_envs, masks, starts, source, padding, bounds)
+
+
+def pad(x: torch.Tensor, segments: Segments, empty: _Empty | None = None) -> torch.Tensor:
+    """Lay `[T, B, *event]` out as `[T, n, *event]`, zeros after each trajectory's end, in its own dtype.
+
+    Args:
+        x: The rollout; gradients flow through, unless `empty` is given.
+        segments: Its trajectories.
+        empty: Gives the memory of the result.
+    """
+    _check_steps("split trajectories", x, segments.num_steps, segments.num_envs)
+    flat = signed(x).reshape(segments.num_steps * segments.num_envs, x[:1, :1].numel())
+    if empty is None:
+        padded = flat.index_select(0, segments.source)
+    else:
+        padded = empty((len(segments.source), flat.shape[1]), flat.dtype)
+        torch.index_select(flat, 0, segments.source, out=padded)
+    padded.index_fill_(0, segments.padding, 0)
+    return _as(x.dtype, padded).view(segments.num_steps, len(segments.starts), *x.shape[2:])
+
+
+def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Split every env at its dones and lay the trajectories side by side.
+
+    Args:
+        x: `[T, B, *event]` of any dtype, or a nested dict of such.
+        dones: `[T, B]` or `[T, B, 1]`, not 0 on the last step of a trajectory.
+
+    Returns:
+        `[T, n, *event]` with zeros after each trajectory's end, env by env and then in time, and
+        `[T, n]` bool that is True where there is data. New tensors.
+    """
+    segments = find_segments(dones)
+    return map_leaves(lambda leaf: pad(leaf, segments), x), segments.masks
+
+
+def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
+    """Undo `split_and_pad_trajectories`.
+
+    Args:
+        padded: `[T, n, *event]`, or a nested dict of such; what a recurrent network gives back too.
+        masks: `[T, n]` bool from the split, or a range of its trajectories that covers whole envs.
+
+    Returns:
+        `[T, B, *event]`; gradients flow through.
+
+    Raises:
+        SchemaError: The masks are not `[T, n]`, or do not add up to whole envs.
+    """
+    if not isinstance(masks, torch.Tensor) or masks.dim() != 2:
+        got = str(list(masks.shape)) if isinstance(masks, torch.Tensor) else type(masks).__name__
+        raise SchemaError("join trajectories", "", "masks of shape [T, n]", got)
+    num_steps, num_trajectories = masks.shape
+    # The true places trajectory by trajectory, which is env by env and in time.
+    places = masks.T.flatten().nonzero().squeeze(1)
+    if not len(places) or len(places) % num_steps:
+        expected = f"masks with a multiple of {num_steps} True values"
+        raise SchemaError("join trajectories", "", expected, str(len(places)))
+    trajectory = torch.div(places, num_steps, rounding_mode="floor")
+    rows = (places - trajectory * num_steps) * num_trajectories + trajectory
+    order = rows.view(-1, num_steps).T.flatten()
+
+    def join(leaf: torch.Tensor) -> torch.Tensor:
+        _check_steps("join trajectories", leaf, num_steps, num_trajectories)
+        joined = signed(leaf).flatten(0, 1).index_select(0, order)
+        return _as(leaf.dtype, joined).view(num_steps, -1, *leaf.shape[2:])
+
+    return map_leaves(join, padded)
+
+
+def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == dtype else x.view(dtype)  # no gradient flows through a view as the same dtype either
+
+
+def _check_steps(action: str, x: torch.Tensor, num_steps: int, num_columns: int) -> None:
+    if tuple(x.shape[:2]) != (num_steps, num_columns):
+        raise SchemaError(action, "", f"a tensor of shape [{num_steps}, {num_columns}, ...]", str(list(x.shape)))

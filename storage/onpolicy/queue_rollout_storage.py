@@ -1,0 +1,146 @@
+"""`QueueRolloutStorage`: a rollout storage that keeps the newest steps; `ActionLabelRollout` on top.
+
+One rule: nothing that was added is discarded before newer steps need its place. The storage
+grows after each rollout up to its target and then overwrites its oldest steps; whatever reads it
+sees the steps in the order of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import floor, inf
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ..errors import BufferEmptyError, SchemaError, UsageError
+from ..saving.snapshot import State
+from .columns import Column, ShapeLike, declare_fields
+from .rollout_storage import RolloutStorage
+from .transition import ActionLabelMiniBatch, Transition
+
+
+class QueueRolloutStorage(RolloutStorage):
+    """The last `floor(buffer_dilation_ratio * num_transitions_per_env)` steps of all envs.
+
+    Args:
+        num_envs, num_transitions_per_env, obs_shape, critic_obs_shape, actions_shape, num_rewards,
+            device, generator, policy_outputs: As for `RolloutStorage`; `num_transitions_per_env` is one rollout.
+        buffer_dilation_ratio: How many rollouts are kept, at least 1; need not be whole.
+
+    It starts with room for one rollout. When that is full, `clear()` grows it by another one, until
+    the target is reached; from then on the oldest steps are overwritten. `step` is the cursor.
+    `compute_returns`, `get_statistics` and the generators take the steps that are there, full or not: what was added
+    is a number of whole steps at any time, so that `allow_partial` changes nothing.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        num_transitions_per_env: int,
+        obs_shape: ShapeLike,
+        critic_obs_shape: ShapeLike | None,
+        actions_shape: ShapeLike,
+        num_rewards: int = 1,
+        device: torch.device | str = "cpu",
+        buffer_dilation_ratio: float = 1.0,
+        **options: Any,
+    ) -> None:
+        given: Any = buffer_dilation_ratio
+        if not isinstance(given, Real) or not 1 <= float(given) < inf:
+            raise UsageError("create a storage", "", "buffer_dilation_ratio >= 1", repr(buffer_dilation_ratio))
+        shapes = obs_shape, critic_obs_shape, actions_shape
+        super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
+        self.num_timesteps_each_rollout = int(num_transitions_per_env)
+        self.buffer_dilation_ratio = float(buffer_dilation_ratio)
+        # The small number mends ratios such as 1.1 that have no exact binary form.
+        self.num_target_steps = floor(buffer_dilation_ratio * num_transitions_per_env + 1e-9)
+        self.buffer_full = False
+
+    def add_transitions(self, transition: Transition) -> None:
+        """Copy one step to the cursor, over the oldest one if the storage is full at its target.
+
+        Raises:
+            RolloutOverflowError: A rollout is complete and the storage must grow: call `clear()`.
+            MissingFieldError, SchemaError, FieldTypeError: As for `RolloutStorage`.
+        """
+        with self._lock:
+            super().add_transitions(transition)
+            if self.step == self.num_transitions_per_env == self.num_target_steps:
+                self.step = 0
+                self.buffer_full = True
+
+    def clear(self) -> None:
+        """Begin the next rollout: grow if one is complete and the target not reached; discard nothing."""
+        with self._lock:
+            if self.step == self.num_transitions_per_env:
+                self.expand_buffer_once()
+
+    def expand_buffer_once(self) -> int:
+        """Append up to one rollout of empty steps to every column.
+
+        Returns:
+            Steps appended; 0 at the target.
+        """
+        with self._lock:
+            missing = self.num_target_steps - self.num_transitions_per_env
+            num_steps = min(missing, self.num_timesteps_each_rollout)
+            if num_steps:
+                self._table.grow(num_steps)
+            return num_steps
+
+    def untie_buffer_loop(self) -> None:
+        """Rotate every column so that the oldest step comes first and the cursor is 0. Idempotent.
+
+        `compute_returns` and the generators do it by themselves.
+        """
+        with self._lock, torch.no_grad():
+            if self.buffer_full and self.step:
+                self._table.roll(self.step)
+                self.step = 0
+
+    def _put_in_order(self) -> None:
+        self.untie_buffer_loop()
+
+    def _arguments(self) -> dict[str, Any]:
+        steps, ratio = self.num_timesteps_each_rollout, self.buffer_dilation_ratio
+        return {**super()._arguments(), "num_transitions_per_env": steps, "buffer_dilation_ratio": ratio}
+
+    def _get_state(self) -> State:
+        state = super()._get_state()
+        state.numbers["buffer_full"] = self.buffer_full
+        return state
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            if not isinstance(numbers["buffer_full"], bool):
+                raise SchemaError("load a state", "with 'buffer_full'", "a bool", repr(numbers["buffer_full"]))
+            super()._set_state(numbers, tensors)
+            self.buffer_full = numbers["buffer_full"]
+
+    def _row_limits(self) -> tuple[int, int]:
+        return self.num_timesteps_each_rollout, self.num_target_steps
+
+    def _num_rows_for(self, action: str, allow_partial: bool) -> int:
+        if self.buffer_full:
+            return self.num_transitions_per_env
+        if self.step == 0:
+            raise BufferEmptyError(action, "", "a rollout", "no step yet")
+        return self.step
+
+
+class ActionLabelRollout(QueueRolloutStorage):
+    """A `QueueRolloutStorage` with the actions that a teacher would have taken, for distillation.
+
+    `Transition.action_labels` `[B, *A]` is required; mini-batches end with `action_labels`. Labels need no
+    `compute_returns`: without it since the last step, returns and advantages of a mini-batch are None.
+    """
+
+    MiniBatch = ActionLabelMiniBatch
+    needs_returns = False
+
+    def declare_columns(self) -> list[Column]:
+        """Declare one column more."""
+        name = "action_labels"
+        return [*super().declare_columns(), Column(name, declare_fields(name, self.actions_shape), name, name)]

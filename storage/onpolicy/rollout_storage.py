@@ -1,0 +1,400 @@
+"""`RolloutStorage`: what on-policy learning keeps between two updates.
+
+One rule: this file names no column that it only moves. Columns are declared in `columns.py`,
+held by a `ColumnTable`, cut into batches by `mini_batches.py`; here is the order of events.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..core.delivery import Delivery, checked_device
+from ..core.samplers import generator_on
+from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
+from ..saving.snapshot import Snapshotted, State, checked_count
+from .column_table import ColumnTable
+from .columns import (
+    Column,
+    ShapeLike,
+    Signals,
+    check_sizes,
+    is_absent,
+    rollout_columns,
+    shapes_from_json,
+    shapes_to_json,
+)
+from .hidden_states import SavedStates, StateStructure
+from .mini_batches import (
+    GENERATE,
+    EnvGroups,
+    RowGather,
+    batch_bounds,
+    check_counts,
+    row_batches,
+    wide_row_bytes,
+)
+from .returns import (
+    check_bootstrap,
+    check_rules,
+    checked_factor,
+    checked_last_values,
+    normalize_,
+    with_bootstrap,
+    write_advantage,
+)
+from .scans import Scalar
+from .transition import MiniBatch, Transition
+
+# Inside the class these names are the established class attributes.
+_Transition = Transition
+_RESHUFFLES = ("epoch", "once")
+
+
+class RolloutStorage(Snapshotted, is_saved_whole=True):
+    """Steps of all envs between two learner updates, time first: `[T, B, ...]`.
+
+    Args:
+        num_envs: B.
+        num_transitions_per_env: T.
+        obs_shape: Shape of one observation, or a nested dict whose leaves are shapes or pairs of
+            shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`.
+        critic_obs_shape: The same for the critic; None, (None,) or [None] if it sees no other.
+        actions_shape: Shape of one action, float32, or a pair of shape and dtype: `((), "int64")`.
+        num_rewards: R, reward heads.
+        device: Where everything is kept.
+        generator: Draws the permutations: a `torch.Generator`, a seed, or None for a generator of
+            its own that is seeded once from torch's.
+        policy_outputs: What a policy that is not Gaussian gives instead of `action_mean` and `action_sigma`, which
+            are then neither taken nor kept: `{"logits": (7,), "option": ((), torch.int64)}`, or {} for nothing.
+        output_device: Where mini-batches are delivered; None for `device`. From the CPU to a GPU they
+            travel as pinned memory on a stream of their own.
+
+    Every column is an attribute, None if absent: `observations`, `critic_observations`, `actions`, `rewards`, `dones`
+    (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `policy_outputs` (a dict), `returns`, `advantages`,
+    `time_outs` (bool), `saved_hidden_states`. They share memory with the storage: writing both `returns` and
+    `advantages`, by assignment or in place, replaces `compute_returns`. A subclass extends `declare_columns`.
+    """
+
+    Transition: type[Any] = Transition
+    MiniBatch: type[Any] = MiniBatch
+    #: Whether mini-batches are refused until returns are computed; if not, they carry None instead.
+    needs_returns = True
+
+    def __init__(
+        self,
+        num_envs: int,
+        num_transitions_per_env: int,
+        obs_shape: ShapeLike,
+        critic_obs_shape: ShapeLike | None,
+        actions_shape: ShapeLike,
+        num_rewards: int = 1,
+        device: torch.device | str = "cpu",
+        *,
+        generator: torch.Generator | int | None = None,
+        output_device: torch.device | str | None = None,
+        policy_outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        sizes = {"num_envs": num_envs, "num_transitions_per_env": num_transitions_per_env, "num_rewards": num_rewards}
+        check_sizes(sizes)
+        self.num_envs = int(num_envs)
+        self.obs_shape = obs_shape
+        self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
+        self.actions_shape = actions_shape
+        self.num_rewards = int(num_rewards)
+        self.policy_output_shapes = policy_outputs
+        self.device = checked_device("device", device)
+        self.rng = generator_on(generator)
+        self.step = 0
+        self._lock = threading.RLock()
+        self._delivery = Delivery(self.device, output_device)
+        self._num_partial_rows = 0
+        self._table = ColumnTable(self.declare_columns(), int(num_transitions_per_env), self.num_envs, self.device)
+        self._states = SavedStates(self._table)
+
+    def declare_columns(self) -> list[Column]:
+        """Declare what is kept; subclasses add to the list."""
+        shapes = self.obs_shape, self.critic_obs_shape, self.actions_shape
+        return rollout_columns(*shapes, self.num_rewards, self.policy_output_shapes)
+
+    @property
+    def num_transitions_per_env(self) -> int:
+        """T: steps that fit."""
+        return self._table.num_rows
+
+    def __getattr__(self, name: str) -> Any:
+        table = self.__dict__.get("_table")
+        if table is not None and name in table.columns:
+            return table.view(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `storage.returns = x` writes into the column, as `storage.returns[:] = x` does; it never hides it.
+        table = self.__dict__.get("_table")
+        if table is not None and name in table.columns:
+            table.assign(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    # -- writing ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add_transitions(self, transition: _Transition) -> None:
+        """Copy one step of all envs to the cursor and advance it.
+
+        Everything is checked before anything is written: a call that raises changes nothing.
+
+        Raises:
+            RolloutOverflowError: The storage is full.
+            MissingFieldError: A required field is None, or one is given that is not kept here.
+            SchemaError, FieldTypeError: A value has a wrong shape, or a dtype that would lose.
+        """
+        with self._lock:
+            if self.step >= self._table.num_rows:
+                expected, advice = f"at most {self._table.num_rows} steps", "Call clear() after each update"
+                raise RolloutOverflowError("add a transition", "", expected, "one more", advice)
+            states = getattr(transition, "hidden_states", None)
+            leaves = self._states.check(states)
+            writes = self._table.plan(transition, self.step)
+            if leaves:
+                writes += self._states.plan(states, leaves, self.step)
+            for target, value in writes:
+                target.copy_(value)
+            # Not as attributes, which are looked for among the columns first: a hundredth of the whole.
+            vars(self).update(step=self.step + 1, _num_partial_rows=0)
+            self._delivery.note_write()
+
+    @property
+    def saved_hidden_states(self) -> Any:
+        """Recurrent states before each step, leaves `[T, layers, B, *H]`; None if none were ever added."""
+        return self._states.build(self._states.leaves())
+
+    def clear(self) -> None:
+        """Start the next rollout: the cursor goes to 0, the tensors stay as they are."""
+        with self._lock:
+            self.step = 0
+            self._num_partial_rows = 0
+
+    # -- computing -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def compute_returns(
+        self,
+        last_values: torch.Tensor,
+        gamma: Scalar,
+        lam: Scalar,
+        *,
+        normalize: str | None = "global",
+        truncation: str = "cut",
+        allow_partial: bool = False,
+    ) -> None:
+        """Write `returns` and `advantages` by generalized advantage estimation.
+
+        Args:
+            last_values: `[B, R]` (or `[B]` with one reward), value of the observation after the last step.
+            gamma: Discount per step, in [0, 1]; a number or `[R]`.
+            lam: Trace decay, in [0, 1]; a number or `[R]`.
+            normalize: Advantages to mean 0 and deviation 1: "global", "per_reward", or None for not.
+            truncation: What a timed-out step bootstraps from: "cut" nothing (the caller added
+                gamma * V to its reward already), "value" its own value, "final" its `bootstrap_values`.
+            allow_partial: Use the steps that are there, if the rollout is not full yet.
+
+        Raises:
+            UsageError: The rollout is not full, or an argument is not as above; nothing is changed.
+        """
+        with self._lock:
+            rows = self._num_rows_for("compute returns", allow_partial)
+            last_values = checked_last_values(last_values, self.num_envs, self.num_rewards).to(self.device)
+            gamma = checked_factor("gamma", gamma, self.num_rewards).to(self.device)
+            lam = checked_factor("lam", lam, self.num_rewards).to(self.device)
+            check_rules(normalize, truncation)
+            x = self._signals(rows)
+            check_bootstrap(x.dones, x.time_outs, truncation, x.bootstrap_values)
+            self._put_in_order()
+            rewards = with_bootstrap(x.rewards, x.values, x.dones, x.time_outs, gamma, truncation, x.bootstrap_values)
+            write_advantage(x.advantages, rewards, x.values, last_values, x.dones, gamma, lam, x.returns)
+            normalize_(x.advantages, normalize)
+            self._delivery.note_write()
+            self._num_partial_rows = rows
+            self._table.note_results(True)
+
+    @torch.no_grad()
+    def get_statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Measure the steps that are there; nothing is changed.
+
+        Returns:
+            Mean length of the segments between dones, the open tails counted as segments, and mean
+            reward; float32 scalars.
+        """
+        with self._lock:
+            rows = self._num_rows_for("measure statistics", allow_partial=True)
+            signals = self._signals(rows)
+            # Dones of the newest step end what would be a segment of its own anyway.
+            newest = signals.dones[(self.step - 1) % rows]
+            num_segments = signals.dones.count_nonzero() - newest.count_nonzero() + self.num_envs
+            return rows * self.num_envs / num_segments.float(), signals.rewards.mean()
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def mini_batch_generator(
+        self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: str = "epoch", drop_last: bool = True
+    ) -> Iterator[Any]:
+        """Yield `num_mini_batches * num_epochs` mini-batches of `[M, ...]` for feed-forward networks.
+
+        Narrow fields lie side by side in one new tensor: not contiguous, so that `view(-1)` needs `reshape`. It is
+        made with the first mini-batch; rows of 1 KiB or more (128 bytes for up to two epochs) are read at each.
+
+        Args:
+            num_mini_batches: Mini-batches per epoch, 1 to T * B.
+            num_epochs: Passes over the rollout.
+            reshuffle: "epoch": a new permutation per epoch, every batch new memory. "once": one
+                shuffled copy of which every batch of every epoch is a view; 5 times less to move.
+            drop_last: True: every batch has `T * B // num_mini_batches` rows, and the remainder
+                (others in each epoch) is left out. False: sizes differ by at most one, all rows come.
+
+        Raises:
+            UsageError: At the call, not at the first `next`: an argument is not as above, the rollout is not full
+                (partial ones need `compute_returns(allow_partial=True)`), or its returns were not computed (or
+                written) since the last step. Later: steps were added or a state loaded, and rows are read at each.
+        """
+        if reshuffle not in _RESHUFFLES:
+            raise UsageError(GENERATE, "", f"reshuffle one of {_RESHUFFLES}", repr(reshuffle))
+        rows, bounds = self._plan_batches(num_mini_batches, num_epochs, drop_last, "row")
+        return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
+
+    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[Any]:
+        """Yield `num_mini_batches * num_epochs` mini-batches of whole envs for recurrent networks.
+
+        Every env is cut at its dones into trajectories of T steps, padded with zeros. Observations
+        are `[T, n_traj, ...]` and `masks` says what is data; everything else is `[T, envs, ...]`.
+        `hidden_states` are those of each trajectory's first step, `[layers, n_traj, H]`, or None if
+        none were added. Groups are contiguous and differ by at most one env; none is left out.
+        Batches share memory with those of other epochs, never with the storage.
+
+        Raises:
+            UsageError: At the call: like `mini_batch_generator`; at most one mini-batch per env.
+        """
+        rows, bounds = self._plan_batches(num_mini_batches, num_epochs, False, "env")
+        return self._env_batches(rows, bounds, num_epochs)
+
+    #: The established misspelling.
+    reccurent_mini_batch_generator = recurrent_mini_batch_generator
+
+    def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
+        """Say how many steps there are, and how their rows or envs are cut; refuse what cannot be generated."""
+        with self._lock:
+            rows = self._num_rows_for(GENERATE, allow_partial=False)
+            num_items = self.num_envs * (rows if item == "row" else 1)
+            check_counts(num_mini_batches, num_epochs, num_items, item)
+            if self.needs_returns and not self._table.has_results:
+                expected, advice = "compute_returns() since the last step", "Call it, or write returns and advantages"
+                raise UsageError(GENERATE, "", expected, "none", advice)
+        return rows, batch_bounds(num_items, num_mini_batches, drop_last)
+
+    def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
+        with self._lock, torch.no_grad():
+            self._delivery.wait_for_writes()
+            self._put_in_order()
+            columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
+            wide, table = wide_row_bytes(1 if once else num_epochs), self._table
+            gather = RowGather(columns, self._delivery, wide, lambda: table.num_changes)
+        batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.rng, self.device, once)
+        while True:
+            with self._lock, torch.no_grad():
+                self._delivery.wait_for_writes()
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield self._to_mini_batch(batch)
+
+    def _env_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
+        with self._lock, torch.no_grad():
+            self._delivery.wait_for_writes()
+            self._put_in_order()
+            columns = self._batch_columns(rows)
+            padded = {name: x for name, x, is_padded in columns if is_padded}
+            whole = {name: x for name, x, is_padded in columns if not is_padded}
+            states = [leaf[:rows] for leaf in self._states.leaves()]
+            groups = EnvGroups(padded, whole, states, self._signals(rows).dones, self._delivery)
+        for _ in range(num_epochs):
+            for start, stop in bounds:
+                batch, leaves, masks = groups.group(start, stop)
+                yield self._to_mini_batch(batch, hidden_states=self._states.build(leaves), masks=masks)
+
+    def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
+        return self._table.batch_columns(rows)
+
+    def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
+        return self.MiniBatch(**self._table.fill_batch(batch), **more)
+
+    def _put_in_order(self) -> None:
+        """Bring the steps into the order of time; here they always are."""
+
+    def _signals(self, rows: int) -> Signals:
+        self._delivery.wait_for_writes()
+        return Signals(*(self._table.view(name, rows) for name in Signals._fields))
+
+    # -- saving ----------------------------------------------------------------------------
+
+    def _arguments(self) -> dict[str, Any]:
+        """JSON-able keywords that make an equal, empty storage."""
+        shapes = shapes_to_json(self._table.columns)
+        sizes = {"num_envs": self.num_envs, "num_transitions_per_env": self.num_transitions_per_env}
+        return {**sizes, **shapes, "num_rewards": self.num_rewards}
+
+    @classmethod
+    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
+        # Any seed will do: the saved random state comes next, and torch's own is not to be touched.
+        return cls(**{**arguments, **shapes_from_json(arguments)}, device=device, generator=0)
+
+    def _recipe(self) -> dict[str, Any]:
+        return {**super()._recipe(), "output_device": self._delivery.output_device}
+
+    @classmethod
+    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
+        made = super()._from_recipe({**recipe, "output_device": None})
+        made._delivery = Delivery(made.device, recipe["output_device"])
+        return made
+
+    def _get_state(self) -> State:
+        with self._lock:
+            self._delivery.wait_for_writes()
+            structure = self._states.structure
+            numbers = {
+                "step": self.step,
+                "num_rows": self._table.num_rows,
+                "num_partial_rows": self._num_partial_rows or self._table.num_rows * self._table.has_results,
+                "states": structure.layout if structure else None,
+            }
+            tensors = {**self._table.tensors, "rng": self.rng.get_state()}
+            return State(self._arguments(), numbers, tensors)
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            num_rows = checked_count(numbers, "num_rows", *self._row_limits())
+            step, num_partial_rows = (checked_count(numbers, key, 0, num_rows) for key in ("step", "num_partial_rows"))
+            kept = {name: x for name, x in tensors.items() if name != "rng"}
+            self._states.check_kept(numbers["states"], kept, num_rows)
+            self._table.replace(kept, num_rows)
+            self._table.note_results(num_partial_rows > 0)
+            self._states.structure = StateStructure(numbers["states"]) if numbers["states"] is not None else None
+            self.rng.set_state(tensors["rng"])
+            self.step, self._num_partial_rows = step, num_partial_rows
+
+    def _row_limits(self) -> tuple[int, int]:
+        """How many steps fit at least, and at most."""
+        return self._table.num_rows, self._table.num_rows
+
+    # -- checks ----------------------------------------------------------------------------
+
+    def _num_rows_for(self, action: str, allow_partial: bool) -> int:
+        """How many steps there are to work on; refuse an empty or, if so asked, a partial rollout."""
+        if self.step == 0:
+            raise BufferEmptyError(action, "", "a rollout", "no step since the last clear()")
+        if self.step < self._table.num_rows and not allow_partial and self._num_partial_rows != self.step:
+            num_steps, advice = self._table.num_rows, "Add the rest, or call compute_returns(..., allow_partial=True)"
+            raise UsageError(action, "of a partial rollout", f"{num_steps} steps", str(self.step), advice)
+        return self.step

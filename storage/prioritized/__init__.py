@@ -1,0 +1,1 @@
+"""Priorities and limits of rows, and what is drawn by them; stores no items."""

@@ -1,0 +1,181 @@
+"""`SegmentTree`: numbers by index, reduced over any range; the checked front of the trees in `sum_tree.py`.
+
+One rule: here arguments of any kind are checked and turned into tensors; the arithmetic is elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import RolloutDataError, UsageError, nearest
+from .sum_tree import MaxTree, MinTree, SumTree, WideTree
+
+#: How far a mass may be above the sum, relative to it.
+_SLACK = 1e-9
+_KINDS: dict[str, type[WideTree]] = {"sum": SumTree, "min": MinTree, "max": MaxTree}
+
+
+class TreeIndexError(RolloutDataError, IndexError):
+    """An index lies outside a tree."""
+
+
+class SegmentTree:
+    """`capacity` float64 numbers, all neutral at first, and what any range of them comes to.
+
+    Args:
+        capacity: How many, at least 1; any number, not only powers of two.
+        operation: "sum" (neutral 0), "min" (inf) or "max" (-inf), or Python's function of that name.
+        device: Where the numbers are.
+    """
+
+    def __init__(self, capacity: int, operation: Any = "sum", device: torch.device | str = "cpu") -> None:
+        name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
+        if name not in _KINDS:
+            raise UsageError("create a segment tree", "", f"operation {nearest(name, _KINDS)}", repr(operation))
+        self._tree = _KINDS[name](capacity, device)
+        #: Whether a number below 0 was ever set, so that masses have to be looked at.
+        self._may_be_negative = False
+
+    @property
+    def capacity(self) -> int:
+        """How many numbers there are; indices are below it."""
+        return self._tree.capacity
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers are, and what is asked of them."""
+        return self._tree.device
+
+    @property
+    def neutral_element(self) -> float:
+        """What an empty range comes to."""
+        return self._tree.NEUTRAL
+
+    def __len__(self) -> int:
+        return self.capacity
+
+    def __getitem__(self, index: Any) -> Any:
+        """Give the number at an index, a float, or those at a tensor or list of indices, a new tensor of its shape."""
+        wanted = self._indices(index, "read from")
+        found = self._tree.read(wanted.flatten()).view(wanted.shape)
+        return found if _is_many(index) else float(found)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Set one number, or many at once: a tensor or list of indices, and as many values or one for all.
+
+        Where an index is named twice the last value counts. Nothing is set of a call that raises.
+
+        Raises:
+            IndexError: An index is outside.
+            ValueError: A value is not a number; for sums also if it is infinite.
+        """
+        wanted = self._indices(index, "write to")
+        values = _float64(value, self.device)
+        if values.dim() and values.shape != wanted.shape:
+            expected = f"one value, or values of shape {list(wanted.shape)}"
+            raise UsageError("write to a segment tree", "", expected, f"shape {list(values.shape)}")
+        is_sum = isinstance(self._tree, SumTree)
+        wrong = ~torch.isfinite(values) if is_sum else torch.isnan(values)
+        if bool(wrong.any()):
+            expected = "finite numbers" if is_sum else "numbers"
+            raise UsageError("write to a segment tree", "", expected, str(float(values[wrong].flatten()[0])))
+        self._may_be_negative |= bool((values < 0).any())
+        self._tree.write(wanted.flatten(), values.expand(wanted.shape).flatten())
+
+    def reduce(self, start: int = 0, end: int | None = None) -> float:
+        """Reduce the range `[start, end)`; None is the capacity. An empty range gives the neutral number.
+
+        Raises:
+            IndexError: The range is outside, or ends before it starts.
+        """
+        stop = self.capacity if end is None else end
+        if not all(isinstance(x, (int, np.integer)) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
+            expected = f"0 <= start <= end <= {self.capacity}"
+            raise TreeIndexError("reduce a segment tree", "", expected, f"[{start}, {stop})")
+        return self._tree.reduce(int(start), int(stop))
+
+    def find_prefixsum_idx(self, mass: Any) -> Any:
+        """Find the index at which the sum of all numbers up to and with it first exceeds a mass.
+
+        Args:
+            mass: A number, or a tensor or list of them, in `[0, reduce()]`.
+
+        Returns:
+            An int, or an int64 tensor of that shape. The numbers there are above 0, whatever rounding
+            does; the whole sum itself leads to the last of them that counts in float64.
+
+        Raises:
+            ValueError: This tree is not of sums, all numbers are 0, one is negative, or a mass is outside.
+        """
+        action = "find a mass"
+        tree = self._tree
+        if not isinstance(tree, SumTree):
+            raise UsageError(action, "in a segment tree", "operation 'sum'", type(self).__name__)
+        masses = _float64(mass, self.device)
+        if self._may_be_negative and bool((tree.leaves_view() < 0).any()):
+            least = float(tree.leaves_view().min())
+            raise UsageError(action, "in a segment tree", "numbers >= 0", f"{least}")
+        total = tree.reduce()
+        if total <= 0:
+            raise UsageError(action, "in a segment tree", "a number above 0", "only zeros", "Set a weight first")
+        # A mass that was computed elsewhere may lie above by a rounding; it is found as the whole.
+        is_coarse = isinstance(mass, torch.Tensor) and mass.is_floating_point()
+        slack = max(_SLACK, torch.finfo(mass.dtype).eps if is_coarse else 0.0)
+        outside = ~((masses >= 0) & (masses <= total * (1 + slack)))
+        if bool(outside.any()):
+            got = str(float(masses[outside].flatten()[0]))
+            raise UsageError(action, "in a segment tree", f"masses in [0, {total}]", got)
+        found = tree.find(masses.flatten())
+        assert found is not None
+        return found.view(masses.shape) if _is_many(mass) else int(found)
+
+    def check_valid(self) -> tuple[bool, str]:
+        """Tell whether the inside agrees with the numbers, and if not where."""
+        return self._tree.check_valid()
+
+    def _indices(self, index: Any, action: str) -> torch.Tensor:
+        """Check indices; negative ones count from the end."""
+        wanted = torch.as_tensor(index, device=self.device)
+        if isinstance(index, bool) or (wanted.numel() and (wanted.is_floating_point() or wanted.dtype is torch.bool)):
+            raise UsageError(f"{action} a segment tree", "", "integer indices", f"{wanted.dtype}")
+        wanted = wanted.long()
+        outside = (wanted < -self.capacity) | (wanted >= self.capacity)
+        if bool(outside.any()):
+            got = str(int(wanted[outside].flatten()[0]))
+            raise TreeIndexError(f"{action} a segment tree", "", f"indices below {self.capacity}", got)
+        return torch.where(wanted < 0, wanted + self.capacity, wanted)
+
+
+class SumSegmentTree(SegmentTree):
+    """A `SegmentTree` of sums, in which masses can be found."""
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(capacity, "sum", device)
+
+
+class MinSegmentTree(SegmentTree):
+    """A `SegmentTree` of least numbers."""
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(capacity, "min", device)
+
+
+class MaxSegmentTree(SegmentTree):
+    """A `SegmentTree` of largest numbers."""
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(capacity, "max", device)
+
+
+def _is_many(value: Any) -> bool:
+    return getattr(value, "ndim", 0) > 0 or isinstance(value, (list, tuple))
+
+
+def _float64(value: Any, device: torch.device) -> torch.Tensor:
+    """Give numbers as float64, without a detour of Python's numbers by float32."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64, device=device)

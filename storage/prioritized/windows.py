@@ -1,0 +1,303 @@
+"""`PrioritizedWindows`: sequence replay, windows of consecutive steps drawn by priority.
+
+One rule: a window is named by its last row. That row has a weight while the window lies inside one
+trajectory and all of its rows are live, which `ring/windows.py` decides; otherwise its weight is 0.
+(Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning".)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..core.arguments import check_count
+from ..core.fields import Schema
+from ..core.host_arrays import own, tensor_of
+from ..core.records import Key, RecordReader, normal
+from ..core.row_cut import Target
+from ..core.samplers import generator_on
+from ..core.stream_order import StreamOrder
+from ..core.tree import map_leaves
+from ..errors import BufferEmptyError, SchemaError, UsageError
+from ..ring.end_flags import end_places, tensor_ends
+from ..ring.ring import RingStore
+from ..ring.windows import Boundaries
+from ..saving.snapshot import Snapshotted, State
+from .limits import NONE, RowLimits
+from .rows import PrioritizedRows, PriorityRule
+
+
+class PrioritizedWindows(Snapshotted):
+    """A ring of steps of one or many environments, sampled as windows of `seq_length` steps by priority.
+
+    Args:
+        capacity: Steps that are kept of each environment.
+        seq_length: Steps of a window.
+        stride: A window begins every so many steps of a trajectory: `seq_length // 2` for windows that
+            overlap by half. The last window of a trajectory, up to its end, is there in any case.
+        end_key: Fields of which any that is not 0 ends a trajectory: a name, a tuple of nested names, or a
+            list of those; an empty list if nothing does.
+        alpha, beta, anneal_step, eps: See `PriorityRule`.
+        device: Where everything is.
+        generator: Draws the samples: a `torch.Generator` on `device`, a seed, or None for one of its own
+            that is seeded once from torch's.
+
+    What a recurrent learner needs at the first step of a window (its hidden state then) is a field like
+    any other. All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        seq_length: int,
+        *,
+        stride: int = 1,
+        end_key: Key | list[Key] = "done",
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        anneal_step: float = 1e5,
+        eps: float = 1e-5,
+        device: torch.device | str = "cpu",
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        action = "create a buffer of windows"
+        self.capacity = check_count(action, "capacity", capacity, 1)
+        self.seq_length = check_count(action, "seq_length", seq_length, 1)
+        self.stride = check_count(action, "stride", stride, 1)
+        if seq_length > capacity:
+            raise UsageError(action, "", f"a capacity of at least {seq_length}, one window", str(capacity))
+        self.end_key = normal(end_key)
+        self.rule = PriorityRule(alpha, beta, anneal_step, eps)
+        self.device = torch.device(device)
+        self.rng = generator_on(generator, self.device)
+        self._reader = RecordReader(None, True, False, False)
+        self._ring: RingStore | None = None
+        self._lock = threading.RLock()
+        self._order = StreamOrder(self.device)
+        self._num_dead_updates = 0
+
+    def __len__(self) -> int:
+        """Windows that may be drawn."""
+        return 0 if self._ring is None else self._limits.num_valid
+
+    @property
+    def max_priority(self) -> float:
+        """The largest priority so far, without eps; 1 at first."""
+        return 1.0 if self._ring is None else self._rows.max_priority
+
+    @property
+    def num_dead_updates(self) -> int:
+        """Updates so far of windows that were gone."""
+        return self._num_dead_updates
+
+    @torch.no_grad()
+    def extend(self, data: Any) -> None:
+        """Append steps: nested mapping of `[n, num_envs, *event]`, any n; new windows get the largest priority.
+
+        Raises:
+            MissingFieldError, SchemaError, FieldTypeError: Naming the leaf that does not fit; nothing is
+                written.
+        """
+        with self._lock:
+            rows = self._reader.read(data)
+            if rows is None or not rows.num_rows:
+                return
+            ends = tensor_ends(rows.tensors, end_places(rows.schema, self.end_key), rows.tensors[0].shape[1])
+            if self._ring is None:
+                self._create(rows.schema, rows.tensors[0].shape[1])
+            assert self._ring is not None
+            self._order.wait(is_write=True)
+            first = max(self._ring.total, self._ring.total + rows.num_rows - self.capacity)
+            self._boundaries.note(ends)
+            self._ring.write(rows.tensors)
+            self._order.record(is_write=True)
+            self._note_windows(first)
+
+    @torch.no_grad()
+    def sample(self, num_windows: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+        """Draw windows by priority, one from each of `num_windows` intervals of equal mass.
+
+        Returns:
+            (batch, weights, ids): nested dict of `[num_windows, seq_length, *event]`, new tensors; importance
+            weights `[num_windows]` float32 in (0, 1]; ids `[num_windows]` int64 for `update_priorities`.
+
+        Raises:
+            BufferEmptyError: There is no window yet.
+        """
+        check_count("sample windows", "num_windows", num_windows, 1)
+        with self._lock:
+            drawn = None if self._ring is None else self._rows.draw(num_windows, self.rng)
+            if self._ring is None or drawn is None:
+                raise BufferEmptyError("sample windows", "", f"{self.seq_length} steps of a trajectory", "fewer")
+            index, importance = drawn
+            ids = self._limits.row_ids.index_select(0, index)
+            lane = torch.div(index, self.capacity, rounding_mode="floor")
+            last = torch.div(ids, self._ring.num_lanes, rounding_mode="floor")
+            self._order.wait(is_write=False)
+            places = self._ring.place(lane, last - (self.seq_length - 1))
+            found = self._cut(self._ring.windows(places, self.seq_length, self._cut))
+            self._order.record(is_write=False)
+        shape = (num_windows, self.seq_length)
+        found = map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), found)
+        return found, importance.to(torch.float32), ids
+
+    @torch.no_grad()
+    def update_priorities(self, ids: Any, priorities: Any) -> int:
+        """Set the priorities of windows to `priorities + eps`; see `sequence_priorities`.
+
+        Args:
+            ids: `[n]` int64, as `sample` gives them.
+            priorities: `[n]` finite numbers >= 0, or one for all.
+
+        Returns:
+            How many were applied. Windows that are gone are left out, and counted in `num_dead_updates`; of
+            a window that is named twice the last priority stays.
+        """
+        wanted = torch.as_tensor(ids, device=self.device)
+        if wanted.dim() != 1 or (len(wanted) and (wanted.is_floating_point() or wanted.dtype is torch.bool)):
+            raise UsageError("update priorities", "", "ids [n] of integers", f"{wanted.dtype} {list(wanted.shape)}")
+        with self._lock:
+            if self._ring is None:
+                self._num_dead_updates += len(wanted)
+                return 0
+            values, largest = self._rows.checked(priorities, len(wanted))
+            wanted = wanted.long()
+            index = self._index(wanted)
+            is_live = tensor_of(self._limits.holds(own(index), own(wanted)))
+            num_live = int(is_live.sum())
+            self._num_dead_updates += len(wanted) - num_live
+            if num_live < len(wanted):
+                index, values = index[is_live], values[is_live]
+                largest = float(values.max()) if num_live else 0.0
+            if num_live:
+                self._rows.update(index, values, largest)
+            return num_live
+
+    def clear(self) -> None:
+        """Forget every step; fields and the memory stay."""
+        with self._lock:
+            if self._ring is not None:
+                self._ring.clear()
+                self._boundaries.clear()
+                self._rows.clear()
+                self._limits.clear()
+
+    def check_valid(self) -> tuple[bool, str]:
+        """Check what must always hold: (whether it does, what does not)."""
+        with self._lock:
+            if self._ring is None:
+                return True, ""
+            weights = self._rows.weights()
+            if bool((weights[self._limits.row_ids == NONE] > 0).any()):
+                return False, "a window that is gone has a weight"
+            return self._rows.check_valid()
+
+    def _create(self, schema: Schema, num_lanes: int) -> None:
+        self._ring = RingStore(self.capacity, num_lanes, schema, self.device, num_guards=self.seq_length)
+        self._cut = self._ring.cut([Target(0, name, name) for name in schema])
+        self._boundaries = Boundaries(self._ring)
+        self._rows = PrioritizedRows(self.capacity * num_lanes, self.rule, self.device)
+        self._limits = RowLimits(self.capacity * num_lanes, device=self.device)
+        self._reader.freeze(schema, num_lanes)
+
+    def _note_windows(self, first: int) -> None:
+        """Give weights to the windows that end at the rows from id `first` on, and take them from those that broke."""
+        ring = self._ring
+        assert ring is not None
+        lanes = torch.arange(ring.num_lanes, device=self.device).unsqueeze(1)
+        new = torch.arange(first, ring.total, device=self.device)
+        broken = torch.arange(ring.oldest, min(ring.oldest + self.seq_length - 1, ring.total), device=self.device)
+        row = new.expand(ring.num_lanes, -1).flatten()
+        lane = lanes.expand(-1, len(new)).flatten()
+        past = self._boundaries.age(lane, row).long() - (self.seq_length - 1)
+        is_window = (past >= 0) & (row - (self.seq_length - 1) >= ring.oldest)
+        is_window &= (past % self.stride == 0) | self._boundaries.ended(lane, row)
+        index = lane * self.capacity + row % self.capacity
+        gone = torch.cat([index, (lanes * self.capacity + broken % self.capacity).flatten()])
+        self._rows.remove(gone)
+        self._limits.remove(gone)
+        index, ids = index[is_window], (row * ring.num_lanes + lane)[is_window]
+        if len(index):
+            self._rows.fill(index, self._rows.max_priority)
+            self._limits.add(index, ids, None)
+
+    def _index(self, ids: torch.Tensor) -> torch.Tensor:
+        """Say where windows have their weights."""
+        assert self._ring is not None
+        lanes = self._ring.num_lanes
+        return (ids % lanes) * self.capacity + torch.div(ids, lanes, rounding_mode="floor") % self.capacity
+
+    def _get_state(self) -> State:
+        arguments: dict[str, Any] = {"capacity": self.capacity, "seq_length": self.seq_length, "stride": self.stride}
+        arguments |= {"end_key": self.end_key, "alpha": self.rule.alpha, "beta": self.rule.beta}
+        arguments |= {"anneal_step": self.rule.anneal_step, "eps": self.rule.eps}
+        ring = self._ring
+        numbers: dict[str, Any] = {"schema": None, "num_dead_updates": self._num_dead_updates}
+        tensors = {"rng": self.rng.get_state()}
+        if ring is not None:
+            numbers |= {"schema": ring.schema.to_json(), "num_lanes": ring.num_lanes, "total": ring.total}
+            numbers |= {"max_priority": self._rows.max_priority, "num_draws": self._rows.num_draws}
+            tensors |= {"ages": self._boundaries.ages, "next_ages": self._boundaries.next_ages}
+            tensors |= {"weights": self._rows.weights(), "priorities": self._rows.priorities}
+            tensors |= {"row_ids": self._limits.row_ids}
+            columns = [ring.slots_view(name)[: ring.num_live] for name in ring.schema]
+            tensors |= {f"column/{place}": column for place, column in enumerate(columns)}
+        return State(arguments, numbers, tensors)
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        made = PrioritizedWindows(**self._get_state().arguments, device=self.device, generator=0)
+        if numbers["schema"] is not None:
+            schema = Schema.from_json(numbers["schema"])
+            made._create(schema, int(numbers["num_lanes"]))
+            made._take_parts(schema, numbers, tensors)
+        self.rng.set_state(tensors["rng"].cpu())
+        for name in ("_reader", "_ring", "_cut", "_boundaries", "_rows", "_limits"):
+            if hasattr(made, name):
+                setattr(self, name, getattr(made, name))
+        self._num_dead_updates = int(numbers["num_dead_updates"])
+
+    def _take_parts(self, schema: Schema, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over a state, new as this is; what does not fit raises."""
+        ring, total = self._ring, int(numbers["total"])
+        assert ring is not None
+        live, places = min(total, self.capacity), self.capacity * ring.num_lanes
+        wanted: dict[str, tuple[int, ...]] = {
+            f"column/{n}": (live, ring.num_lanes, *field.shape) for n, field in enumerate(schema.values())
+        }
+        wanted |= {"ages": tuple(self._boundaries.ages.shape), "next_ages": (ring.num_lanes,)}
+        wanted |= {"weights": (places,), "priorities": (places,), "row_ids": (places,)}
+        for name, shape in wanted.items():
+            if tuple(tensors[name].shape) != shape:
+                raise SchemaError("load a state", f"with {name!r}", str(list(shape)), str(list(tensors[name].shape)))
+        ring.put_slots(0, {name: tensors[f"column/{place}"] for place, name in enumerate(schema)})
+        ring.total = total
+        self._boundaries.ages.copy_(tensors["ages"])
+        self._boundaries.next_ages.copy_(tensors["next_ages"])
+        self._rows.restore(tensors["weights"], tensors["priorities"])
+        self._rows.max_priority, self._rows.num_draws = float(numbers["max_priority"]), int(numbers["num_draws"])
+        row_ids = tensors["row_ids"]
+        self._limits.restore(row_ids, torch.zeros_like(row_ids), torch.zeros_like(row_ids))
+
+
+def sequence_priorities(errors: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Turn errors of the steps of windows into one priority each (Kapturowski et al. 2019, section 2.3).
+
+    Args:
+        errors: `[S, L]` temporal-difference errors, of any sign.
+        eta: Share of the largest; the rest is of the mean.
+        mask: `[S, L]` bool, the steps that count (not those that only warm up the hidden state); None for all.
+            A window without any gets 0.
+
+    Returns:
+        `[S]` of the errors' dtype: eta * max |e| + (1 - eta) * mean |e|; a new tensor.
+    """
+    if errors.dim() != 2 or not 0 <= eta <= 1 or (mask is not None and mask.shape != errors.shape):
+        got = f"{list(errors.shape)}, eta {eta}"
+        raise UsageError("turn errors into priorities", "", "errors [S, L], a mask like them, eta in [0, 1]", got)
+    sizes = errors.detach().abs()
+    counts = torch.ones_like(sizes) if mask is None else mask.to(sizes.dtype)
+    sizes = sizes * counts
+    return eta * sizes.amax(1) + (1 - eta) * sizes.sum(1) / counts.sum(1).clamp(min=1)

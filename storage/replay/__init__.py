@@ -1,0 +1,1 @@
+"""Buffers with uniform or per-episode sampling."""

@@ -1,0 +1,163 @@
+"""`DictBuffer`: a ring of nested observations, sampled uniformly.
+
+One rule: integers decide, one gather moves the bytes; both happen below. What is written and kept
+is `RingBuffer`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.records import is_count
+from ..core.samplers import uniform
+from ..core.tree import unflatten
+from ..errors import UsageError
+from ..ring.ring import RingStore
+from ..ring.transitions import TransitionRequest, TransitionSampler
+from .buffer_files import can_load
+from .ring_buffer import RingBuffer
+
+_PLAIN = TransitionRequest()
+
+
+@can_load
+class DictBuffer(RingBuffer):
+    """The last `capacity` rows of nested records.
+
+    Args:
+        capacity: Rows that are kept.
+        device: Where they are kept.
+        nested_key_separator: Joins the levels of a key in saved files.
+        num_envs: Rows that arrive per step, one of each environment: `extend` then takes
+            `[steps * num_envs, *event]`, environments fastest. Only trajectories ask for it.
+        end_key: Fields of which any that is not 0 ends a trajectory; a name, a tuple of nested names,
+            or a list of those. Without, rows have nothing to do with each other.
+        auto_unsqueeze: Whether a leaf `[n]` becomes `[n, 1]` instead of an error.
+        narrow: Whether float64 is kept as float32.
+        contiguous: Whether leaves of samples are contiguous; otherwise they are strided views of one
+            new tensor per sample, which takes a third less time.
+        output_device: Where samples are given; None for `device`.
+        generator: Draws the samples: a `torch.Generator` on `device`, a seed, or None for one of
+            its own that is seeded once from torch's.
+
+    Threads may extend and sample at once: no sample holds a torn row. On CUDA events order the streams.
+    """
+
+    _last_sampler: TransitionSampler | None = None
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """All slots of every field, `[capacity, *event]`, as a nested dict; {} before the first `extend`.
+
+        They share memory with the buffer, except with several environments, of which this is a copy. They are for
+        reading: rows that are kept twice, and where trajectories end, do not follow what is written there.
+        """
+        with self._lock:
+            ring = self._ring
+            if ring is None:
+                return {}
+            self._note_shown(ring)
+            return unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
+
+    def sample(self, batch_size: int) -> dict[str, Any]:
+        """Draw rows uniformly with replacement: nested dict of `[batch_size, *event]`, the caller's own.
+
+        Raises:
+            UsageError: `batch_size` is below 1.
+            BufferEmptyError: Nothing was added yet.
+        """
+        check_batch_size(batch_size)
+        with self._lock:
+            ring = self._filled("sample")
+            self._order.wait(is_write=False)
+            index = uniform(ring.num_live * ring.num_lanes, batch_size, self.generator)
+            if ring.num_lanes > 1:  # lanes lie behind each other, each with slots that are not drawn
+                lane = torch.div(index, ring.num_live, rounding_mode="floor")
+                index = index.add_(lane * (ring.stride - ring.num_live))
+            found = ring.gather(index, self.contiguous, nested=True)
+            self._order.record(is_write=False)
+            return self._given(found)
+
+    def sample_transitions(
+        self, batch_size: int, request: TransitionRequest | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Draw transitions uniformly over all that are complete; `next` is the following row.
+
+        Args:
+            batch_size: How many.
+            request: What of them; instead, `options` are its fields: `next_keys`, `num_steps`,
+                `num_frames`, `at_end`, ... (see `TransitionRequest`).
+
+        Returns:
+            Every field `[batch_size, *event]` of the first row, `next` with the fields of `next_keys`
+            after the last step, and what the request asks for besides.
+
+        Raises:
+            UsageError: The buffer was created without `end_key`, or no transition is complete.
+        """
+        check_batch_size(batch_size)
+        if request is not None and options:
+            raise UsageError("sample transitions", "", "a request or options", f"both, {', '.join(options)}")
+        with self._lock:
+            ring = self._filled("sample transitions")
+            if self._boundaries is None:
+                advice = "Create the buffer with end_key"
+                raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
+            if request is None:
+                request = TransitionRequest(**options) if options else _PLAIN
+            sampler = self._last_sampler
+            if sampler is None or not sampler.serves(request, ring, self._finals):
+                sampler = TransitionSampler(ring, self._boundaries, self._finals, self._end_names(), request)
+                self._last_sampler = sampler
+            self._order.wait(is_write=False)
+            found = sampler.sample(batch_size, self.generator, self.contiguous)
+            self._order.record(is_write=False)
+            return self._given(found)
+
+    def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
+        """Give every row: nested dict of `[len(self), *event]`.
+
+        Args:
+            order: "ring" as they lie, "time" oldest first.
+            copy: Whether the caller owns them; otherwise they share memory with the buffer, where
+                that is possible: not in order of time when the ring has closed.
+        """
+        if order not in ("ring", "time"):
+            raise UsageError("get the full buffer", "", "order 'ring' or 'time'", repr(order))
+        with self._lock:
+            ring = self._ring
+            if ring is None:
+                return {}
+            live = ring.num_live
+            has_turned = order == "time" and ring.oldest % ring.num_slots != 0
+            if has_turned and not copy:
+                action = "show the full buffer in order of time"
+                raise UsageError(action, "", "copy=True", "copy=False and a closed ring")
+            if not copy:
+                self._note_shown(ring)
+            found = {}
+            for name in ring.schema:
+                rows = ring.slots_view(name)[:live]
+                if has_turned:
+                    rows = torch.cat([rows[ring.cursor :], rows[: ring.cursor]])
+                elif copy:
+                    rows = rows.clone(memory_format=torch.contiguous_format)
+                found[name] = self._shown(rows)
+            return unflatten(found)
+
+    def _note_shown(self, ring: RingStore) -> None:
+        """Let no step be held back where the user sees the memory itself; lanes are shown in a copy, see `_shown`."""
+        if self._has_lane_axis:
+            ring.hold_nothing_back()
+
+    def _shown(self, rows: torch.Tensor) -> torch.Tensor:
+        """Show `[slots, lanes, *event]` as the user sees it."""
+        return rows.flatten(0, 1)
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Refuse what is not a number of rows."""
+    if not is_count(batch_size):
+        raise UsageError("sample", "", "batch_size >= 1", repr(batch_size))

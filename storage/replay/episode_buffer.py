@@ -1,0 +1,342 @@
+"""`TrajectoryDictBuffer`: a fixed set of episodes, drawn in proportion to priorities.
+
+One rule: it is read-only but for the priorities. Episodes lie behind one another; a window never
+leaves its episode, because its start is drawn among the starts that the episode has.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ..core.durable import existing_folder
+from ..core.fields import Schema
+from ..core.host_arrays import as_given
+from ..core.modes import lasting
+from ..core.prefix_sum import PrefixSum
+from ..core.records import Key, declare, flat_name
+from ..core.samplers import Weighted, generator_on
+from ..core.stream_order import StreamOrder
+from ..core.tree import unflatten
+from ..errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
+from ..ring.ring import RingStore
+from ..saving.column_files import COLUMNS_NAME, SAVE_ID, device_for, open_columns
+from .buffer_files import FolderBuffer, all_or_nothing, can_load, restore_generator, save_buffer
+from .episodes import Episodes, read_episodes
+from .ring_buffer import on_device
+from .trajectory_buffer import as_list, check_length, count_windows
+
+_ACTION = "sample windows"
+_Self = TypeVar("_Self", bound="TrajectoryDictBuffer")
+
+
+@can_load
+class TrajectoryDictBuffer(FolderBuffer):
+    """Expert episodes, sampled as windows of consecutive frames.
+
+    Args:
+        episodes: Nested mappings whose leaves are `[T, *event]`, T of each its own. A `motion_id_key`
+            may also be one value, and `file_name` a str.
+        device: Where they are kept.
+        seq_length: Rows of a window, unless `sample` is told otherwise.
+        output_key_t: What is given of every row of a window.
+        output_key_tp1: What is given, below `next`, of the row after it; [] for nothing.
+        end_key: Field that is True on the last frame of every episode and nowhere else; made if absent.
+        motion_id_key: Where an episode's id stands.
+        file_names: Where the episodes came from.
+        split_on_end: Whether an episode is cut behind a frame whose `end_key` is True; otherwise such
+            a frame before the last one is an error.
+        contiguous, output_device, generator: As for `DictBuffer`.
+        nested_key_separator: Joins the levels of a key in saved files.
+
+    Attributes:
+        lengths, start_idx, stop_idx: `[E]` int64, of the episodes; frames `start_idx` to `stop_idx`.
+        motion_ids, file_names: Lists of E entries, None where unknown.
+        priorities: `[E]` float32 of sum 1, equal at first.
+        capacity: Number of frames.
+    """
+
+    def __init__(
+        self,
+        episodes: Iterable[Mapping[str, Any]],
+        device: torch.device | str = "cpu",
+        seq_length: int = 1,
+        output_key_t: Sequence[Key] = ("observation",),
+        output_key_tp1: Sequence[Key] = ("observation",),
+        end_key: Key = "done",
+        motion_id_key: Key = "motion_id",
+        *,
+        file_names: Iterable[str | None] | None = None,
+        split_on_end: bool = False,
+        contiguous: bool = False,
+        output_device: torch.device | str | None = None,
+        nested_key_separator: str = "-",
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        found = read_episodes(episodes, end_key, motion_id_key, file_names, split_on_end)
+        options = {
+            "seq_length": seq_length,
+            "output_key_t": as_list(output_key_t),
+            "output_key_tp1": as_list(output_key_tp1),
+            "end_key": flat_name(end_key),
+            "motion_id_key": flat_name(motion_id_key),
+            "contiguous": contiguous,
+            "nested_key_separator": nested_key_separator,
+        }
+        self._lock = threading.RLock()
+        self._set_up(found.schema, found.lengths, torch.device(device), options, generator)
+        self.output_device = None if output_device is None else torch.device(output_device)
+        self._take(found)
+
+    #: Set by whichever of the constructor and `load` made this.
+    priorities: torch.Tensor
+    output_device: torch.device | None
+
+    def __len__(self) -> int:
+        """Frames of all episodes."""
+        return self.capacity
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes."""
+        return len(self.lengths)
+
+    @torch.no_grad()
+    def sample(self, batch_size: int = 1, seq_length: int | None = None) -> dict[str, Any]:
+        """Draw windows: an episode by priority, then a start, uniformly over all that it has.
+
+        Only episodes that are long enough take part. If none of those has a priority above 0, all are
+        equally likely, with a warning.
+
+        Args:
+            batch_size: Rows in all: a multiple of the window's length.
+            seq_length: Rows of a window, instead of the buffer's own.
+
+        Returns:
+            As `TrajectoryDictBufferMultiDim.sample`.
+        """
+        length = self.seq_length if seq_length is None else seq_length
+        num_windows = count_windows(batch_size, length)
+        needed = length + (1 if self.output_key_tp1 else 0)
+        with self._lock:
+            cut = self._ring.cut_of(self.output_key_t, self.output_key_tp1, self.contiguous, apart=True)
+            self._order.wait(is_write=False)
+            episode = self._weights(needed).draw(num_windows, self.generator)
+            choices = self.lengths[episode] - needed + 1
+            bits = torch.randint(1 << 62, (num_windows,), generator=self.generator, device=self.device)
+            # The remainder of 62 random bits is uniform to one part in 2 ** 62 / choices.
+            first = self.start_idx[episode] + bits % choices
+            found = cut(self._ring.windows(first, length, cut, never_wraps=True))
+            self._order.record(is_write=False)
+        return on_device(found, self.output_device)
+
+    @lasting
+    def update_priorities(self, priorities: Any, idxs: Any = None) -> None:
+        """Set the priorities of some episodes, then scale all to a sum of 1.
+
+        Args:
+            priorities: `[num]`, finite and >= 0.
+            idxs: `[num]` episodes; of one that stands twice the last value counts. None for all.
+        """
+        values = as_given(priorities).detach().to("cpu", torch.float64).flatten()
+        everyone = torch.arange(self.num_episodes, device="cpu")
+        places = everyone if idxs is None else as_given(idxs).detach().cpu().flatten()
+        action = "update priorities"
+        if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
+            raise UsageError(action, "", "integers as indices", str(places.dtype), "A mask has nonzero()")
+        if len(values) != len(places):
+            raise UsageError(action, "", f"{len(places)} priorities, one per index", str(len(values)))
+        for wrong, expected, shown in (
+            (~torch.isfinite(values) | (values < 0), "finite priorities >= 0", values),
+            ((places < 0) | (places >= self.num_episodes), f"episodes below {self.num_episodes}", places),
+        ):
+            if bool(wrong.any()):
+                place = int(wrong.nonzero()[0])
+                raise UsageError(action, f"at index {place}", expected, str(shown[place].item()))
+        with self._lock:
+            new = self.priorities.cpu().to(torch.float64).numpy()
+            new[places.long().numpy()] = values.numpy()  # numpy assigns in order: the last one stays
+            if new.any():
+                new = new / new.max()  # or the sum may be infinite
+                new = new / new.sum()
+            self.priorities = torch.from_numpy(new.astype(np.float32)).to(self.device)
+            self._drawn_by.clear()
+
+    @torch.no_grad()
+    def get_full_buffer(self) -> dict[str, Any]:
+        """Copy every frame of every field, episode after episode: nested dict of `[len(self), *event]`."""
+        return unflatten({name: x.squeeze(1) for name, x in self._ring.copy_slots(0, self.capacity).items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy everything: frames, lengths, priorities, random state."""
+        with self._lock:
+            columns = self._ring.copy_slots(0, self.capacity)
+            return {
+                **self._config(),
+                "priorities": self.priorities.clone(),
+                "generator": self.generator.get_state().clone(),
+                "columns": {name: x.squeeze(1) for name, x in columns.items()},
+            }
+
+    @lasting
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, the episodes too; nothing is changed if it does not fit.
+
+        Raises:
+            SchemaError: It does not fit.
+        """
+        with self._lock, all_or_nothing(self):
+            columns = {name: x.unsqueeze(1) for name, x in state["columns"].items()}
+            schema = Schema(declare(name, x) for name, x in columns.items())
+            num_frames, num_episodes = sum(state["lengths"]), len(state["lengths"])
+            if any(len(x) != num_frames for x in columns.values()) or len(state["priorities"]) != num_episodes:
+                expected = f"{num_frames} frames of each field and {num_episodes} priorities"
+                got = str({name: len(x) for name, x in columns.items()})
+                raise SchemaError("load a state", "", expected, f"{got} and {len(state['priorities'])}")
+            self._fill(schema, state, self.device, self.generator, [(0, columns)])
+            self.generator.set_state(state["generator"].cpu())
+
+    def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
+        """Write everything to a folder, atomically; one that exists is replaced."""
+        separator = nested_key_separator or self.nested_key_separator
+        with self._lock:
+            config = {
+                "capacity": self.capacity,
+                "_idx": 0,
+                "_is_full": True,
+                **self._config(),
+                "nested_key_separator": separator,
+                "priorities": self.priorities.tolist(),
+            }
+            save_buffer(self, folder, config, self._ring, separator)
+
+    @classmethod
+    def _of_save(
+        cls: type[_Self], path: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
+    ) -> _Self:
+        separator = config.get("nested_key_separator", "-")
+        missing = [name for name in ("lengths", "priorities", *_OPTIONS) if name not in config]
+        if missing:
+            raise CorruptFileError("load", repr(str(path)), f"{missing[0]!r} in its config.json", "none")
+        made = cls._bare(None)
+        with open_columns(existing_folder(path) / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
+            if file.num_rows != sum(config["lengths"]):
+                raise SchemaError("load", repr(str(path)), f"{sum(config['lengths'])} frames", f"{file.num_rows}")
+            parts = ((first, {name: rows.unsqueeze(1)}) for name in file.shapes for first, rows in file.chunks(name))
+            made._fill(file.schema(1), config, device_for(config.get("device"), device), None, parts)
+        restore_generator(made.generator, config.get("generator", ""))
+        return made
+
+    @classmethod
+    def _bare(cls: type[_Self], output_device: torch.device | None) -> _Self:
+        """Make one without episodes, to which they are given next."""
+        made = cls.__new__(cls)
+        made._lock, made.output_device = threading.RLock(), output_device
+        return made
+
+    def _recipe(self) -> dict[str, Any]:
+        return {"device": self.device, "output_device": self.output_device}
+
+    @classmethod
+    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
+        made = cls._bare(recipe["output_device"])
+        made.device, made.generator = recipe["device"], generator_on(0, recipe["device"])
+        return made
+
+    @lasting
+    def _set_up(
+        self,
+        schema: Schema,
+        lengths: Sequence[int],
+        device: torch.device,
+        options: Mapping[str, Any],
+        generator: torch.Generator | int | None,
+    ) -> None:
+        check_length(options["seq_length"])
+        bounds = PrefixSum([int(length) for length in lengths])
+        self.seq_length: int = int(options["seq_length"])
+        self.output_key_t = as_list(options["output_key_t"])
+        self.output_key_tp1 = as_list(options["output_key_tp1"])
+        self.end_key: str = options["end_key"]
+        self.motion_id_key: str = options["motion_id_key"]
+        self.contiguous = bool(options["contiguous"])
+        self.nested_key_separator: str = options["nested_key_separator"]
+        self.device = device
+        self.capacity = bounds.total
+        self.lengths = torch.from_numpy(bounds.lengths).to(device)
+        self.start_idx = torch.from_numpy(bounds.starts).to(device)
+        self.stop_idx = self.start_idx + self.lengths
+        self.motion_ids: list[Any] = [None] * len(bounds)
+        self.file_names: list[str | None] = [None] * len(bounds)
+        self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=device)
+        self.generator = generator_on(generator, device)
+        self._ring = RingStore(self.capacity, 1, schema, device, num_guards=0)
+        self._ring.total = self.capacity
+        self._order = StreamOrder(device)
+        #: Length that is needed -> how episodes of at least that length are drawn.
+        self._drawn_by: dict[int, Weighted] = {}
+
+    def _take(self, episodes: Episodes) -> None:
+        self._order.wait(is_write=True)
+        first = 0
+        for rows in episodes.rows:
+            self._ring.put_slots(first, dict(zip(episodes.schema, rows, strict=True)))
+            first += len(rows[0])
+        self._order.record(is_write=True)
+        self.motion_ids, self.file_names = episodes.motion_ids, episodes.file_names
+
+    def _fill(
+        self,
+        schema: Schema,
+        state: Mapping[str, Any],
+        device: torch.device,
+        generator: torch.Generator | None,
+        parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]],
+    ) -> None:
+        """Take over what a state or a saved config says of episodes, and their frames, `[rows, 1, *event]`."""
+        self._set_up(schema, state["lengths"], device, {name: state[name] for name in _OPTIONS}, generator)
+        for first, rows in parts:
+            self._ring.put_slots(first, rows)
+        self.motion_ids, self.file_names = list(state["motion_ids"]), list(state["file_names"])
+        priorities = torch.as_tensor(state["priorities"], dtype=torch.float32, device=device).clone()
+        if priorities.shape != self.lengths.shape or not bool((priorities >= 0).all() & priorities.isfinite().all()):
+            expected = f"{self.num_episodes} finite priorities >= 0"
+            raise SchemaError("load a state", "", expected, str(priorities.tolist())[:60])
+        self.priorities = priorities
+
+    def _config(self) -> dict[str, Any]:
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        known = {"motion_ids": list(self.motion_ids), "file_names": list(self.file_names)}
+        return {**options, **known, "lengths": self.lengths.tolist()}
+
+    def _weights(self, needed: int) -> Weighted:
+        """Say how episodes of at least `needed` frames are drawn."""
+        if needed not in self._drawn_by:
+            is_long = self.lengths >= needed
+            if not bool(is_long.any()):
+                expected = f"an episode of at least {needed} frames"
+                raise UsageError(_ACTION, "", expected, f"a longest one of {int(self.lengths.max())}")
+            weights = torch.where(is_long, self.priorities, 0.0)
+            if float(weights.sum()) <= 0:
+                text = f"no episode of at least {needed} frames has a priority above 0; all are equally likely"
+                warnings.warn(text, RolloutDataWarning, stacklevel=3)
+                weights = is_long.to(torch.float32)
+            self._drawn_by[needed] = Weighted(weights)
+        return self._drawn_by[needed]
+
+
+_OPTIONS = (
+    "seq_length",
+    "output_key_t",
+    "output_key_tp1",
+    "end_key",
+    "motion_id_key",
+    "contiguous",
+    "nested_key_separator",
+)

@@ -1,0 +1,149 @@
+"""`ReplayBuffer`: pairs of a state and its next state, the oldest overwritten first.
+
+One rule: a pair lies side by side in a `RingStore`, so that a sample is one gather; where it lies
+is the ring's affair.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from ..core.delivery import Delivery
+from ..core.fields import Field, Schema
+from ..core.host_arrays import as_given
+from ..core.samplers import generator_on, uniform
+from ..errors import BufferEmptyError, FieldTypeError, SchemaError, UsageError
+from ..ring.ring import RingStore
+from ..saving.snapshot import Snapshotted, State
+
+_NAMES = ("states", "next_states")
+
+
+class ReplayBuffer(Snapshotted):
+    """The last `buffer_size` pairs.
+
+    Args:
+        obs_dim: Shape of a state; a number for a vector.
+        buffer_size: Pairs that fit.
+        device: Where they are kept.
+        generator: Draws the samples: a `torch.Generator`, a seed, or None for one of its own.
+
+    Attributes:
+        states, next_states: `[buffer_size, *obs_dim]` float32 on `device`; rows below `num_samples` are valid.
+    """
+
+    def __init__(
+        self,
+        obs_dim: int | Sequence[int],
+        buffer_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        size: Any = buffer_size  # mypy does not know that ints are Integral
+        if not isinstance(size, Integral) or size < 1:
+            raise UsageError("create a replay buffer", "", "buffer_size >= 1", repr(buffer_size))
+        sizes: Any = (obs_dim,) if isinstance(obs_dim, Integral) else obs_dim
+        self.obs_dim = tuple(int(size) for size in sizes)
+        self.buffer_size = int(buffer_size)
+        self.device = torch.device(device)
+        self.rng = generator_on(generator)
+        schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
+        self._ring = RingStore(self.buffer_size, 1, schema, self.device, num_guards=0)
+        self.states, self.next_states = (self._ring.slots_view(name)[:, 0] for name in _NAMES)
+        self._lock = threading.RLock()
+        self._delivery = Delivery(self.device)
+
+    @property
+    def step(self) -> int:
+        """Slot that is written next."""
+        return self._ring.cursor
+
+    @property
+    def num_samples(self) -> int:
+        """Pairs that are held."""
+        return self._ring.num_live
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @torch.no_grad()
+    def insert(self, states: torch.Tensor, next_states: torch.Tensor) -> None:
+        """Append pairs `[n, *obs_dim]`; of more than fit the last `buffer_size` are kept.
+
+        Raises:
+            SchemaError, FieldTypeError: Shapes differ or are wrong, or a dtype would lose; nothing is written.
+        """
+        given = [self._checked(name, x) for name, x in zip(_NAMES, (states, next_states), strict=True)]
+        if len(given[0]) != len(given[1]):
+            raise SchemaError("insert states", "", f"{len(given[0])} next_states", str(len(given[1])))
+        with self._lock:
+            self._ring.write([x.unsqueeze(1) for x in given])
+            self._delivery.note_write()
+
+    def _checked(self, name: str, value: Any) -> torch.Tensor:
+        """Give `[n, *obs_dim]` float32 of what was handed in, or raise."""
+        try:
+            x = as_given(value)
+        except (TypeError, ValueError, RuntimeError) as cause:
+            raise FieldTypeError("insert states", "", f"{name} as a tensor", type(value).__name__) from cause
+        if not x.dim() or x.shape[1:] != self.obs_dim:
+            expected = f"{name} of shape [n, {', '.join(map(str, self.obs_dim))}]"
+            raise SchemaError("insert states", "", expected, str(list(x.shape)))
+        if not torch.can_cast(x.dtype, torch.float32) or x.is_meta or x.layout is not torch.strided:
+            got = f"{x.layout} {x.dtype} on {x.device}"
+            raise FieldTypeError("insert states", "", f"dense {name} that fit into float32", got, "Convert them")
+        return x.detach().to(torch.float32)
+
+    def feed_forward_generator(
+        self, num_mini_batch: int, mini_batch_size: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield `num_mini_batch` pairs of `[mini_batch_size, *obs_dim]`, uniform with replacement.
+
+        Each is drawn when it is asked for, from what the buffer then holds, into new memory.
+
+        Raises:
+            UsageError, BufferEmptyError: At the call, not at the first `next`.
+        """
+        for name, value, least in (("num_mini_batch", num_mini_batch, 0), ("mini_batch_size", mini_batch_size, 1)):
+            if not isinstance(value, Integral) or value < least:
+                raise UsageError("generate mini-batches", "", f"{name} >= {least}", repr(value))
+        if not self.num_samples:
+            raise BufferEmptyError("generate mini-batches", "", "states", "an empty buffer", "Call insert() first")
+        return (self._draw(mini_batch_size) for _ in range(num_mini_batch))
+
+    @torch.no_grad()
+    def _draw(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._lock:
+            self._delivery.wait_for_writes()
+            index = uniform(self.num_samples, size, self.rng)
+            found = self._ring.gather(index.to(self.device))
+            return found["states"], found["next_states"]
+
+    @classmethod
+    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
+        return cls(**arguments, device=device, generator=0)  # the saved random state comes next
+
+    def _get_state(self) -> State:
+        with self._lock:
+            self._delivery.wait_for_writes()
+            arguments = {"obs_dim": list(self.obs_dim), "buffer_size": self.buffer_size}
+            tensors = {name: self._ring.slots_view(name)[: self.num_samples] for name in _NAMES}
+            return State(arguments, {"total": self._ring.total}, {**tensors, "rng": self.rng.get_state()})
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            total = int(numbers["total"])
+            expected = (min(total, self.buffer_size), 1, *self.obs_dim)
+            for name in _NAMES:
+                if total < 0 or tensors[name].shape != expected or tensors[name].dtype != torch.float32:
+                    got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
+                    raise SchemaError("load a state", f"with {name!r}", f"float32 {list(expected)}", got)
+            self.rng.set_state(tensors["rng"])
+            self._ring.put_slots(0, {name: tensors[name] for name in _NAMES})
+            self._ring.total = total

@@ -1,0 +1,261 @@
+"""Buffers that give windows of trajectories: `TrajectoryDictBufferMultiDim` and `TrajectoryDictBuffer`.
+
+One rule: a window never leaves its trajectory. In the ring that is decided by ages (`ring/windows.py`);
+in the read-only buffer by the lengths of the episodes it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ..core.fields import Schema
+from ..core.records import Key, flat_name, is_count, names_below
+from ..core.tree import unflatten
+from ..errors import SchemaError, UsageError
+from ..ring.end_flags import Places
+from ..ring.final_rows import FinalRows, may_follow, put_finals
+from ..ring.ring import RingStore
+from ..ring.windows import Boundaries, Rule
+from .buffer_files import can_load
+from .dict_buffer import DictBuffer
+
+#: Fields that end trajectories unless `end_key` says otherwise: those of these that there are.
+DEFAULT_END_KEYS = ("terminated", "truncated", "done", "time_outs")
+_START_MODES = ("uniform", "trajectory")
+_ACTION = "sample windows"
+
+
+@can_load
+class TrajectoryDictBufferMultiDim(DictBuffer):
+    """A ring of rows of one or many environments, sampled as windows of consecutive rows.
+
+    Args:
+        capacity: Rows that are kept; with `n_dim=2` rows per lane.
+        device: Where they are kept.
+        n_dim: 1 for leaves `[n, *event]`, the consecutive steps of one environment; 2 for
+            `[n, lanes, *event]`. Lanes are fixed by the first `extend`.
+        seq_length: Rows of a window, unless `sample` is told otherwise.
+        output_key_t: What is given of every row of a window.
+        output_key_tp1: What is given, below `next`, of the row after it; [] for nothing.
+        end_key: Fields of which any that is not 0 ends a trajectory: a name, a tuple of nested names,
+            or a list of those. None takes those of terminated, truncated, done and time_outs that
+            there are.
+        start_mode: "uniform" draws uniformly over all valid windows; "trajectory" first a
+            trajectory, uniformly, then one of its windows.
+        at_end: Windows whose next row is not known, because their trajectory ended with them and no
+            final observation was given: "exclude" never draws them; "mark" does, with the last row
+            itself in the place of the next, and gives `next_valid`, `[rows, 1]` bool.
+        options: Those of `DictBuffer`.
+    """
+
+    _ARGUMENTS: ClassVar[tuple[str, ...]] = (
+        "n_dim",
+        "seq_length",
+        "output_key_t",
+        "output_key_tp1",
+        "start_mode",
+        "at_end",
+    )
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        n_dim: int = 1,
+        seq_length: int = 1,
+        output_key_t: Sequence[Key] = ("observation",),
+        output_key_tp1: Sequence[Key] = ("observation",),
+        end_key: Key | list[Key] | None = None,
+        start_mode: str = "uniform",
+        at_end: str = "exclude",
+        **options: Any,
+    ) -> None:
+        if n_dim not in (1, 2):
+            raise UsageError("create a buffer", "", "n_dim 1 or 2", repr(n_dim))
+        if start_mode not in _START_MODES or at_end not in ("exclude", "mark"):
+            expected = "start_mode 'uniform' or 'trajectory', at_end 'exclude' or 'mark'"
+            raise UsageError("create a buffer", "", expected, f"{start_mode!r}, {at_end!r}")
+        if options.get("num_envs", 1) != 1:
+            raise UsageError("create a buffer", "", "n_dim=2 for several environments", "num_envs")
+        check_length(seq_length)
+        if is_count(capacity) and seq_length > capacity:
+            raise UsageError("create a buffer", "", f"a seq_length of at most capacity, {capacity}", str(seq_length))
+        self.n_dim = n_dim
+        self._has_lane_axis = n_dim == 2
+        self.seq_length = int(seq_length)
+        self.output_key_t, self.output_key_tp1 = as_list(output_key_t), as_list(output_key_tp1)
+        self.start_mode, self.at_end = start_mode, at_end
+        super().__init__(capacity=capacity, device=device, end_key=end_key, **options)
+
+    def size(self) -> int:
+        """Rows of all lanes that are held."""
+        return 0 if self._ring is None else self._ring.num_live * self._ring.num_lanes
+
+    def sample(self, batch_size: int = 1, seq_length: int | None = None) -> dict[str, Any]:
+        """Draw windows.
+
+        Args:
+            batch_size: Rows in all: a multiple of the window's length.
+            seq_length: Rows of a window, instead of the buffer's own.
+
+        Returns:
+            Fields of `output_key_t`, and below `next` those of `output_key_tp1` one row later, each
+            `[batch_size, *event]`: windows one after another, time fastest. Nothing is shared with
+            the buffer.
+
+        Raises:
+            UsageError: The sizes do not fit, or no window is valid.
+            BufferEmptyError: Nothing was added yet.
+        """
+        length = self.seq_length if seq_length is None else seq_length
+        num_windows = count_windows(batch_size, length)
+        with self._lock:
+            ring = self._filled("sample windows")
+            self._order.wait(is_write=False)
+            found = self._draw(ring, num_windows, length)
+            self._order.record(is_write=False)
+            return self._given(found)
+
+    @torch.no_grad()
+    def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
+        """Give every row that is followed by another of its trajectory, and that one, as `sample` gives windows.
+
+        Rows come lane by lane, oldest first, whatever the order asked for. (`DictBuffer.get_full_buffer(buffer)`
+        gives all slots.)
+
+        Raises:
+            UsageError: Another order than "ring" and "time", or `copy=False`, which cannot be.
+        """
+        if order not in ("ring", "time") or not copy:
+            expected = "order 'ring' or 'time', and copy=True"
+            raise UsageError("get the full buffer", "", expected, f"{order!r} and copy={copy}")
+        with self._lock:
+            if self._ring is None or self._boundaries is None:
+                return {}
+            offset = 1 if self.output_key_tp1 else 0
+            lane, last = self._boundaries.list_all(1 + offset)
+            return self._given(unflatten(self._gather(self._ring, lane, last - offset, 1)))
+
+    def _config(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in self._ARGUMENTS}
+        shared = super()._config()
+        del shared["num_envs"]
+        return {**shared, **own}
+
+    @property
+    def _has_lanes_in_file(self) -> bool:
+        return self.n_dim == 2
+
+    def _shown(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.n_dim == 2 else rows.squeeze(1)
+
+    def _find_ends(self, schema: Schema) -> Places:
+        if self.end_key is not None:
+            return super()._find_ends(schema)
+        names = list(schema)
+        found = [(names.index(name), schema[name].num_elements) for name in DEFAULT_END_KEYS if name in schema]
+        if not found:
+            expected = "one of " + ", ".join(DEFAULT_END_KEYS)
+            raise SchemaError("find what ends a trajectory", "", expected, ", ".join(names), "Give end_key")
+        return found
+
+    def _make_ring(self, schema: Schema, num_lanes: int) -> tuple[RingStore, Boundaries | None]:
+        ring = RingStore(self._num_slots, num_lanes, schema, self.device, num_guards=self.seq_length)
+        return ring, Boundaries(ring, keeps_segments=self.start_mode == "trajectory")
+
+    def _draw(self, ring: RingStore, num_windows: int, length: int) -> dict[str, Any]:
+        """Draw windows; give them nested."""
+        boundaries = self._boundaries
+        assert boundaries is not None
+        offset = 1 if self.output_key_tp1 else 0
+        goes_to_ends = self._goes_to_ends
+        if self.start_mode == "trajectory":
+            goes_on = self._may_go_on if goes_to_ends else None
+            drawn = boundaries.draw_by_trajectory(num_windows, length + offset, self.generator, goes_on)
+        elif goes_to_ends:
+            drawn = boundaries.draw(num_windows, length, self.generator, self._rule_to_ends(length))
+            offset = 0
+        else:
+            places = boundaries.draw_places(num_windows, length + offset, self.generator)
+            if places is None:
+                raise _no_window(length, offset)
+            cut = ring.cut_of(self.output_key_t, self.output_key_tp1, self.contiguous, apart=True)
+            return cut(ring.windows(places, length, cut))
+        if drawn is None:
+            raise _no_window(length, offset)
+        lane, last = drawn
+        return unflatten(self._gather(ring, lane, last - offset, length, goes_to_ends))
+
+    @property
+    def _goes_to_ends(self) -> bool:
+        """Whether windows may end where their trajectory does."""
+        return bool(self.output_key_tp1) and (self.at_end == "mark" or self._known_finals is not None)
+
+    @property
+    def _known_finals(self) -> FinalRows | None:
+        """The final rows, if they hold all that is given one row later."""
+        ring, finals = self._ring, self._finals
+        if ring is None or finals is None:
+            return None
+        return finals.holding(name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION))
+
+    def _may_go_on(self, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Say of ended trajectories, by their last row, whether windows may end with it."""
+        return may_follow(self._known_finals, self.at_end == "mark", lane, last)
+
+    def _gather(
+        self, ring: RingStore, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Copy windows of `length` rows that end at `last`, and what comes one row later."""
+        cut = ring.cut_of(self.output_key_t, self.output_key_tp1, self.contiguous, nested=False, apart=True)
+        found = cut(ring.windows(ring.place(lane, last - (length - 1)), length, cut))
+        if goes_to_ends:
+            assert self._boundaries is not None
+            ended, finals = self._boundaries.ended(lane, last), self._known_finals
+            later = {x.field: found[x.name].unflatten(0, (-1, length))[:, -1] for x in cut.targets if x.row}
+            put_finals(ring, finals, later, lane, last, ended)
+            if self.at_end == "mark":
+                flags = torch.ones((len(lane), length), dtype=torch.bool, device=lane.device)
+                flags[:, -1] = ~ended | may_follow(finals, False, lane, last)
+                found["next_valid"] = flags.view(-1, 1)
+        return found
+
+    def _rule_to_ends(self, length: int) -> Rule:
+        """Say which windows are inside a trajectory and have a next row, a final one, or are to be marked."""
+        ring, boundaries = self._ring, self._boundaries
+        assert ring is not None and boundaries is not None
+        is_inside = boundaries.rule(length)
+
+        def is_valid(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+            ended = boundaries.ended(lane, last)
+            return is_inside(lane, last) & torch.where(ended, self._may_go_on(lane, last), last + 1 < ring.total)
+
+        return is_valid
+
+
+def _no_window(length: int, offset: int) -> UsageError:
+    expected = f"a stretch of {length + offset} rows in one trajectory"
+    return UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
+
+
+def as_list(keys: Sequence[Key]) -> list[str]:
+    """Give keys as a list of flat names; one name alone is a list of one."""
+    return [flat_name(key) for key in ([keys] if isinstance(keys, str) else keys)]
+
+
+def check_length(length: Any) -> None:
+    """Refuse what is not a number of rows."""
+    if not is_count(length):
+        raise UsageError(_ACTION, "", "seq_length >= 1", repr(length))
+
+
+def count_windows(batch_size: int, length: int) -> int:
+    """Say how many windows of `length` rows make `batch_size` rows."""
+    check_length(length)
+    if not is_count(batch_size, length) or batch_size % length:
+        raise UsageError(_ACTION, "", f"a batch_size that is a multiple of seq_length {length}", repr(batch_size))
+    return int(batch_size) // int(length)

@@ -1,0 +1,230 @@
+"""Transitions as views of windows: the next observation is the following row, never stored twice.
+
+One rule: nothing crosses the end of a trajectory or the row that is written next. What follows the
+last step of a trajectory is its final observation, if the caller gave it; otherwise such rows are
+left out or marked, as the caller chooses, and never continued with the next trajectory's first row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.fields import Schema
+from ..core.records import Key, is_count, names_below
+from ..core.tree import unflatten
+from ..errors import FieldTypeError, SchemaError, UsageError
+from .final_rows import FinalRows, may_follow, put_finals
+from .ring import RingStore
+from .windows import Boundaries, Rule
+
+_ACTION = "sample transitions"
+
+
+@dataclass(frozen=True)
+class TransitionRequest:
+    """What a transition consists of.
+
+    Attributes:
+        next_keys: Fields (or mappings of fields) that are given for the time after the last step,
+            below `next`.
+        num_steps: n of n-step transitions: rewards are summed with discounts up to the end of the
+            trajectory, flags that end trajectories are those of the last step taken, and `discount`
+            `[B, 1]` is what the value of the next observation is multiplied with (flags aside).
+        gamma: Discount per step.
+        reward_key: What is summed if `num_steps > 1`.
+        num_frames: Frames that the fields of `next_keys` are stacked of, oldest first: `[B, frames,
+            *event]`; the first row of a trajectory stands in for those before it.
+        at_end: Rows whose next observation is not known, because their trajectory ended and no final
+            observation was given: "exclude" never draws them; "mark" does, with their own observation
+            in the place of the next, and gives `next_valid`, `[B, 1]` bool.
+    """
+
+    next_keys: tuple[Key, ...] = ("observation",)
+    num_steps: int = 1
+    gamma: float = 0.99
+    reward_key: Key = "reward"
+    num_frames: int = 1
+    at_end: str = "exclude"
+
+    def __post_init__(self) -> None:
+        keys = (self.next_keys,) if isinstance(self.next_keys, str) else tuple(self.next_keys)
+        object.__setattr__(self, "next_keys", keys)
+        for name, value in (("num_steps", self.num_steps), ("num_frames", self.num_frames)):
+            if not is_count(value):
+                raise UsageError(_ACTION, "", f"{name} >= 1", repr(value))
+        if self.at_end not in ("exclude", "mark"):
+            raise UsageError(_ACTION, "", "at_end 'exclude' or 'mark'", repr(self.at_end))
+
+
+class TransitionSampler:
+    """Draw and gather transitions of one ring.
+
+    Args:
+        ring: The rows.
+        boundaries: Where trajectories end.
+        finals: Final observations, if any were given.
+        end_names: Fields that end trajectories.
+        request: What is asked for.
+    """
+
+    def __init__(
+        self,
+        ring: RingStore,
+        boundaries: Boundaries,
+        finals: FinalRows | None,
+        end_names: list[str],
+        request: TransitionRequest,
+    ) -> None:
+        self._ring, self._boundaries, self._request = ring, boundaries, request
+        self._given_finals = finals
+        names = (name for key in request.next_keys for name in names_below(ring.schema, key, _ACTION))
+        self._next_names = list(dict.fromkeys(names))
+        _check_names(ring.schema, self._next_names, request)
+        self._finals = None if finals is None else finals.holding(self._next_names)
+        self._end_names = end_names
+        is_short = request.num_steps == request.num_frames == 1
+        #: Whether every transition is two rows of one trajectory, and nothing else.
+        self._is_plain = is_short and request.at_end == "exclude" and self._finals is None
+        if request.num_steps > 1:
+            (self._reward_name,) = names_below(ring.schema, request.reward_key, _ACTION)[:1]
+            if not ring.schema[self._reward_name].torch_dtype.is_floating_point:
+                got = ring.schema[self._reward_name].dtype
+                raise FieldTypeError("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)
+
+    def serves(self, request: TransitionRequest, ring: RingStore, finals: FinalRows | None) -> bool:
+        """Tell whether this was made of the same parts."""
+        is_same = request is self._request or request == self._request
+        return is_same and ring is self._ring and finals is self._given_finals
+
+    def sample(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, Any]:
+        """Draw transitions uniformly: a nested dict."""
+        if self._is_plain:
+            places = self._boundaries.draw_places(num_draws, 2, generator)
+            if places is None:
+                raise _no_transition()
+            return self._pairs(places, contiguous, nested=True)
+        drawn = self._boundaries.draw(num_draws, 1, generator, self._rule())
+        if drawn is None:
+            raise _no_transition()
+        lane, first = drawn
+        num_steps, ended = self._reach(lane, first)
+        found = self._gather(lane, first, num_steps, ended, contiguous)
+        if self._request.at_end == "mark":
+            is_known = ~ended | may_follow(self._finals, False, lane, first + num_steps - 1)
+            found["next_valid"] = is_known.unsqueeze(1)
+        return unflatten(found)
+
+    def _pairs(self, places: torch.Tensor, contiguous: bool, nested: bool) -> dict[str, Any]:
+        """Copy rows, and those of `next_keys` that follow them."""
+        cut = self._ring.cut_of(self._ring.names, self._next_names, contiguous, nested)
+        return cut(self._ring.rows(places, cut))
+
+    def _rule(self) -> Rule:
+        """Say which first rows make a complete transition."""
+        num_frames, oldest = self._request.num_frames, self._ring.oldest
+
+        def is_complete(lane: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+            num_steps, ended = self._reach(lane, first)
+            follows = may_follow(self._finals, self._request.at_end == "mark", lane, first + num_steps - 1)
+            accepted = torch.where(ended, follows, first + num_steps < self._ring.total)
+            if num_frames > 1:
+                accepted &= first - self._boundaries.age(lane, first).clamp(max=num_frames - 1) >= oldest
+            return accepted
+
+        return is_complete
+
+    def _reach(self, lane: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor | int, torch.Tensor]:
+        """Say how many steps a transition takes, and whether its trajectory ends with them."""
+        if self._request.num_steps == 1:
+            return 1, self._boundaries.ended(lane, first)
+        steps = torch.arange(1, self._request.num_steps + 1, device=first.device)
+        ids = first.unsqueeze(1) + steps
+        is_start = (self._boundaries.age(lane.unsqueeze(1).expand_as(ids), ids) == 0) & (ids <= self._ring.total)
+        ended = is_start.any(1)
+        # argmax gives the first of the largest.
+        reached = torch.where(ended, is_start.to(torch.uint8).argmax(1) + 1, self._request.num_steps)
+        return reached, ended
+
+    def _gather(
+        self,
+        lane: torch.Tensor,
+        first: torch.Tensor,
+        num_steps: torch.Tensor | int,
+        ended: torch.Tensor,
+        contiguous: bool,
+    ) -> dict[str, torch.Tensor]:
+        places = self._ring.place(lane, first)
+        if self._request.num_steps == 1:
+            found = self._pairs(places, contiguous, nested=False)
+            following = {name: found.pop(f"next/{name}") for name in self._next_names}
+        else:
+            found = self._ring.gather(places, contiguous)
+            next_id = first + num_steps - ended.long()
+            rows = self._ring.gather(self._ring.place(lane, next_id), contiguous)
+            following = {name: rows[name] for name in self._next_names}
+            self._sum_rewards(found, lane, first, num_steps)
+        put_finals(self._ring, self._finals, following, lane, first + num_steps - 1, ended)
+        if self._request.num_frames > 1:
+            self._stack(found, following, lane, first, num_steps)
+        found.update((f"next/{name}", x) for name, x in following.items())
+        return found
+
+    def _sum_rewards(
+        self, found: dict[str, torch.Tensor], lane: torch.Tensor, first: torch.Tensor, num_steps: torch.Tensor | int
+    ) -> None:
+        """Replace the first row's reward by the discounted sum, and its end flags by the last step's."""
+        request, name = self._request, self._reward_name
+        steps = torch.arange(request.num_steps, device=first.device)
+        is_taken = steps < torch.as_tensor(num_steps, device=first.device).unsqueeze(1)
+        # Steps that are not taken read the first row, which is always there, and weigh nothing.
+        ids = torch.where(is_taken, first.unsqueeze(1) + steps, first.unsqueeze(1))
+        rewards = self._rows_of(name, lane, ids)
+        weights = torch.where(is_taken, request.gamma**steps, 0).to(rewards.dtype)
+        found[name] = (rewards * weights.view(*ids.shape, *[1] * (rewards.dim() - 2))).sum(1)
+        taken = torch.as_tensor(num_steps, dtype=torch.float32, device=first.device)
+        found["discount"] = (request.gamma**taken).unsqueeze(1)
+        last = self._ring.place(lane, first + num_steps - 1)
+        for end_name in self._end_names:
+            found[end_name] = self._ring.column(end_name).index_select(0, last)
+
+    def _stack(
+        self,
+        found: dict[str, torch.Tensor],
+        following: dict[str, torch.Tensor],
+        lane: torch.Tensor,
+        first: torch.Tensor,
+        num_steps: torch.Tensor | int,
+    ) -> None:
+        """Stack the frames up to the first row, and those up to what follows the last step."""
+        start = (first - self._boundaries.age(lane, first)).unsqueeze(1)
+        back = torch.arange(self._request.num_frames - 1, -1, -1, device=first.device)
+        for name in self._next_names:
+            found[name] = self._rows_of(name, lane, (first.unsqueeze(1) - back).maximum(start))
+            before = ((first + num_steps).unsqueeze(1) - back[:-1]).maximum(start)
+            earlier = self._rows_of(name, lane, before)
+            following[name] = torch.cat([earlier, following[name].unsqueeze(1)], 1)
+
+    def _rows_of(self, name: str, lane: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Copy a field of `[n, any]` rows of `[n]` lanes: `[n, any, *event]`."""
+        places = self._ring.place(lane.unsqueeze(1).expand_as(ids), ids).flatten()
+        rows = self._ring.column(name).index_select(0, places)
+        return rows.view(*ids.shape, *rows.shape[1:])
+
+
+def _check_names(schema: Schema, next_names: list[str], request: TransitionRequest) -> None:
+    """Refuse fields that would be replaced by what a transition adds to them."""
+    added = [f"next/{name}" for name in next_names]
+    added += ["discount"] if request.num_steps > 1 else []
+    added += ["next_valid"] if request.at_end == "mark" else []
+    for name in [*added, *(["next"] if next_names else [])]:
+        if name in schema:
+            expected, got = "a name that no transition adds", "that of something that is computed"
+            raise SchemaError(_ACTION, f"with the field {name!r}", expected, got, "Add it under another name")
+
+
+def _no_transition() -> UsageError:
+    advice = "Add more rows, give final observations to extend(), or ask for at_end='mark'"
+    return UsageError(_ACTION, "", "a row whose next observation is known", "none", advice)
