@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from storage.core.arguments import torch_device, whole
+from storage.core import arguments
+from storage.core.arguments import whole
 from storage.errors import UsageError
 
 from ..index.sharding import is_in_worker
@@ -56,8 +57,8 @@ class RolloutFileBase(IterableDataset, ABC):
     ) -> None:
         super().__init__()
         self.data_dir = data_dir
-        self.num_envs = whole("num_envs", num_envs, 1, _MAX_ENVS)
-        self._wanted_device = torch_device(device) if device is not None else None
+        self.num_envs = whole("open the dataset", "num_envs", num_envs, 1, _MAX_ENVS)
+        self._wanted_device = arguments.device("open the dataset", "device", device) if device is not None else None
         self.all_env_ids = torch.arange(self.num_envs, device="cpu")
         self._is_started = False
 
@@ -211,7 +212,7 @@ class RolloutFileBase(IterableDataset, ABC):
 
     @staticmethod
     def _checked_steps(steps: int | None) -> int | None:
-        return None if steps is None else whole("num_transitions_per_env", steps, 1)
+        return None if steps is None else whole("open the dataset", "num_transitions_per_env", steps, 1)
 
 
 def _at_step(buffer: Any, step: int) -> Any:

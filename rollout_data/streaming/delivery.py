@@ -35,7 +35,7 @@ class RolloutLoader:
     """
 
     def __init__(self, dataset: RolloutDataset, num_workers: int = 0, **options: Any) -> None:
-        self.dataset, self.num_workers = dataset, whole("num_workers", num_workers, 0)
+        self.dataset, self.num_workers = dataset, whole("open the dataset", "num_workers", num_workers, 0)
         self._options = options
 
     def set_epoch(self, epoch: int) -> None:

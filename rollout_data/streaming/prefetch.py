@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +48,7 @@ class PrefetchedBatches(Unique):
             for batch, position in items:
                 if isinstance(batch, Undecided):
                     self._reader.decide(batch)
+                if position is None:
                     continue
                 self._delivered = position.value
                 yield batch
@@ -69,10 +69,9 @@ class PrefetchedBatches(Unique):
 
     def _end(self, items: PrefetchedItems[Any]) -> None:
         """End an iteration, unless it has ended and the dataset belongs to another one."""
-        if self.dataset.lent_to is not items:
-            return items.close()
-        self._reader.stop()
         items.close()
+        if self.dataset.lent_to is not items:
+            return
         assert self._delivered is not None
         self.dataset.agree = self._reader.deferred.agree
         self.dataset.go_to(self._delivered)
@@ -87,7 +86,7 @@ class _Boxed:
 
 
 class _Reader:
-    """The dataset as (batch, position after it); at the begin of a pass it asks, and waits for the answer.
+    """The dataset as (batch, position after it); at the begin of a pass a question, then Nones.
 
     Only the thread that takes the batches looks at the folders: when all batches before were delivered, so that the
     stream does not depend on how far it was read ahead; and ranks agree there by a collective call.
@@ -98,18 +97,13 @@ class _Reader:
 
     def begin(self) -> None:
         """Be ready for an iteration."""
-        self._is_stopped, self._answered = False, threading.Event()
+        self._has_asked = False
         self.deferred = self.dataset.agree = Deferred(self.dataset.agree)
 
     def decide(self, wanted: Undecided) -> None:
         """Answer the thread."""
         self.deferred.decide(wanted)
-        self._answered.set()
-
-    def stop(self) -> None:
-        """Let the thread not wait any more."""
-        self._is_stopped = True
-        self._answered.set()
+        self._has_asked = False
 
     def __iter__(self) -> Iterator[tuple[Any, _Boxed | None]]:
         while True:
@@ -118,11 +112,10 @@ class _Reader:
             except StopIteration:
                 return
             except Undecided as wanted:
+                self._has_asked = True
                 yield wanted, None
-                self._answered.wait()
-                if self._is_stopped:
-                    return
-                self._answered.clear()
+                while self._has_asked:
+                    yield None, None
                 continue
             yield batch, _Boxed(self.dataset.position)
             del batch

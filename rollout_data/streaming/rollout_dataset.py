@@ -5,12 +5,13 @@ One rule: an argument is checked here and decides there: how batches follow each
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
-from storage.core.arguments import flag, frame_rate, real, whole
+from storage.core.arguments import flag, real, whole
 from storage.errors import UsageError, nearest
 
 from ..frames.coded import CHUNK_CACHE_BYTES
@@ -122,24 +123,28 @@ class RolloutDataset(RolloutStream):
                 expected = f"{name} {nearest(str(value), allowed)}"
                 raise UsageError("open the dataset", repr(data_dir), expected, repr(value))
         self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
-        self.cache, self.drop_last, self.interpolation = cache, flag("drop_last", drop_last), interpolation
-        self.even, self.on_error, self.as_dict = even, on_error, flag("as_dict", as_dict)
-        self.verify_on_open = flag("verify_on_open", verify_on_open)
-        self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
+        self.cache, self.drop_last, self.interpolation = (
+            cache,
+            flag("open the dataset", "drop_last", drop_last),
+            interpolation,
+        )
+        self.even, self.on_error, self.as_dict = even, on_error, flag("open the dataset", "as_dict", as_dict)
+        self.verify_on_open = flag("open the dataset", "verify_on_open", verify_on_open)
+        self._chunk_cache_bytes = whole("open the dataset", "chunk_cache_bytes", chunk_cache_bytes, 0)
         self._passes = PassOptions(
-            whole("dataset_loops", dataset_loops, -(1 << 62)),
-            flag("random_shuffle_traj_order", random_shuffle_traj_order),
-            whole("keep_latest_n_trajs", keep_latest_n_trajs, 0),
+            whole("open the dataset", "dataset_loops", dataset_loops, -(1 << 62)),
+            flag("open the dataset", "random_shuffle_traj_order", random_shuffle_traj_order),
+            whole("open the dataset", "keep_latest_n_trajs", keep_latest_n_trajs, 0),
             frame_range(starting_frame_range),
-            whole("seed", seed, 0),
-            real("wait_timeout_s", wait_timeout_s, "seconds >= 0", lambda seconds: seconds >= 0),
+            whole("open the dataset", "seed", seed, 0),
+            real("open the dataset", "wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
         )
         self._look = {
-            "flatten_observations": flag("flatten_observations", flatten_observations),
-            "mark_first_frame": flag("mark_first_frame", mark_first_frame),
-            "contiguous": flag("contiguous", contiguous),
+            "flatten_observations": flag("open the dataset", "flatten_observations", flatten_observations),
+            "mark_first_frame": flag("open the dataset", "mark_first_frame", mark_first_frame),
+            "contiguous": flag("open the dataset", "contiguous", contiguous),
         }
-        self._frame_rate_hz = None if frame_rate_hz is None else frame_rate(frame_rate_hz)
+        self._frame_rate_hz = None if frame_rate_hz is None else _frame_rate(frame_rate_hz)
         self._begin_unread(checked_shard(shard))
 
     # What there is
@@ -207,7 +212,7 @@ class RolloutDataset(RolloutStream):
     def frame_rate_hz(self) -> float:
         rate = self._frame_rate_hz
         if rate is None and (found := self.metadata.get("frame_rate_hz")) is not None:
-            rate = frame_rate(found)
+            rate = _frame_rate(found)
         if rate is None:
             raise UsageError(
                 "look frames up by time",
@@ -227,3 +232,7 @@ class RolloutDataset(RolloutStream):
         trajectory = self._state.trajectory[self._mine][env_ids.numpy()]
         reader = BatchReader(self._batch_options())
         return frames_at(reader, self._deal, trajectory, position.numpy(), self.interpolation == "linear")
+
+
+def _frame_rate(value: Any) -> float:
+    return real("open the dataset", "frame_rate_hz", value, "> 0 frames per second", lambda rate: 0 < rate < math.inf)

@@ -234,7 +234,7 @@ class TrajectoryReplayBuffer(Unique):
 
     def close(self) -> None:
         """Save what is not saved yet, stop the thread, free all; raises a failure. Idempotent; idle in a fork."""
-        if self._saver is not None and not self._lock.is_own:
+        if self._saver is not None and not self._lock.owner.is_own:
             return
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True

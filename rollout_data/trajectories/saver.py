@@ -17,7 +17,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 from storage.core.durable import sync_path
-from storage.core.threads import BackgroundWorker
+from storage.core.threads import Worker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
 from .files import TrajectoryBlock, file_name, find_files, naming, write_trajectory
@@ -119,8 +119,7 @@ class TrajectorySaver:
         self.first_free_id = max(self._earlier, default=-1) + 1
         self.saved = SavedTrajectories(capacity)
         self._on_saved, self._counters, self._timed = on_saved, counters, timed
-        self._worker = BackgroundWorker(f"the trajectories of {str(folder)!r}", max_pending)
-        self._worker.submit(lambda: None)  # starts the thread: while the interpreter exits none can be
+        self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
         self._lock = lock
         self._failure: BaseException | None = None
         self._unsaved: list[Entry] = []

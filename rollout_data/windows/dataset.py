@@ -97,15 +97,15 @@ class WindowDataset(WindowBatches):
         if padding not in PADDINGS:
             raise UsageError("read windows", "", f"padding {nearest(str(padding), PADDINGS)}", repr(padding))
         self.data_dir, self._paths, self.padding = data_dir, absolute_paths(data_dir), padding
-        self.length = whole("length", length, 1, MAX_FRAMES)
-        self.stride = whole("stride", stride, 1, MAX_FRAMES)
+        self.length = whole("open the dataset", "length", length, 1, MAX_FRAMES)
+        self.stride = whole("open the dataset", "stride", stride, 1, MAX_FRAMES)
         self._delta = checked_delta(delta)
         self._fields = fields if fields is None or isinstance(fields, str) else list(fields)
-        self._split = SplitOptions(split, validation_fraction, whole("seed", seed, 0))
+        self._split = SplitOptions(split, validation_fraction, whole("open the dataset", "seed", seed, 0))
         self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
         self._flatten_observations = bool(flatten_observations)
         self._verify_on_open = verify_on_open
-        self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
+        self._chunk_cache_bytes = whole("open the dataset", "chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: list[Any] | None = None
         self._open()
         if not len(self):

@@ -67,10 +67,14 @@ class WindowLoader:
         even: Even = "pad",
         shard: ShardChoice = "auto",
     ) -> None:
-        self.dataset, self.batch_size = dataset, whole("batch_size", batch_size, 1)
+        self.dataset, self.batch_size = dataset, whole("open the dataset", "batch_size", batch_size, 1)
         self.even, self._shard = checked_even(even), checked_shard(shard)
-        self.shuffle, self.seed, self.drop_last = bool(shuffle), whole("seed", seed, 0), bool(drop_last)
-        self.device, self.num_ahead = torch.device(device), whole("num_ahead", num_ahead, 1)
+        self.shuffle, self.seed, self.drop_last = (
+            bool(shuffle),
+            whole("open the dataset", "seed", seed, 0),
+            bool(drop_last),
+        )
+        self.device, self.num_ahead = torch.device(device), whole("open the dataset", "num_ahead", num_ahead, 1)
         if self._shard is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             told = [dataset.opened_as]
             torch.distributed.broadcast_object_list(told, 0)
@@ -85,7 +89,7 @@ class WindowLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, and count on from there."""
-        self._go_to(whole("epoch", epoch, 0))
+        self._go_to(whole("open the dataset", "epoch", epoch, 0))
         self._turn += 1
 
     def _go_to(self, epoch: int) -> None:
@@ -153,7 +157,10 @@ class WindowLoader:
         for name, value in {**num_windows, "shuffle": self.shuffle, "seed": self.seed}.items():
             if state.get(name) != value:
                 raise UsageError("resume the loader", "", f"{name} = {value}", repr(state.get(name)))
-        position, epoch = whole("position", position, 0), whole("epoch", state["epoch"], 0)
+        position, epoch = (
+            whole("open the dataset", "position", position, 0),
+            whole("open the dataset", "epoch", state["epoch"], 0),
+        )
         is_over = position > 0 and not len(self._bounds(position, len(windows)))
         self.set_epoch(epoch + is_over)
         self._position, self._windows = (0, self.dataset) if is_over else (position, windows)

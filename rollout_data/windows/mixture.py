@@ -110,7 +110,7 @@ class WindowMixture(WindowBatches):
         self, num_samples: int | None = None, seed: int = 0, *, even: Even = "pad", shard: ShardChoice = "auto"
     ) -> MixtureSampler:
         """Give a sampler for a `DataLoader`: `num_samples` draws an epoch (None: as many as there are windows)."""
-        num_samples = len(self) if num_samples is None else whole("num_samples", num_samples, 0)
+        num_samples = len(self) if num_samples is None else whole("open the dataset", "num_samples", num_samples, 0)
         return MixtureSampler(self, num_samples, seed, even, shard)
 
 
@@ -122,12 +122,12 @@ class MixtureSampler(Sampler[int]):
     """
 
     def __init__(self, mixture: WindowMixture, num_samples: int, seed: int, even: Even, shard: ShardChoice) -> None:
-        self.mixture, self.num_samples, self.seed = mixture, num_samples, whole("seed", seed, 0)
+        self.mixture, self.num_samples, self.seed = mixture, num_samples, whole("open the dataset", "seed", seed, 0)
         self.even, self._shard, self.epoch = checked_even(even), checked_shard(shard), 0
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of another epoch, and count on from there."""
-        self.epoch = whole("epoch", epoch, 0)
+        self.epoch = whole("open the dataset", "epoch", epoch, 0)
 
     def _places(self) -> Int64s:
         bounds = rank_batches(0, self.num_samples, 1, current_shard(self._shard), self.even, False)

@@ -19,7 +19,7 @@ import h5py
 
 from storage.core.durable import sync_path
 from storage.core.fields import Schema
-from storage.core.threads import BackgroundWorker
+from storage.core.threads import Worker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, SchemaError, UsageError
 
 from ..format.block_file import write_block
@@ -75,7 +75,7 @@ class BlockPublisher:
         self._codecs: dict[str, str] = {}
         self.frames_per_chunk: int | None = None
         self.retention: dict[str, Any] | None = None
-        self._worker = BackgroundWorker(f"writer {writer!r}", max_pending=max_pending)
+        self._worker = Worker(f"writer {writer!r}", max_pending=max_pending)
         self._num_others = max(0, max_pending - 2)  # that may be pending when another one is submitted
         self._failure: BaseException | None = None
         self._is_awaited = False
@@ -88,7 +88,6 @@ class BlockPublisher:
             UsageError: They cannot be read.
         """
         self._sequence, self._carry, self.last_ns = _resume(self._folder, self._writer, self._num_envs)
-        self._submit(lambda: None)  # starts the thread: while the interpreter exits none can be started
 
     def submit(self, staging: Staging, num_accepted: int) -> None:
         """Queue a staging; wait while too many blocks are pending.

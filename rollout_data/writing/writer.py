@@ -23,7 +23,6 @@ import torch
 from storage.core.buffer_pool import BufferPool
 from storage.core.duplicates import Unique
 from storage.core.fields import Schema
-from storage.core.threads import finish
 from storage.errors import ClosedError, DataFileError, RolloutDataWarning
 
 from ..format.header import DATA, DROPPED, OPEN, layouts_of
@@ -355,13 +354,9 @@ class RolloutWriter(Unique):
         if self._schema is None:
             return
         staging = self._staging_with_room()
-
-        def end() -> None:
-            tally = self._counted().with_ends(env_ids, flag)
-            staging.end(env_ids, flag)
-            self._tally = tally
-
-        finish(end)
+        tally = self._counted().with_ends(env_ids, flag)
+        staging.end(env_ids, flag)
+        self._tally = tally
 
     def _counted(self) -> Tally:
         """Count the steps that are staged and not counted yet."""

@@ -11,21 +11,19 @@ import atexit
 import json
 import os
 import queue
+import threading
 import traceback
 import weakref
-from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import count
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
 from ..codecs.lz4_frames import check_level
+from ..core import arguments
 from ..core.buffer_pool import BufferPool
 from ..core.duplicates import Unique
-from ..core.durable import as_path
-from ..core.threads import BackgroundWorker, OwnCondition
-from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError, WaitTimeoutError, nearest
+from ..core.threads import Worker
+from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError
 from ..live.monitors import PerformanceMonitor
 from .files import (
     SUFFIX,
@@ -60,18 +58,6 @@ class QueueFullError(RolloutDataError, queue.Full):
     """As many checkpoints wait as may; nothing was saved."""
 
 
-@dataclass(eq=False)
-class _Task:
-    """A checkpoint to be written, and who waits for it."""
-
-    obj: Any
-    path: Path
-    level: int | None
-    meta: bytes | None
-    number: int
-    future: Future[Path] = field(default_factory=Future)
-
-
 class AsyncCheckpointSaver(Unique):
     """Save checkpoints in the background.
 
@@ -90,24 +76,19 @@ class AsyncCheckpointSaver(Unique):
     def __init__(
         self, max_queue_size: int = 3, on_full: str = "block", *, monitor: PerformanceMonitor | None = None
     ) -> None:
-        if isinstance(max_queue_size, bool) or not isinstance(max_queue_size, int) or max_queue_size < 1:
-            raise UsageError("save checkpoints", "", "max_queue_size >= 1", repr(max_queue_size))
-        if on_full not in ON_FULL:
-            raise UsageError("save checkpoints", "", f"on_full one of {nearest(str(on_full), ON_FULL)}", repr(on_full))
-        self.max_queue_size, self.on_full = max_queue_size, on_full
+        self.max_queue_size = arguments.whole("save checkpoints", "max_queue_size", max_queue_size, 1)
+        self.on_full = arguments.choice("save checkpoints", "on_full", on_full, ON_FULL)
         #: Checkpoints given up by "drop_oldest".
         self.num_dropped = 0
         self._monitor = monitor or PerformanceMonitor()
         # Memory of earlier copies is used again: fresh memory would make copying several times slower.
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
-        self._tasks: deque[_Task] = deque()
-        self._numbers = count()
-        #: Numbers of those that have not ended: waiting, being copied or being written.
-        self._pending: set[int] = set()
+        self._worker = Worker("checkpoints", max_pending=max_queue_size)
+        #: Futures of checkpoints that may wait, oldest first, each with a list that holds its copy until it is written.
+        self._waiting: list[tuple[Future[Path], list[Any]]] = []
         self._is_closed = False
-        self._failure: CheckpointError | None = None
-        self._changed = OwnCondition("a checkpoint saver")
-        self._worker = BackgroundWorker("checkpoints", max_pending=1 << 30)  # how many may wait is decided here
+        #: Held while a call waits for its place and copies.
+        self._saving = threading.Lock()
         _open_savers.add(self)
 
     def __enter__(self) -> AsyncCheckpointSaver:
@@ -123,8 +104,7 @@ class AsyncCheckpointSaver(Unique):
     @property
     def num_pending(self) -> int:
         """Checkpoints that were accepted and have not ended."""
-        with self._changed:
-            return len(self._pending)
+        return self._worker.num_pending
 
     def save_async(
         self, obj: Any, path: str | os.PathLike[str], compress: bool = False, level: int = 0, meta: Any = None
@@ -150,27 +130,19 @@ class AsyncCheckpointSaver(Unique):
             ClosedError: After `shutdown`.
             UsageError: `path` is none, or `meta` is not what JSON can hold.
         """
-        self._changed.check()
-        target = as_path(path, "save the checkpoint").absolute()  # wherever the process is when it is written
+        self._worker.owner.check()
+        target = arguments.path("save the checkpoint", "", path).absolute()  # the process may go elsewhere
         check_level(level)
         text = None if meta is None else _to_json(meta, target)
         if compress:
             target = target.with_name(target.name + SUFFIX)
-        number, task = next(self._numbers), None
-        try:
-            self._take_place(target, number)
+        with self._saving:
+            self._wait_for_room(target)
             with self._monitor.timer("checkpoint/copy"):
-                task = _Task(copy_object(obj, self._pool), target, level if compress else None, text, number)
-            with self._changed:
-                self._tasks.append(task)
-            self._worker.submit(self._save_next)
-        except BaseException:  # Ctrl-C too: `wait` would wait for ever for what was never handed over
-            with self._changed:
-                if task is not None and task in self._tasks:
-                    self._tasks.remove(task)
-            self._end_one(number, None)
-            raise
-        return task.future
+                held = [copy_object(obj, self._pool)]
+            future = self._worker.submit(self._write, held, target, level if compress else None, text)
+            self._waiting.append((future, held))
+        return future
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until everything accepted before this call is written.
@@ -182,12 +154,7 @@ class AsyncCheckpointSaver(Unique):
             WaitTimeoutError: It took longer; nothing is given up.
             CheckpointError: A save failed.
         """
-        with self._changed:
-            own = self._pending.copy()
-            if not self._changed.wait_for(lambda: own.isdisjoint(self._pending), timeout):
-                got = f"{len(own & self._pending)} not written yet"
-                raise WaitTimeoutError("wait for checkpoints", "", f"all of them within {timeout} s", got)
-            self._raise_failure()
+        self._worker.drain(timeout)
 
     def shutdown(self, wait: bool = True) -> None:
         """Accept nothing more and write everything accepted; idempotent. Does nothing in a forked child.
@@ -198,83 +165,47 @@ class AsyncCheckpointSaver(Unique):
         Raises:
             CheckpointError: A save failed.
         """
-        if not self._changed.is_own:
+        if not self._worker.owner.is_own:
             return
-        with self._changed:
-            self._changed.notify_all()
-            self._is_closed = True
-        if wait:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._pending)
+        self._is_closed = True
+        if not wait:
+            return self._worker.check()
+        try:
             self._worker.close()
+        finally:
             self._pool.clear()
-            _open_savers.discard(self)
-        with self._changed:
-            self._raise_failure()
 
-    def _take_place(self, target: Path, number: int) -> None:
-        """Wait until one more may be saved, which then is pending."""
-        with self._changed:
-            self._check(target)
-            # One is being written and does not wait.
-            while len(self._pending) > self.max_queue_size:
-                if self.on_full == "raise":
-                    expected = f"at most {self.max_queue_size} waiting"
-                    raise QueueFullError("save the checkpoint", repr(str(target)), expected, "as many already")
-                if self.on_full == "drop_oldest" and self._tasks:
-                    self._drop_oldest()
-                else:
-                    self._changed.wait()
-                    self._check(target)
-            self._pending.add(number)
+    def _wait_for_room(self, path: Path) -> None:
+        """Wait until one more may be saved: one is being written, and `max_queue_size` may wait."""
+        while True:
+            if self._is_closed:
+                raise ClosedError("save the checkpoint", repr(str(path)), "an open saver", "one that was shut down")
+            self._worker.check()
+            self._waiting = [(future, held) for future, held in self._waiting if not future.done()]
+            if len(self._waiting) <= self.max_queue_size:
+                return
+            if self.on_full == "raise":
+                expected = f"at most {self.max_queue_size} waiting"
+                raise QueueFullError("save the checkpoint", repr(str(path)), expected, "as many already")
+            dropped = (held for future, held in self._waiting if future.cancel())
+            if self.on_full == "drop_oldest" and (oldest := next(dropped, None)):
+                oldest.clear()
+                self.num_dropped += 1
+            else:
+                wait([future for future, _ in self._waiting], return_when=FIRST_COMPLETED)
 
-    def _drop_oldest(self) -> None:
-        dropped = self._tasks[0]
-        del self._tasks[0]  # no call between these, and so no Ctrl-C
-        self._pending -= {dropped.number}
-        self.num_dropped += 1
+    def _write(self, held: list[Any], path: Path, level: int | None, meta: bytes | None) -> Path:
+        """Write the copy that a list holds, in the thread; afterwards nothing holds it, no traceback either."""
         try:
-            dropped.future.cancel()
-        except BaseException:  # a Ctrl-C: whoever waits for it would wait for ever
-            dropped.future.cancel()
-            raise
-
-    def _check(self, target: Path) -> None:
-        if self._is_closed:
-            raise ClosedError("save the checkpoint", repr(str(target)), "an open saver", "one that was shut down")
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-
-    def _end_one(self, number: int, failure: CheckpointError | None) -> None:
-        with self._changed:
-            self._changed.notify_all()
-            self._pending.discard(number)
-            self._failure = self._failure or failure
-
-    def _save_next(self) -> None:
-        with self._changed:
-            if not self._tasks:
-                return  # it was given up
-            task = self._tasks.popleft()
-        failure = None
-        try:
-            if task.future.set_running_or_notify_cancel():
-                with self._monitor.timer("checkpoint/write"):
-                    write_checkpoint(task.obj, task.path, task.level, task.meta)
-                task.obj = None
-                task.future.set_result(task.path)
-        except BaseException as cause:  # noqa: BLE001 - handed to the caller, never swallowed
-            traceback.clear_frames(cause.__traceback__)  # or else it would hold the copy
-            task.obj = None
+            with self._monitor.timer("checkpoint/write"):
+                write_checkpoint(held[0], path, level, meta)
+        except BaseException as cause:
+            traceback.clear_frames(cause.__traceback__)
             got = (str(cause) or repr(cause)).rstrip(".")
-            failure = CheckpointError("save the checkpoint", repr(str(task.path)), "", got)
-            failure.__cause__ = cause
-            task.future.set_exception(failure)
-        self._end_one(task.number, failure)
+            raise CheckpointError("save the checkpoint", repr(str(path)), "", got) from cause
+        finally:
+            held.clear()
+        return path
 
 
 _open_savers: weakref.WeakSet[AsyncCheckpointSaver] = weakref.WeakSet()
@@ -291,7 +222,7 @@ def _finish_open_savers() -> None:
         raise failure
 
 
-# Registered after the hook of `background`, hence run before it: the thread of a saver still works.
+# Everything that was accepted has been written by then; this raises what failed.
 atexit.register(_finish_open_savers)
 
 

@@ -10,16 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import UsageError
+from . import arguments
 from .buffer_pool import BufferPool
 
 
 def checked_device(name: str, device: torch.device | str) -> torch.device:
     """Give the device that a caller named; raise `UsageError` if torch knows none of that name."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as cause:
-        raise UsageError("create a storage", "", f"{name} 'cpu' or another of torch's", repr(device)) from cause
+    return arguments.device("create a storage", name, device)
 
 
 class Delivery:

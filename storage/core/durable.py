@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
@@ -17,20 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataFileError, UsageError
-
-#: A scheme of two letters or more, so that "C:/data" is a path; pathlib leaves one "/" of the two.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|az|abfss?|hdfs|hf|https?|s?ftp|file):/")
+from ..errors import DataFileError
+from . import arguments
 
 
 def as_path(path: Any, action: str) -> Path:
-    """Give a path as a `Path`; `UsageError` if it is none, or a URL."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(action, "", "a path", repr(path))
-    if _URL.match(text := os.fsdecode(path)):
-        advice = "Only local files are read and written: mount it, or copy the data"
-        raise UsageError(action, repr(text), "a path on this machine", "a URL", advice)
-    return Path(text)
+    """Give a path as a `Path`: `arguments.path` by its earlier name."""
+    return arguments.path(action, "", path)
 
 
 def sync_path(path: Path) -> None:
@@ -51,7 +43,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         DataFileError: There is a folder, or anything else that is no regular file (a device, a pipe).
     """
-    target = as_path(path, "save a file").resolve()
+    target = arguments.path("save a file", "", path).resolve()
     if target.exists() and not target.is_file():
         got = "a folder" if target.is_dir() else "a device, a pipe or a socket"
         raise DataFileError("save to", repr(str(path)), "a file or nothing", got)
@@ -79,7 +71,7 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
     Raises:
         DataFileError: There is a file, or a folder with anything else in it.
     """
-    target = as_path(folder, "save to the folder").resolve()
+    target = arguments.path("save to the folder", "", folder).resolve()
     _check_replaceable(target, folder, own_names)
     with _made_beside(target) as made:
         yield made
@@ -97,7 +89,7 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
     """Say where the content of a folder is that `replace_folder` wrote, also if it was interrupted."""
-    target = as_path(folder, "load the folder").resolve()
+    target = arguments.path("load the folder", "", folder).resolve()
     previous = _previous(target)
     return previous if not target.exists() and previous.exists() else target
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RolloutDataError, UsageError
+from .arguments import whole
 
 Integers = npt.NDArray[np.int64]
 _FIRST_ROOM = 16
@@ -60,10 +61,9 @@ class PrefixSum:
 
     def add(self, length: int) -> None:
         """Append an episode; amortized O(1). A length below 0, or none at all, raises `UsageError`."""
-        if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 0:
-            raise UsageError("add an episode", "", "a length >= 0", repr(length))
+        length = whole("add an episode", "a length", length, 0)
         self._make_room(1)
-        self._ends[self._last + 1] = self._ends[self._last] + int(length)
+        self._ends[self._last + 1] = self._ends[self._last] + length
         self._last += 1
 
     def extend(self, lengths: Iterable[int]) -> None:

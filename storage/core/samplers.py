@@ -7,11 +7,11 @@ are drawn in `ring/windows.py`, which alone knows their bounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 
 import torch
 
 from ..errors import UsageError
+from . import arguments
 
 #: Up to so many rows 32 random bits are enough; so many more bits make any more of them ask for 64, of any torch:
 #: some take 64 bits for 2 ** 28 numbers and more, others for 2 ** 32 and more.
@@ -28,11 +28,10 @@ def generator_on(generator: torch.Generator | int | None, device: torch.device |
             expected = f"one on {device.type}, where the rows are"
             raise UsageError("use the generator", "", expected, f"one on {generator.device}")
         return generator
-    if generator is not None and not isinstance(generator, Integral):
-        raise UsageError("create a generator", "", "a torch.Generator, an int or None", repr(generator))
-    if generator is not None and not -(2**63) <= generator < 2**64:
-        raise UsageError("create a generator", "", "a seed of 64 bits", repr(generator))
-    seed = int(torch.randint(2**63 - 1, (), device="cpu")) if generator is None else int(generator)
+    if generator is None:
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+    else:
+        seed = arguments.seed("create a generator", "a torch.Generator, None or a seed", generator)
     return torch.Generator(device or "cpu").manual_seed(seed)
 
 

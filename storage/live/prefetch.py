@@ -6,19 +6,19 @@ the order, the end ends, and a consumer that leaves stops the producer within on
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from ..core import arguments
 from ..core.duplicates import Unique
-from ..core.threads import OwnCondition
-from ..errors import UsageError
+from ..core.threads import Worker
 
 T = TypeVar("T")
 
@@ -67,66 +67,6 @@ def _made_like(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, A
     return made if is_alike else moved
 
 
-class _Stopped(Exception):
-    """The consumer has left."""
-
-
-class _Channel:
-    """A bounded queue between one producer and one consumer, either of which may leave."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._items: deque[Any] = deque()
-        self._changed = self.owner = OwnCondition("items that are made ahead")
-        self.is_stopped = self.has_begun = self._is_running = False
-        #: Items that the producer has begun, and that the consumer has got.
-        self.num_begun = self.num_got = 0
-
-    def begin(self) -> bool:
-        """Note that the producer runs; False if it need not."""
-        with self._changed:
-            if not self.is_stopped:
-                self.has_begun = self._is_running = True
-            return self.has_begun
-
-    def end(self) -> None:
-        """Note that the producer touches the source no more."""
-        with self._changed:
-            self._is_running = False
-            self._changed.notify_all()
-
-    def put(self, item: Any) -> None:
-        """Append an item, waiting for room; `_Stopped` if the consumer has left."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._items) < self._size or self.is_stopped)
-            if self.is_stopped:
-                raise _Stopped
-            self._items.append(item)
-            self._changed.notify_all()
-
-    def get(self) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._items) or self.is_stopped)
-            if self.is_stopped:
-                raise _Stopped
-            self._changed.notify_all()
-            self.num_got += 1
-            return self._items.popleft()
-
-    def lag(self) -> int:
-        """How many items have been begun after the last one that was got."""
-        return max(0, self.num_begun - self.num_got)
-
-    def stop(self, is_awaited: bool = False) -> None:
-        """Let the producer end; if it is awaited, return when it has."""
-        with self._changed:
-            self._changed.notify_all()
-            self.is_stopped = True
-            self._items.clear()
-            if is_awaited:  # not by `Thread.join`, which a Ctrl-C makes take a thread for one that has ended
-                self._changed.wait_for(lambda: not self._is_running)
-
-
 class PipelinedDataCollector(Unique, Generic[T]):
     """Iterate over `iterable` with up to `prefetch_count` items made ahead by a thread.
 
@@ -155,15 +95,14 @@ class PipelinedDataCollector(Unique, Generic[T]):
         transform: Callable[[Any], Any] | None = None,
         stamp: Callable[[], Any] | None = None,
     ) -> None:
-        if isinstance(prefetch_count, bool) or not isinstance(prefetch_count, int) or prefetch_count < 1:
-            raise UsageError("prefetch", "", "prefetch_count >= 1", repr(prefetch_count))
-        self.iterable, self.device, self.prefetch_count = iterable, torch.device(device), prefetch_count
+        self.iterable, self.device = iterable, arguments.device("prefetch", "device", device)
+        self.prefetch_count = arguments.whole("prefetch", "prefetch_count", prefetch_count, 1)
         self.pin, self.transform, self.stamp = pin, transform, stamp
         #: What `stamp` gave for the item delivered last.
         self.last_stamp: Any = None
         #: How many later items had been begun when that item was delivered.
         self.last_lag = 0
-        self._current: tuple[_Channel, threading.Thread] | None = None
+        self._current: _Producer | None = None
         self._lock = threading.Lock()
 
     @property
@@ -173,142 +112,139 @@ class PipelinedDataCollector(Unique, Generic[T]):
 
     def __iter__(self) -> PrefetchedItems[T]:
         with self._lock:
-            if self._current is not None and not self._current[0].is_stopped:
-                self._current[0].owner.check()
+            if self._current is not None and not self._current.is_stopped:
+                self._current.worker.owner.check()
                 raise RuntimeError("cannot iterate twice at once: one iteration is going on. Close it first.")
             if self._current is not None:
-                _stop(*self._current)  # a source is never iterated by two threads
-            channel = _Channel(self.prefetch_count)
-            producer = _Producer(self.iterable, self.device, self.pin, self.transform, self.stamp, channel)
-            thread = threading.Thread(target=producer.run, name="prefetch", daemon=True)
-            try:
-                items = PrefetchedItems(self, channel, thread)  # first: whatever comes now, dropping it ends the thread
-                self._current = channel, thread
-                _running[thread] = channel
-                thread.start()
-            except BaseException:  # a Ctrl-C: nothing goes on
-                channel.stop()
-                raise
-        return items
+                self._current.stop()  # returns when the thread has ended: a source is never iterated by two
+            self._current = _Producer(self)
+            return PrefetchedItems(self, self._current)
 
     def close(self) -> None:
         """Stop the iteration that is going on, if any, and wait for the item being made. Idempotent."""
         with self._lock:
             if self._current is not None:
-                _stop(*self._current)
+                self._current.stop()
 
 
 class PrefetchedItems(Unique, Iterator[T]):
     """One iteration of a `PipelinedDataCollector`; dropping it, or leaving its loop, stops the producer."""
 
-    def __init__(self, collector: PipelinedDataCollector[T], channel: _Channel, thread: threading.Thread) -> None:
-        self._collector, self._channel = collector, channel
-        self._finish = weakref.finalize(self, _stop, channel, thread)
+    def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:
+        self._collector, self._producer = collector, producer
+        self._finish = weakref.finalize(self, producer.stop)
+        self._num_got = 0
+        self._futures: deque[Future[_Made]] = deque()
+        self._fill()
 
     def __next__(self) -> T:
+        self.check()
         try:
-            item, event, stamp, failure = self._channel.get()
-        except _Stopped:
-            raise StopIteration from None
-        if failure is not None or event is _END:
+            made = self._futures[0].result() if not self._producer.is_stopped else _END
+        except CancelledError:  # another thread has closed the collector
+            made = _END
+        if made.failure is not None or made is _END or self._producer.is_stopped:
             self.close()
-            if isinstance(failure, StopIteration):  # of a transform: it would end the consumer's loop in silence
-                raise RuntimeError("cannot go on prefetching: the source raised StopIteration.") from failure
-            raise failure if failure is not None else StopIteration
-        if event is not None:
-            _hand_over(item, event)
-        self._collector.last_stamp, self._collector.last_lag = stamp, self._channel.lag()
-        delivered: T = item
+            if isinstance(made.failure, StopIteration):  # of a transform: it would end the consumer's loop in silence
+                raise RuntimeError("cannot go on prefetching: the source raised StopIteration.") from made.failure
+            raise made.failure or StopIteration
+        self._futures.popleft()
+        self._num_got += 1
+        self._fill()
+        if made.copied is not None:
+            _hand_over(made.item, made.copied)
+        self._collector.last_stamp = made.stamp
+        self._collector.last_lag = max(0, self._producer.num_begun - self._num_got)
+        delivered: T = made.item
         return delivered
+
+    def _fill(self) -> None:
+        while len(self._futures) < self._collector.max_lag:
+            self._futures.append(self._producer.worker.submit(self._producer.make))
 
     def check(self) -> None:
         """Raise in a forked child."""
-        self._channel.owner.check()
+        self._producer.worker.owner.check()
 
     def close(self) -> None:
         """Stop the producer and wait for the item that it is making. Idempotent."""
         self._finish()
 
 
+class _Made(NamedTuple):
+    """An item, the event of its copy to CUDA, its stamp; or the failure of making it."""
+
+    item: Any = None
+    copied: Any = None
+    stamp: Any = None
+    failure: BaseException | None = None
+
+
+#: Stands behind the last item.
+_END = _Made()
+
+
 class _Producer:
-    """Runs in the thread; holds nothing of the collector, so that dropping that ends it."""
+    """Makes the items of one iteration; holds neither that nor the collector, so that dropping them ends it."""
 
-    def __init__(
-        self,
-        iterable: Iterable[Any],
-        device: torch.device,
-        pin: bool,
-        transform: Callable[[Any], Any] | None,
-        stamp: Callable[[], Any] | None,
-        channel: _Channel,
-    ) -> None:
-        self._iterable, self._device, self._pin = iterable, device, pin
-        self._transform, self._stamp, self._channel = transform, stamp, channel
+    def __init__(self, collector: PipelinedDataCollector[Any]) -> None:
+        self._iterable, self._device, self._pin = collector.iterable, collector.device, collector.pin
+        self._transform, self._stamp = collector.transform, collector.stamp
+        self.worker = Worker("prefetch", max_pending=collector.max_lag)
+        self._source: Iterator[Any] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._thread = 0
+        self.is_stopped = self._is_over = False
+        #: Items that were begun.
+        self.num_begun = 0
 
-    def run(self) -> None:
-        if not self._channel.begin():
-            return
+    def make(self) -> _Made:
+        """Make the next item, in the thread."""
+        if self.is_stopped or self._is_over:
+            return _END
+        self._thread = threading.get_ident()
         try:
-            self._produce()
-            self._channel.put((None, _END, None, None))
-        except _Stopped:
-            return
-        except BaseException as failure:  # noqa: BLE001 - raised in the consumer, at its position
-            try:
-                self._channel.put((None, None, None, failure))
-            except _Stopped:
-                return
-        finally:
-            self._channel.end()
-
-    def _produce(self) -> None:
-        is_cuda = self._device.type == "cuda"
-        stream: Any = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
-        source = iter(self._iterable)
-        while not self._channel.is_stopped:
-            self._channel.num_begun += 1
+            if self._source is None:
+                self._source = iter(self._iterable)
+            self.num_begun += 1
             stamp = self._stamp() if self._stamp is not None else None
             try:
-                item = next(source)
+                item = next(self._source)
             except StopIteration:
-                self._channel.num_begun -= 1
-                return
+                self.num_begun -= 1
+                self._is_over = True
+                return _END
             if self._transform is not None:
                 item = self._transform(item)
-            event = None
-            if stream is None:
-                item = to_device(item, self._device, self._pin)
-            else:
-                with torch.cuda.stream(stream):
-                    item = to_device(item, self._device, self._pin)
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    event.record(stream)
-            self._channel.put((item, event, stamp, None))
-            del item
+            return self._moved(item, stamp)
+        except BaseException as failure:  # noqa: BLE001 - raised in the consumer, at its position
+            self._is_over = True
+            return _Made(failure=failure)
 
+    def _moved(self, item: Any, stamp: Any) -> _Made:
+        if self._device.type != "cuda":
+            return _Made(to_device(item, self._device, self._pin), None, stamp)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            moved = to_device(item, self._device, self._pin)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
+        return _Made(moved, copied, stamp)
 
-_END = object()
-#: Producers of iterations that nobody has closed.
-_running: weakref.WeakKeyDictionary[threading.Thread, _Channel] = weakref.WeakKeyDictionary()
+    def stop(self) -> None:
+        """Make no more items, wait for the one that is being made, close the source in its thread."""
+        if not self.worker.owner.is_own:
+            return
+        was_stopped, self.is_stopped = self.is_stopped, True
+        if self._thread == threading.get_ident():  # the garbage collector runs in any thread
+            return
+        if not was_stopped:
+            self.worker.submit(self._forget_source)
+        self.worker.close()
 
-
-def _stop(channel: _Channel, thread: threading.Thread) -> None:
-    if not channel.owner.is_own:
-        return
-    # The garbage collector may have chosen the thread itself, and a Ctrl-C the time before it was started.
-    is_other = thread is not threading.current_thread()
-    channel.stop(is_awaited=is_other)
-    if is_other and channel.has_begun:
-        thread.join()
-
-
-def _stop_all() -> None:
-    """End the producers before the interpreter does: torch does not survive being cut off in a thread."""
-    for thread, channel in list(_running.items()):
-        _stop(channel, thread)
-
-
-atexit.register(_stop_all)
+    def _forget_source(self) -> None:
+        self._source = None
 
 
 def _hand_over(item: Any, event: Any) -> None:

@@ -9,12 +9,12 @@ in `[-tolerance, tolerance]` (the sample-to-insert ratio of Cassirer et al. 2021
 
 from __future__ import annotations
 
+import threading
 import time
 from math import inf, isfinite
 from typing import Any
 
 from ..core.arguments import check_count
-from ..core.threads import InterruptibleCondition
 from ..errors import RolloutDataError, UsageError
 
 _STATE = ("num_inserted", "num_sampled")
@@ -60,7 +60,7 @@ class RateLimiter:
         #: The largest insertion and draw so far, which say what tolerance is needed.
         self._largest = [1, 1]
         self._is_closed = False
-        self._changed = InterruptibleCondition()
+        self._changed = threading.Condition()
 
     @property
     def balance(self) -> float:

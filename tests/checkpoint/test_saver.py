@@ -5,18 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-import storage.checkpoints.saver
-import storage.core.threads
 from storage.checkpoints.saver import AsyncCheckpointSaver, CheckpointError, QueueFullError, load_checkpoint
-from storage.core.threads import BackgroundWorker
 from storage.errors import BackgroundError, ClosedError, UsageError, WaitTimeoutError
 from storage.live.monitors import PerformanceMonitor
 
@@ -24,23 +24,29 @@ ROOT = Path(__file__).parents[2]
 
 
 class Gate:
-    """Holds the writing of checkpoints, and counts it."""
+    """Holds the writing of the checkpoints that it is in, as it is pickled, and counts them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Semaphore(0)
-        write = storage.checkpoints.saver.write_checkpoint
+        self.fails = False
 
-        def wait_and_write(*arguments: Any) -> None:
-            self.entered.release()
-            assert self.open.wait(20)
-            write(*arguments)
+    def __deepcopy__(self, _: Any) -> Gate:
+        return self
 
-        monkeypatch.setattr(storage.checkpoints.saver, "write_checkpoint", wait_and_write)
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.entered.release()
+        assert self.open.wait(20)
+        if self.fails:
+            raise KeyError("mine")
+        return OrderedDict, ()
+
+    def state_of(self, value: int) -> dict[str, Any]:
+        return {**state_of(value), "gate": self}
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(monkeypatch)
+def gate() -> Iterator[Gate]:
+    made = Gate()
     yield made
     made.open.set()
 
@@ -59,7 +65,7 @@ def value_of(state: dict[str, Any]) -> int:
 def test_what_changes_during_the_save_is_not_in_it(tmp_path: Path, gate: Gate, compress: bool) -> None:
     """Trap N1."""
     with AsyncCheckpointSaver() as saver:
-        state = state_of(1)
+        state = gate.state_of(1)
         future = saver.save_async(state, tmp_path / "a.pt", compress=compress)
         state["model"]["w"].fill_(2)
         state["model"]["b"][0].fill_(2)
@@ -90,7 +96,7 @@ def test_no_checkpoint_is_torn_while_training_goes_on(tmp_path: Path) -> None:
 def test_one_path_gets_its_checkpoints_in_order(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=10) as saver:
         for value in range(8):
-            saver.save_async(state_of(value), tmp_path / "a.pt", compress=value % 3 == 0)
+            saver.save_async(gate.state_of(value), tmp_path / "a.pt", compress=value % 3 == 0)
         gate.open.set()
         saver.wait()
         assert value_of(load_checkpoint(tmp_path / "a.pt")) == 7
@@ -100,11 +106,11 @@ def test_one_path_gets_its_checkpoints_in_order(tmp_path: Path, gate: Gate) -> N
 def test_shutdown_writes_everything_accepted_and_is_idempotent(tmp_path: Path, gate: Gate) -> None:
     """Trap N2."""
     saver = AsyncCheckpointSaver(max_queue_size=3)
-    futures = [saver.save_async(state_of(value), tmp_path / f"{value}.pt") for value in range(4)]
+    futures = [saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt") for value in range(4)]
     saver.shutdown(wait=False)
     assert saver.num_pending == 4 and not any(future.done() for future in futures)
     with pytest.raises(ClosedError):
-        saver.save_async(state_of(9), tmp_path / "9.pt")
+        saver.save_async(gate.state_of(9), tmp_path / "9.pt")
     gate.open.set()
     saver.shutdown()
     saver.shutdown()
@@ -132,8 +138,9 @@ def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(tmp_
     """Trap N3."""
     (tmp_path / "folder.pt").mkdir()
     saver = AsyncCheckpointSaver()
+    saver.save_async(gate.state_of(0), tmp_path / "good.pt")
     bad = saver.save_async(state_of(1), tmp_path / "folder.pt")
-    good = saver.save_async(state_of(2), tmp_path / "good.pt")
+    good = saver.save_async(gate.state_of(2), tmp_path / "good.pt")
     gate.open.set()
     text = (
         r"^cannot save the checkpoint '.*folder.pt': got cannot save to '.*': expected a file or nothing, got a folder"
@@ -144,10 +151,10 @@ def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(tmp_
         saver.wait()
     assert caught.value is bad.exception() and isinstance(caught.value, (OSError, BackgroundError))
     saver.wait()
-    saver.save_async(state_of(3), tmp_path / "good.pt").result(20)
+    saver.save_async(gate.state_of(3), tmp_path / "good.pt").result(20)
     saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt").exception(20)
     with pytest.raises(CheckpointError, match=r"bad\.pt"):
-        saver.save_async(state_of(4), tmp_path / "good.pt")
+        saver.save_async(gate.state_of(4), tmp_path / "good.pt")
     assert value_of(load_checkpoint(tmp_path / "good.pt")) == 3
     saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt").exception(20)
     with pytest.raises(CheckpointError):
@@ -182,9 +189,9 @@ def test_a_full_disk_is_one_clear_error_and_keeps_the_old_checkpoint(
 def test_raise_refuses_when_as_many_wait_as_may(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=2, on_full="raise") as saver:
         for value in range(3):
-            saver.save_async(state_of(value), tmp_path / f"{value}.pt")
+            saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt")
         with pytest.raises(QueueFullError, match=r"^cannot save the checkpoint .*: expected at most 2 waiting"):
-            saver.save_async(state_of(3), tmp_path / "3.pt")
+            saver.save_async(gate.state_of(3), tmp_path / "3.pt")
         gate.open.set()
         saver.wait()
         assert len(list(tmp_path.iterdir())) == 3
@@ -192,9 +199,9 @@ def test_raise_refuses_when_as_many_wait_as_may(tmp_path: Path, gate: Gate) -> N
 
 def test_drop_oldest_gives_up_the_one_that_waits_longest(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=2, on_full="drop_oldest") as saver:
-        futures = [saver.save_async(state_of(0), tmp_path / "0.pt")]
+        futures = [saver.save_async(gate.state_of(0), tmp_path / "0.pt")]
         assert gate.entered.acquire(timeout=20)
-        futures += [saver.save_async(state_of(value), tmp_path / f"{value}.pt") for value in range(1, 6)]
+        futures += [saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt") for value in range(1, 6)]
         assert saver.num_dropped == 3
         gate.open.set()
         saver.wait(20)
@@ -206,10 +213,10 @@ def test_drop_oldest_gives_up_the_one_that_waits_longest(tmp_path: Path, gate: G
 
 def test_block_waits_for_a_place(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=1, on_full="block") as saver:
-        saver.save_async(state_of(0), tmp_path / "0.pt")
+        saver.save_async(gate.state_of(0), tmp_path / "0.pt")
         assert gate.entered.acquire(timeout=20)
-        saver.save_async(state_of(1), tmp_path / "1.pt")
-        thread = threading.Thread(target=saver.save_async, args=(state_of(2), tmp_path / "2.pt"))
+        saver.save_async(gate.state_of(1), tmp_path / "1.pt")
+        thread = threading.Thread(target=saver.save_async, args=(gate.state_of(2), tmp_path / "2.pt"))
         thread.start()
         thread.join(0.05)
         assert thread.is_alive() and saver.num_pending == 2
@@ -221,9 +228,9 @@ def test_block_waits_for_a_place(tmp_path: Path, gate: Gate) -> None:
 
 def test_a_blocked_save_hears_of_a_failure(tmp_path: Path, gate: Gate) -> None:
     """Trap N3: a dead worker and a full queue must not be the end."""
-    (tmp_path / "folder").mkdir()
+    gate.fails = True
     with AsyncCheckpointSaver(max_queue_size=1) as saver:
-        saver.save_async(state_of(0), tmp_path / "folder")
+        saver.save_async(gate.state_of(0), tmp_path / "0.pt")
         saver.save_async(state_of(1), tmp_path / "1.pt")
         caught: list[BaseException] = []
 
@@ -239,13 +246,13 @@ def test_a_blocked_save_hears_of_a_failure(tmp_path: Path, gate: Gate) -> None:
         thread.join(20)
         assert not thread.is_alive() and len(caught) == 1
         saver.wait(20)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.pt", "folder"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.pt"]
 
 
 def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver() as saver:
         saver.wait(timeout=0)
-        future = saver.save_async(state_of(1), tmp_path / "a.pt")
+        future = saver.save_async(gate.state_of(1), tmp_path / "a.pt")
         with pytest.raises(WaitTimeoutError, match=r"^cannot wait for checkpoints: expected all of them within 0.01 s"):
             saver.wait(timeout=0.01)
         gate.open.set()
@@ -253,70 +260,20 @@ def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gat
         assert future.done()
 
 
-def waits_at(condition: threading.Condition, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Give what is set when somebody who holds the condition's lock begins to wait."""
-    real, begun = condition.wait_for, threading.Event()
-
-    def wait_for(*arguments: Any) -> bool:
-        begun.set()
-        return real(*arguments)
-
-    monkeypatch.setattr(condition, "wait_for", wait_for)
-    return begun
-
-
-def test_wait_returns_although_another_thread_goes_on_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gates = {"0.pt": threading.Event(), "1.pt": threading.Event()}
-    monkeypatch.setattr(storage.checkpoints.saver, "write_checkpoint", lambda _, path, *rest: gates[path.name].wait(60))
+def test_wait_returns_although_another_thread_goes_on_saving(tmp_path: Path) -> None:
+    first, second = Gate(), Gate()
     with AsyncCheckpointSaver(max_queue_size=9) as saver:
-        saver.save_async(state_of(0), tmp_path / "0.pt")
-        begun = waits_at(saver._changed, monkeypatch)
+        saver.save_async({"gate": first}, tmp_path / "0.pt")
         waiting = threading.Thread(target=saver.wait)
         waiting.start()
-        assert begun.wait(20)
-        later = saver.save_async(state_of(1), tmp_path / "1.pt")
         waiting.join(0.05)
+        later = saver.save_async({"gate": second}, tmp_path / "1.pt")
         assert waiting.is_alive()
-        gates["0.pt"].set()
+        first.open.set()
         waiting.join(20)
         has_returned = not waiting.is_alive() and not later.done() and saver.num_pending == 1
-        gates["1.pt"].set()
+        second.open.set()
     assert has_returned and later.done()
-
-
-def test_a_worker_is_drained_although_jobs_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, gates, started = BackgroundWorker("test", 9), [threading.Event() for _ in range(2)], threading.Event()
-    worker.submit(lambda: started.set() or gates[0].wait(60))
-    assert started.wait(20)
-    begun = waits_at(worker._changed, monkeypatch)
-    draining = threading.Thread(target=worker.drain)
-    draining.start()
-    assert begun.wait(20)
-    worker.submit(lambda: gates[1].wait(60))
-    draining.join(0.05)
-    assert draining.is_alive()
-    gates[0].set()
-    draining.join(20)
-    has_returned = not draining.is_alive() and worker.num_pending == 1
-    gates[1].set()
-    worker.close()
-    assert has_returned and worker.num_pending == 0
-
-
-def test_a_worker_whose_jobs_are_discarded_is_drained() -> None:
-    worker, gate = BackgroundWorker("test", max_pending=9), threading.Event()
-
-    def fail() -> None:
-        assert gate.wait(20)
-        raise KeyError("mine")
-
-    worker.submit(fail)
-    worker.submit(lambda: gate.wait(20))
-    gate.set()
-    with pytest.raises(BackgroundError, match="mine"):
-        worker.drain()
-    assert worker.num_discarded == 1 and worker.num_pending == 0
-    worker.close()
 
 
 def test_a_refused_call_leaves_no_place_taken(tmp_path: Path) -> None:
@@ -332,18 +289,32 @@ def test_a_refused_call_leaves_no_place_taken(tmp_path: Path) -> None:
         saver.save_async({}, tmp_path / "a.pt").result(20)
 
 
-def test_copies_are_given_back_also_after_failures(tmp_path: Path) -> None:
+class Copied:
+    """Knows its copies that are still held."""
+
+    copies: ClassVar[weakref.WeakSet[Copied]] = weakref.WeakSet()
+
+    def __deepcopy__(self, _: Any) -> Copied:
+        made = Copied()
+        self.copies.add(made)
+        return made
+
+
+def test_copies_are_given_back_also_after_failures_and_of_what_is_dropped(tmp_path: Path, gate: Gate) -> None:
     (tmp_path / "folder").mkdir()
     with AsyncCheckpointSaver() as saver:
         for path in ("a.pt", "folder", "b.pt", "folder", "c.pt"):
-            future = saver.save_async({"w": torch.zeros(100_000)}, tmp_path / path)
-            try:
+            future = saver.save_async({"x": Copied()}, tmp_path / path)
+            with suppress(CheckpointError):
                 saver.wait()
-            except CheckpointError:
-                pass
-            assert saver._pool.num_lent == 0, path
-            assert future.done()
-        assert saver._pool.num_allocated == 1
+            assert future.done() and not Copied.copies, path
+    with AsyncCheckpointSaver(max_queue_size=1, on_full="drop_oldest") as saver:
+        saver.save_async({"gate": gate}, tmp_path / "a.pt")
+        assert gate.entered.acquire(timeout=20)
+        for _ in range(5):
+            saver.save_async({"x": Copied()}, tmp_path / "b.pt")
+        assert len(Copied.copies) == 1 and saver.num_dropped == 4
+        gate.open.set()
 
 
 def test_times_are_told_to_a_monitor(tmp_path: Path) -> None:
@@ -371,7 +342,6 @@ def test_no_thread_is_started_before_there_is_something_to_save() -> None:
     saver = AsyncCheckpointSaver()
     assert threading.active_count() == before
     saver.shutdown()
-    assert isinstance(saver._worker, BackgroundWorker)
 
 
 def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,19 +352,3 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.chdir(tmp_path / "other")
         assert future.result() == tmp_path / "a.pt.lz4"
     assert load_checkpoint(tmp_path / "a.pt")["x"].sum() == 1e6 and not list((tmp_path / "other").iterdir())
-
-
-def test_every_worker_is_closed_at_the_end_although_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.core.threads, "_open_workers", set())
-
-    def fail() -> None:
-        raise KeyError("mine")
-
-    workers = [BackgroundWorker(f"test {number}") for number in range(3)]
-    for worker in workers:
-        worker.submit(fail)
-    with pytest.raises(BackgroundError, match="mine"):
-        storage.core.threads._close_open_workers()
-    assert {thread.name for thread in threading.enumerate()}.isdisjoint(worker.name for worker in workers)
-    for worker in workers:
-        worker.close()  # each has told of it

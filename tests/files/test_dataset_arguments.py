@@ -57,7 +57,7 @@ def test_wrong_arguments_of_calls_are_refused(tmp_path):
 def test_a_rate_in_the_metadata_that_is_none_is_refused(tmp_path):
     with RolloutWriter(tmp_path, 1, metadata={"frame_rate_hz": "fast"}) as writer:
         writer.add(observation=torch.zeros(1, 1), action=torch.zeros(1, 1), done=[True])
-    with pytest.raises(UsageError, match="expected frame_rate_hz frames per second > 0, got 'fast'"):
+    with pytest.raises(UsageError, match="expected frame_rate_hz > 0 frames per second, got 'fast'"):
         RolloutDataset(tmp_path, 1, device="cpu").reference_length_s()
     assert float(RolloutDataset(tmp_path, 1, device="cpu", frame_rate_hz=1).reference_length_s()) == 0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollout_data import RolloutWriter
 from storage.errors import ClosedError, FieldTypeError, MissingFieldError, RolloutDataError, SchemaError, UsageError
@@ -288,3 +289,17 @@ def test_values_that_mean_nothing_are_refused(tmp_path, change, text):
             with pytest.raises(RolloutDataError, match=text):
                 writer.add(**step(3, **change))  # also behind steps of a known form
     assert frames_in(tmp_path) == 2 * N
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_nonfinite_rewards_are_refused_under_names_too(tmp_path, bad):
+    with RolloutWriter(tmp_path, 1, nonfinite_rewards="refuse") as writer:
+        rewards = {"walk": torch.zeros(1), "energy": torch.zeros(1)}
+        for value in (0.0, bad, 1.0, bad):  # the first record declares the fields, the others go the short way
+            rewards["energy"] = torch.full((1,), value)
+            if value == bad or value != value:
+                with pytest.raises(UsageError, match="'reward/energy': expected finite values, got 1 NaN or infinite"):
+                    writer.add(observation=torch.zeros(1, 2), action=torch.zeros(1, 2), reward=rewards)
+            else:
+                writer.add(observation=torch.zeros(1, 2), action=torch.zeros(1, 2), reward=rewards)
+        assert writer.num_frames == 2 and writer.num_nonfinite_rewards == 0
