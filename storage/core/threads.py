@@ -14,7 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..errors import ClosedError, UsageError, WaitTimeoutError
 
-_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
 
 
@@ -81,7 +82,7 @@ class Worker:
         return len(self._pending())
 
     def submit(
-        self, job: Callable[_Arguments, _Result], *arguments: _Arguments.args, **options: _Arguments.kwargs
+        self, job: Callable[_Arguments, _Result], /, *arguments: _Arguments.args, **options: _Arguments.kwargs
     ) -> Future[_Result]:
         """Queue a job, which may still be cancelled by its future; wait for room, raise an earlier failure.
 
@@ -142,7 +143,7 @@ class Worker:
         return [future for future in tuple(self._accepted) if not future.done()]
 
     def _run(
-        self, job: Callable[_Arguments, _Result], *arguments: _Arguments.args, **options: _Arguments.kwargs
+        self, job: Callable[_Arguments, _Result], /, *arguments: _Arguments.args, **options: _Arguments.kwargs
     ) -> _Result:
         try:
             return job(*arguments, **options)
