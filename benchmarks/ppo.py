@@ -93,9 +93,10 @@ def adding(num_steps: int, num_envs: int) -> Case:
 
     def bare() -> Call:
         storage, steps = filled(num_steps, num_envs), transitions(num_envs)
-        places = [column for column in storage._table.columns.values() if column.is_required and column.source]
-        columns = [getattr(storage, column.name) for column in places]
-        rows = [[getattr(step, column.source).view(num_envs, -1) for column in places] for step in steps]
+        names = {name: {"action_mean": "mu", "action_sigma": "sigma"}.get(name, name) for name in vars(steps[0])}
+        given = [name for name, value in vars(steps[0]).items() if value is not None]
+        columns = [getattr(storage, names[name]) for name in given]
+        rows = [[getattr(step, name).view(num_envs, -1) for name in given] for step in steps]
 
         def copy() -> None:
             for t in range(num_steps):
@@ -321,7 +322,8 @@ def _sb3_drawing(num_steps: int, num_envs: int) -> Call:
 def _torchrl_drawing(num_steps: int, num_envs: int) -> Call:
     data, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
     num_rows, storage = num_steps * num_envs, filled(num_steps, num_envs)
-    columns = {name: x.flatten(0, 1) for name, x, _ in storage._batch_columns(num_steps)}
+    (batch,) = storage.mini_batch_generator(1, 1)
+    columns = {name: x.contiguous() for name, x in batch._asdict().items() if x is not None}
     buffer = data.ReplayBuffer(
         storage=data.LazyTensorStorage(num_rows),
         sampler=data.replay_buffers.samplers.SamplerWithoutReplacement(),

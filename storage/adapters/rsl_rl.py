@@ -21,7 +21,7 @@ from ..core.fields import DTYPES, Field, dtype_name
 from ..core.tree import unflatten
 from ..errors import UsageError, nearest
 from ..onpolicy.column_table import ColumnTable
-from ..onpolicy.columns import Column, declare_fields
+from ..onpolicy.columns import Column, brought, declare_fields
 from ..onpolicy.hidden_states import SavedStates
 from ..onpolicy.mini_batches import GENERATE, WIDE_ROW_BYTES_ONCE, RowGather
 from ..onpolicy.rollout_storage import RolloutStorage
@@ -116,8 +116,7 @@ class RslRlStorage(RolloutStorage):
         """Declare what the training type uses; the distribution's parameters once they are known."""
         columns = [column for column in super().declare_columns() if column.name in _COLUMNS[self.training_type]]
         if self.training_type == "distillation":
-            name = "privileged_actions"
-            return [*columns, Column(name, declare_fields(name, self.actions_shape), name, name)]
+            return [*columns, brought("privileged_actions", self.actions_shape, "privileged_actions")]
         return [*columns, Column(_PARAMETERS, self._parameters, _PARAMETERS, f"old_{_PARAMETERS}")]
 
     def __getattr__(self, name: str) -> Any:

@@ -1,47 +1,48 @@
-"""The registry of a rollout storage: each column declared once, everything else loops.
+"""What a rollout storage keeps of each step: one table, and the records that follow from it.
 
-One rule: this is the only place outside `transition.py` that names the columns of a storage.
-Whoever adds a column declares a `Column`; allocation, writing, growing, rolling, saving and
-mini-batches follow from that.
+One rule: a value of on-policy learning is declared once, as a `Column`. The fields of `Transition` and `MiniBatch`,
+memory, growing, rolling, mini-batches, saved arguments and saved tensors are loops over the columns. A value for every
+storage is a line in `rollout_columns`; a value for one class is a line in its `declare_columns`.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from math import nan
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.fields import Field, Schema, dtype_name
-from ..core.records import is_count
-from ..core.tree import flatten, unflatten
-from ..errors import SchemaError, UsageError
+from ..core.fields import Field, dtype_name
+from ..core.tree import unflatten
+from ..errors import SchemaError
 
 #: `(48,)`, 48, or a nested dict whose leaves are shapes or pairs of shape and dtype.
 ShapeLike = int | Sequence[int] | Mapping[str, Any]
-
-#: What a storage is made with -> the column that has that shape.
-SHAPED = {"obs": "observations", "critic_obs": "critic_observations", "actions": "actions"}
-_OUTPUTS = "policy_outputs"
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Column:
-    """One attribute of a storage, kept as `[T, B, *shape]` per field.
+    """One value of each step, kept as `[T, B, *shape]` per field and shown as an attribute of the storage.
 
     Attributes:
-        name: The attribute of the storage.
-        fields: Its field, called like the column, or one per leaf below it; none if it is absent.
-        source: Attribute of the transition that fills it; "" if it is computed.
+        name: The attribute of the storage, and the name in saved files.
+        fields: Its field, called like the column, or one per leaf below it; none if this storage does not keep it.
+        source: Attribute of the transition that brings it; "" if it is computed.
         batch: Field of the mini-batch that carries it; "" if none does.
         fallback: Mini-batch field that stands in if the column is absent; "" for None.
         is_required: Whether every transition must bring it; otherwise rows get the field's fill.
         is_flag: Whether any dtype is taken and kept as not 0 -> 1.
         is_padded: Whether recurrent mini-batches split it at dones (what the network reads).
         is_lazy: Whether it is allocated only when a transition first brings it.
+        is_ignorable: Whether a transition may bring it although it is not kept here: callers of every algorithm do.
+        is_view: Whether its storage gives it memory of another column, so that it is neither filled nor saved.
+        argument: The argument of the constructor that gives its shape; "" if none does.
+        about: What a transition or a mini-batch holds there, for the documentation of both.
     """
 
     name: str
@@ -53,6 +54,78 @@ class Column:
     is_flag: bool = False
     is_padded: bool = False
     is_lazy: bool = False
+    is_ignorable: bool = False
+    is_view: bool = False
+    argument: str = ""
+    about: str = ""
+
+
+def brought(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
+    """Declare a column that transitions bring under its own name; without a shape it is absent."""
+    found = () if shape is _ABSENT else declare_fields(name, shape)
+    return Column(name, found, **{"source": name, "batch": batch, **options})
+
+
+def rollout_columns(
+    obs_shape: ShapeLike,
+    critic_obs_shape: ShapeLike | None,
+    actions_shape: ShapeLike,
+    num_rewards: int,
+    policy_outputs: Mapping[str, Any] | None = None,
+) -> list[Column]:
+    """Declare what on-policy learning keeps of each step; the order is that of transitions and mini-batches.
+
+    What has no shape here is not kept by `RolloutStorage`: a subclass declares its shape, or `SavedStates` keeps it.
+    """
+    if not isinstance(policy_outputs, Mapping | None):
+        expected = "a mapping of names to shapes"
+        raise SchemaError("create a storage", "with policy_outputs", expected, repr(policy_outputs))
+    heads, one = (num_rewards,), (1,)
+    critic = _ABSENT if is_absent(critic_obs_shape) else critic_obs_shape
+    gaussian = actions_shape if policy_outputs is None else _ABSENT
+    outputs = {"argument": "" if policy_outputs is None else "policy_outputs"}
+    # NaN says that none was given, so that it cannot be used by mistake.
+    unknown = Field("bootstrap_values", heads, fill=nan)
+    # fmt: off
+    return [
+        brought("observations", obs_shape, "obs", argument="obs_shape", is_padded=True,
+                about="`[B, *obs]`, or a dict of such: what the policy saw"),
+        brought("critic_observations", critic, "critic_obs", argument="critic_obs_shape", fallback="obs",
+                is_padded=True, is_ignorable=True,
+                about="`[B, *critic_obs]`, or a dict of such: what the critic saw; in mini-batches `obs` if absent"),
+        brought("actions", actions_shape, "actions", argument="actions_shape",
+                about="`[B, *A]`: what was done"),
+        brought("rewards", heads, about="`[B, R]`, or `[B]` with one reward"),
+        brought("dones", (one, "uint8"), is_flag=True,
+                about="`[B]` or `[B, 1]` of any dtype: not 0 where this step was the last of its trajectory"),
+        brought("values", heads, "values", about="`[B, R]`, or `[B]` with one reward: value of the observation"),
+        brought("advantages", heads, "advantages", source="", about="`[B, R]`: computed, or written by the trainer"),
+        brought("returns", heads, "returns", source="", about="`[B, R]`: computed, or written by the trainer"),
+        brought("actions_log_prob", one, "old_actions_log_prob", about="`[B]` or `[B, 1]`: log-probability"),
+        brought("mu", gaussian, "old_mu", source="action_mean", about="`[B, *A]`: mean of a Gaussian policy"),
+        brought("sigma", gaussian, "old_sigma", source="action_sigma", about="`[B, *A]`: its standard deviation"),
+        brought("saved_hidden_states", batch="hidden_states", source="hidden_states", is_ignorable=True,
+                about="recurrent states before the step: None, a `[layers, B, H]` tensor, or (named) tuples of them; "
+                      "in recurrent mini-batches those of each trajectory's first step, `[layers, n_traj, H]`"),
+        brought("masks", batch="masks", source="", about="in recurrent mini-batches `[T, n_traj]`, False on padding"),
+        brought("time_outs", (one, "bool"), is_required=False, is_flag=True,
+                about="`[B]` or `[B, 1]`: not 0 where the trajectory was cut and did not end by itself"),
+        brought("bootstrap_values", unknown, is_required=False, is_lazy=True,
+                about="`[B, R]`: value of the true final observation; read only where a time-out cut the trajectory"),
+        brought("policy_outputs", policy_outputs or _ABSENT, "policy_outputs", **outputs,
+                about="a dict of `[B, ...]`: what a policy that is not Gaussian gives, as declared with the storage"),
+        brought("next_observations", is_ignorable=True,
+                about="like `observations`: the true next one, before any reset"),
+        brought("next_critic_observations", is_ignorable=True, about="the same for the critic"),
+        brought("action_labels", about="`[B, *A]`: what a teacher would have done"),
+    ]
+    # fmt: on
+
+
+def replaced(columns: Iterable[Column], *others: Column) -> list[Column]:
+    """Put columns in the place of those with the same names, and new ones at the end."""
+    named = {column.name: column for column in others}
+    return list(({column.name: column for column in columns} | named).values())
 
 
 class Signals(NamedTuple):
@@ -67,57 +140,31 @@ class Signals(NamedTuple):
     bootstrap_values: torch.Tensor | None
 
 
-def check_sizes(sizes: Mapping[str, Any]) -> None:
-    """Raise `UsageError` naming the first size that is no int of at least 1."""
-    for name, size in sizes.items():
-        if not is_count(size):
-            raise UsageError("create a storage", "", f"{name} >= 1", repr(size))
+# -- records ---------------------------------------------------------------------------------
 
 
-def rollout_columns(
-    obs_shape: ShapeLike,
-    critic_obs_shape: ShapeLike | None,
-    actions_shape: ShapeLike,
-    num_rewards: int,
-    policy_outputs: Mapping[str, Any] | None = None,
-) -> list[Column]:
-    """Declare what on-policy learning keeps of each step."""
-
-    def like_rewards(name: str, fill: float = 0) -> tuple[Field, ...]:
-        return (Field(name, (num_rewards,), fill=fill),)
-
-    def brought(name: str, fields: tuple[Field, ...], batch: str = "", **options: Any) -> Column:
-        return Column(name, fields, name, batch, **options)
-
-    critic = () if is_absent(critic_obs_shape) else declare_fields("critic_observations", critic_obs_shape)
-    return [
-        brought("observations", declare_fields("observations", obs_shape), "obs", is_padded=True),
-        brought("critic_observations", critic, "critic_obs", fallback="obs", is_padded=True),
-        brought("actions", declare_fields("actions", actions_shape), "actions"),
-        brought("rewards", like_rewards("rewards")),
-        brought("dones", (Field("dones", (1,), "uint8"),), is_flag=True),
-        brought("values", like_rewards("values"), "values"),
-        brought("actions_log_prob", (Field("actions_log_prob", (1,)),), "old_actions_log_prob"),
-        *_policy_columns(actions_shape, policy_outputs),
-        Column("returns", like_rewards("returns"), batch="returns"),
-        Column("advantages", like_rewards("advantages"), batch="advantages"),
-        brought("time_outs", (Field("time_outs", (1,), "bool"),), is_required=False, is_flag=True),
-        # NaN says that none was given, so that it cannot be used by mistake.
-        brought("bootstrap_values", like_rewards("bootstrap_values", nan), is_required=False, is_lazy=True),
-    ]
+def transition_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
+    """Give `base`, or a dataclass derived from it that has each source of the columns, None if it is not given."""
+    added = [(x.source, Any, field(default=None)) for x in columns if x.source and not hasattr(base, x.source)]
+    made: type[Any] = make_dataclass(base.__name__, added, bases=(base,)) if added else base
+    return made
 
 
-def _policy_columns(actions_shape: ShapeLike, outputs: Mapping[str, Any] | None) -> list[Column]:
-    """Declare mean and deviation of a Gaussian policy, or what another policy gives instead."""
-    gaussian = {"mu": "action_mean", "sigma": "action_sigma"}
-    if outputs is None:
-        columns = [Column(x, declare_fields(x, actions_shape), gaussian[x], f"old_{x}") for x in gaussian]
-        return [*columns, Column(_OUTPUTS, ())]
-    if not isinstance(outputs, Mapping):
-        raise SchemaError("create a storage", f"with {_OUTPUTS}", "a mapping of names to shapes", repr(outputs))
-    fields = declare_fields(_OUTPUTS, outputs) if outputs else ()
-    absent = [Column(x, (), batch=f"old_{x}") for x in gaussian]
-    return [*absent, Column(_OUTPUTS, fields, _OUTPUTS if fields else "", _OUTPUTS)]
+def batch_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
+    """Give `base`, or a named tuple of its name that has each batch field of the columns too, None if it is absent."""
+    known = list(getattr(base, "_fields", ()))
+    added = [x.batch for x in columns if x.batch and x.batch not in known]
+    if not added or not issubclass(base, tuple):
+        return base
+    return namedtuple(base.__name__, known + added, defaults=[None] * len(known + added))
+
+
+def documentation(columns: Iterable[Column], key: str) -> str:
+    """List what the columns say of their `key`, "source" or "batch", as the end of a docstring."""
+    return "".join(f"\n    {getattr(x, key)}: {x.about}." for x in columns if getattr(x, key) and x.about)
+
+
+# -- shapes ----------------------------------------------------------------------------------
 
 
 def is_absent(shape: ShapeLike | None) -> bool:
@@ -139,62 +186,33 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
             if not isinstance(key, str) or not key or "/" in key:
                 expected, got = "names that are non-empty str without '/'", "nothing" if key is None else repr(key)
                 raise SchemaError("declare the shape of", repr(name), expected, got)
-        return tuple(field for key, below in shape.items() for field in declare_fields(f"{name}/{key}", below))
+        return tuple(one for key, below in shape.items() for one in declare_fields(f"{name}/{key}", below))
     if isinstance(shape, Field):
         return (Field(name, shape.shape, shape.dtype, fill=shape.fill),)
-    sizes: Any = shape
-    dtype = "float32"
-    if isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], (str, torch.dtype)):
-        sizes = shape[0]
-        dtype = shape[1] if isinstance(shape[1], str) else dtype_name(shape[1], repr(name))
+    is_pair = isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], (str, torch.dtype))
+    sizes: Any
+    sizes, dtype = shape if is_pair else (shape, "float32")
     sizes = (sizes,) if isinstance(sizes, Integral) else sizes
-    if (
-        not isinstance(sizes, Sequence)
-        or isinstance(sizes, str)
-        or not all(isinstance(size, Integral) for size in sizes)
-    ):
+    are_sizes = isinstance(sizes, Sequence) and all(isinstance(size, Integral) for size in sizes)
+    if not are_sizes or isinstance(sizes, str):
         raise SchemaError("declare the shape of", repr(name), "a sequence of ints or a dict of such", repr(shape))
-    return (Field(name, tuple(sizes), dtype),)
+    return (Field(name, tuple(sizes), dtype if isinstance(dtype, str) else dtype_name(dtype, repr(name))),)
 
 
-def schema_of(columns: Iterable[Column]) -> Schema:
-    """List the fields of all columns; names must not repeat, and none may stand above another."""
-    found = Schema(field for column in columns for field in column.fields)
-    for name in found:
-        parts = name.split("/")
-        if above := [path for path in ("/".join(parts[:k]) for k in range(1, len(parts))) if path in found]:
-            raise SchemaError("declare the fields of a storage", "", f"{above[0]!r} a leaf or a mapping", repr(name))
+def shapes_to_json(columns: Iterable[Column]) -> dict[str, Any]:
+    """Write the arguments that a storage takes the shapes of its columns from."""
+    found = {}
+    for column in columns:
+        if column.argument:
+            leaves = [[x.name[len(column.name) + 1 :], list(x.shape), x.dtype] for x in column.fields]
+            # No critic observations were None before there were mappings; no policy outputs are an empty one.
+            found[column.argument] = None if column.is_ignorable and not leaves else leaves
     return found
 
 
-def shape_to_json(name: str, fields: Iterable[Field]) -> Any:
-    """Write the declared shape of the column `name` as JSON; None if it is absent."""
-    return [[field.name[len(name) + 1 :], list(field.shape), field.dtype] for field in fields] or None
-
-
 def shape_from_json(written: Any) -> Any:
-    """Read what `shape_to_json` wrote, in the form that a storage is made with."""
+    """Read what `shapes_to_json` wrote for one column, in the form that a storage is made with."""
     if written is None:
         return None
     shapes = {path: tuple(shape) if dtype == "float32" else (tuple(shape), dtype) for path, shape, dtype in written}
     return shapes[""] if "" in shapes else unflatten(shapes)
-
-
-def shapes_to_json(columns: Mapping[str, Column]) -> dict[str, Any]:
-    """Write the shapes that a storage with these columns is made with."""
-    fields = {short: columns[name].fields if name in columns else () for short, name in SHAPED.items()}
-    shapes = {f"{short}_shape": shape_to_json(SHAPED[short], found) for short, found in fields.items()}
-    if _OUTPUTS in columns and columns[_OUTPUTS].batch:  # those of a Gaussian policy are not named
-        shapes[_OUTPUTS] = shape_to_json(_OUTPUTS, columns[_OUTPUTS].fields) or []
-    return shapes
-
-
-def shapes_from_json(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what `shapes_to_json` wrote."""
-    shapes = {f"{short}_shape": shape_from_json(arguments[f"{short}_shape"]) for short in SHAPED}
-    return shapes | ({_OUTPUTS: shape_from_json(arguments[_OUTPUTS])} if _OUTPUTS in arguments else {})
-
-
-def flatten_column(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-    """List a column's leaves by flat name; none if it is absent."""
-    return [] if value is None else list(flatten({name: value}).items())

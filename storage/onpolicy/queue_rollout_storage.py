@@ -16,9 +16,9 @@ import torch
 
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..saving.snapshot import State
-from .columns import Column, ShapeLike, declare_fields
+from .columns import Column, ShapeLike, batch_type, brought, replaced
 from .rollout_storage import RolloutStorage
-from .transition import ActionLabelMiniBatch, Transition
+from .transition import MiniBatch, Transition
 
 
 class QueueRolloutStorage(RolloutStorage):
@@ -130,6 +130,15 @@ class QueueRolloutStorage(RolloutStorage):
         return self.step
 
 
+_Labelled: Any = batch_type([brought("action_labels", batch="action_labels")], MiniBatch)
+
+
+class ActionLabelMiniBatch(_Labelled):  # type: ignore[misc]
+    """A `MiniBatch` that ends with `action_labels`, `[M, *A]` like the actions; returns are None if not computed."""
+
+    __slots__ = ()
+
+
 class ActionLabelRollout(QueueRolloutStorage):
     """A `QueueRolloutStorage` with the actions that a teacher would have taken, for distillation.
 
@@ -141,6 +150,6 @@ class ActionLabelRollout(QueueRolloutStorage):
     needs_returns = False
 
     def declare_columns(self) -> list[Column]:
-        """Declare one column more."""
-        name = "action_labels"
-        return [*super().declare_columns(), Column(name, declare_fields(name, self.actions_shape), name, name)]
+        """Declare the labels too."""
+        labels = brought("action_labels", self.actions_shape, "action_labels")
+        return replaced(super().declare_columns(), labels)

@@ -1,7 +1,7 @@
 """`RolloutStorage`: what on-policy learning keeps between two updates.
 
-One rule: this file names no column that it only moves. Columns are declared in `columns.py`,
-held by a `ColumnTable`, cut into batches by `mini_batches.py`; here is the order of events.
+One rule: this file names no column that it only moves. Columns are declared in `columns.py`, held by a `ColumnTable`
+and cut into batches by `mini_batches.py`; here is the order of events.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import check_count
 from ..core.delivery import Delivery, checked_device
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
@@ -21,13 +22,14 @@ from .columns import (
     Column,
     ShapeLike,
     Signals,
-    check_sizes,
+    batch_type,
     is_absent,
     rollout_columns,
-    shapes_from_json,
+    shape_from_json,
     shapes_to_json,
+    transition_type,
 )
-from .hidden_states import SavedStates, StateStructure
+from .hidden_states import SavedStates
 from .mini_batches import (
     GENERATE,
     EnvGroups,
@@ -52,6 +54,7 @@ from .transition import MiniBatch, Transition
 # Inside the class these names are the established class attributes.
 _Transition = Transition
 _RESHUFFLES = ("epoch", "once")
+_CREATE = "create a storage"
 
 
 class RolloutStorage(Snapshotted, is_saved_whole=True):
@@ -76,7 +79,8 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
     Every column is an attribute, None if absent: `observations`, `critic_observations`, `actions`, `rewards`, `dones`
     (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `policy_outputs` (a dict), `returns`, `advantages`,
     `time_outs` (bool), `saved_hidden_states`. They share memory with the storage: writing both `returns` and
-    `advantages`, by assignment or in place, replaces `compute_returns`. A subclass extends `declare_columns`.
+    `advantages`, by assignment or in place, replaces `compute_returns`. A subclass extends `declare_columns`; the
+    attributes `Transition` and `MiniBatch` of a storage have a field for each source and batch field declared there.
     """
 
     Transition: type[Any] = Transition
@@ -98,13 +102,12 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
         output_device: torch.device | str | None = None,
         policy_outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        sizes = {"num_envs": num_envs, "num_transitions_per_env": num_transitions_per_env, "num_rewards": num_rewards}
-        check_sizes(sizes)
-        self.num_envs = int(num_envs)
+        self.num_envs = check_count(_CREATE, "num_envs", num_envs, 1)
+        num_steps = check_count(_CREATE, "num_transitions_per_env", num_transitions_per_env, 1)
         self.obs_shape = obs_shape
         self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
         self.actions_shape = actions_shape
-        self.num_rewards = int(num_rewards)
+        self.num_rewards = check_count(_CREATE, "num_rewards", num_rewards, 1)
         self.policy_output_shapes = policy_outputs
         self.device = checked_device("device", device)
         self.rng = generator_on(generator)
@@ -112,7 +115,10 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device, output_device)
         self._num_partial_rows = 0
-        self._table = ColumnTable(self.declare_columns(), int(num_transitions_per_env), self.num_envs, self.device)
+        columns = self.declare_columns()
+        self.Transition = transition_type(columns, self.Transition)
+        self.MiniBatch = batch_type(columns, self.MiniBatch)
+        self._table = ColumnTable(columns, num_steps, self.num_envs, self.device)
         self._states = SavedStates(self._table)
 
     def declare_columns(self) -> list[Column]:
@@ -157,12 +163,9 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
                 expected, advice = f"at most {self._table.num_rows} steps", "Call clear() after each update"
                 raise RolloutOverflowError("add a transition", "", expected, "one more", advice)
             states = getattr(transition, "hidden_states", None)
-            leaves = self._states.check(states)
-            writes = self._table.plan(transition, self.step)
-            if leaves:
-                writes += self._states.plan(states, leaves, self.step)
-            for target, value in writes:
-                target.copy_(value)
+            leaves = self._states.read(states)
+            values = self._table.read(transition)
+            self._table.write(self.step, values, self._states.places(states, leaves, self.step))
             # Not as attributes, which are looked for among the columns first: a hundredth of the whole.
             vars(self).update(step=self.step + 1, _num_partial_rows=0)
             self._delivery.note_write()
@@ -328,7 +331,7 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
         return self._table.batch_columns(rows)
 
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
-        return self.MiniBatch(**self._table.fill_batch(batch), **more)
+        return self.MiniBatch(**{**self._table.fill_batch(batch), **more})
 
     def _put_in_order(self) -> None:
         """Bring the steps into the order of time; here they always are."""
@@ -341,14 +344,14 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
 
     def _arguments(self) -> dict[str, Any]:
         """JSON-able keywords that make an equal, empty storage."""
-        shapes = shapes_to_json(self._table.columns)
         sizes = {"num_envs": self.num_envs, "num_transitions_per_env": self.num_transitions_per_env}
-        return {**sizes, **shapes, "num_rewards": self.num_rewards}
+        return {**sizes, **shapes_to_json(self._table.columns.values()), "num_rewards": self.num_rewards}
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        # Any seed will do: the saved random state comes next, and torch's own is not to be touched.
-        return cls(**{**arguments, **shapes_from_json(arguments)}, device=device, generator=0)
+        # Of the arguments only shapes are lists. Any seed will do: the saved random state comes next.
+        given = {name: shape_from_json(x) if isinstance(x, list) else x for name, x in arguments.items()}
+        return cls(**given, device=device, generator=0)
 
     def _recipe(self) -> dict[str, Any]:
         return {**super()._recipe(), "output_device": self._delivery.output_device}
@@ -362,14 +365,13 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
     def _get_state(self) -> State:
         with self._lock:
             self._delivery.wait_for_writes()
-            structure = self._states.structure
             numbers = {
                 "step": self.step,
                 "num_rows": self._table.num_rows,
                 "num_partial_rows": self._num_partial_rows or self._table.num_rows * self._table.has_results,
-                "states": structure.layout if structure else None,
+                "states": self._states.layout,
             }
-            tensors = {**self._table.tensors, "rng": self.rng.get_state()}
+            tensors = {**self._table.kept(), "rng": self.rng.get_state()}
             return State(self._arguments(), numbers, tensors)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -377,10 +379,10 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
             num_rows = checked_count(numbers, "num_rows", *self._row_limits())
             step, num_partial_rows = (checked_count(numbers, key, 0, num_rows) for key in ("step", "num_partial_rows"))
             kept = {name: x for name, x in tensors.items() if name != "rng"}
-            self._states.check_kept(numbers["states"], kept, num_rows)
+            self._states.check_loaded(numbers["states"], kept, num_rows)
             self._table.replace(kept, num_rows)
             self._table.note_results(num_partial_rows > 0)
-            self._states.structure = StateStructure(numbers["states"]) if numbers["states"] is not None else None
+            self._states.layout = numbers["states"]
             self.rng.set_state(tensors["rng"])
             self.step, self._num_partial_rows = step, num_partial_rows
 

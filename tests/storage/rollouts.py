@@ -44,16 +44,20 @@ def fill(storage: Any, dones: torch.Tensor | None = None, first: int = 0, count:
     return storage
 
 
+def columns_of(storage: Any) -> dict[str, torch.Tensor]:
+    """Copy every column, by name."""
+    return {name: x for name, x in storage.state_dict()["tensors"].items() if name != "rng"}
+
+
 def everything(storage: Any) -> dict[str, Any]:
     """Copy all that a storage holds, to compare before and after."""
-    held = {name: tensor.clone() for name, tensor in storage._table.tensors.items()}
-    numbers = {k: v for k, v in vars(storage).items() if isinstance(v, (int, float, bool, str))}
-    return {**held, **numbers, "rng": storage.rng.get_state().clone()}
+    state = storage.state_dict()
+    return {**state["tensors"], **state["numbers"], "size": storage.num_transitions_per_env}
 
 
 def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Fail unless both copies are identical, bit by bit."""
-    assert list(before) == list(after)
+    assert before.keys() == after.keys()
     for name, value in before.items():
         other = after[name]
         if isinstance(value, torch.Tensor):

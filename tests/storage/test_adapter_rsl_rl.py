@@ -18,6 +18,7 @@ theirs = pytest.importorskip("rsl_rl.storage", exc_type=ImportError)
 from tensordict import TensorDict  # noqa: E402
 
 from storage.adapters.rsl_rl import RslRlStorage  # noqa: E402
+from tests.storage.rollouts import columns_of  # noqa: E402
 
 ENVS, STEPS, ACTIONS = 8, 12, 3
 GROUPS = {"actor": ["policy"], "critic": ["policy", "privileged"], "student": ["policy"], "teacher": ["privileged"]}
@@ -195,12 +196,13 @@ def test_it_is_saved_and_loaded_like_any_storage(tmp_path, training):
     storage.save(tmp_path / "kept")
     loaded = load_store(tmp_path / "kept")
     assert type(loaded) is RslRlStorage and loaded.step == storage.step and loaded.training_type == training
-    for name, x in storage._table.tensors.items():
-        assert torch.equal(x, loaded._table.tensors[name]), name
+    kept = columns_of(loaded)
+    for name, x in columns_of(storage).items():
+        assert torch.equal(x, kept[name]), name
 
 
 def test_a_failed_first_add_changes_nothing():
     storage = make(RslRlStorage)
     with pytest.raises(SchemaError):
         storage.add_transition(storage.Transition(distribution_params=(rows(0, ACTIONS),)))
-    assert storage.step == 0 and not any(x.any() for x in storage._table.tensors.values())
+    assert storage.step == 0 and not any(x.any() for x in columns_of(storage).values())

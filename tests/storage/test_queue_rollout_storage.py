@@ -15,7 +15,16 @@ from storage import (
     RolloutOverflowError,
     UsageError,
 )
-from tests.storage.rollouts import ACTIONS, assert_same, broken, everything, fill, make_storage, make_transition
+from tests.storage.rollouts import (
+    ACTIONS,
+    assert_same,
+    broken,
+    columns_of,
+    everything,
+    fill,
+    make_storage,
+    make_transition,
+)
 
 
 def queue(num_envs=3, num_steps=4, ratio=2.0, **more):
@@ -70,9 +79,9 @@ def test_i01_growth_keeps_every_column_of_every_width():
         hidden = torch.full((2, 3, 5), float(step))
         storage.add_transitions(make_transition(step, 3, 3, hidden_states=hidden, bootstrap_values=torch.ones(3, 3)))
     storage.compute_returns(torch.zeros(3, 3), 0.9, 0.9)
-    before = {name: x.clone() for name, x in storage._table.tensors.items()}
+    before = columns_of(storage)
     assert storage.expand_buffer_once() == 4 and storage.expand_buffer_once() == 0
-    for name, x in storage._table.tensors.items():
+    for name, x in columns_of(storage).items():
         assert x.shape[0] == 8 and x.shape[1:] == before[name].shape[1:], name
         assert torch.equal(x[:4], before[name]) and not x[4:].nan_to_num().any(), name
     assert storage.rewards.shape == (8, 3, 3) and storage.saved_hidden_states.shape == (8, 2, 3, 5)
@@ -97,11 +106,11 @@ def test_i03_untying_rolls_every_column_and_is_idempotent():
     fill(storage, count=4)
     storage.compute_returns(torch.zeros(3), 0.9, 0.9)
     fill(storage, first=4, count=2)
-    expected = {name: torch.roll(x, -2, 0) for name, x in storage._table.tensors.items()}
+    expected = {name: torch.roll(x, -2, 0) for name, x in columns_of(storage).items()}
     for _ in range(2):
         storage.untie_buffer_loop()
         assert storage.step == 0
-        for name, x in storage._table.tensors.items():
+        for name, x in columns_of(storage).items():
             assert torch.equal(x, expected[name]), name
 
 
