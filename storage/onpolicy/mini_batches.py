@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import torch
 
+from ..core.arguments import whole
 from ..core.delivery import Delivery
 from ..core.modes import lasting
-from ..core.records import is_count
 from ..core.work_split import WorkSplit
 from ..errors import UsageError
 from .padding import Segments, find_segments, pad
@@ -141,8 +141,7 @@ def wide_row_bytes(num_epochs: int) -> int:
 def check_counts(num_mini_batches: int, num_epochs: int, num_items: int, item: str) -> None:
     """Refuse numbers of mini-batches and epochs that cannot be, before anything is generated."""
     for name, value in (("num_mini_batches", num_mini_batches), ("num_epochs", num_epochs)):
-        if not is_count(value):
-            raise UsageError(GENERATE, "", f"{name} >= 1", repr(value))
+        whole(GENERATE, name, value, 1)
     if num_mini_batches > num_items:
         expected = f"num_mini_batches <= {num_items}, one {item} each"
         raise UsageError(GENERATE, "", expected, str(num_mini_batches), "Ask for fewer mini-batches")

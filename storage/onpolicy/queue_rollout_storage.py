@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import floor, inf
-from numbers import Real
 from typing import Any
 
 import torch
 
-from ..errors import BufferEmptyError, SchemaError, UsageError
+from ..core.arguments import real
+from ..errors import BufferEmptyError, SchemaError
 from ..saving.snapshot import State
 from .columns import Column, ShapeLike, batch_type, brought, replaced
 from .rollout_storage import RolloutStorage
@@ -47,15 +47,13 @@ class QueueRolloutStorage(RolloutStorage):
         buffer_dilation_ratio: float = 1.0,
         **options: Any,
     ) -> None:
-        given: Any = buffer_dilation_ratio
-        if not isinstance(given, Real) or not 1 <= float(given) < inf:
-            raise UsageError("create a storage", "", "buffer_dilation_ratio >= 1", repr(buffer_dilation_ratio))
+        ratio = real("create a storage", "buffer_dilation_ratio", buffer_dilation_ratio, ">= 1", lambda x: 1 <= x < inf)
         shapes = obs_shape, critic_obs_shape, actions_shape
         super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
-        self.num_timesteps_each_rollout = int(num_transitions_per_env)
-        self.buffer_dilation_ratio = float(buffer_dilation_ratio)
+        self.num_timesteps_each_rollout = self.num_transitions_per_env
+        self.buffer_dilation_ratio = ratio
         # The small number mends ratios such as 1.1 that have no exact binary form.
-        self.num_target_steps = floor(buffer_dilation_ratio * num_transitions_per_env + 1e-9)
+        self.num_target_steps = floor(ratio * self.num_transitions_per_env + 1e-9)
         self.buffer_full = False
 
     def add_transitions(self, transition: Transition) -> None:

@@ -162,7 +162,7 @@ def test_a_dict_observation_with_a_missing_or_extra_key_is_refused():
         ((0, 1), "expected num_mini_batches >= 1, got 0."),
         ((25, 1), "expected num_mini_batches <= 24, one row each, got 25. Ask for fewer mini-batches."),
         ((2, 0), "expected num_epochs >= 1, got 0."),
-        ((2.0, 1), "expected num_mini_batches >= 1, got 2.0."),
+        ((2.0, 1), "expected num_mini_batches >= 1 and a whole number, got 2.0."),
     ],
 )
 def test_wrong_numbers_are_refused_at_the_call(arguments, text):

@@ -325,10 +325,10 @@ def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"device": "nope"}, "create a storage: expected device 'cpu' or another of torch's, got 'nope'"),
-        ({"device": None}, "expected device 'cpu' or another of torch's, got None"),
-        ({"output_device": "nope"}, "expected output_device 'cpu' or another of torch's, got 'nope'"),
-        ({"num_rewards": True}, "expected num_rewards >= 1, got True"),
+        ({"device": "nope"}, "create a storage: expected device a torch device such as 'cpu' or 'cuda:0', got 'nope'"),
+        ({"device": None}, "expected device a torch device such as 'cpu' or 'cuda:0', got None"),
+        ({"output_device": "nope"}, "expected output_device a torch device such as 'cpu' or 'cuda:0', got 'nope'"),
+        ({"num_rewards": True}, "expected num_rewards >= 1 and a whole number, got True"),
         ({"generator": 2**64}, "a seed as a whole number of 64 bits, got 18446744073709551616"),
         ({"buffer_dilation_ratio": float("inf")}, "expected buffer_dilation_ratio >= 1, got inf"),
         ({"buffer_dilation_ratio": float("nan")}, "expected buffer_dilation_ratio >= 1, got nan"),
