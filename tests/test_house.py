@@ -53,12 +53,11 @@ ROOT_FILES = {"__init__.py", "py.typed"}
 #: Imports, of a module by a module, that cross or close a circle today, and are to go.
 NOT_YET: set[tuple[str, str]] = {
     ("storage.replay.buffer_files", "storage.replay.ring_buffer"),  # for type checkers; goes when saving is rebuilt
-    ("rollout_data.streaming.prefetch", "rollout_data.streaming.rollout_dataset"),  # the same, with streaming
 }
 #: Folder -> how many files it has today, if more than `MAX_FILES`. Is to shrink.
 TOO_MANY_FILES = {"storage/core": 19, "storage/managed": 15, "rollout_data/writing": 16}
 #: Room -> import levels of its files today, if more than `MAX_IMPORT_LEVELS`. Is to shrink.
-TOO_DEEP = {"managed": 7, "windows": 7}
+TOO_DEEP = {"managed": 7}
 #: What the floors may import when they are imported; anything else is optional and imported where it is used.
 CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
 OPTIONAL_MODULES = ("blosc2", "gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "zarr", "zstandard")

@@ -174,7 +174,8 @@ class ChunkFiles:
         Args:
             first: int64 `[R]`, number of the first row of each run, as counted by `add`.
             runs: Where they go and how many they are.
-            out: `[rows, row_bytes / 4]` int32 on the CPU.
+            out: int32 on the CPU, `[rows, row_bytes / 4]`, or windows `[num_windows, length, row_bytes / 4]` of any
+                strides; no run reaches from one into the next.
 
         Raises:
             CorruptFileError: A chunk is damaged; the text names it.
@@ -182,11 +183,11 @@ class ChunkFiles:
         if not len(first):
             return
         jobs, pieces = self._plan(first, runs)
-        target, address = out.view(torch.uint8).numpy(), out.data_ptr()
+        windows = (out if out.dim() == 3 else out[None]).view(torch.uint8).numpy()
 
         def decode(start: int, stop: int) -> None:
             for job in jobs[start:stop]:
-                self._put(job, pieces, target, address)
+                self._put(job, pieces, windows)
 
         chunk_bytes = sum(job.num_rows for job in jobs) // len(jobs) * self.row_bytes
         self._splits.run(decode, len(jobs), chunk_bytes * len(jobs), (self.place, chunk_bytes.bit_length()))
@@ -226,27 +227,31 @@ class ChunkFiles:
         )
         return list(map(_Job._make, zip(*(column.tolist() for column in columns), strict=True))), pieces
 
-    def _put(self, job: _Job, pieces: _Pieces, target: np.ndarray, address: int) -> None:
-        """Decode one chunk and copy its pieces to `target`, which lies at `address`."""
-        first, key = job.first_piece, (self.place, job.file, job.start)
+    def _put(self, job: _Job, pieces: _Pieces, windows: np.ndarray) -> None:
+        """Decode one chunk and copy its pieces to their windows."""
+        key = (self.place, job.file, job.start)
         rows = self.cache.get(key) if self.cache.max_bytes else None
-        if rows is None and job.last_piece - first == 1 and pieces.size[first] == job.num_rows:
-            place = pieces.target[first]
-            self._decode(job, target[place : place + job.num_rows], address + place * self.row_bytes)
+        targets = []
+        for piece in range(job.first_piece, job.last_piece):
+            window, begin = divmod(pieces.target[piece], windows.shape[1])
+            targets.append((windows[window, begin : begin + pieces.size[piece]], pieces.low[piece]))
+        spot = targets[0][0]
+        if rows is None and len(targets) == 1 and len(spot) == job.num_rows and spot.flags.c_contiguous:
+            self._decode(job, spot)
             return
         if rows is None:
             is_kept = job.num_rows * self.row_bytes <= self.cache.max_bytes
             shape = job.num_rows, self.row_bytes
             rows = np.empty(shape, np.uint8) if is_kept else _scratch.take(*shape)
-            self._decode(job, rows, rows.__array_interface__["data"][0])
+            self._decode(job, rows)
             if is_kept:
                 self.cache.put(key, rows)
-        for piece in range(first, job.last_piece):
-            low, count, place = pieces.low[piece], pieces.size[piece], pieces.target[piece]
-            target[place : place + count] = rows[low : low + count]
+        for spot, low in targets:
+            spot[:] = rows[low : low + len(spot)]
 
-    def _decode(self, job: _Job, rows: np.ndarray, address: int) -> None:
-        """Check a chunk and decode it to `rows`, contiguous, which lie at `address`."""
+    def _decode(self, job: _Job, rows: np.ndarray) -> None:
+        """Check a chunk and decode it to `rows`, which are contiguous."""
+        address = rows.__array_interface__["data"][0]
         source, table, is_direct = self._files[job.file]
         chunk = source.bytes[job.start : job.stop]  # never longer than the file
         try:

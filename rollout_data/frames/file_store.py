@@ -16,7 +16,7 @@ from storage.errors import DataFileError
 
 from ..format.schema import RowLayout
 from ..index.index import Block, Runs, TrajectoryIndex
-from .store import FrameStore, Place
+from .store import FrameStore, Place, as_windows
 
 #: Gives all rows of a block: `[num_rows, row_bytes]` uint8.
 ReadRows = Callable[[Block, Place], np.ndarray]
@@ -47,9 +47,10 @@ class FileFrames(FrameStore):
         self._cached_bytes = 0
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        target = out.view(torch.uint8).numpy()
+        windows = as_windows(out, 0).view(torch.uint8).numpy()
         for to, block, row, count in zip(*(column.tolist() for column in runs), strict=True):
-            target[to : to + count] = self._rows(block, place)[row : row + count]
+            window, begin = divmod(to, windows.shape[1])
+            windows[window, begin : begin + count] = self._rows(block, place)[row : row + count]
 
     def _rows(self, block: int, place: Place) -> np.ndarray:
         key = (block, place)

@@ -49,31 +49,43 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
 
     Args:
         words: `[R, W]` int32, the rows; on any device.
-        runs: Covers `num_windows * length` output rows, each once, in ascending order.
+        runs: Covers all rows of `out`, each once, in ascending order; none reaches from one window into the next.
         first: int64, first row of each run in `words`.
         length: Rows of a window.
-        out: `[num_windows * length, W]` int32, contiguous, on the device of `words`.
+        out: int32 on the device of `words`, `[num_windows, length, W]` of any strides, or contiguous
+            `[num_windows * length, W]`.
     """
-    width, device = words.shape[1], words.device
-    size = _piece_size(runs.target, length, len(out), 4 * width) if len(words) >= length else 1
-    shift = first - runs.target  # what makes the row of a position in `out`
-    broken = _NO_PIECES
-    if size == length and len(first) == len(out) // length:
-        starts = torch.from_numpy(first)
-    else:
-        num_started = np.diff(-(-runs.target // size), append=len(out) // size)
-        starts = torch.from_numpy(np.repeat(shift, num_started) + np.arange(0, len(out), size))
+    windows, width = as_windows(out, length), words.shape[1]
+    size, starts, broken = length, first, _NO_PIECES
+    if len(first) != len(windows):  # otherwise each window is one run
+        num_rows = len(windows) * length
+        size = _piece_size(runs.target, length, num_rows, 4 * width) if len(words) >= length else 1
+        num_started = np.diff(-(-runs.target // size), append=num_rows // size)
+        shift = first - runs.target  # what makes the row of a position in `out`
+        starts = np.repeat(shift, num_started) + np.arange(0, num_rows, size)
         crossed = runs.target[runs.target % size != 0] // size
         broken = crossed[np.diff(crossed, prepend=-1) != 0]
-        starts[torch.from_numpy(broken)] = 0
-    pieces = words.as_strided((len(words) - size + 1, size * width), (width, 1))
-    torch.index_select(pieces, 0, starts.to(device), out=out.view(-1, size * width))
+        starts[broken] = 0
+    rows = torch.from_numpy(starts).to(words.device)
+    if windows.is_contiguous():  # a piece is one copy
+        pieces = words.as_strided((len(words) - size + 1, size * width), (width, 1))
+        torch.index_select(pieces, 0, rows, out=windows.view(-1, size * width))
+    else:
+        pieces = words.as_strided((len(words) - size + 1, size, width), (width, width, 1))
+        for part, some in enumerate(rows.view(len(windows), -1).unbind(1)):
+            torch.index_select(pieces, 0, some, out=windows[:, part * size : (part + 1) * size])
     if len(broken):
         place = (size * broken[:, None] + np.arange(size)).reshape(-1)
         numbers = torch.from_numpy(place + shift[runs.target.searchsorted(place, side="right") - 1])
-        rows = _scratch_rows(len(place), width, words.dtype) if device.type == "cpu" else None
-        rows = torch.index_select(words, 0, numbers.to(device), out=rows)
-        _put_rows(rows.view(-1, size * width), torch.from_numpy(broken), out.view(-1, size * width))
+        scratch = _scratch_rows(len(place), width, words.dtype) if words.device.type == "cpu" else None
+        _put_rows(torch.index_select(words, 0, numbers.to(words.device), out=scratch), place, windows)
+
+
+def as_windows(out: torch.Tensor, length: int) -> torch.Tensor:
+    """View memory for rows as windows, `[num_windows, length, W]`; with length 0 as a single one."""
+    if out.dim() == 3:
+        return out
+    return out.view(-1, length, out.shape[1]) if length else out[None]
 
 
 def _scratch_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -81,12 +93,14 @@ def _scratch_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor
     return _scratch.empty((1 << (num_rows - 1).bit_length(), width), dtype)[:num_rows]
 
 
-def _put_rows(rows: torch.Tensor, target: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy `rows` to the rows `target` of `out`; on the CPU through numpy, which takes a quarter of the time."""
-    if out.device.type == "cpu":
-        out.numpy()[target.numpy()] = rows.cpu().numpy()
+def _put_rows(rows: torch.Tensor, place: Int64s, windows: torch.Tensor) -> None:
+    """Copy `rows` to places in windows; on the CPU through numpy, which takes a quarter of the time."""
+    window, row = np.divmod(place, windows.shape[1])
+    if windows.device.type == "cpu":
+        windows.numpy()[window, row] = rows.cpu().numpy()
     else:
-        out.index_copy_(0, target.to(out.device), rows.to(out.device))
+        at = torch.from_numpy(window).to(windows.device), torch.from_numpy(row).to(windows.device)
+        windows[at] = rows.to(windows.device)
 
 
 def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:
@@ -107,14 +121,15 @@ def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> i
 
 def scatter(words: torch.Tensor, runs: Runs, first: Int64s, out: torch.Tensor) -> None:
     """Copy rows into some rows of `out`; like `gather`, but the runs need not cover it."""
-    rows = torch.index_select(words, 0, _numbers(first, runs.num_rows).to(words.device))
-    _put_rows(rows, _numbers(runs.target, runs.num_rows), out)
+    if runs.target.size:
+        rows = torch.index_select(words, 0, torch.from_numpy(_numbers(first, runs.num_rows)).to(words.device))
+        _put_rows(rows, _numbers(runs.target, runs.num_rows), as_windows(out, 0))
 
 
-def _numbers(first: Int64s, count: Int64s) -> torch.Tensor:
+def _numbers(first: Int64s, count: Int64s) -> Int64s:
     """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
     shift = first - (np.cumsum(count) - count)
-    return torch.from_numpy(np.repeat(shift, count) + np.arange(int(count.sum())))
+    return np.repeat(shift, count) + np.arange(int(count.sum()))
 
 
 class FrameStore:
@@ -136,7 +151,7 @@ class FrameStore:
         return self.index.locate(trajectory, frame, count, target)
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        """Copy runs of rows into `out`, `[rows, row_bytes / 4]` int32 on `device`.
+        """Copy runs of rows into `out`, int32 on `device`: `[rows, row_bytes / 4]`, or windows (see `gather`).
 
         `length` > 0: the runs cover `out`, made of windows of this many rows; 0: only a part of it.
         """

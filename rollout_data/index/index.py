@@ -327,8 +327,8 @@ class TrajectoryIndex:
         start = self.first_frame[trajectory] + frame
         stop = start + count
         fragment = self.fragment_frame.searchsorted(start, side="right") - 1
-        num_runs = self.fragment_frame.searchsorted(stop - 1, side="right") - fragment
-        if len(num_runs) and int(num_runs.max()) > 1:
+        if (stop > self.fragment_frame[fragment + 1]).any():
+            num_runs = self.fragment_frame.searchsorted(stop - 1, side="right") - fragment
             piece = np.repeat(np.arange(len(start)), num_runs)
             step = np.arange(len(piece)) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)
             fragment, start, stop, target = fragment[piece] + step, start[piece], stop[piece], target[piece]

@@ -1,14 +1,13 @@
-"""Batches: carry out a plan, that is gather rows and view them as a `Transition`.
+"""Batches: carry out a plan, that is gather rows and give them as a `Transition`.
 
-One rule: one gather per kind of row moves the bytes; everything after it is views, except coded
-components (decoded into new memory) and true final observations (next observations then get
-memory of their own, since the following row belongs to another trajectory).
+One rule: one gather per kind of row moves the bytes, and lays them out time first; everything after it is views,
+except coded components (decoded into new memory) and next observations with a true final one among them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,19 +15,19 @@ import torch
 
 from storage.core.buffer_pool import BufferPool
 from storage.core.tree import map_leaves, unflatten
+from storage.errors import SchemaError
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
-from ..format.schema import RowLayout, joined
+from ..format.schema import RowLayout
+from ..frames.cut import Grid, Rows, leaves_of, put
 from ..frames.store import FrameStore
-from ..index.index import Runs
 from ..transition import Transition
-from .cursor import Bools, Int64s, Plan
+from .cursor import Bools, Deal, Int64s, Part, Pieces, Plan, StreamState, plan_steps
 
+OBSERVATION, PRIVILEGED = "observation", "privileged_observation"
 #: Fields that have a place of their own in a `Transition`; all others are extras.
-OBSERVATION, PRIVILEGED, ACTION, REWARD = "observation", "privileged_observation", "action", "reward"
-
-
-_NOTHING = torch.empty(0, device="cpu")
+_NAMED = (OBSERVATION, PRIVILEGED, "action", "reward")
+_FLAGS = ("done", "timeout", "is_first", "valid", "is_last")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class BatchOptions:
         device: Where they are delivered.
         flatten_observations: Join components along the last axis, rather than a dict of them.
         mark_first_frame: Mark the first frame delivered of a trajectory as done.
-        contiguous: Copy every field into contiguous memory of its own, rather than views.
+        contiguous: Give every field contiguous memory of its own, rather than views.
     """
 
     device: torch.device
@@ -48,219 +47,205 @@ class BatchOptions:
     contiguous: bool = False
 
 
-@dataclass(eq=False)
 class BatchReader:
-    """Turns plans into batches; holds nothing but reusable memory."""
+    """Turns plans into batches; holds reusable memory, and what follows from the layout of the rows."""
 
-    options: BatchOptions
-    pool: BufferPool = field(default_factory=BufferPool)
+    def __init__(self, options: BatchOptions) -> None:
+        self.options, self._pool = options, BufferPool()
+        self._layouts: Mapping[str, RowLayout] | None = None
 
-    def read(self, plan: Plan, envs: Int64s, stream_id: int = 0, without_time: bool = False) -> Transition:
-        """Gather what a plan says for `envs` (ascending): a `Transition` of `[T, len(envs), ...]`.
+    def _know(self, layouts: Mapping[str, RowLayout]) -> None:
+        """Decide where each leaf of a batch lies in rows of these layouts."""
+        if layouts is not self._layouts:
+            cuts = [
+                leaves_of(layouts[table], (OBSERVATION, PRIVILEGED), self.options.flatten_observations)
+                for table in (DATA, FINAL)
+            ]
+            self._layouts, self._cuts, self._final_cuts = layouts, *cuts
 
-        With `without_time` it gives the first step alone, `[len(envs), ...]`.
-        """
+    def read(self, plan: Plan, stream_id: int = 0, without_time: bool = False) -> Transition:
+        """Gather what a plan says: a `Transition` of `[T, N, ...]`; `without_time` of its one step, `[N, ...]`."""
         assert plan.parts, "a plan covers its envs"
+        self._know(plan.parts[0].deal.source.layouts)
+        flags = _flags(plan, self.options.mark_first_frame)
+        rows, steps = self._gather(plan, flags[_FLAGS.index("valid")]), _steps(plan)
+        grid = Grid((len(plan.num_valid),), steps[1:]) if without_time else Grid(flags.shape[1:], steps)
+        following = grid._replace(first=steps[0])
+        own = {name: cut(rows, grid) for name, cut in self._cuts.items()}
+        nexts = {name: self._cuts[name](rows, following) for name in self._final_cuts}
+        has_own: set[str] = set()
+        for part in plan.parts:
+            self._put_finals(part, nexts, has_own, without_time)
+        tensors = torch.from_numpy(flags[:, 0] if without_time else flags).to(self.options.device).unbind()
+        batch = _transition(own, nexts, tensors, stream_id)
+        return map_batch(self._owned, batch) if self.options.contiguous else batch
+
+    def _gather(self, plan: Plan, valid: Bools) -> Rows:
+        """Gather the rows of a plan on the target device; those of lost trajectories are zeros, and not `valid`."""
         store: FrameStore = plan.parts[0].deal.source
-        gathered = _Gathered(self, plan, envs, store)
-        layout, steps = store.layouts[DATA], plan.num_steps
-        flags = _flags(plan, envs, self.options.mark_first_frame)
-        for lost in gathered.lost:
-            for env, time, count in zip(_places(envs, lost.env, plan), lost.time, lost.num_frames, strict=True):
-                flags["valid"][time : time + count, env] = False
-        rows, following = gathered.rows, gathered.following()
-        if without_time:
-            rows = {name: part[:, 0] for name, part in rows.items()}
-            following = {name: part[:, 0] for name, part in following.items()}
-            flags = {name: flag[0] for name, flag in flags.items()}
-        else:
-            rows = {name: part[:, :steps].transpose(0, 1) for name, part in rows.items()}
-            following = {name: part.transpose(0, 1) for name, part in following.items()}
-        batch = view_rows(layout, rows, following, self.options.flatten_observations)
-        tensors: dict[str, Any] = {name: torch.from_numpy(flag).to(self.options.device) for name, flag in flags.items()}
-        batch = batch._replace(**tensors, stream_id=stream_id)
-        return map_batch(lambda tensor: tensor.contiguous(), batch) if self.options.contiguous else batch
-
-
-class _Gathered:
-    """The rows of one plan: column -> `[N, T + 1, row_bytes]` uint8 on the target device."""
-
-    def __init__(self, reader: BatchReader, plan: Plan, envs: Int64s, store: FrameStore) -> None:
-        self.plan, self.envs, self.store, self.reader = plan, envs, store, reader
-        self.length = plan.num_steps + 1
-        self.device = reader.options.device
-        is_lost = [part.deal.source.is_lost[part.pieces.trajectory] for part in plan.parts]
-        #: Pieces of trajectories that cannot be read.
-        self.lost = [_taken(part.pieces, lost) for part, lost in zip(plan.parts, is_lost, strict=True) if lost.any()]
-        located = [self._locate(part.deal.source, part.pieces) for part in plan.parts]
-        self.rows = {}
+        num_envs, length = len(plan.num_valid), plan.num_steps + 1
+        located, num_lost = [], 0
+        for source, pieces in ((part.deal.source, part.pieces) for part in plan.parts):
+            lost = source.is_lost[pieces.trajectory]
+            if lost.any():
+                for env, time, _, _, count in zip(*(column[lost] for column in pieces), strict=True):
+                    valid[time : time + count, env] = False
+                num_lost += 1
+                pieces = Pieces(*(column[~lost] for column in pieces))
+            target = pieces.env * length + pieces.time
+            located.append((source, source.locate(pieces.trajectory, pieces.frame, pieces.num_frames, target)))
+        covers = len(located) == 1 and not num_lost
+        gathered = {}
         for name, column in store.layouts[DATA].columns.items():
-            out = self._allocate(len(envs) * self.length, column.row_bytes, store.device)
-            is_whole = len(located) == 1 and not self.lost
-            if self.lost:
-                out.zero_()
-            for part, runs in zip(plan.parts, located, strict=True):
+            memory = self._allocate(num_envs * length, column.row_bytes // 4, store.device)
+            by_time = memory.view(length, num_envs, -1).transpose(0, 1)
+            windows = memory.view(num_envs, length, -1) if plan.num_steps == 1 else by_time
+            if num_lost:
+                memory.zero_()
+            for source, runs in located:
                 if len(runs.target):
-                    part.deal.source.copy((DATA, name), runs, self.length if is_whole else 0, out)
-            out = out.to(self.device, non_blocking=True)
-            self.rows[name] = out.view(torch.uint8).view(len(envs), self.length, column.row_bytes)
+                    source.copy((DATA, name), runs, length if covers else 0, windows)
+            gathered[name] = memory.to(self.options.device, non_blocking=True)
+        return Rows(gathered)
 
-    def _locate(self, store: FrameStore, pieces: Any) -> Runs:
-        if self.lost:
-            pieces = _taken(pieces, ~store.is_lost[pieces.trajectory])
-        target = _places(self.envs, pieces.env, self.plan) * self.length + pieces.time
-        order = target.argsort(kind="stable")
-        return store.locate(pieces.trajectory[order], pieces.frame[order], pieces.num_frames[order], target[order])
+    def _allocate(self, num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and self.options.device.type != "cuda":
+            return torch.from_numpy(self._pool.array((num_rows, num_words), np.dtype(np.int32)))
+        return torch.empty((num_rows, num_words), dtype=torch.int32, device=device, pin_memory=device.type == "cpu")
 
-    def _allocate(self, num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
-        shape = (num_rows, row_bytes // 4)
-        if device.type == "cpu" and self.device.type == "cuda":
-            return torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True)
-        if device.type == "cpu":
-            return self.reader.pool.empty(shape, torch.int32)
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    def following(self) -> dict[str, torch.Tensor]:
-        """The rows after each row, `[N, T, row_bytes]`, with true final observations put in."""
-        ends = [(part, self._with_final(part)) for part in self.plan.parts]
-        shifted = {name: rows[:, 1:] for name, rows in self.rows.items()}
-        if not any(len(which) for _, which in ends):
-            return shifted
-        needed = {self.store.layouts[DATA].column_of[name].name for name in self.store.layouts[FINAL].schema}
-        for name in needed:
-            own = self._own(shifted[name])
-            shifted[name] = own
-        for part, which in ends:
-            if len(which):
-                self._put_finals(part, which, shifted)
-        return shifted
-
-    def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copy `[N, T, row_bytes]` rows into memory of their own."""
-        words = rows.view(torch.int32)
-        if words.device.type == "cpu":
-            return self.reader.pool.empty(words.shape, torch.int32).copy_(words).view(torch.uint8)
-        return words.contiguous().view(torch.uint8)
-
-    def _with_final(self, part: Any) -> Int64s:
-        """Which ends of a part have a final observation that can be read."""
-        store, trajectory = part.deal.source, part.ends.trajectory
-        return ((store.index.final_row[trajectory] >= 0) & ~store.is_lost[trajectory]).nonzero()[0]
-
-    def _put_finals(self, part: Any, which: Int64s, rows: dict[str, torch.Tensor]) -> None:
+    def _put_finals(self, part: Part, nexts: dict[str, Any], has_own: set[str], without_time: bool) -> None:
+        """Put the true final observations of a part into next observations, which get memory of their own."""
         store: FrameStore = part.deal.source
-        env = torch.from_numpy(_places(self.envs, part.ends.env[which], self.plan)).to(self.device)
-        time = torch.from_numpy(part.ends.time[which]).to(self.device)
-        layout, final = store.layouts[DATA], store.layouts[FINAL]
+        index, ends = store.index, part.ends
+        if not len(ends.trajectory):
+            return
+        which = ((index.final_row[ends.trajectory] >= 0) & ~store.is_lost[ends.trajectory]).nonzero()[0]
+        if not len(which):
+            return
+        trajectory, device = ends.trajectory[which], self.options.device
+        rows = Rows({name: store.finals(name, trajectory).to(device) for name in store.layouts[FINAL].columns})
         # Without a recorded privileged part, the next privileged observation is that of the stream.
-        flags = store.index.flags[part.ends.trajectory[which]]
-        is_whole = torch.from_numpy((flags & FINAL_OBSERVATION_ONLY) == 0).to(self.device)
-        for name, column in final.columns.items():
-            found = store.finals(name, part.ends.trajectory[which]).to(self.device)
-            for each in column.offsets:
-                target = _writable(layout.stored_view(each, rows[layout.column_of[each].name]))
-                values = _writable(final.stored_view(each, found))
-                if each.split("/")[0] == PRIVILEGED:
-                    target[env[is_whole], time[is_whole]] = values[is_whole]
-                else:
-                    target[env, time] = values
+        is_whole = torch.from_numpy((index.flags[trajectory] & FINAL_OBSERVATION_ONLY) == 0).to(device)
+        at = [torch.from_numpy(places[which]).to(device) for places in (ends.time, ends.env)][without_time:]
+        for name, cut in self._final_cuts.items():
+            if name not in has_own:
+                nexts[name] = self._copied(nexts[name])
+                has_own.add(name)
+            chosen = is_whole if name.split("/")[0] == PRIVILEGED else is_whole | True
+            values = cut(rows, Grid((len(which),), (1,)))
+            put(nexts[name], tuple(places[chosen] for places in at), values[chosen])
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy to contiguous memory."""
+        if tensor.device.type != "cpu":
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return self._pool.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give contiguous memory that nothing else is in."""
+        is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        return tensor if is_own else self._copied(tensor)
+
+    def empty(self, store: FrameStore, num_steps: int | None, num_envs: int) -> Transition:
+        """A batch of zeros, `[T, num_envs, ...]`, or `[num_envs, ...]` for None; every field has memory of its own."""
+        self._know(store.layouts)
+        sizes = (num_envs,) if num_steps is None else (num_steps, num_envs)
+        rows = Rows({
+            name: torch.zeros((1, column.row_bytes // 4), dtype=torch.int32, device=self.options.device)
+            for name, column in store.layouts[DATA].columns.items()
+        })  # fmt: skip
+        own = {name: cut(rows, Grid(sizes, (0,) * len(sizes))) for name, cut in self._cuts.items()}
+        flags = torch.zeros((len(_FLAGS), *sizes), dtype=torch.bool, device=self.options.device)
+        return map_batch(self._copied, _transition(own, {name: own[name] for name in self._final_cuts}, flags))
+
+    def frames_at(self, deal: Deal, trajectory: Int64s, position: np.ndarray, linear: bool) -> Transition:
+        """Read single frames of trajectories, `[K, ...]`.
+
+        Args:
+            deal: What the trajectory numbers refer to.
+            trajectory: int64 `[K]`.
+            position: float64 `[K]`, in frames, within the trajectory.
+            linear: Interpolate floating-point fields between the two frames around the position, instead of taking
+                the nearer one.
+        """
+        nearest = self._single(deal, trajectory, np.floor(position + 0.5))
+        if not linear:
+            return nearest
+        lower = np.floor(position)
+        below, above = (self._single(deal, trajectory, frame) for frame in (lower, lower + 1))
+        weight = torch.from_numpy(position - lower).to(self.options.device)
+        return Transition(*(_mix(*values, weight) for values in zip(below, above, nearest, strict=True)))
+
+    def _single(self, deal: Deal, trajectory: Int64s, frame: np.ndarray) -> Transition:
+        at = np.minimum(frame.astype(np.int64), deal.lengths[trajectory] - 1)
+        none = np.zeros(0, np.int64)
+        state = StreamState(trajectory, at, at == 0, np.zeros(len(at), bool))
+        only = Deal(deal.lengths, none, none, deal.number, deal.source)  # nothing comes after these
+        return self.read(plan_steps(state, only, 1, lambda *_: None)[0], without_time=True)
 
 
-def _taken(rows: Any, chosen: Bools) -> Any:
-    return type(rows)(*(column[chosen] for column in rows))
+def _steps(plan: Plan) -> tuple[int, int]:
+    """How many gathered rows the next step, and the next env, are away: time first; one step lies beside the next."""
+    return (len(plan.num_valid), 1) if plan.num_steps > 1 else (1, 2)
 
 
-def _places(envs: Int64s, chosen: Int64s, plan: Plan) -> Int64s:
-    """Where some of `envs` (ascending) stand among them."""
-    return chosen if len(envs) == len(plan.num_valid) else envs.searchsorted(chosen)
+def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
+    """The flags of a plan, bool `[len(_FLAGS), T, N]`."""
+    flags = np.zeros((len(_FLAGS), plan.num_steps, len(plan.num_valid)), bool)
+    done, timeout, is_first, valid, is_last = flags
+    for deal, _, (env, time, trajectory) in plan.parts:
+        if len(env):
+            is_last[time, env] = True
+            timeout[time, env] = deal.source.index.is_timeout(trajectory)
+    if len(plan.first_env):
+        is_first[plan.first_time, plan.first_env] = True
+    np.logical_or(is_last, is_first if mark_first_frame else False, out=done)
+    np.less(np.arange(plan.num_steps)[:, None], plan.num_valid, out=valid)
+    return flags
 
 
-def _flags(plan: Plan, envs: Int64s, mark_first_frame: bool) -> dict[str, Bools]:
-    """The flags of a plan by name, each bool `[T, len(envs)]`."""
-    shape = (plan.num_steps, len(envs))
-    is_last, timeout, is_first = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, bool)
-    for part in plan.parts:
-        env = _places(envs, part.ends.env, plan)
-        is_last[part.ends.time, env] = True
-        timeout[part.ends.time, env] = part.deal.source.index.is_timeout(part.ends.trajectory)
-    at = _places(envs, plan.first_env, plan)
-    mine = (at < len(envs)) & (envs[np.minimum(at, len(envs) - 1)] == plan.first_env)
-    is_first[plan.first_time[mine], at[mine]] = True
-    done = is_last | is_first if mark_first_frame else is_last.copy()
-    num_valid = plan.num_valid[envs]
-    valid = np.ones(shape, bool)
-    if len(num_valid) and int(num_valid.min()) < plan.num_steps:
-        valid = np.arange(plan.num_steps)[:, None] < num_valid
-    return {"done": done, "timeout": timeout, "is_first": is_first, "valid": valid, "is_last": is_last}
-
-
-def view_rows(
-    layout: RowLayout, rows: dict[str, torch.Tensor], following: dict[str, torch.Tensor], flatten: bool
-) -> Transition:
-    """View rows and the rows after them as a `Transition` without flags.
-
-    Args:
-        layout: What the rows hold.
-        rows: Column -> `[..., row_bytes]` uint8.
-        following: Likewise, of which only observations are taken.
-        flatten: Join observation components along the last axis.
-    """
-    extras = {name: _field(layout, name, rows) for name in _extra_names(layout)}
-    nothing = _NOTHING
-    return Transition(
-        observation=_group(layout, OBSERVATION, rows, flatten),
-        privileged_observation=_group(layout, PRIVILEGED, rows, flatten),
-        action=_group(layout, ACTION, rows, flatten=False),
-        reward=_group(layout, REWARD, rows, flatten=False),
-        done=nothing,
-        timeout=nothing,
-        next_observation=_group(layout, OBSERVATION, following, flatten),
-        next_privileged_observation=_group(layout, PRIVILEGED, following, flatten),
-        is_first=nothing,
-        valid=nothing,
-        extras=unflatten(extras) if extras else None,
-    )
-
-
-#: What torch can write single rows of, of those that it cannot; the same bytes.
-_WRITABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_WRITABLE[tensor.dtype]) if tensor.dtype in _WRITABLE else tensor
-
-
-@lru_cache(maxsize=128)
-def _names_below(layout: RowLayout, group: str) -> list[str]:
-    return list(layout.schema.below(group))
-
-
-@lru_cache(maxsize=64)
-def _extra_names(layout: RowLayout) -> tuple[str, ...]:
-    """The fields that have no place of their own in a `Transition`."""
-    groups = (OBSERVATION, PRIVILEGED, ACTION, REWARD)
-    taken = {name for group in groups for name in layout.schema.below(group)}
-    return tuple(name for name in layout.schema if name not in taken)
-
-
-def _field(layout: RowLayout, name: str, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    return layout.decoded(name, rows[layout.column_of[name].name])
-
-
-def _group(layout: RowLayout, group: str, rows: dict[str, torch.Tensor], flatten: bool) -> Any:
-    names = _names_below(layout, group)
-    if not names:
-        return None
-    if names == [group]:
-        return _field(layout, group, rows)
-    if not flatten:
-        return unflatten({name[len(group) + 1 :]: _field(layout, name, rows) for name in names})
-    first = rows[layout.column_of[names[0]].name]
-    view = layout.joined_view(names, first)
-    return joined([_field(layout, name, rows) for name in names], first.dim() - 1) if view is None else view
+def _transition(own: Mapping[str, Any], nexts: Mapping[str, Any], flags: Iterable[Any], stream_id: int = 0) -> Any:
+    """Put leaves in their places: a `Transition`."""
+    tree, following = unflatten(own), unflatten(nexts)
+    named: dict[str, Any] = {name: tree.pop(name, None) for name in _NAMED}
+    named |= {f"next_{name}": following.get(name) for name in (OBSERVATION, PRIVILEGED)}
+    named |= zip(_FLAGS, flags, strict=True)
+    return Transition(**named, stream_id=stream_id, extras=tree or None)
 
 
 def map_batch(function: Any, batch: Transition) -> Transition:
     """Apply `function` to every tensor of a batch."""
     values: Any = (value if value is None or isinstance(value, int) else map_leaves(function, value) for value in batch)
     return Transition(*values)
+
+
+def write_into(buffer: Transition, batch: Transition, rows: torch.Tensor | None) -> None:
+    """Copy every tensor of `batch` into `buffer`: into its first-axis `rows`, or all of it for None."""
+    for name, target, source in zip(Transition._fields, buffer, batch, strict=True):
+        if isinstance(source, (torch.Tensor, Mapping)):
+            _write(name, target, source, rows)
+
+
+def _write(name: str, target: Any, source: Any, rows: torch.Tensor | None) -> None:
+    if isinstance(source, Mapping):
+        for key, value in source.items():
+            _write(f"{name}/{key}", target[key], value, rows)
+        return
+    if target is None:
+        return
+    shape = target.shape if rows is None else (len(rows), *target.shape[1:])
+    if tuple(shape) != tuple(source.shape):
+        raise SchemaError("fill the buffer", f"field {name!r}", str(tuple(source.shape)), str(tuple(shape)))
+    if rows is None:
+        target.copy_(source)
+    else:
+        target[rows.to(target.device)] = source.to(target.device, target.dtype)
+
+
+def _mix(below: Any, above: Any, nearest: Any, weight: torch.Tensor) -> Any:
+    if isinstance(below, Mapping):
+        return {key: _mix(value, above[key], nearest[key], weight) for key, value in below.items()}
+    if not isinstance(below, torch.Tensor) or not below.dtype.is_floating_point:
+        return nearest
+    share = weight.to(below.dtype).view(-1, *[1] * (below.dim() - 1))
+    return torch.lerp(below, above, share.expand_as(below))

@@ -91,8 +91,8 @@ class Plan:
     """What T steps read and mark; times are `0..T`, where time T is only looked at.
 
     Attributes:
-        parts: One for each deal that was used; together their pieces cover `[N, T + 1]` once.
-            An exhausted env repeats its last frame, and the end of its trajectory, to the end.
+        parts: One for each deal that was used; together their pieces, which are in the order of (env, time), cover
+            `[N, T + 1]` once. An exhausted env repeats its last frame, and the end of its trajectory, to the end.
         first_time, first_env: int64 `[F]`, where trajectories start.
         num_valid: int64 `[N]`, steps before the env was exhausted; T where it was not.
     """
@@ -116,20 +116,20 @@ def deal_next(state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass)
     return walk.state_after(), walk.deal
 
 
-def share_of(plan: Plan, envs: slice) -> Plan:
-    """Give the part of a plan that concerns some envs in a row, which it counts from 0."""
-    first, stop = envs.start, envs.stop
+def share_of(plan: Plan, envs: Int64s) -> Plan:
+    """Give the part of a plan that concerns some envs (ascending), which it counts from 0."""
+    place = np.full(len(plan.num_valid), -1)
+    place[envs] = np.arange(len(envs))
 
     def mine(rows: Any) -> Any:
-        chosen = (rows.env >= first) & (rows.env < stop)
+        chosen = place[rows.env] >= 0
         rows = type(rows)(*(column[chosen] for column in rows))
-        return rows._replace(env=rows.env - first)
+        return rows._replace(env=place[rows.env])
 
     parts = tuple(Part(part.deal, mine(part.pieces), mine(part.ends)) for part in plan.parts)
-    chosen = (plan.first_env >= first) & (plan.first_env < stop)
-    return Plan(
-        plan.num_steps, parts, plan.first_time[chosen], plan.first_env[chosen] - first, plan.num_valid[first:stop]
-    )
+    chosen = place[plan.first_env] >= 0
+    first_time, first_env = plan.first_time[chosen], place[plan.first_env[chosen]]
+    return Plan(plan.num_steps, parts, first_time, first_env, plan.num_valid[envs])
 
 
 def plan_steps(
@@ -150,9 +150,22 @@ def plan_steps(
     Returns:
         The plan, the state after it, and the pass that is current then.
     """
+    left = deal.lengths[state.trajectory] - state.frame
+    if envs is None and int(left.min()) > num_steps:
+        return *_undisturbed(state, deal, num_steps), deal
     walk = _Walk(state, deal, next_pass, num_steps, envs)
     walk.run()
     return walk.plan(), walk.state_after(), walk.deal
+
+
+def _undisturbed(state: StreamState, deal: Deal, num_steps: int) -> tuple[Plan, StreamState]:
+    """Plan steps in which no trajectory ends: a step of 64 envs takes 10 us instead of 50 (of 80 for the batch)."""
+    env = np.arange(len(state.frame))
+    none, no = np.zeros(len(env), np.int64), np.zeros(len(env), bool)
+    pieces = Pieces(env, none, state.trajectory, state.frame, none + (num_steps + 1))
+    first_env = state.is_first.nonzero()[0]
+    plan = Plan(num_steps, (Part(deal, pieces, _NO_ENDS),), none[: len(first_env)], first_env, none + num_steps)
+    return plan, StreamState(state.trajectory, state.frame + num_steps, no, state.is_exhausted, state.position)
 
 
 class _Walk:
@@ -271,6 +284,7 @@ class _Walk:
     def _close_part(self) -> None:
         if self.pieces or self.ends:
             pieces = Pieces(*_joined(self.pieces)) if self.pieces else _NONE
+            pieces = Pieces(*(column[np.lexsort((pieces.time, pieces.env))] for column in pieces))
             ends = Ends(*_joined(self.ends)) if self.ends else _NO_ENDS
             self.parts.append(Part(self.deal, pieces, ends))
         self.pieces, self.ends = [], []

@@ -1,7 +1,7 @@
-"""RolloutLoader: batches of a `RolloutDataset`, read by worker processes, with the state of what was delivered.
+"""Batches that a thread or worker processes read, with the state of what was delivered.
 
-One rule: this process plans every batch as it delivers it, so that it knows where the stream stands, and looks at the
-folders when a pass begins; its workers plan the same, and read.
+One rule: the process that takes the batches knows where the stream stands, and looks at the folders when a pass begins;
+threads and workers plan the same, and read.
 """
 
 from __future__ import annotations
@@ -10,15 +10,122 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from storage.core.arguments import whole
+from storage.core.duplicates import Unique
 from storage.errors import UsageError
+from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
-from ..index.agreement import Board, Look
-from .rollout_dataset import RolloutDataset
+from ..index.agreement import Board, Deferred, Look, Undecided
+from .resume import Position
+from .stream import RolloutStream
 
 _TOLD = "told"
+
+
+class PrefetchedBatches(Unique):
+    """Iterate over a dataset while a thread reads ahead; made by `RolloutDataset.prefetch`.
+
+    Iteration continues where the dataset stands; where its epoch is over, it begins the next one. While it goes on,
+    the dataset belongs to the thread: do not read from it; a second iteration is refused (`UsageError`). After leaving
+    the loop, or `close()`, the dataset is put back to what was delivered.
+    """
+
+    def __init__(self, dataset: RolloutStream, num_batches: int = 2, device: torch.device | str | None = None) -> None:
+        self.dataset = dataset
+        self._delivered: Position | None = None
+        self._items: PrefetchedItems[Any] | None = None
+        target = torch.device(device) if device is not None else dataset.device
+        self._reader = _Reader(dataset)
+        self._collector: PipelinedDataCollector[Any] = PipelinedDataCollector(self._reader, target, num_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.dataset.lent_to is not None:
+            self.dataset.lent_to.check()
+            advice = "Leave that loop or close() it, or make another dataset"
+            raise UsageError("prefetch", "from a dataset", "no other thread that reads ahead of it", "one", advice)
+        if self.dataset.is_over():
+            self.dataset.reset()
+        self._delivered = self.dataset.position
+        self._reader.begin()
+        items = self._items = self.dataset.lent_to = iter(self._collector)
+        try:
+            for batch, position in items:
+                if isinstance(batch, Undecided):
+                    self._reader.decide(batch)
+                if position is None:
+                    continue
+                self._delivered = position.value
+                yield batch
+        finally:
+            self._end(items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands after the last delivered batch; see `RolloutDataset.state_dict`."""
+        if self._delivered is None:
+            return self.dataset.state_dict()
+        return self.dataset.state_at(self._delivered)
+
+    def close(self) -> None:
+        """Stop reading ahead. Idempotent."""
+        if self._items is not None:
+            self._end(self._items)
+        self._collector.close()
+
+    def _end(self, items: PrefetchedItems[Any]) -> None:
+        """End an iteration, unless it has ended and the dataset belongs to another one."""
+        items.close()
+        if self.dataset.lent_to is not items:
+            return
+        assert self._delivered is not None
+        self.dataset.agree = self._reader.deferred.agree
+        self.dataset.go_to(self._delivered)
+        self.dataset.lent_to = None
+
+
+class _Boxed:
+    """Keeps a position from being looked into as if it were part of the batch."""
+
+    def __init__(self, value: Position) -> None:
+        self.value = value
+
+
+class _Reader:
+    """The dataset as (batch, position after it); at the begin of a pass a question, then Nones.
+
+    Only the thread that takes the batches looks at the folders: when all batches before were delivered, so that the
+    stream does not depend on how far it was read ahead; and ranks agree there by a collective call.
+    """
+
+    def __init__(self, dataset: RolloutStream) -> None:
+        self.dataset = dataset
+
+    def begin(self) -> None:
+        """Be ready for an iteration."""
+        self._has_asked = False
+        self.deferred = self.dataset.agree = Deferred(self.dataset.agree)
+
+    def decide(self, wanted: Undecided) -> None:
+        """Answer the thread."""
+        self.deferred.decide(wanted)
+        self._has_asked = False
+
+    def __iter__(self) -> Iterator[tuple[Any, _Boxed | None]]:
+        while True:
+            try:
+                batch = self.dataset.get_batch(self.dataset.num_transitions_per_env)
+            except StopIteration:
+                return
+            except Undecided as wanted:
+                self._has_asked = True
+                yield wanted, None
+                while self._has_asked:
+                    yield None, None
+                continue
+            yield batch, _Boxed(self.dataset.position)
+            del batch
 
 
 class RolloutLoader:
@@ -29,12 +136,12 @@ class RolloutLoader:
     With workers, going on with an iteration after a newer one was begun raises `UsageError`.
 
     Args:
-        dataset: What to read.
+        dataset: A `RolloutDataset`.
         num_workers: Worker processes; 0 reads in this one.
         **options: Of `torch.utils.data.DataLoader`: `prefetch_factor`, `multiprocessing_context`, `pin_memory` ...
     """
 
-    def __init__(self, dataset: RolloutDataset, num_workers: int = 0, **options: Any) -> None:
+    def __init__(self, dataset: RolloutStream, num_workers: int = 0, **options: Any) -> None:
         self.dataset, self.num_workers = dataset, whole("open the dataset", "num_workers", num_workers, 0)
         self._options = options
 

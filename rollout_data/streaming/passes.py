@@ -1,28 +1,38 @@
-"""Passes over a dataset: which trajectories, in which order, starting where.
+"""Passes over a dataset: which trajectories, in which order, starting where; and what becomes of lost ones.
 
 One rule: where a trajectory stands in a pass, and where it starts, is a function of (seed, pass) and of itself.
-Trajectories that come or go move no other, so that resuming needs no more than the one that was dealt last.
+Trajectories that come, go or cannot be read move no other, so that resuming needs only the one that was dealt last.
+Folders are looked at between passes alone, by one process for all (`index/agreement.py`).
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from storage.errors import UsageError, WaitTimeoutError
+from storage.errors import DataFileError, UsageError, WaitTimeoutError
 
-from ..index.index import Int64s, TrajectoryIndex, random_keys
+from ..frames.source_base import BlocksInUse, Source
+from ..frames.sources import blocks_of
+from ..frames.store import CachedFrames, FrameStore
+from ..index.agreement import Agree
+from ..index.index import Int64s, LostBlockError, TrajectoryIndex, random_keys
+from .cursor import Deal
 
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
 _MOST_FRAMES = 1 << 62
+#: Passes of different epochs must never share a number.
+_PASSES_AN_EPOCH = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -60,16 +70,11 @@ def frame_range(given: Any) -> tuple[int, int]:
     """Check a `starting_frame_range`."""
     try:
         start, stop = (operator.index(bound) for bound in given)
-        is_right = 0 <= start < stop <= _MOST_FRAMES
     except (TypeError, ValueError):
-        is_right = False
-    if not is_right:
-        raise UsageError(
-            "open the dataset",
-            "",
-            "starting_frame_range (start, stop), whole numbers with 0 <= start < stop",
-            repr(given),
-        )
+        start = stop = 0
+    if not 0 <= start < stop <= _MOST_FRAMES:
+        expected = "starting_frame_range (start, stop), whole numbers with 0 <= start < stop"
+        raise UsageError("open the dataset", "", expected, repr(given))
     return start, stop
 
 
@@ -145,3 +150,136 @@ def wait_for_trajectories(count_now: Callable[[], int], wanted: int, options: Pa
             time.sleep(min(options.poll_interval_s, left))
             found = count_now()
             bar.update(min(found, wanted) - bar.n)
+
+
+@dataclass(eq=False)
+class Dealer:
+    """Orders the passes of one epoch.
+
+    Attributes:
+        source: The folders.
+        options: Which trajectories, and in which order.
+        epoch: Changes permutations and starts.
+        keeps_on: Device to whose memory the frames are copied first; None leaves them in the files.
+        skips: Leave out trajectories that are damaged, rather than raise.
+        agree: How this process learns what is in the folders.
+    """
+
+    source: Source
+    options: PassOptions
+    epoch: int
+    keeps_on: torch.device | None
+    skips: bool
+    agree: Agree
+    _told: Any = None
+
+    def first(self) -> Deal:
+        """Give the first pass."""
+        return self._begin(0, None, np.zeros(0, np.int64))[0]
+
+    def following(self, deal: Deal, in_use: Int64s) -> tuple[Deal, Int64s] | None:
+        """Give the pass after `deal` and the numbers of the trajectories `in_use` in it; None if there is none.
+
+        Raises:
+            UsageError: No trajectory is left.
+        """
+        if not self.options.has_pass(deal.number + 1):
+            return None
+        begun = self._begin(deal.number + 1, deal, in_use)
+        if not len(begun[0].order):
+            raise UsageError("begin the next pass", f"over {self._where}", "at least one trajectory", "none left")
+        return begun
+
+    @property
+    def _where(self) -> str:
+        return repr(", ".join(map(str, self.source.paths)))
+
+    def number_of(self, pass_number: int) -> int:
+        """Number a pass among those of all epochs."""
+        return pass_number + self.epoch * _PASSES_AN_EPOCH
+
+    def resumed(self, number: int, upto: Mapping[str, int]) -> FrameStore:
+        """Give what a pass that was begun elsewhere may use, as far as it is still there."""
+        self.source.adopt(self.agree(number, partial(self._look, 0, tuple)))
+        return self.source.snapshot(upto=upto)
+
+    def dealt(
+        self,
+        number: int,
+        store: FrameStore,
+        in_use: Int64s,
+        before: Deal | None = None,
+        bounds: tuple[Name, Name] | None = None,
+    ) -> Deal:
+        """Order pass `number` over the trajectories of a snapshot; `bounds`: see `choose`."""
+        pool = choose(store.index, self.options, bounds)
+        order, starts = pass_order(store.index, pool, self.options, self.number_of(number))
+        if self.keeps_on is not None:
+            store = self._cached(store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
+        return Deal(store.index.lengths, order, starts, number, store)
+
+    def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
+        """Look for new trajectories and order a pass; blocks that are in use stay readable."""
+        index = before.source.index if before is not None else None
+        blocks_in_use = partial(blocks_of, index, in_use) if index is not None else tuple
+        self.source.adopt(self.agree(number, partial(self._look, self.options.keep_latest_n_trajs, blocks_in_use)))
+        store = self.source.snapshot()
+        if index is not None and index is not store.index:
+            in_use = _found_again(index, store.index, in_use)
+        return self.dealt(number, store, in_use, before), in_use
+
+    def _look(self, wanted: int, in_use: BlocksInUse) -> Any:
+        """Look at the folders, until they hold `wanted` trajectories; say what is there, None if that was said."""
+
+        def count() -> int:
+            self.source.refresh(in_use)
+            return len(choose(self.source.snapshot().index, self.options)) if wanted else 0
+
+        wait_for_trajectories(count, wanted, self.options, self._where)
+        told, self._told = self._told, self.source.sight()
+        return None if self._told is told else self._told
+
+    def _cached(self, store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device) -> FrameStore:
+        last = before.source if before is not None else None
+        if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
+            return last
+        while True:
+            try:
+                return CachedFrames(store, trajectories, device)
+            except DataFileError as problem:
+                leave_out(self.source, store, trajectories, problem, self.skips)
+
+
+def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:
+    """Numbers of trajectories in another index; -1 for those that are gone, or have lost their last part."""
+    numbers = now.find(before.keys(trajectories))
+    has_shrunk = now.lengths[numbers] < before.lengths[trajectories] if len(now) else True
+    return np.where(has_shrunk, -1, numbers)
+
+
+def leave_out(source: Source, store: FrameStore, trajectories: Int64s, problem: DataFileError, skips: bool) -> None:
+    """Mark those of some trajectories that cannot be read, and report why; what is left of them is not `valid`.
+
+    Raises:
+        DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True.
+    """
+    if isinstance(problem, LostBlockError):
+        blocks = [number for number, block in enumerate(store.index.blocks) if block.path == problem.path]
+        lost = store.index.trajectories_in(blocks)
+    else:
+        lost = np.array([one for one in trajectories.tolist() if skips and not _can_read(store, one)], np.int64)
+    lost = lost[~store.is_lost[lost]]
+    if not len(lost):
+        raise problem
+    source.forget(problem, len(lost))
+    store.is_lost[lost] = True
+
+
+def _can_read(store: FrameStore, trajectory: int) -> bool:
+    if store.is_lost[trajectory]:
+        return True
+    try:
+        CachedFrames(store, np.array([trajectory]), store.device)
+    except DataFileError:
+        return False
+    return True

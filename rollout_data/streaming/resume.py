@@ -16,8 +16,7 @@ import numpy as np
 from ..frames.sources import writers_upto
 from ..index.index import TrajectoryIndex
 from .cursor import Deal, StreamState
-from .dealer import Dealer
-from .passes import Name, PassOptions, num_dealt
+from .passes import Dealer, Name, PassOptions, num_dealt
 
 #: 1 was the state of one shard.
 _VERSION = 3

@@ -19,10 +19,9 @@ from ..frames.source_base import DataDirs, absolute_paths
 from ..frames.store import FrameStore
 from ..index.sharding import ShardChoice, checked_shard
 from ..transition import Transition
-from .batches import BatchOptions, BatchReader
-from .lookup import empty_batch, frames_at, write_into
+from .batches import BatchOptions, BatchReader, write_into
+from .delivery import PrefetchedBatches
 from .passes import PassOptions, frame_range
-from .prefetch import PrefetchedBatches
 from .stream import Even, RolloutStream
 
 Cache = Literal["none", "ram", "device"]
@@ -173,12 +172,7 @@ class RolloutDataset(RolloutStream):
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Transition:
         """Allocate a batch of zeros in the form that `get_batch` gives."""
         self._ensure_started()
-        return empty_batch(
-            self._store(), self._batch_options(), self._checked_steps(num_transitions_per_env), self.num_envs
-        )
-
-    def _batch_options(self) -> BatchOptions:
-        return BatchOptions(self.device, **self._look)
+        return self.reader.empty(self._store(), self._checked_steps(num_transitions_per_env), self.num_envs)
 
     def fill_transition(self, buffer: Transition, env_ids: torch.Tensor | None = None) -> Transition:
         """Write the next step of `env_ids` into those rows of a `[num_envs, ...]` buffer; only they move on."""
@@ -230,8 +224,8 @@ class RolloutDataset(RolloutStream):
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Transition:
         assert self._deal is not None
         trajectory = self._state.trajectory[self._mine][env_ids.numpy()]
-        reader = BatchReader(self._batch_options())
-        return frames_at(reader, self._deal, trajectory, position.numpy(), self.interpolation == "linear")
+        reader = BatchReader(BatchOptions(self.device, **{**self._look, "mark_first_frame": False}))
+        return reader.frames_at(self._deal, trajectory, position.numpy(), self.interpolation == "linear")
 
 
 def _frame_rate(value: Any) -> float:

@@ -27,9 +27,7 @@ from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps, share_of
-from .dealer import Dealer
-from .losses import leave_out
-from .passes import PassOptions
+from .passes import Dealer, PassOptions, leave_out
 from .readahead import ReadAhead
 from .resume import Misfit, Position, check_settings, position_in, state_at
 
@@ -69,7 +67,7 @@ class RolloutStream(RolloutFileBase):
         self._deal: Deal | None = None
         self._shard = current_shard(self._chosen_shard)
         self._state = StreamState.fresh(self.num_envs)
-        self._mine = slice(0, self.num_envs)
+        self._mine = np.arange(self.num_envs)
         self._saved: dict[str, Any] | None = None  # the state just loaded, until a batch was delivered
         self._saved_name = ""
         self._skip: int | None = None
@@ -155,7 +153,7 @@ class RolloutStream(RolloutFileBase):
     def _new_dealer(self, num_envs: int) -> Dealer:
         """What orders passes for this process, of `num_envs` envs in all; made anew when rank or epoch may differ."""
         self._shard = self._rank()
-        self._mine = self._shard.part_of(num_envs)
+        self._mine = np.arange(num_envs)[self._shard.part_of(num_envs)]
         if not self._is_told:
             self.agree = self._board.agree(self._group()) if is_in_worker() else agreement_of(self._shard)
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
@@ -237,10 +235,12 @@ class RolloutStream(RolloutFileBase):
         shares = [Shard(rank, self._shard.total).part_of(len(state.is_exhausted)) for rank in ranks]
         return any(bool(state.is_exhausted[share].all()) for share in shares)
 
-    def _read(self, plan: Plan, envs: Int64s, without_time: bool = False) -> Transition:
+    @property
+    def reader(self) -> BatchReader:
+        """What makes the batches."""
         if self._reader is None:
             self._reader = BatchReader(BatchOptions(self.device, **self._look))
-        return self._reader.read(plan, envs, self._shard.number, without_time)
+        return self._reader
 
     def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
         """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
@@ -259,12 +259,12 @@ class RolloutStream(RolloutFileBase):
     def read_next(self, num_steps: int, envs: Int64s | None, without_time: bool) -> tuple[Transition, Position]:
         """Plan and read the next steps of `envs` of this process; None is all."""
         plan, state, deal = self._plan(num_steps, envs)
-        mine = share_of(plan, self._mine) if self._shard.total > 1 else plan
+        mine = plan if envs is None and self._shard.total == 1 else share_of(plan, self._mine if envs is None else envs)
         while True:
             if self._readahead is not None:
                 self._readahead.before(mine)
             try:
-                batch = self._read(mine, np.arange(len(mine.num_valid)) if envs is None else envs, without_time)
+                batch = self.reader.read(mine, self._shard.number, without_time)
                 return batch, Position(state, deal)
             except DataFileError as problem:
                 self._leave_out(mine, problem)

@@ -18,6 +18,7 @@ from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, 
 
 from ..format.header import DATA
 from ..frames.coded import CHUNK_CACHE_BYTES
+from ..frames.cut import Allocate
 from ..frames.source_base import DataDirs, Source, absolute_paths
 from ..frames.sources import BlockSource, open_source, writers_upto
 from ..frames.store import FrameStore
@@ -25,7 +26,7 @@ from ..index.index import Int64s
 from .fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
 from .index import PADDINGS, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .normalization import FieldStatistics, compute_statistics
-from .reader import MASK, NEXT_MASK, Allocate, WindowReader
+from .reader import MASK, NEXT_MASK, WindowReader
 from .shared import WindowBatches
 
 
@@ -218,13 +219,13 @@ class WindowDataset(WindowBatches):
     ) -> dict[str, FieldStatistics]:
         """Summarize each recorded field over the frames of this split, for normalization; each frame counts once.
 
-        Computed in one pass, in bounded memory, and kept in a file beside the data, which is made anew when the
-        data have changed. Where the folder cannot be written it is computed again the next time.
+        Computed in one pass, in bounded memory, and kept in a file beside the data (of trajectory folders in the user's
+        cache folder), which is made anew when the data have changed. Where it cannot be written it is computed again
+        the next time.
         """
+        folder = self._source.paths[0] if isinstance(self._source, BlockSource) else None
         names = [field.source for field in self.plan.fields if field.column and not field.is_next]
-        return compute_statistics(
-            self._store, self._source.paths[0], self.trajectories, names, quantiles, use_cache, progress
-        )
+        return compute_statistics(self._store, folder, self.trajectories, names, quantiles, use_cache, progress)
 
 
 def _fingerprint(store: FrameStore, trajectories: Int64s) -> int:

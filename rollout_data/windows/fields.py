@@ -46,7 +46,7 @@ class WindowField:
     source: str
     deltas: Int64s
     column: str = ""
-    rows: slice | torch.Tensor | None = None
+    rows: Any = None
 
     @property
     def is_next(self) -> bool:

@@ -16,11 +16,11 @@ from storage.core.arguments import whole
 from storage.core.tree import flatten, unflatten
 from storage.errors import UsageError
 
+from ..frames.cut import Allocate
 from ..index.index import Int64s
 from ..index.sharding import ShardChoice, checked_shard, current_shard
 from .dataset import WindowDataset
 from .index import Even, checked_even, checked_windows, rank_batches
-from .reader import Allocate
 from .shared import WindowBatches
 
 

@@ -1,7 +1,7 @@
-"""Statistics of recorded fields, for normalization: one pass over the frames, kept in a file beside the data.
+"""Statistics of recorded fields, for normalization: one pass over the frames, kept in a file.
 
-One rule: the file is a cache. It is used only for the very files, trajectories and settings that it was made
-from, it may be deleted at any time, and a folder that cannot be written to costs the time, not the result.
+One rule: the file is a cache. It is used only for the very files, trajectories and settings that it was made from, it
+may be deleted at any time, and where it cannot be written that costs the time, not the result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FieldStatistics:
 
 def compute_statistics(
     store: FrameStore,
-    folder: Path,
+    folder: Path | None,
     trajectories: Int64s,
     names: Sequence[str],
     levels: Sequence[float],
@@ -85,7 +85,7 @@ def compute_statistics(
 
     Args:
         store: The frames.
-        folder: Where the cache is kept.
+        folder: The data folder that the cache lies in; None keeps it in the user's cache folder.
         trajectories: int64 `[K]`.
         names: Fields.
         levels: Quantiles, in [0, 1].
@@ -97,18 +97,25 @@ def compute_statistics(
     """
     levels = _checked_levels(levels)
     if not store.index.lengths[trajectories].sum():
-        raise UsageError("compute statistics", f"of {str(folder)!r}", "at least one frame", "none")
+        raise UsageError("compute statistics", "", "at least one frame", "none")
     about = {"version": _CACHE_VERSION, "fields": [store.layouts[DATA].schema[name].to_json() for name in names]}
     about |= {"levels": list(levels), "data": _fingerprint(store, trajectories)}
     # One file for each question, so that a training and a validation split do not take turns.
-    question = json.dumps([about["fields"], about["levels"], crc32(trajectories.tobytes())])
-    path = folder / f".statistics_{crc32(question.encode()):08x}.npz"
+    question = [about["fields"], about["levels"], crc32(trajectories.tobytes())]
+    if folder is None:
+        question.append([os.path.abspath(block.path.parent) for block in store.index.blocks[:1]])
+    path = (folder or _user_folder()) / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
     found = _load(path, about, names, levels) if use_cache else None
     if found is None:
         found = _compute(store, trajectories, names, levels, progress)
         if use_cache:
             _save(path, about, found)
     return found
+
+
+def _user_folder() -> Path:
+    """Where this user's programs keep what can be made again; data of other systems are left as they are."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data"
 
 
 def _checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
@@ -243,6 +250,7 @@ def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatist
         arrays |= {f"{number}/{name}": getattr(statistics, name).numpy() for name in _ARRAYS}
         arrays[f"{number}/about"] = np.array([statistics.quantile_error, statistics.num_frames])
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as new, open(new, "wb") as file:
             np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
     except (OSError, RolloutDataError):  # a folder for reading only

@@ -6,8 +6,7 @@ codec makes and next observations into which a true last one was put.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,13 @@ import torch
 from storage.core.tree import unflatten
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
-from ..format.schema import RowLayout, joined
+from ..format.schema import joined
+from ..frames.cut import Allocate, Cut, Grid, Rows, put
 from ..frames.store import FrameStore, MappedFrames
 from ..index.index import Int64s, Runs
 from .fields import DONE, NEXT, OBSERVATIONS, WindowField, WindowPlan
 from .index import WindowShape
 
-#: Gives memory of a shape and dtype.
-Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 MASK, NEXT_MASK = "mask", "next_mask"
 
 
@@ -60,12 +58,17 @@ class WindowReader:
         self._next_fragment, self._row_shift = index.fragment_frame[1:], index.fragment_row - index.fragment_frame[:-1]
         self._has_chunks = any(self._layout.columns[name].is_coded for name in plan.columns)
         self._of_batch: dict[tuple[int, int], tuple[Int64s, Int64s]] = {}
-        self._views = {field.name: _view([field], plan, self._layout, is_flat=False) for field in plan.fields}
-        self._views |= {name: _view(fields, plan, self._layout, is_flat=True) for name, fields in plan.joins.items()}
         name_of = {field.name: name for name, fields in plan.joins.items() for field in fields}
-        #: What a batch has, and the fields that are given as they are.
-        self._names = list(dict.fromkeys(name_of.get(field.name, field.name) for field in plan.fields))
-        self._singles = [field for field in plan.fields if field.name not in name_of]
+        #: Name in a batch -> the fields that are joined under it, or the one field.
+        self._leaves: dict[str, list[WindowField]] = {}
+        for field in plan.fields:
+            self._leaves.setdefault(name_of.get(field.name, field.name), []).append(field)
+        sources = {
+            name: [field.source for field in fields] for name, fields in self._leaves.items() if fields[0].column
+        }
+        self._cuts = {name: Cut(self._layout, those, name in plan.joins) for name, those in sources.items()}
+        nexts = [name for name, fields in self._leaves.items() if fields[0].is_next]
+        self._final_cuts = {name: Cut(store.layouts[FINAL], sources[name], name in plan.joins) for name in nexts}
         own = [field for field in plan.fields if not field.is_next]
         #: Name in a mask -> a field that it is that of; joined components have the same.
         self._of_mask = {name_of.get(field.name, field.name): field for field in own}
@@ -86,13 +89,14 @@ class WindowReader:
             allocate: Gives the memory of the result.
         """
         at = _Places(place, anchor, self._lengths[place])
-        rows = _Rows(self._gather(at, allocate), len(at.anchor))
-        flat = {field.name: self._field(field, rows, at) for field in self._singles}
-        if self.plan.joins:
-            flat |= {name: self._joined(name, fields, rows, at, allocate) for name, fields in self.plan.joins.items()}
-            flat = {name: flat[name] for name in self._names}
-        if self._contiguous:
-            flat = {name: value.contiguous() for name, value in flat.items()}
+        rows, flat = Rows(self._gather(at, allocate)), {}
+        for name, fields in self._leaves.items():
+            if name not in self._cuts:
+                flat[name] = self._flag(fields[0], at)
+                continue
+            values = self._leaf(self._cuts[name], fields, rows, at, allocate)
+            values = self._next(name, values, at, allocate) if name in self._final_cuts else values
+            flat[name] = values.contiguous() if self._contiguous else values
         return {**unflatten(flat), **self._masks(at)}
 
     def _gather(self, at: _Places, allocate: Allocate) -> dict[str, torch.Tensor]:
@@ -155,27 +159,35 @@ class WindowReader:
             self._of_batch[num_windows, length] = found
         return found
 
-    def _field(self, field: WindowField, rows: _Rows, at: _Places) -> torch.Tensor:
-        if not field.column:
-            return self._flag(field, at)
-        has_final = self._has_final_at(field, at) if field.is_next else None
-        if (view := self._views[field.name]) is not None and (has_final is None or not has_final.any()):
-            return view(rows)
-        num_frames, of_column = len(self.plan.shapes[self.plan.columns[field.column]].deltas), rows.of[field.column]
-        part = of_column.view(torch.uint8).view(len(at.anchor), num_frames, 4 * of_column.shape[1])
-        part = part.index_select(1, field.rows) if isinstance(field.rows, torch.Tensor) else part[:, field.rows]
-        if has_final is not None and has_final.any():
-            part = self._with_finals(field, part, at, *np.nonzero(has_final))
-        return self._layout.decoded(field.source, part)
-
-    def _joined(
-        self, name: str, fields: Sequence[WindowField], rows: _Rows, at: _Places, allocate: Allocate
+    def _leaf(
+        self, cut: Cut, fields: Sequence[WindowField], rows: Rows, at: _Places, allocate: Allocate
     ) -> torch.Tensor:
-        """Components as one `[B, L, D]`: a view where they stand side by side."""
-        has_final = self._has_final_at(fields[0], at) if fields[0].is_next else None
-        if (view := self._views[name]) is not None and (has_final is None or not has_final.any()):
-            return view(rows)
-        return joined([self._field(field, rows, at) for field in fields], 2, allocate)
+        """Give a field, or components joined, as `[B, L, *shape]`."""
+        if cut.parts:
+            parts = zip(cut.parts, fields, strict=True)
+            return joined([self._leaf(part, [field], rows, at, allocate) for part, field in parts], 2, allocate)
+        field, num = fields[0], len(at.anchor)
+        width = len(self.plan.shapes[self.plan.columns[field.column]].deltas)
+        if isinstance(field.rows, slice):
+            grid = Grid((num, len(field.deltas)), (width, field.rows.step or 1), field.rows.start)
+            return cut(rows, grid)
+        return cut(rows, Grid((num, width), (width, 1))).index_select(1, field.rows)
+
+    def _next(self, name: str, values: torch.Tensor, at: _Places, allocate: Allocate) -> torch.Tensor:
+        """Put true last observations among next ones, which then get memory of their own."""
+        fields = self._leaves[name]
+        if at.least_after > self._reach[fields[0].name][1]:
+            return values
+        window, step = np.nonzero(self._has_final_at(fields[0], at))
+        if not len(window):
+            return values
+        which, place = np.unique(self._trajectories[at.place[window]], return_inverse=True)
+        cut = self._final_cuts[name]
+        columns = {self.store.layouts[FINAL].column_of[field.source].name for field in fields}
+        finals = cut(Rows({column: self.store.finals(column, which) for column in columns}), Grid((len(which),), (1,)))
+        own = allocate(values.shape, values.dtype).copy_(values)
+        put(own, (torch.from_numpy(window), torch.from_numpy(step)), finals[torch.from_numpy(place.reshape(-1))])
+        return own
 
     def _flag(self, field: WindowField, at: _Places) -> torch.Tensor:
         """`done` or `timeout`: bool `[B, L]`, True on a trajectory's last frame."""
@@ -188,27 +200,9 @@ class WindowReader:
             flag[near] = is_last if field.source == DONE else is_last & self._is_timeout[at.place[near], None]
         return torch.from_numpy(flag)
 
-    def _with_finals(
-        self, field: WindowField, rows: torch.Tensor, at: _Places, window: Int64s, step: Int64s
-    ) -> torch.Tensor:
-        """Put true last observations into `rows[window, step]`; in memory of their own."""
-        final = self.store.layouts[FINAL]
-        column = final.column_of[field.source]
-        which, place = np.unique(self._trajectories[at.place[window]], return_inverse=True)
-        values = self.store.finals(column.name, which).numpy()[place.reshape(-1)]
-        start, source = self._layout.column_of[field.source].offsets[field.source], column.offsets[field.source]
-        size = self._layout.stored[field.source].row_bytes
-        rows = rows.clone(memory_format=torch.contiguous_format)
-        rows.numpy()[window, step, start : start + size] = values[:, source : source + size]
-        return rows
-
     def _has_final_at(self, field: WindowField, at: _Places) -> np.ndarray:
-        """bool `[B, L]`, the row is a true last observation."""
-        return at.is_final(field.deltas) & self._final_of(field, at)
-
-    def _final_of(self, field: WindowField, at: _Places) -> np.ndarray:
-        """bool `[B, 1]`: the true last observation was recorded."""
-        return self._has_final[field.source.split("/")[0]][at.place][:, None]
+        """bool `[B, L]`, the row is a true last observation that was recorded."""
+        return (field.deltas == at.after[:, None]) & self._has_final[field.source.split("/")[0]][at.place][:, None]
 
     def _masks(self, at: _Places) -> dict[str, Any]:
         if self._mask_is_one:
@@ -224,22 +218,6 @@ class WindowReader:
     def _inside(self, field: WindowField, at: _Places) -> np.ndarray:
         """bool `[B, L]`, the frame exists; a new array."""
         return at.inside(field.deltas, *self._reach[field.name])
-
-
-class _Rows:
-    """The rows that were gathered, by column, and views of them that several fields share."""
-
-    def __init__(self, of: dict[str, torch.Tensor], num_windows: int) -> None:
-        self.of, self.num_windows = of, num_windows
-        self._typed: dict[tuple[str, torch.dtype], tuple[torch.Tensor, int]] = {}
-
-    def typed(self, column: str, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        """View the rows of a column as another dtype: the view and where it begins in its memory."""
-        found = self._typed.get((column, dtype))
-        if found is None:
-            view = self.of[column].view(dtype)
-            found = self._typed[column, dtype] = view, int(view.storage_offset())
-        return found
 
 
 class _Places:
@@ -264,38 +242,3 @@ class _Places:
             cut = np.flatnonzero((-self.anchor > low) | (self.after <= high))
             inside[cut] = (deltas >= -self.anchor[cut, None]) & (deltas < self.after[cut, None])
         return inside
-
-    def is_final(self, deltas: Int64s) -> np.ndarray:
-        """bool `[B, L]`, the frame is the one after the last."""
-        return deltas == self.after[:, None]
-
-
-def _view(
-    fields: Sequence[WindowField], plan: WindowPlan, layout: RowLayout, is_flat: bool
-) -> Callable[[_Rows], torch.Tensor] | None:
-    """Make a function that views gathered rows as raw fields that stand side by side; None where that cannot be.
-
-    It gives `[B, L, D]` if flat, otherwise `[B, L, *shape]` of the first field. Slices, views and look-ups one after
-    the other take 15 us a field, this 2; behind a gather, which leaves none of the interpreter in the processor's
-    cache, all of that takes three times as long.
-    """
-    first = fields[0]
-    if not first.column or not isinstance(first.rows, slice):
-        return None
-    name, row_bytes = first.column, layout.columns[first.column].row_bytes
-    blank = torch.empty((1, row_bytes), dtype=torch.uint8, device="cpu")
-    if (row := layout.joined_view([each.source for each in fields], blank)) is None:
-        return None
-    shape = tuple(row.shape[1:]) if is_flat else layout.stored[first.source].shape
-    width, dtype = row_bytes // row.element_size(), row.dtype
-    begin = first.rows.start * width + int(row.storage_offset())
-    inner = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    num_frames = len(plan.shapes[plan.columns[name]].deltas)
-    strides = (num_frames * width, (first.rows.step or 1) * width, *inner)
-    sizes = (len(first.deltas), *shape)
-
-    def view(rows: _Rows) -> torch.Tensor:
-        typed, offset = rows.typed(name, dtype)
-        return typed.as_strided((rows.num_windows, *sizes), strides, offset + begin)
-
-    return view

@@ -25,8 +25,8 @@ from storage.core.buffer_pool import BufferPool
 from storage.core.tree import flatten, map_leaves, unflatten
 from storage.errors import MissingFieldError, UsageError
 
+from ..frames.cut import Allocate
 from ..index.sharding import is_in_worker
-from .reader import Allocate
 
 #: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.
 NUM_PLACES = 8

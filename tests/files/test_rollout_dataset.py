@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data import RolloutDataset
-from storage.errors import DatasetExhausted, UsageError, WaitTimeoutError
+from rollout_data import RolloutDataset, RolloutWriter
+from storage.errors import CorruptFileError, DatasetExhausted, UsageError, WaitTimeoutError
 from tests.files.recorded import drain, frames_of, record
 
 ENDS = ["terminated", "truncated"]
@@ -298,15 +298,51 @@ def test_contiguous_batches_hold_the_same_values(tmp_path):
             assert torch.equal(view, copied) and copied.is_contiguous()
 
 
-def test_a_failed_read_moves_no_cursor(tmp_path, monkeypatch):
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("cache", ["none", "ram"])
+@pytest.mark.parametrize("with_final", [False, True])
+def test_steps_and_envs_flatten_to_a_view(tmp_path, with_final, cache, contiguous):
+    record(tmp_path, [9, 4, 6, 5], with_final=with_final, flush_every=3)
+    dataset = open_cpu(tmp_path, 3, cache=cache, contiguous=contiguous)
+    for num_steps in (1, 2, 5):
+        batch = dataset.get_batch(num_steps)
+        for tensor in (value for value in batch if isinstance(value, torch.Tensor)):
+            assert tensor.flatten(0, 1).data_ptr() == tensor.data_ptr()
+
+
+def test_contiguous_fields_share_no_memory(tmp_path):
     record(tmp_path, [9, 4, 6])
-    dataset, twin = open_cpu(tmp_path, 2), open_cpu(tmp_path, 2)
+    batch = open_cpu(tmp_path, 2, contiguous=True).get_batch(5)
+    tensors = [value for value in batch if isinstance(value, torch.Tensor)]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+def test_a_failed_read_moves_no_cursor(tmp_path):
+    with RolloutWriter(
+        tmp_path, 2, obs_disassemble_mapping={"depth": "lz4"}, frames_per_chunk=2, durable=False
+    ) as writer:
+        for frame in range(12):
+            depth = np.random.default_rng(frame).random((2, 16, 16), np.float32)  # stored as it is
+            depth[:, 0, :2] = frame, 777
+            writer.add(observation={"depth": depth}, action=np.full((2, 1), frame), done=[frame == 11] * 2)
+    dataset, twin = (RolloutDataset(tmp_path, 2, device="cpu", chunk_cache_bytes=0) for _ in range(2))
+    (path,) = tmp_path.glob("*.h5")
+    place = path.read_bytes().index(np.array([4, 777], np.float32).tobytes()) + 100
+
+    def flip():
+        with open(path, "r+b") as file:
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+
     dataset.get_batch(3), twin.get_batch(3)
-    monkeypatch.setattr("rollout_data.frames.store.gather", lambda *args: (_ for _ in ()).throw(OSError("disk")))
-    with pytest.raises(OSError, match="disk"):
+    flip()
+    with pytest.raises(CorruptFileError):
         dataset.get_batch(3)
-    monkeypatch.undo()
+    flip()
     assert torch.equal(dataset.get_batch(3).observation, twin.get_batch(3).observation)
+    assert dataset.state_dict() == twin.state_dict()
 
 
 def test_buffers_are_filled_for_some_envs_only(tmp_path):
