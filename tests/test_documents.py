@@ -1,0 +1,58 @@
+"""What README and the guides show runs, and what they point to exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]
+    if path.parts[len(ROOT.parts)] != "tests" and not path.parts[len(ROOT.parts)].startswith(".")
+}
+README = DOCUMENTS["README.md"]
+BLOCKS = {name: re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for name, text in DOCUMENTS.items()}
+MAX_RECIPE_LINES = 15
+#: What a block needs that `make test` does not install.
+EXTRAS = {"rsl_rl", "tensordict"}
+
+
+def test_the_two_commands_are_the_first_and_there_are_five_recipes() -> None:
+    first_block = re.search(r"^```\w*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert first_block and [line.split("#")[0].strip() for line in first_block[1].splitlines()] == [
+        "make demo",
+        "make test",
+    ]
+    assert len(BLOCKS["README.md"]) == 5
+    assert max(len(block.splitlines()) for block in BLOCKS["README.md"]) <= MAX_RECIPE_LINES
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", [name for name in BLOCKS if BLOCKS[name]])
+def test_the_blocks_run_one_after_the_other(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    missing = set()
+    for number, block in enumerate(BLOCKS[name], 1):
+        try:
+            exec(compile(block, f"{name}, block {number}", "exec"), {"__name__": "block"})
+        except ModuleNotFoundError as error:
+            assert error.name in EXTRAS, error
+            missing.add(error.name)
+    if missing:
+        pytest.skip(f"all blocks but those that need {', '.join(missing)} ran")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in set(re.findall(r"\]\(([^)#:]+)\)", DOCUMENTS[name])):
+        assert (ROOT / name).parent.joinpath(target).exists(), target
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for text in DOCUMENTS.values():
+        for target in set(re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
