@@ -14,7 +14,8 @@ DOCUMENTS = {
     if path.parts[len(ROOT.parts)] != "tests" and not path.parts[len(ROOT.parts)].startswith(".")
 }
 README = DOCUMENTS["README.md"]
-BLOCKS = {name: re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for name, text in DOCUMENTS.items()}
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCKS = {name: BLOCK.findall(text) for name, text in DOCUMENTS.items()}
 MAX_RECIPE_LINES = 15
 #: What a block needs that `make test` does not install.
 EXTRAS = {"rsl_rl", "tensordict"}
