@@ -27,10 +27,11 @@ from ..onpolicy.mini_batches import GENERATE, WIDE_ROW_BYTES_ONCE, RowGather
 from ..onpolicy.rollout_storage import RolloutStorage
 from ..saving.snapshot import State
 
+_BOTH = {"observations", "actions", "rewards", "dones", "saved_hidden_states"}
 #: Training type -> the columns of `RolloutStorage` that it uses; what else it needs is added below.
 _COLUMNS = {
-    "rl": ("observations", "actions", "rewards", "dones", "values", "actions_log_prob", "returns", "advantages"),
-    "distillation": ("observations", "actions", "rewards", "dones"),
+    "rl": _BOTH | {"values", "actions_log_prob", "returns", "advantages"},
+    "distillation": _BOTH,
 }
 _PARAMETERS = "distribution_params"
 

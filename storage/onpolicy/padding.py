@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,25 +22,36 @@ _Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the trajectories of a `[T, B]` rollout stand.
+    """Where the trajectories of some envs of a `[T, B]` rollout stand.
 
     Attributes:
-        num_steps: T.
         num_envs: B.
         masks: `[T, n]` bool, False on padding.
         starts: `[n]` int64, row `t * B + b` of each trajectory's first step.
-        source: `[T * n]` int64, the row that each padded place shows; any row on padding.
-        padding: int64, the places that are padding.
-        bounds: `[B + 1]` int64 on the CPU, trajectories before each env.
+        bounds: Trajectories before each env, and all of them.
     """
 
-    num_steps: int
     num_envs: int
     masks: torch.Tensor
     starts: torch.Tensor
-    source: torch.Tensor
-    padding: torch.Tensor
     bounds: list[int]
+
+    @cached_property
+    def source(self) -> torch.Tensor:
+        """`[T * n]` int64, the row that each padded place shows; any row on padding."""
+        offset = torch.arange(len(self.masks), device=self.masks.device).unsqueeze(1)
+        return torch.where(self.masks, self.starts + offset * self.num_envs, self.starts).flatten()
+
+    @cached_property
+    def padding(self) -> torch.Tensor:
+        """Int64, the places that are padding."""
+        return (~self.masks).flatten().nonzero().squeeze(1)
+
+    def of_envs(self, start: int, stop: int) -> Segments:
+        """Give the trajectories of a range of envs."""
+        part = slice(self.bounds[start], self.bounds[stop])
+        bounds = [bound - self.bounds[start] for bound in self.bounds[start : stop + 1]]
+        return Segments(self.num_envs, self.masks[:, part], self.starts[part], bounds)
 
 
 def find_segments(dones: torch.Tensor) -> Segments:
@@ -54,15 +66,10 @@ def find_segments(dones: torch.Tensor) -> Segments:
     is_first[:, 1:] = (dones[:-1] != 0).T
     first = is_first.flatten().nonzero().squeeze(1)  # b * T + t
     env = torch.div(first, num_steps, rounding_mode="floor")
-    starts = (first - env * num_steps) * num_envs + env
-    end = first.new_tensor([num_envs * num_steps])
-    lengths = torch.diff(first, append=end)
-    offset = torch.arange(num_steps, device=dones.device).unsqueeze(1)
-    masks = offset < lengths
-    source = torch.where(masks, starts + offset * num_envs, starts).flatten()
-    padding = (~masks).flatten().nonzero().squeeze(1)
+    lengths = torch.diff(first, append=first.new_tensor([num_envs * num_steps]))
+    masks = torch.arange(num_steps, device=dones.device).unsqueeze(1) < lengths
     bounds = [0, *is_first.sum(1).cumsum(0).tolist()]
-    return Segments(num_steps, num_envs, masks, starts, source, padding, bounds)
+    return Segments(num_envs, masks, (first - env * num_steps) * num_envs + env, bounds)
 
 
 def pad(x: torch.Tensor, segments: Segments, empty: _Empty | None = None) -> torch.Tensor:
@@ -70,18 +77,19 @@ def pad(x: torch.Tensor, segments: Segments, empty: _Empty | None = None) -> tor
 
     Args:
         x: The rollout; gradients flow through, unless `empty` is given.
-        segments: Its trajectories.
+        segments: Its trajectories, or those of some envs.
         empty: Gives the memory of the result.
     """
-    _check_steps("split trajectories", x, segments.num_steps, segments.num_envs)
-    flat = signed(x).reshape(segments.num_steps * segments.num_envs, x[:1, :1].numel())
+    num_steps, num_envs = len(segments.masks), segments.num_envs
+    _check_steps("split trajectories", x, num_steps, num_envs)
+    flat = signed(x).reshape(num_steps * num_envs, x[:1, :1].numel())
     if empty is None:
         padded = flat.index_select(0, segments.source)
     else:
         padded = empty((len(segments.source), flat.shape[1]), flat.dtype)
         torch.index_select(flat, 0, segments.source, out=padded)
     padded.index_fill_(0, segments.padding, 0)
-    return _as(x.dtype, padded).view(segments.num_steps, len(segments.starts), *x.shape[2:])
+    return _as(x.dtype, padded).view(num_steps, len(segments.starts), *x.shape[2:])
 
 
 def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.Tensor]:

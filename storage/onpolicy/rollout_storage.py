@@ -32,12 +32,13 @@ from .columns import (
 from .hidden_states import SavedStates
 from .mini_batches import (
     GENERATE,
-    EnvGroups,
+    WIDE_ROW_BYTES,
+    WIDE_ROW_BYTES_ONCE,
     RowGather,
     batch_bounds,
     check_counts,
+    env_groups,
     row_batches,
-    wide_row_bytes,
 )
 from .returns import (
     check_bootstrap,
@@ -274,8 +275,8 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
         Every env is cut at its dones into trajectories of T steps, padded with zeros. Observations
         are `[T, n_traj, ...]` and `masks` says what is data; everything else is `[T, envs, ...]`.
         `hidden_states` are those of each trajectory's first step, `[layers, n_traj, H]`, or None if
-        none were added. Groups are contiguous and differ by at most one env; none is left out.
-        Batches share memory with those of other epochs, never with the storage.
+        none were added. Groups are ranges of envs that differ by at most one env; none is left out.
+        Tensors are contiguous. Batches share memory with those of other epochs, never with the storage.
 
         Raises:
             UsageError: At the call: like `mini_batch_generator`; at most one mini-batch per env.
@@ -302,7 +303,8 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
             self._delivery.wait_for_writes()
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
-            wide, table = wide_row_bytes(1 if once else num_epochs), self._table
+            wide = WIDE_ROW_BYTES if num_epochs > 2 and not once else WIDE_ROW_BYTES_ONCE
+            table = self._table
             gather = RowGather(columns, self._delivery, wide, lambda: table.num_changes)
         batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.rng, self.device, once)
         while True:
@@ -317,14 +319,11 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
         with self._lock, torch.no_grad():
             self._delivery.wait_for_writes()
             self._put_in_order()
-            columns = self._batch_columns(rows)
-            padded = {name: x for name, x, is_padded in columns if is_padded}
-            whole = {name: x for name, x, is_padded in columns if not is_padded}
             states = [leaf[:rows] for leaf in self._states.leaves()]
-            groups = EnvGroups(padded, whole, states, self._signals(rows).dones, self._delivery)
+            dones = self._signals(rows).dones
+            groups = env_groups(self._batch_columns(rows), states, dones, bounds, self._delivery)
         for _ in range(num_epochs):
-            for start, stop in bounds:
-                batch, leaves, masks = groups.group(start, stop)
+            for batch, leaves, masks in groups:
                 yield self._to_mini_batch(batch, hidden_states=self._states.build(leaves), masks=masks)
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:

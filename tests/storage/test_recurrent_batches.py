@@ -114,6 +114,14 @@ def test_i13_without_states_the_batches_have_none():
     assert storage.saved_hidden_states is None
 
 
+@pytest.mark.parametrize("structure", [None, "lstm"])
+def test_every_tensor_of_a_recurrent_batch_is_contiguous(structure):
+    """So that `flatten(0, 1)` is a view: the first layer of a network copies nothing."""
+    for batch in filled(structure).recurrent_mini_batch_generator(2, 2):
+        tensors = [x for x in batch if isinstance(x, torch.Tensor)] + leaves_of(batch.hidden_states)
+        assert len(tensors) >= 10 and all(x.is_contiguous() for x in tensors)
+
+
 def test_the_misspelled_name_still_works():
     assert len(list(filled(None).reccurent_mini_batch_generator(2, 3))) == 6
 

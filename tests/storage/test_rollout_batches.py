@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from storage import QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage, SchemaError, UsageError
-from storage.onpolicy import mini_batches
 from tests.storage.rollouts import (
     ACTIONS,
     OBS,
@@ -300,31 +296,3 @@ def test_generators_begun_in_inference_mode_go_on_outside_of_it(cls, width, how)
                 (x * weight).sum().backward()
                 assert weight.grad is not None
             x[:1] = 1
-
-
-@pytest.mark.parametrize("reshuffle", ["epoch", "once"])
-@pytest.mark.parametrize("is_inference", [False, True])
-def test_mini_batches_made_in_several_threads_are_the_same(monkeypatch, reshuffle, is_inference):
-    def drawn():
-        storage = fill(make_storage(7, 5))
-        storage.compute_returns(torch.zeros(7), 0.9, 0.9)
-        with torch.inference_mode(is_inference):
-            batches = storage.mini_batch_generator(2, 3, reshuffle=reshuffle, drop_last=False)
-            return [[None if x is None else x.clone() for x in batch] for batch in batches]
-
-    expected, threads = drawn(), set()
-
-    def in_threads(function, num_pieces, num_bytes, kind):
-        def work(piece):
-            threads.add(threading.current_thread())
-            function(piece, piece + 1)
-
-        with ThreadPoolExecutor(3) as pool:
-            list(pool.map(work, range(num_pieces)))
-
-    monkeypatch.setattr(mini_batches, "_MIN_SPLIT_BYTES", 1)
-    monkeypatch.setattr(mini_batches._splits, "run", in_threads)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for batch, alone in zip(drawn(), expected, strict=True):
-        assert all(x is y is None or torch.equal(x, y) for x, y in zip(batch, alone, strict=True))
-    assert threads and threading.current_thread() not in threads
