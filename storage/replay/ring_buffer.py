@@ -128,7 +128,7 @@ class RingBuffer(FolderBuffer):
                 nothing is written.
         """
         with self._lock:
-            arrays = self._reader.read_exact(data) if final is None else None
+            arrays = self._reader.read_again(data) if final is None else None
             ring = self._ring
             if arrays is not None and ring is not None and ring.takes_arrays and len(arrays[0]) <= ring.num_slots:
                 if self._boundaries is not None:
@@ -287,7 +287,7 @@ class RingBuffer(FolderBuffer):
         self._order.record(is_write=True)
 
     def _note(self, arrays: list[npt.NDArray[Any]], boundaries: Boundaries, ring: RingStore) -> None:
-        """Note which rows end a trajectory, of those that `read_exact` gave and that are about to be written."""
+        """Note which rows end a trajectory, of those that `read_again` gave and that are about to be written."""
         is_one = ring.num_lanes == 1 and len(arrays[0]) == 1
         is_end = row_ends(arrays, self._end_places) if is_one else None
         if is_end is None:
