@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from storage.codecs.codecs import CODECS
+from storage.codecs.codecs import VALUE_CODECS
 from storage.core.fields import Field, Schema
 from storage.errors import DataFileError, ForeignFileError, nearest
 
@@ -116,15 +116,15 @@ def _codec(
 ) -> tuple[str, DataFileError | None]:
     """Give the codec of a component, and what was assumed."""
     codec = mapping.get(name, "raw")
-    if not isinstance(codec, str) or codec not in CODECS:
+    if not isinstance(codec, str) or codec not in VALUE_CODECS:
         raise ForeignFileError(
-            f"decode the component {name!r} of", repr(str(path)), nearest(str(codec), CODECS), repr(codec)
+            f"decode the component {name!r} of", repr(str(path)), nearest(str(codec), VALUE_CODECS), repr(codec)
         )
     if codec == "raw" and not is_described and stored.dtype == "uint8":
         advice = "Taken as 'normalized_image', the only codec of this layout"
         return "normalized_image", _contradiction(path, f"{MAPPING} for the uint8 {stored.key}", "none", advice)
-    if codec != "raw" and stored.dtype != CODECS[codec].stored_dtype:
-        expected = f"{CODECS[codec].stored_dtype} in {stored.key}, coded as {codec!r}"
+    if codec != "raw" and stored.dtype != VALUE_CODECS[codec].stored_dtype:
+        expected = f"{VALUE_CODECS[codec].stored_dtype} in {stored.key}, coded as {codec!r}"
         return "raw", _contradiction(path, expected, f"{stored.dtype} in the chunks", "Read as it is, without decoding")
     return codec, None
 

@@ -25,7 +25,8 @@ import numpy as np
 from storage.core.checksums import crc32
 from storage.core.durable import sync_path
 from storage.core.fields import Schema
-from storage.core.work_split import WorkSplit, num_processors
+from storage.core.threads import num_processors
+from storage.core.work_split import WorkSplit
 from storage.errors import CorruptFileError, UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
 

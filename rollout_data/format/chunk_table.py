@@ -96,11 +96,6 @@ class ChunkTable:
         """The dataset `offsets`: int64 `[C + 1, 2]`, first row and byte of each chunk, counted from the first."""
         return np.stack([self.rows, self.places - self.places[0]], axis=1).astype("<i8")
 
-    @property
-    def is_direct(self) -> bool:
-        """True if chunks decode to rows without a step in between (see `ChunkCodec.decode_at`)."""
-        return self.row_bytes == self.field.row_bytes and self.codec.is_direct(self.field.numpy_dtype)
-
     def check(self, first: np.ndarray, stop: np.ndarray, frames_per_chunk: int, place: int, num_bytes: int) -> str:
         """Say what is wrong with the table; "" if nothing is.
 

@@ -74,7 +74,6 @@ class MappedFile:
         if not len(self.map) == self.header.file_bytes == block.file_bytes:
             raise corrupt(block.path, f"{block.file_bytes} bytes", f"{len(self.map)}")
         self.bytes = np.frombuffer(self.map, np.uint8)
-        self.address: int = self.bytes.__array_interface__["data"][0]
 
     def will_need(self, start: int, stop: int) -> None:
         """Ask the kernel for a part of the file."""
@@ -136,7 +135,7 @@ class ChunkFiles:
     def __init__(self, place: tuple[str, str], row_bytes: int, cache: ChunkCache, splits: WorkSplit) -> None:
         self.place, self.row_bytes = place, row_bytes
         self.cache, self._splits = cache, splits
-        self._files: dict[int, tuple[MappedFile, ChunkTable, bool]] = {}
+        self._files: dict[int, tuple[MappedFile, ChunkTable]] = {}
         self._num_files = 0
         #: Of every chunk: its first row (and the number of rows at the end), its file, its bytes there, their checksum.
         self._rows = np.zeros(1, np.int64)
@@ -152,7 +151,7 @@ class ChunkFiles:
         self._stop = np.concatenate([self._stop, table.places[1:]])
         self._sum = np.concatenate([self._sum, table.sums])
         if len(table.sums):
-            self._files[self._num_files] = file, table, table.is_direct
+            self._files[self._num_files] = file, table
         self._num_files += 1
         return start
 
@@ -251,15 +250,11 @@ class ChunkFiles:
 
     def _decode(self, job: _Job, rows: np.ndarray) -> None:
         """Check a chunk and decode it to `rows`, which are contiguous."""
-        address = rows.__array_interface__["data"][0]
-        source, table, is_direct = self._files[job.file]
+        source, table = self._files[job.file]
         chunk = source.bytes[job.start : job.stop]  # never longer than the file
         try:
             check_sum(chunk, job.checksum)
-            if is_direct:
-                table.codec.decode_at(chunk, source.address + job.start, address, rows.nbytes)
-            else:
-                table.decode(chunk, rows)
+            table.decode(chunk, rows)
         except CorruptFileError as cause:
             number = job.chunk - int(np.searchsorted(self._file, job.file))
             where = f"chunk {number} of {'/'.join(self.place)}"

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..codecs.lz4_frames import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
+from ..codecs.lz4 import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
 from ..core.checksums import crc32
 from ..core.durable import as_path, replace_file
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError, UsageError

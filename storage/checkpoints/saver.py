@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
-from ..codecs.lz4_frames import check_level
+from ..codecs.lz4 import check_level
 from ..core import arguments
 from ..core.buffer_pool import BufferPool
 from ..core.duplicates import Unique

@@ -61,8 +61,8 @@ class Codec:
     chunks: str | None = None
 
 
-#: The codecs that keep one stored value per value.
-CODECS: dict[str, Codec] = {
+#: The codecs that keep one stored value per value; stages that make chunks are in `chunks.STAGES`.
+VALUE_CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         Codec("raw", True, 0.0, None, lambda values: values, lambda stored, dtype: stored),
@@ -70,7 +70,7 @@ CODECS: dict[str, Codec] = {
     )
 }
 #: Every word that a codec's name may be made of.
-CODEC_WORDS = (*CODECS, AUTO, *(stage for stages in STAGES.values() for stage in stages))
+CODEC_WORDS = (*VALUE_CODECS, AUTO, *(stage for stages in STAGES.values() for stage in stages))
 
 
 @lru_cache(maxsize=256)
@@ -80,20 +80,20 @@ def find_codec(name: str) -> Codec:
     Raises:
         UsageError: There is none; the text lists the words that names are made of.
     """
-    if name in CODECS:
-        return CODECS[name]
-    raw = CODECS["raw"]
+    if name in VALUE_CODECS:
+        return VALUE_CODECS[name]
+    raw = VALUE_CODECS["raw"]
     if name == AUTO:
         return Codec(name, True, 0.0, None, raw.encode, raw.decode, AUTO)
     head, _, rest = name.partition("+")
-    values = CODECS.get(head, raw) if rest else raw
+    values = VALUE_CODECS.get(head, raw) if rest else raw
     chain = rest if values is not raw or head == "raw" else name
     unknown = [word for word in chain.split("+") if word.partition("(")[0] not in CODEC_WORDS]
     if unknown or not chain:
         raise UsageError("use the codec", repr(name), nearest((unknown or [name])[0], CODEC_WORDS), repr(name))
     if AUTO in chain.split("+"):
         raise UsageError("use the codec", repr(name), f"{AUTO!r} alone", repr(name))
-    late = next((word for word in name.split("+")[1:] if word in CODECS and chain != raw.name), None)
+    late = next((word for word in name.split("+")[1:] if word in VALUE_CODECS and chain != raw.name), None)
     if late is not None:
         raise UsageError("use the codec", repr(name), CHAIN_ORDER, f"{late!r} after {name.partition('+')[0]!r}")
     chunks = chunk_codec(chain)

@@ -19,12 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import lz4.block
 import torch
 
+from ..core.arguments import whole
+from ..core.records import flat_name
 from ..core.tree import flatten, unflatten
 from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
-from .lz4_frames import check_level
+from .lz4 import check_level, compress, decompress
 
 #: LZ4 blocks end here; what is larger is cut into parts.
 _PART_BYTES = 64 << 20
@@ -79,9 +80,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         missing_ok: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        if isinstance(cache, bool) or not isinstance(cache, int) or cache < 0:
-            raise UsageError("compress tensors", "", "a cache >= 0", repr(cache))
-        self.level, self.cache = check_level(level), cache
+        self.level, self.cache = check_level(level), whole("compress tensors", "a cache", cache, 0)
         self._device = None if device is None else torch.device(device)
         self._lock = threading.Lock()
         self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -94,7 +93,7 @@ class CompressedTensorDict(Mapping[str, Any]):
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Any:
         """Give a leaf, decoded, or the dict below a key. A `KeyError` lists the keys there are."""
-        name = _flat_name(key)
+        name = flat_name(key)
         if name in self._leaves:
             return self._decode(name)
         below = [one for one in self._leaves if one.startswith(name + "/")]
@@ -112,7 +111,7 @@ class CompressedTensorDict(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         given: Any = key
         try:
-            name = _flat_name(given)
+            name = flat_name(given)
         except UsageError:
             return False
         return name in self._leaves or any(one.startswith(name + "/") for one in self._leaves)
@@ -181,19 +180,12 @@ class CompressedTensorDict(Mapping[str, Any]):
         return decoded
 
 
-def _flat_name(key: str | tuple[str, ...]) -> str:
-    parts = (key,) if isinstance(key, str) else key
-    if not isinstance(parts, tuple) or not parts or not all(isinstance(part, str) and part for part in parts):
-        raise UsageError("name a leaf", "", "a str or a tuple of str", repr(key))
-    return "/".join(parts)
-
-
 def _chosen(leaves: Mapping[str, Any], keys: Iterable[str | tuple[str, ...]], missing_ok: bool) -> set[str]:
     chosen: set[str] = set()
     if not isinstance(keys, Iterable):
         raise UsageError("compress tensors", "", "compress_keys as names of leaves", repr(keys))
     for key in [keys] if isinstance(keys, str) else keys:
-        name = _flat_name(key)
+        name = flat_name(key)
         below = [one for one in leaves if one.startswith(name + "/") and isinstance(leaves[one], torch.Tensor)]
         if name in leaves:
             if not isinstance(leaves[name], torch.Tensor):
@@ -214,15 +206,7 @@ def _pack(tensor: torch.Tensor, level: int) -> _Packed:
     """Compress a tensor; keep it raw where that saves nothing."""
     on_cpu = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data: Any = on_cpu.reshape(-1).view(torch.uint8).numpy() if on_cpu.numel() else b""
-    options: dict[str, Any] = {"mode": "default"}
-    if level > 0:
-        options = {"mode": "high_compression", "compression": level}
-    elif level < 0:
-        options = {"mode": "fast", "acceleration": -level}
-    parts = tuple(
-        lz4.block.compress(data[start : start + _PART_BYTES], store_size=False, **options)
-        for start in range(0, len(data), _PART_BYTES)
-    )
+    parts = tuple(compress(data[start : start + _PART_BYTES], level) for start in range(0, len(data), _PART_BYTES))
     is_raw = sum(map(len, parts)) >= len(data)
     raw = on_cpu.clone() if is_raw else None
     return _Packed(() if is_raw else parts, raw, tensor.dtype, tuple(tensor.shape), tensor.device)
@@ -234,9 +218,9 @@ def _unpack(leaf: _Packed, name: str) -> torch.Tensor:
     parts, left = [], leaf.num_decoded_bytes
     for part in leaf.parts:
         try:
-            decoded = lz4.block.decompress(part, uncompressed_size=min(left, _PART_BYTES), return_bytearray=True)
-        except lz4.block.LZ4BlockError as cause:
-            raise CorruptFileError("decompress the leaf", repr(name), "what was compressed", str(cause)) from cause
+            decoded = decompress(part, min(left, _PART_BYTES))
+        except CorruptFileError as cause:
+            raise CorruptFileError("decompress the leaf", repr(name), "what was compressed", cause.got) from cause
         parts.append(torch.frombuffer(decoded, dtype=torch.uint8))
         left -= len(decoded)
     # A bytearray may be written to, so that a leaf of one part need not be copied.

@@ -1,8 +1,7 @@
-"""Packers of optional packages (the extra `codecs`): zstd by `zstandard`, and `blosc2`.
+"""Packers: the last stage of a chain, which makes fewer bytes. `PACKERS` is their registry.
 
-One rule: imported where they are used, so that files say what they hold also where the package is missing; then
-a chunk that needs it is refused by name. What a coded run of bytes declares is compared with what the caller
-expects before anything is decoded.
+One rule: what coded bytes declare is compared with what the caller expects before anything is decoded. The packages
+of the extra `codecs` are imported where they are used; where one is missing a chunk that needs it is refused by name.
 """
 
 from __future__ import annotations
@@ -10,28 +9,45 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import threading
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptFileError, UsageError
+from . import lz4
 
 Bytes = npt.NDArray[np.uint8]
-#: Packer -> module. Packer -> the most bytes that one byte can declare: an attack asks for more.
-MODULES = {"zstd": "zstandard", "blosc2": "blosc2", "blosc2zstd": "blosc2"}
-MAX_EXPANSION = {"zstd": 1 << 15, "blosc2": 1 << 17, "blosc2zstd": 1 << 17}
 #: The next level of zstd that gains more than 2 % is 19, and takes 15 times as long.
 _ZSTD_LEVEL = 9
-#: blosc2's packer and level.
-_BLOSC2 = {"blosc2": ("LZ4HC", 9), "blosc2zstd": ("ZSTD", 5)}
 _FILTERS = {"": "NOFILTER", "shuffle": "SHUFFLE", "bitshuffle": "BITSHUFFLE"}
+
+
+@dataclass(frozen=True)
+class Packer:
+    """How bytes are packed.
+
+    Attributes:
+        pack: Contiguous items, the packer's level or None for its default, and the name of a shuffle -> bytes.
+        unpack: Packed bytes, and the bytes to fill exactly; raises `CorruptFileError` if they do not.
+        max_expansion: The most bytes that one byte can declare: an attack asks for more.
+        module: The package that it needs besides ours, or None.
+        shuffles: Whether it shuffles itself; otherwise items are bytes, shuffled already.
+    """
+
+    pack: Callable[[npt.NDArray[Any], int | None, str], bytes]
+    unpack: Callable[[Bytes, Bytes], None]
+    max_expansion: int
+    module: str | None = None
+    shuffles: bool = False
 
 
 def check_installed(packer: str) -> None:
     """Raise `UsageError` if a packer needs a package that is not there; nothing for one that needs none."""
-    module = MODULES.get(packer)
+    module = PACKERS[packer].module if packer else None
     if module is not None and importlib.util.find_spec(module) is None:
         advice = "Install the extra 'codecs', or use 'lz4hc' to write"
         raise UsageError("use the codec", repr(packer), f"the package {module}", "none", advice)
@@ -41,19 +57,27 @@ def check_installed(packer: str) -> None:
 def _module(packer: str) -> Any:
     """Import the package of a packer; looked for once, as that takes as long as decoding 5 KB."""
     check_installed(packer)
-    return importlib.import_module(MODULES[packer])
+    return importlib.import_module(str(PACKERS[packer].module))
 
 
-def pack_zstd(data: Bytes, level: int | None) -> bytes:
+def _pack_lz4(default: int, items: npt.NDArray[Any], level: int | None, _: str) -> bytes:
+    return lz4.compress(items, default if level is None or not default else level)
+
+
+def _unpack_lz4(data: Bytes, target: Bytes) -> None:
+    target[:] = np.frombuffer(lz4.decompress(data, len(target)), np.uint8)
+
+
+def _pack_zstd(items: npt.NDArray[Any], level: int | None, _: str) -> bytes:
     zstandard = _module("zstd")
-    return bytes(zstandard.ZstdCompressor(level=_ZSTD_LEVEL if level is None else level).compress(data))
+    return bytes(zstandard.ZstdCompressor(level=_ZSTD_LEVEL if level is None else level).compress(items))
 
 
 #: Holds a decompressor for each thread.
 _local = threading.local()
 
 
-def unpack_zstd(data: Bytes, target: Bytes) -> None:
+def _unpack_zstd(data: Bytes, target: Bytes) -> None:
     """Decode a zstd frame that declares exactly `target`, into it."""
     zstandard = _module("zstd")
     try:
@@ -70,16 +94,15 @@ def unpack_zstd(data: Bytes, target: Bytes) -> None:
         raise _wrong(f"a zstd frame of {len(target)} bytes", f"{got}")
 
 
-def pack_blosc2(items: npt.NDArray[Any], shuffle: str, packer: str, level: int | None) -> bytes:
-    """Pack contiguous items with LZ4HC or zstd behind blosc2's own shuffle."""
+def _pack_blosc2(codec: str, usual: int, items: npt.NDArray[Any], level: int | None, shuffle: str) -> bytes:
+    """Pack contiguous items behind blosc2's own shuffle."""
     blosc2 = _module("blosc2")
     settings = {"filters": [blosc2.Filter[_FILTERS[shuffle]]], "filters_meta": [0], "typesize": items.itemsize}
-    codec, usual = _BLOSC2[packer]
     settings |= {"codec": blosc2.Codec[codec], "clevel": usual if level is None else min(9, level)}
     return bytes(blosc2.compress2(np.ascontiguousarray(items).reshape(-1), nthreads=1, **settings))
 
 
-def unpack_blosc2(data: Bytes, target: Bytes) -> None:
+def _unpack_blosc2(data: Bytes, target: Bytes) -> None:
     """Decode a blosc2 chunk that declares exactly `target`, into it."""
     blosc2 = _module("blosc2")
     try:
@@ -93,3 +116,13 @@ def unpack_blosc2(data: Bytes, target: Bytes) -> None:
 
 def _wrong(expected: str, got: str) -> CorruptFileError:
     return CorruptFileError("decode a chunk", "", expected, got)
+
+
+#: Every packer by its name in chains. To add one, add a line.
+PACKERS = {
+    "lz4": Packer(partial(_pack_lz4, 0), _unpack_lz4, lz4.MAX_EXPANSION),
+    "lz4hc": Packer(partial(_pack_lz4, lz4.DEFAULT_HIGH_LEVEL), _unpack_lz4, lz4.MAX_EXPANSION),
+    "zstd": Packer(_pack_zstd, _unpack_zstd, 1 << 15, "zstandard"),
+    "blosc2": Packer(partial(_pack_blosc2, "LZ4HC", 9), _unpack_blosc2, 1 << 17, "blosc2", shuffles=True),
+    "blosc2zstd": Packer(partial(_pack_blosc2, "ZSTD", 5), _unpack_blosc2, 1 << 17, "blosc2", shuffles=True),
+}

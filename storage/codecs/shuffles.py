@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+#: Every shuffle by its name in chains.
+SHUFFLES = ("shuffle", "split", "bitshuffle")
 Bytes = npt.NDArray[np.uint8]
 Items = npt.NDArray[Any]
 #: Bit planes are built of 64-bit words, one of each of the eight parts of a byte plane.

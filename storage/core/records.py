@@ -41,8 +41,8 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 def flat_name(key: Key) -> str:
     """Give the flat name of a key: `("next", "done")` -> `"next/done"`."""
-    parts = (key,) if isinstance(key, str) else tuple(key)
-    if not parts or not all(isinstance(part, str) and part for part in parts):
+    parts = (key,) if isinstance(key, str) else key
+    if not isinstance(parts, (tuple, list)) or not parts or not all(isinstance(part, str) and part for part in parts):
         raise SchemaError("name a leaf", "", "a str or a tuple of them", repr(key))
     return "/".join(parts)
 

@@ -21,8 +21,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..core.arguments import real, whole
 from ..errors import UsageError, nearest
 
+#: What `PerformanceMonitor.report` tells of durations, besides their number.
+_STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
+    "total": np.sum,
+    "mean": np.mean,
+    "std": np.std,
+    "p50": lambda durations: np.percentile(durations, 50),
+    "p95": lambda durations: np.percentile(durations, 95),
+    "max": np.max,
+}
 #: Columns of a tick: how many values, their sum, the largest, the smallest.
 _NUM, _SUM, _MAX, _MIN = range(4)
 
@@ -59,19 +69,17 @@ class NaturalMonitor(Monitor):
     def __init__(
         self, window_s: float = 10.0, num_slices: int = 100, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if not (math.isfinite(window_s) and window_s > 0):
-            raise UsageError("make a monitor", "", "a window_s above 0", repr(window_s))
-        self.window_s, self.num_slices = float(window_s), _check_window(num_slices, "num_slices")
+        self.window_s = real("make a monitor", "window_s", window_s, "> 0", lambda x: 0 < x < math.inf)
+        self.num_slices = whole("make a monitor", "num_slices", num_slices, 1)
         self._clock, self._lock = clock, threading.Lock()
         self.reset()
 
     def record(self, num_events: int = 1) -> None:
         """Note that `num_events` (>= 0) events happened now."""
-        if isinstance(num_events, bool) or not isinstance(num_events, (int, np.integer)) or num_events < 0:
-            raise UsageError("record events", "", "a number >= 0", repr(num_events))
+        num_events = whole("record events", "a number", num_events, 0)
         with self._lock:
-            self._slices[self._move() % self.num_slices] += int(num_events)
-            self._total += int(num_events)
+            self._slices[self._move() % self.num_slices] += num_events
+            self._total += num_events
 
     @property
     def total(self) -> int:
@@ -120,7 +128,7 @@ class TickMonitor(Monitor):
     FIELDS: tuple[str, ...] = ("time", "size", "use", "priority", "staleness")
 
     def __init__(self, window: int = 100) -> None:
-        self.window = _check_window(window, "window")
+        self.window = whole("make a monitor", "window", window, 1)
         self._lock = threading.Lock()
         self.reset()
 
@@ -179,7 +187,7 @@ class PerformanceMonitor(Monitor):
     """
 
     def __init__(self, window: int = 1000) -> None:
-        self.window = _check_window(window, "window")
+        self.window = whole("make a monitor", "window", window, 1)
         self._lock = threading.Lock()
         self._durations: dict[str, deque[float]] = {}
 
@@ -187,12 +195,7 @@ class PerformanceMonitor(Monitor):
         """Note a duration (finite, >= 0) under `key`, which need not exist."""
         if not isinstance(key, str) or not key:
             raise UsageError("record a duration", "", "a name", repr(key))
-        try:
-            value = float(seconds)
-        except (TypeError, ValueError):
-            value = math.nan
-        if not (math.isfinite(value) and value >= 0):
-            raise UsageError("record a duration", f"of {key!r}", "finite seconds >= 0", repr(seconds))
+        value = real(f"record a duration of {key!r}", "finite seconds", seconds, ">= 0", lambda x: 0 <= x < math.inf)
         with self._lock:
             self._durations.setdefault(key, deque(maxlen=self.window)).append(value)
 
@@ -222,15 +225,7 @@ class PerformanceMonitor(Monitor):
         with self._lock:
             copies = {key: np.array(durations) for key, durations in self._durations.items()}
         return {
-            key: {
-                "count": len(values),
-                "total": float(values.sum()),
-                "mean": float(values.mean()),
-                "std": float(values.std()),
-                "p50": float(np.percentile(values, 50)),
-                "p95": float(np.percentile(values, 95)),
-                "max": float(values.max()),
-            }
+            key: {"count": len(values), **{name: float(of(values)) for name, of in _STATISTICS.items()}}
             for key, values in copies.items()
         }
 
@@ -309,12 +304,6 @@ def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.floa
     if not np.isfinite(found).all():
         raise UsageError("record a tick", f"of {name!r}", "finite numbers", repr(values.reshape(-1).tolist())[:60])
     return found
-
-
-def _check_window(window: Any, name: str) -> int:
-    if isinstance(window, bool) or not isinstance(window, (int, np.integer)) or window < 1:
-        raise UsageError("make a monitor", "", f"{name} >= 1", repr(window))
-    return int(window)
 
 
 def _wait_for(device: torch.device | str | None) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
-from ..core.arguments import check_count
+from ..core.arguments import real, whole
 from ..errors import RolloutDataError, UsageError
 
 _STATE = ("num_inserted", "num_sampled")
@@ -47,15 +47,13 @@ class RateLimiter:
         blocking: bool = True,
         timeout_s: float | None = None,
     ) -> None:
-        for name, value, least in (("samples_per_insert", samples_per_insert, 0), ("tolerance", tolerance, 0)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < inf:
-                raise UsageError("limit a rate", "", f"{name} > {least}", repr(value))
-        if not isinstance(min_inserts, int) or min_inserts < 0:
-            raise UsageError("limit a rate", "", "min_inserts >= 0", repr(min_inserts))
-        if timeout_s is not None and not (isfinite(timeout_s) and timeout_s >= 0):
-            raise UsageError("limit a rate", "", "timeout_s >= 0 or None", repr(timeout_s))
-        self.samples_per_insert, self.tolerance = float(samples_per_insert), float(tolerance)
-        self.min_inserts, self.blocking, self.timeout_s = min_inserts, bool(blocking), timeout_s
+        action = "limit a rate"
+        self.samples_per_insert = real(action, "samples_per_insert", samples_per_insert, "> 0", lambda x: 0 < x < inf)
+        self.tolerance = real(action, "tolerance", tolerance, "> 0", lambda x: 0 < x < inf)
+        self.min_inserts, self.blocking = whole(action, "min_inserts", min_inserts, 0), bool(blocking)
+        if timeout_s is not None:
+            timeout_s = real(action, "timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
+        self.timeout_s = timeout_s
         self.num_inserted = self.num_sampled = 0
         #: The largest insertion and draw so far, which say what tolerance is needed.
         self._largest = [1, 1]
@@ -94,21 +92,17 @@ class RateLimiter:
     def undo(self, num_inserted: int = 0, num_sampled: int = 0) -> None:
         """Take back what was let pass and then did not happen."""
         with self._changed:
-            self._changed.notify_all()
-            self.num_inserted -= num_inserted
-            self.num_sampled -= num_sampled
+            self._set(self.num_inserted - num_inserted, self.num_sampled - num_sampled)
 
     def close(self) -> None:
         """Wake up and refuse whoever waits; nobody waits any more. May be called twice."""
         with self._changed:
-            self._changed.notify_all()
             self._is_closed = True
+            self._changed.notify_all()
 
     def reset(self) -> None:
         """Forget all counts."""
-        with self._changed:
-            self._changed.notify_all()
-            self.num_inserted = self.num_sampled = 0
+        self._set(0, 0)
 
     def snapshot(self) -> dict[str, int | float]:
         """Give the counts, the balance and the ratio so far as plain numbers."""
@@ -129,17 +123,18 @@ class RateLimiter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over counts."""
-        inserted, sampled = (state.get(name) for name in _STATE)
-        if not (isinstance(inserted, int) and isinstance(sampled, int) and min(inserted, sampled) >= 0):
-            raise UsageError("load a limiter's state", "", f"counts {', '.join(_STATE)}", repr(state))
-        with self._changed:
-            self._changed.notify_all()
-            self.num_inserted, self.num_sampled = inserted, sampled
+        inserted, sampled = (whole("load a limiter's state", name, state.get(name), 0) for name in _STATE)
+        self._set(inserted, sampled)
 
     def to_json(self) -> dict[str, Any]:
         """Give the arguments that make an equal limiter."""
         names = ("samples_per_insert", "tolerance", "min_inserts", "blocking", "timeout_s")
         return {name: getattr(self, name) for name in names}
+
+    def _set(self, num_inserted: int, num_sampled: int) -> None:
+        with self._changed:
+            self.num_inserted, self.num_sampled = num_inserted, num_sampled
+            self._changed.notify_all()
 
     def _may_insert(self, num_items: int) -> bool:
         is_filling = self.num_inserted < self.min_inserts  # nobody may draw, so that nobody could make room
@@ -164,11 +159,7 @@ class RateLimiter:
             self._largest = self._largest_with(kind, num_items)
             if not (self._wait(num_items, may, start_s) if waits else may(num_items)):
                 return False
-            self._changed.notify_all()
-            if kind == 0:  # behind all calls: after a Ctrl-C in one nothing would come of what was counted
-                self.num_inserted += num_items
-            else:
-                self.num_sampled += num_items
+            self._set(self.num_inserted + num_items * (kind == 0), self.num_sampled + num_items * (kind == 1))
             return True
 
     def _largest_with(self, kind: int, num_items: int) -> list[int]:
@@ -183,4 +174,4 @@ class RateLimiter:
 
 
 def _checked(num_items: Any) -> int:
-    return check_count("count items", "a number", num_items, 0)
+    return whole("count items", "a number", num_items, 0)

@@ -24,7 +24,7 @@ from storage.checkpoints.saver import (
     load_checkpoint_meta,
     load_checkpoint_parallel,
 )
-from storage.codecs.lz4_frames import BLOCK_BYTES, Lz4Writer, decode, scan_frames, skippable_frame
+from storage.codecs.lz4 import BLOCK_BYTES, Lz4Writer, decode, scan_frames, skippable_frame
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
 
 LOADERS = [load_checkpoint, load_checkpoint_parallel]

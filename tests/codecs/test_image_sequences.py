@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from storage import compress_image_seq, decompress_image_seq, decompress_many
 from storage.codecs import codecs
-from storage.codecs.image_blobs import ExpectedFrames, ImageBlob
+from storage.codecs.images import ExpectedFrames, ImageBlob
 from storage.core.fields import DTYPES
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
 from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth
@@ -230,8 +230,8 @@ def test_any_overwritten_part_is_refused_or_harmless(place, data, is_repaired):
         (lambda: decompress_image_seq(BLOB, (8, 8), 16, "f4", [0.5]), UsageError, "a list of frame numbers"),
         (lambda: decompress_image_seq("text", (8, 8), 16, "f4"), UsageError, "expected bytes, got str"),
         (lambda: decompress_many([BLOB], (8, 8), 16, "f4", num_threads=0), UsageError, "num_threads >= 1"),
-        (lambda: compress_image_seq(IMAGES, 13), UsageError, "a level from 0 (fast) to 12, got 13"),
-        (lambda: compress_image_seq(IMAGES, 1.5), UsageError, "a level from 0 (fast) to 12"),
+        (lambda: compress_image_seq(IMAGES, 13), UsageError, "a level in 0:13, got 13"),
+        (lambda: compress_image_seq(IMAGES, 1.5), UsageError, "a level in 0:13 and a whole number"),
         (lambda: compress_image_seq(np.float32(1)), SchemaError, "a stack of frames"),
         (lambda: compress_image_seq(IMAGES.astype("c8")), FieldTypeError, "complex64"),
         (lambda: compress_image_seq(IMAGES, frames_per_chunk=0), UsageError, "frames_per_chunk >= 1"),

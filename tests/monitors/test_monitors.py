@@ -229,7 +229,7 @@ def test_a_window_without_room_is_refused(make: Any, window: Any) -> None:
 
 def test_a_window_without_time_and_events_that_are_none_are_refused() -> None:
     for window_s in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(UsageError, match="window_s above 0"):
+        with pytest.raises(UsageError, match="window_s > 0"):
             NaturalMonitor(window_s)
     with pytest.raises(UsageError, match="cannot record events"):
         NaturalMonitor().record(-1)

@@ -1,7 +1,7 @@
-"""Image blobs: a stack of equal frames as one self-describing run of bytes, in chunks that decode alone.
+"""Image sequences: a stack of equal frames as one self-describing run of bytes, in chunks that decode alone.
 
 One rule: nothing is allocated before the whole header is checked, by its checksum, against the blob's length
-and against what the caller expects.
+and against what the caller expects. How frames become bytes is decided in `chunks.py`, as for block files.
 
 A blob: `rdimages`, the header's length (uint32), the header (JSON: codec, dtype, shape, num_frames,
 frames_per_chunk, max_error), the end of each chunk counted from the first (uint64), the CRC-32 of each chunk
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -21,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..core.arguments import whole
 from ..core.checksums import crc32
 from ..core.fields import DTYPES, dtype_name
+from ..core.work_split import WorkSplit
 from ..errors import CorruptFileError, RolloutDataError, SchemaError, UsageError
 from .chunks import ChunkCodec, chunk_codec
-from .codecs import most_chunk_frames
+from .codecs import chunk_frames, most_chunk_frames
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -35,7 +37,180 @@ _MAX_HEADER_BYTES = 1 << 16
 _KEYS = ("codec", "dtype", "shape", "num_frames", "frames_per_chunk", "max_error")
 
 
-def make_blob(frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: int, level: int | None) -> bytes:
+def compress_image_seq(
+    images: Any, level: int = 0, *, codec: str | None = None, frames_per_chunk: int | None = None
+) -> bytes:
+    """Compress a stack of frames without loss.
+
+    Args:
+        images: `[num_frames, *image_shape]` tensor (any device) or array of a dtype of `storage.core.fields.DTYPES`.
+        level: 0 is fast; 1 to 12 compress better and slower, and decode as fast.
+        codec: A chain of `storage/codecs/chunks.py` instead of the usual one (`lz4`, or `split+lz4` for wider
+            numbers); `uint16` chains lose, everything else does not.
+        frames_per_chunk: Frames that are decoded together; by default at most 8, and never more than are 64 MiB.
+
+    Returns:
+        The blob.
+
+    Raises:
+        UsageError, SchemaError, FieldTypeError: No stack of frames, or a dtype, level or codec that cannot be.
+    """
+    array, dtype = _as_frames(images)
+    level = whole("compress images", "a level", level, 0, 12)
+    if codec is None:
+        codec = ("split+" if array.dtype.itemsize > 1 else "") + ("lz4hc" if level else "lz4")
+    chain = chunk_codec(codec)
+    chain.check_installed()
+    chain.check_dtype(array.dtype if dtype != "bfloat16" else np.dtype(np.uint16))
+    row_bytes = prod(array.shape[1:]) * array.itemsize
+    step = chunk_frames(row_bytes, codec)
+    if frames_per_chunk is not None:
+        step = whole("compress images", "frames_per_chunk", frames_per_chunk, 1)
+    return _make_blob(array, dtype, chain, min(step, most_chunk_frames(row_bytes)), level or None)
+
+
+def decompress_image_seq(
+    data: Any, image_shape: Sequence[int], batch_size: int, dtype: Any, indices: Any = None, num_threads: int | None = 1
+) -> Any:
+    """Decompress a blob, or some frames of it.
+
+    Args:
+        data: The blob, anything with a buffer.
+        image_shape: Shape of one frame.
+        batch_size: How many frames the blob holds.
+        dtype: Of the frames. A torch dtype gives a CPU tensor, a numpy dtype (or its name) an array.
+        indices: Which frames, in any order, also repeated; None gives all. Only their chunks are decoded.
+        num_threads: At most so many threads, where they are faster; None takes torch's number.
+
+    Returns:
+        `[batch_size or len(indices), *image_shape]`, new memory.
+
+    Raises:
+        SchemaError: Shape, dtype or number of frames are others than those of the blob.
+        UsageError: An index outside `0:batch_size`.
+        CorruptFileError: The blob is truncated or damaged; known before anything is allocated.
+    """
+    frames = ExpectedFrames(image_shape, batch_size, dtype)
+    chosen = None if indices is None else _indices(indices, frames.num_frames)
+    count = frames.num_frames if chosen is None else len(chosen)
+
+    def make() -> tuple[Any, list[Any]]:
+        out = frames.empty((count,))
+        return out, [out]
+
+    return _decode([ImageBlob(data, frames)], [chosen], num_threads, make)
+
+
+def decompress_many(
+    blobs: Sequence[Any],
+    image_shape: Sequence[int],
+    batch_size: int | Sequence[int],
+    dtype: Any,
+    indices: Any = None,
+    num_threads: int | None = None,
+    out: Any = None,
+) -> Any:
+    """Decompress blobs into one output, with threads where they are faster.
+
+    Args:
+        blobs: B blobs.
+        image_shape, dtype: As for `decompress_image_seq`, for every blob.
+        batch_size: How many frames a blob holds: one number for all blobs, or B numbers.
+        indices: Which frames: a list for all blobs, or B lists. None gives all frames, also in the place of a list.
+        num_threads: At most so many threads; None takes torch's number of threads.
+        out: Contiguous, to write to instead of new memory: `[B, n, *image_shape]` if each blob gives n frames; if
+            the numbers differ `[total, *image_shape]`, where the frames of one blob follow those of the blob before.
+
+    Returns:
+        `out`, or a new one; if the numbers differ a list of B views of it, `[n_b, *image_shape]`. Either way
+        `result[b]` holds the frames of blob b.
+
+    Raises:
+        As `decompress_image_seq`. UsageError: There are not B numbers, or not B lists.
+    """
+    given: Any = batch_size
+    sizes = list(given) or [0] if np.ndim(given) else [given] * max(1, len(blobs))
+    lists = list(indices) if _is_nested(indices) else [indices] * len(sizes)
+    if {len(sizes), len(lists)} != {max(1, len(blobs))}:
+        got = f"{len(sizes)} and {len(lists)} for {len(blobs)} blobs"
+        raise UsageError("decompress images", "", "one batch_size and one list of indices per blob, or for all", got)
+    frames = [ExpectedFrames(image_shape, size, dtype) for size in sizes]
+    chosen = [None if one is None else _indices(one, size) for one, size in zip(lists, sizes, strict=True)]
+    found = [ImageBlob(data, its) for data, its in zip(blobs, frames, strict=False)]
+    counts = [its.num_frames if one is None else len(one) for its, one in zip(frames, chosen, strict=True)]
+
+    def make() -> tuple[Any, list[Any]]:
+        is_even = len({*counts}) == 1
+        lead = (len(found), counts[0]) if is_even else (sum(counts),)
+        target = frames[0].empty(lead) if out is None else frames[0].checked(out, lead)
+        if is_even:
+            return target, list(target)
+        ends = np.cumsum(counts).tolist()
+        views = [target[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        return views, views
+
+    return _decode(found, chosen, num_threads, make)
+
+
+def _decode(
+    blobs: Sequence[ImageBlob],
+    chosen: Sequence[npt.NDArray[np.int64] | None],
+    num_threads: int | None,
+    make: Callable[[], tuple[Any, list[Any]]],
+) -> Any:
+    """Check all chunks that are wanted, then make the outputs, one for each blob, and decode into them."""
+    splits = WorkSplit(num_threads)
+    pieces = [(at, number) for at, blob in enumerate(blobs) for number in blob.chunks_of(chosen[at])]
+
+    def check(start: int, stop: int) -> None:
+        for at, number in pieces[start:stop]:
+            blobs[at].check(number)
+
+    splits.run(check, len(pieces), sum(len(blobs[at].chunk(number)) for at, number in pieces))
+    result, outs = make()
+    arrays = [_as_stored(out) for out in outs]
+
+    def decode(start: int, stop: int) -> None:
+        for at, number in pieces[start:stop]:
+            blobs[at].decode(number, chosen[at], arrays[at])
+
+    splits.run(decode, len(pieces), sum(blobs[at].chunk_bytes for at, _ in pieces))
+    return result
+
+
+def _is_nested(indices: Any) -> bool:
+    """Tell whether these are lists of frames, one for each blob, rather than one for all."""
+    if isinstance(indices, (list, tuple)):
+        return any(one is None or np.ndim(one) > 0 for one in indices[:1])
+    return getattr(indices, "ndim", 1) > 1
+
+
+def _as_frames(images: Any) -> tuple[Array, str]:
+    """View frames as an array of the bytes that are stored; give it and the dtype's name."""
+    if isinstance(images, torch.Tensor):
+        dtype = dtype_name(images.dtype, "of the images")
+        array = _as_stored(images.detach().cpu().contiguous())
+    else:
+        array = np.asarray(images)
+        dtype = dtype_name(array.dtype, "of the images")
+    if array.ndim < 1:
+        raise SchemaError("compress images", "", "a stack of frames [num_frames, *image_shape]", "a single number")
+    return np.ascontiguousarray(array, DTYPES[dtype][1]), dtype
+
+
+def _indices(indices: Any, batch_size: int) -> npt.NDArray[np.int64]:
+    found = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise UsageError("decompress images", "", "a list of frame numbers", f"{found.dtype} of shape {found.shape}")
+    found = found.astype(np.int64)
+    if len(found) and not (found.min() >= 0 and found.max() < batch_size):
+        raise UsageError(
+            "decompress images", "", f"frame numbers in 0:{batch_size}", f"{found.min()}:{found.max() + 1}"
+        )
+    return found
+
+
+def _make_blob(frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: int, level: int | None) -> bytes:
     """Code contiguous `[num_frames, *shape]` frames whose values are of `dtype` (see `fields.DTYPES`)."""
     starts = range(0, len(frames), frames_per_chunk)
     coded = [codec.encode(frames[first : first + frames_per_chunk], level) for first in starts]
@@ -61,15 +236,14 @@ class ExpectedFrames:
         self.dtype = dtype
         try:
             self.name = dtype_name(dtype, "of the images")
-            self.shape = tuple(operator.index(size) for size in image_shape)
+            self.shape = tuple(map(operator.index, image_shape))
             self.num_frames = operator.index(batch_size)
         except SchemaError:
             raise
         except TypeError as cause:
-            raise UsageError(
-                "decompress images", "", "a dtype, and whole numbers in image_shape and batch_size", str(cause)
-            ) from None
-        if min((*self.shape, self.num_frames), default=0) < 0:
+            expected = "a dtype, and whole numbers in image_shape and batch_size"
+            raise UsageError("decompress images", "", expected, str(cause)) from None
+        if min((*self.shape, self.num_frames)) < 0:
             raise UsageError("decompress images", "", "sizes >= 0", f"{self.num_frames} frames of {self.shape}")
 
     @property
@@ -96,7 +270,7 @@ class ExpectedFrames:
         return out
 
 
-def as_stored(out: Any) -> Array:
+def _as_stored(out: Any) -> Array:
     """View an output as an array of the same bytes."""
     if isinstance(out, torch.Tensor):
         found: Array = (out.view(torch.uint16) if out.dtype == torch.bfloat16 else out).numpy()
@@ -163,6 +337,11 @@ class ImageBlob:
         if min(step, num_frames) > most:
             raise _corrupt(f"chunks of at most {most} frames", f"{num_frames} in chunks of {step}")
         return chain, step, -(-num_frames // step)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that a chunk decodes to at most."""
+        return self.frames_per_chunk * self.expected.frame_bytes
 
     def check(self, number: int) -> None:
         """Check the checksum of a chunk."""

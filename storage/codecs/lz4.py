@@ -1,16 +1,16 @@
-"""LZ4 frames: compress a stream while it is written, decode it whole or block by block.
+"""LZ4: blocks in memory, and frames of files, by the package `lz4`.
 
-One rule: what stands in a frame is believed only as far as the file is long. All sizes are checked
-against the file before anything is decoded, and nothing is allocated for a size that is only declared.
-The frames are standard ones (LZ4 frame format 1.6) of independent 4 MiB blocks with a checksum of the
-content, so that any tool reads them and blocks decode in parallel.
+One rule: no size is believed that stands in the data. A block is decoded into exactly the bytes that the caller
+expects; all sizes of a frame are checked against the length of the file before anything is allocated or decoded.
+
+Frames are standard ones (LZ4 frame format 1.6) of independent 4 MiB blocks with a checksum of the content, so that
+any tool reads them and blocks decode in parallel.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -19,24 +19,54 @@ import lz4.frame
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CorruptFileError, ForeignFileError, UsageError
+from ..core.arguments import whole
+from ..core.threads import Worker, each
+from ..errors import CorruptFileError, ForeignFileError
 
+Bytes = npt.NDArray[np.uint8]
+#: LZ4 turns one byte into at most this many: a larger claim is a lie.
+MAX_EXPANSION = 255
+#: High compression gains 1 to 3 % from 9 to 12 and takes twice the time.
+DEFAULT_HIGH_LEVEL = 9
 MAGIC = b"\x04\x22\x4d\x18"
 #: A frame of this number is skipped by readers of LZ4; ours hold what the writer had to say besides.
 SKIPPABLE_MAGIC = b"\x50\x2a\x4d\x18"
-MIN_LEVEL, MAX_LEVEL = -65537, lz4.frame.COMPRESSIONLEVEL_MAX
-#: LZ4 needs at least one byte for so many bytes of output.
-_MAX_RATIO = 255
+_MIN_LEVEL, _MAX_LEVEL = -65537, lz4.frame.COMPRESSIONLEVEL_MAX
 _MAX_BLOCK_BYTES = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 4 << 20}
 #: Of what is written, and how many blocks may wait to be.
 BLOCK_BYTES, _MAX_WAITING = 4 << 20, 4
 
 
-def check_level(level: int) -> int:
+def check_level(level: Any) -> int:
     """Give back a level that LZ4 knows: below 0 faster, 0 fast, 3 to 12 smaller and much slower."""
-    if isinstance(level, bool) or not isinstance(level, int) or not MIN_LEVEL <= level <= MAX_LEVEL:
-        raise UsageError("compress", "", f"a level from {MIN_LEVEL} to {MAX_LEVEL}", repr(level))
-    return level
+    return whole("compress", "a level", level, _MIN_LEVEL, _MAX_LEVEL)
+
+
+def compress(data: Any, level: int = 0) -> bytes:
+    """Compress anything with a buffer to a block; `level` as in `check_level`. The size is not stored."""
+    if level > 0:
+        return bytes(lz4.block.compress(data, mode="high_compression", compression=level, store_size=False))
+    if level < 0:
+        return bytes(lz4.block.compress(data, mode="fast", acceleration=-level, store_size=False))
+    return bytes(lz4.block.compress(data, mode="default", store_size=False))
+
+
+def decompress(block: Any, num_bytes: int) -> bytearray:
+    """Decode a block of exactly `num_bytes`.
+
+    Raises:
+        CorruptFileError: The block is damaged or holds another number of bytes.
+    """
+    if num_bytes > MAX_EXPANSION * len(block):
+        expected = f"at least {-(-num_bytes // MAX_EXPANSION)} bytes of LZ4"
+        raise CorruptFileError("decode a chunk", "", expected, f"{len(block)}")
+    found: bytearray | None = None
+    with suppress(lz4.block.LZ4BlockError, OverflowError):
+        found = lz4.block.decompress(block, uncompressed_size=num_bytes, return_bytearray=True)
+    if found is None or len(found) != num_bytes:
+        got = "a damaged one" if found is None else f"{len(found)} bytes"
+        raise CorruptFileError("decode a chunk", "", f"an LZ4 block of {num_bytes} bytes", got)
+    return found
 
 
 class Lz4Writer:
@@ -58,40 +88,29 @@ class Lz4Writer:
             content_checksum=True,
             compression_level=check_level(level),
         )
-        self._pool, self._waiting = ThreadPoolExecutor(1, "lz4"), deque[Future[int]]()
-        self._pass_on(self._stream.begin())
+        self._worker = Worker("lz4", max_pending=_MAX_WAITING)
+        self._worker.submit(file.write, self._stream.begin())
 
     def __enter__(self) -> Lz4Writer:
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:
-        with self._pool:
+        try:
             if failure is None:
-                self._pass_on(self._stream.flush())
-                self._wait(0)
+                self._worker.submit(self._file.write, self._stream.flush())
+                self._worker.drain()
+        finally:
+            self._worker.close()
 
     def write(self, data: Any) -> int:
-        """Append bytes; blocks while `file` cannot keep up; raises what writing to it raised."""
+        """Append bytes; waits while `file` cannot keep up; raises what writing to it raised."""
         new = memoryview(data).cast("B")
         for start in range(0, len(new), BLOCK_BYTES):
-            self._pass_on(self._stream.compress(new[start : start + BLOCK_BYTES]))
+            self._worker.submit(self._file.write, self._stream.compress(new[start : start + BLOCK_BYTES]))
         return len(new)
 
     def flush(self) -> None:
         """Do nothing: blocks are passed on as they are full."""
-
-    def _pass_on(self, coded: bytes) -> None:
-        self._wait(_MAX_WAITING - 1)
-        try:
-            self._waiting.append(self._pool.submit(self._file.write, coded))
-        except RuntimeError:  # while the interpreter exits no thread takes work any more
-            self._wait(0)
-            self._file.write(coded)
-
-    def _wait(self, most: int) -> None:
-        """Wait until at most so many writes have not ended."""
-        while len(self._waiting) > most:
-            self._waiting.popleft().result()
 
 
 def skippable_frame(content: bytes) -> bytes:
@@ -124,7 +143,7 @@ class Frame:
     @property
     def most_bytes(self) -> int:
         """Bytes that the frame decodes to at most."""
-        return min(len(self.blocks) * self.max_block_bytes, _MAX_RATIO * (self.stop - self.start))
+        return min(len(self.blocks) * self.max_block_bytes, MAX_EXPANSION * (self.stop - self.start))
 
 
 def scan_frames(data: memoryview, name: str) -> list[Frame]:
@@ -156,7 +175,7 @@ def scan_frames(data: memoryview, name: str) -> list[Frame]:
     return frames
 
 
-def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 1) -> npt.NDArray[np.uint8]:
+def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 1) -> Bytes:
     """Decode all frames into memory.
 
     Args:
@@ -231,7 +250,7 @@ def _scan_frame(place: _Place, start: int) -> Frame:
         place.skip(size + 4 * has_block_checksums)
         blocks.append((first, place.at))
     place.skip(4 * bool(flags & 4))
-    if declared > _MAX_RATIO * (place.at - start):
+    if declared > MAX_EXPANSION * (place.at - start):
         raise place.corrupt(f"data that {place.at - start} bytes can hold", f"a declared size of {declared} bytes")
     return Frame(start, place.at, False, bool(flags & 32), has_block_checksums, most, tuple(blocks))
 
@@ -253,9 +272,7 @@ def _decode_stream(data: memoryview, frame: Frame, name: str) -> Iterator[bytes]
         raise _undecodable(name, "it goes on behind its end")
 
 
-def _decode_blocks(
-    out: npt.NDArray[np.uint8], data: memoryview, frame: Frame, name: str, num_threads: int
-) -> int | None:
+def _decode_blocks(out: Bytes, data: memoryview, frame: Frame, name: str, num_threads: int) -> int | None:
     """Decode independent blocks in a pool; give the bytes of all, or None if some block but the last is not full."""
 
     def decode_one(place: int) -> int:
@@ -273,8 +290,7 @@ def _decode_blocks(
         out[start : start + len(part)] = np.frombuffer(part, np.uint8)
         return len(part)
 
-    with ThreadPoolExecutor(num_threads, "lz4") as pool:
-        sizes = list(pool.map(decode_one, range(len(frame.blocks))))
+    sizes = each(decode_one, range(len(frame.blocks)), num_threads)
     is_full = all(size == frame.max_block_bytes for size in sizes[:-1])
     return sum(sizes) if is_full else None
 
