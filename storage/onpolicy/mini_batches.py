@@ -17,7 +17,7 @@ from ..core.arguments import whole
 from ..core.delivery import Delivery
 from ..core.modes import lasting
 from ..errors import UsageError
-from .padding import find_segments, pad
+from .padding import find_segments, gather_padded
 
 #: What could not be done, in every error about mini-batches.
 GENERATE = "generate mini-batches"
@@ -168,18 +168,23 @@ def env_groups(
         For each mini-batch fields by name, leaves of the states, and masks; all contiguous, so that
         `flatten(0, 1)` is a view, as the first layer of a network wants it.
     """
-    segments, groups = find_segments(dones), []
-    for start, stop in bounds:
-        part, found = segments.of_envs(start, stop), {}
-        for name, x, is_padded in columns:
-            if is_padded:
-                made = pad(x, part, delivery.empty)
-            else:
-                made = delivery.empty((len(x), stop - start, *x.shape[2:]), x.dtype).copy_(x[:, start:stop])
-            found[name] = delivery.deliver(made)
-        leaves = [delivery.deliver(first_states(x, part.starts)) for x in states]
-        groups.append((found, leaves, delivery.deliver(part.masks.contiguous())))
-    return groups
+    num_steps, segments = len(dones), find_segments(dones)
+    parts = [segments.of_envs(start, stop) for start, stop in bounds]
+    source = torch.cat([part.source for part in parts])
+    padding = (~torch.cat([part.masks.flatten() for part in parts])).nonzero().squeeze(1)
+    sizes = {True: [x.masks.shape[1] for x in parts], False: [stop - start for start, stop in bounds]}
+    fields: list[dict[str, torch.Tensor]] = [{} for _ in bounds]
+    for name, x, is_padded in columns:  # all groups of a column in one piece of memory, one after the other
+        if is_padded:
+            made = gather_padded(x, source, padding, delivery.empty)
+        else:
+            made = delivery.empty((num_steps * sum(sizes[False]), *x.shape[2:]), x.dtype)
+        split = made.split([num_steps * size for size in sizes[is_padded]])
+        for field, part, size, (start, stop) in zip(fields, split, sizes[is_padded], bounds, strict=True):
+            view = part.view(num_steps, size, *x.shape[2:])
+            field[name] = delivery.deliver(view if is_padded else view.copy_(x[:, start:stop]))
+    leaves = [[delivery.deliver(first_states(x, part.starts)) for x in states] for part in parts]
+    return list(zip(fields, leaves, [delivery.deliver(x.masks.contiguous()) for x in parts], strict=True))
 
 
 def first_states(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

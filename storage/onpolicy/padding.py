@@ -42,11 +42,6 @@ class Segments:
         offset = torch.arange(len(self.masks), device=self.masks.device).unsqueeze(1)
         return torch.where(self.masks, self.starts + offset * self.num_envs, self.starts).flatten()
 
-    @cached_property
-    def padding(self) -> torch.Tensor:
-        """Int64, the places that are padding."""
-        return (~self.masks).flatten().nonzero().squeeze(1)
-
     def of_envs(self, start: int, stop: int) -> Segments:
         """Give the trajectories of a range of envs."""
         part = slice(self.bounds[start], self.bounds[stop])
@@ -72,24 +67,27 @@ def find_segments(dones: torch.Tensor) -> Segments:
     return Segments(num_envs, masks, (first - env * num_steps) * num_envs + env, bounds)
 
 
-def pad(x: torch.Tensor, segments: Segments, empty: _Empty | None = None) -> torch.Tensor:
-    """Lay `[T, B, *event]` out as `[T, n, *event]`, zeros after each trajectory's end, in its own dtype.
+def pad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Lay `[T, B, *event]` out as `[T, n, *event]`, zeros after each trajectory's end, in its own dtype."""
+    num_steps = len(segments.masks)
+    _check_steps("split trajectories", x, num_steps, segments.num_envs)
+    padded = gather_padded(x, segments.source, (~segments.masks).flatten().nonzero().squeeze(1))
+    return padded.view(num_steps, len(segments.starts), *x.shape[2:])
 
-    Args:
-        x: The rollout; gradients flow through, unless `empty` is given.
-        segments: Its trajectories, or those of some envs.
-        empty: Gives the memory of the result.
+
+def gather_padded(x: torch.Tensor, source: torch.Tensor, padding: torch.Tensor, empty: _Empty | None = None) -> Any:
+    """Gather rows `source` of `[T, B, *event]`, with zeros at the places `padding`: `[len(source), *event]`.
+
+    Gradients flow through, unless `empty` gives the memory of the result.
     """
-    num_steps, num_envs = len(segments.masks), segments.num_envs
-    _check_steps("split trajectories", x, num_steps, num_envs)
-    flat = signed(x).reshape(num_steps * num_envs, x[:1, :1].numel())
+    flat = signed(x).reshape(len(x) * x.shape[1], x[:1, :1].numel())
     if empty is None:
-        padded = flat.index_select(0, segments.source)
+        padded = flat.index_select(0, source)
     else:
-        padded = empty((len(segments.source), flat.shape[1]), flat.dtype)
-        torch.index_select(flat, 0, segments.source, out=padded)
-    padded.index_fill_(0, segments.padding, 0)
-    return _as(x.dtype, padded).view(num_steps, len(segments.starts), *x.shape[2:])
+        padded = empty((len(source), flat.shape[1]), flat.dtype)
+        torch.index_select(flat, 0, source, out=padded)
+    padded.index_fill_(0, padding, 0)
+    return _as(x.dtype, padded).view(len(source), *x.shape[2:])
 
 
 def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.Tensor]:
