@@ -1,38 +1,26 @@
 """Returns and advantages as pure functions: GAE, n-step returns, discounted sums, normalization.
 
-One rule: every backward recursion here is `x[t] += decay[t] * x[t + 1]`, and `scans.py` runs it.
+One rule: every backward recursion here is `x[t] = terms[t] + decay[t] * x[t + 1]`, and `scans.py` runs it.
 Time is the first axis everywhere; one reward needs no axis of its own: `[T, N]` with dones `[T, N]` is as good.
-What comes after a done changes nothing before it, were it NaN. What is computed are targets: no gradient flows
-through them. Who stores what is not known here.
+What comes after a done changes nothing before it, even if it is NaN. What is computed are targets: no gradient flows
+through them. Storages are not known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from numbers import Integral
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..core.arguments import whole
 from ..core.fields import DTYPES
 from ..core.host_arrays import as_given
 from ..errors import FieldTypeError, SchemaError, UsageError, nearest
-from .scans import (
-    Scalar,
-    arrays,
-    as_quiet_as_torch,
-    decay_of,
-    factor_of,
-    like_of,
-    met_only_finite,
-    rows_per_piece,
-    scan_,
-    scan_exactly_,
-    scan_piece_,
-    write_alive,
-)
+from .scans import Scalar, like_of, write_sums
 
+_ACTION = "compute returns"
 _REAL = frozenset(dtype for dtype, _ in DTYPES.values())
 #: What `boot[t]` is where a time-out cut the trajectory, by the name of the rule.
 TRUNCATION_RULES = {"cut": "0", "value": "values[t]", "final": "bootstrap_values[t]"}
@@ -67,11 +55,9 @@ def generalized_advantage(
     """
     _check_rollout(rewards, dones, {"values": values, "next_values": next_values})
     gamma, lam = _factor("gamma", gamma, rewards), _factor("lam", lam, rewards)
-
-    def errors() -> torch.Tensor:
-        return torch.addcmul(rewards, next_values, like_of(gamma, rewards)).sub_(values).contiguous()
-
-    return _scanned(errors, dones, gamma * lam)
+    out = torch.empty_like(rewards, memory_format=torch.contiguous_format)
+    write_sums(out, rewards, dones, gamma, lam, values, next_values)
+    return out
 
 
 def rollout_advantage(
@@ -92,57 +78,14 @@ def rollout_advantage(
     the other tensors) takes the result; `returns` takes the returns, which are the advantages plus the values.
     What is wrong with the arguments is raised before either is written.
     """
-    if not _fit(rewards, dones, last_values, values, *(x for x in (out, returns) if x is not None)):
-        given = {"values": values, "last_values": last_values, "out": out, "returns": returns}
-        _check_rollout(rewards, dones, {name: x for name, x in given.items() if x is not None})
+    given = {"values": values, "last_values": last_values, "out": out, "returns": returns}
+    _check_rollout(rewards, dones, {name: x for name, x in given.items() if x is not None})
     advantages = torch.empty_like(rewards, memory_format=torch.contiguous_format) if out is None else out
     if not advantages.is_contiguous():
-        raise SchemaError("compute returns", "", "a contiguous out", f"one with strides {advantages.stride()}")
+        raise SchemaError(_ACTION, "", "a contiguous out", f"one with strides {advantages.stride()}")
     gamma, lam = _factor("gamma", gamma, rewards), _factor("lam", lam, rewards)
-    write_advantage(advantages, rewards, values, last_values, dones, gamma, lam, returns)
+    write_sums(advantages, rewards, dones, gamma, lam, values, last_values=last_values, returns=returns)
     return advantages
-
-
-def write_advantage(
-    advantages: torch.Tensor,
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    last_values: torch.Tensor,
-    dones: torch.Tensor,
-    gamma: Scalar,
-    lam: Scalar,
-    returns: torch.Tensor | None,
-) -> None:
-    """Write what `rollout_advantage` gives into `advantages`, from arguments that were checked."""
-    lib, (x, r, v, next_values, d, sums) = arrays(advantages, rewards, values, last_values, dones, returns)
-    rows = rows_per_piece(x)
-    # From the end, in pieces that stay in the cache from the first of these passes to the last.
-    with torch.no_grad() if lib is torch else as_quiet_as_torch():
-        discount, trace = factor_of(gamma, advantages, lib), factor_of(lam, advantages, lib)
-        decay = lib.empty_like(x[:rows])
-        for start in reversed(range(0, len(x), rows)):
-            stop = min(start + rows, len(x))
-            piece, value, weight = x[start:stop], v[start:stop], decay[: stop - start]
-            write_alive(d[start:stop], discount, weight)
-            lib.multiply(weight[:-1], value[1:], out=piece[:-1])
-            lib.multiply(weight[-1], next_values, out=piece[-1])
-            piece += r[start:stop]
-            piece -= value
-            weight *= trace
-            if stop < len(x):
-                lib.add(piece[-1], weight[-1] * x[stop], out=piece[-1])
-            scan_piece_(lib, piece, weight)
-            if sums is not None:  # here, while both are still in the cache
-                lib.add(piece, value, out=sums[start:stop])
-            next_values = value[0]
-    if met_only_finite(lib, x):
-        return
-    with torch.no_grad():
-        ahead = torch.cat([values[1:], last_values.unsqueeze(0)]) * like_of(gamma, rewards)
-        torch.sub(torch.where(dones != 0, rewards, rewards + ahead), values, out=advantages)
-        scan_exactly_(advantages, dones, like_of(gamma, rewards) * like_of(lam, rewards))
-        if returns is not None:
-            torch.add(advantages, values, out=returns)
 
 
 def with_bootstrap(
@@ -194,7 +137,7 @@ def check_bootstrap(
         expected = "bootstrap_values, the values of the true final observations, wherever a time-out cut"
         advice = "Add them with each transition, or use truncation 'value'"
         got = "none" if bootstrap_values is None else "NaN"
-        raise UsageError("compute returns", "with truncation 'final'", expected, got, advice)
+        raise UsageError(_ACTION, "with truncation 'final'", expected, got, advice)
 
 
 @torch.no_grad()
@@ -211,7 +154,9 @@ def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -
     """
     _check_rollout(rewards, dones, {})
     gamma = _factor("gamma", gamma, rewards)
-    return _scanned(lambda: rewards.clone(memory_format=torch.contiguous_format), dones, gamma)
+    out = torch.empty_like(rewards, memory_format=torch.contiguous_format)
+    write_sums(out, rewards, dones, gamma)
+    return out
 
 
 @torch.no_grad()
@@ -236,12 +181,11 @@ def n_step_returns(
         `[T, N, R]`, a new tensor.
     """
     _check_rollout(rewards, dones, {"values": values, "last_values": last_values})
-    if not isinstance(num_steps, Integral) or isinstance(num_steps, bool) or num_steps < 1:
-        raise UsageError("compute n-step returns", "", "num_steps >= 1", repr(num_steps))
+    num_steps = whole("compute n-step returns", "num_steps", num_steps, 1)
     ended, discount = dones != 0, like_of(_factor("gamma", gamma, rewards), rewards)
     ahead = torch.cat([values[1:], last_values.unsqueeze(0)]).masked_fill_(ended, 0)
     returns = torch.addcmul(rewards, discount, ahead)
-    for _ in range(min(int(num_steps), len(rewards)) - 1):
+    for _ in range(min(num_steps, len(rewards)) - 1):
         ahead[:-1] = returns[1:]
         ahead[:-1].masked_fill_(ended[:-1], 0)
         torch.addcmul(rewards, discount, ahead, out=returns)
@@ -278,7 +222,7 @@ def check_rules(normalize: str | None, truncation: str = "cut") -> None:
         raise UsageError("normalize advantages", "", f"None, {options}", repr(normalize))
     if not isinstance(truncation, str) or truncation not in TRUNCATION_RULES:
         options = nearest(str(truncation), TRUNCATION_RULES)
-        raise UsageError("compute returns", "", f"truncation {options}", repr(truncation))
+        raise UsageError(_ACTION, "", f"truncation {options}", repr(truncation))
 
 
 def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: int) -> torch.Tensor:
@@ -288,7 +232,7 @@ def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: i
         given = given.unsqueeze(-1)
     if tuple(given.shape) != (num_envs, num_rewards):
         expected, got = f"last_values of shape {[num_envs, num_rewards]}", f"{given.dtype} of shape {list(given.shape)}"
-        raise SchemaError("compute returns", "", expected, got)
+        raise SchemaError(_ACTION, "", expected, got)
     return given.to(torch.float32)
 
 
@@ -301,9 +245,9 @@ def _exact_factor(name: str, factor: Scalar, num_rewards: int) -> torch.Tensor:
     checked = _real_tensor(name, factor)
     if checked.shape not in (torch.Size([]), torch.Size([num_rewards])):
         expected = f"{name} a number or of shape [{num_rewards}]"
-        raise SchemaError("compute returns", "", expected, f"shape {list(checked.shape)}")
+        raise SchemaError(_ACTION, "", expected, f"shape {list(checked.shape)}")
     if not bool(((checked >= 0) & (checked <= 1)).all()):
-        raise UsageError("compute returns", "", f"{name} in [0, 1]", str(factor))
+        raise UsageError(_ACTION, "", f"{name} in [0, 1]", str(factor))
     return checked
 
 
@@ -315,21 +259,11 @@ def _real_tensor(name: str, value: Any) -> torch.Tensor:
         given = as_given(value) if is_array else torch.tensor(value, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as cause:
         got = type(value).__name__
-        raise FieldTypeError("compute returns", "", f"{name} a number or a tensor of numbers", got) from cause
+        raise FieldTypeError(_ACTION, "", f"{name} a number or a tensor of numbers", got) from cause
     if given.is_complex() or given.is_meta or given.is_quantized or given.layout is not torch.strided:
         got = f"{given.layout} {given.dtype} on {given.device}"
-        raise FieldTypeError("compute returns", "", f"{name} a dense tensor of real numbers", got)
+        raise FieldTypeError(_ACTION, "", f"{name} a dense tensor of real numbers", got)
     return given
-
-
-def _scanned(terms: Callable[[], torch.Tensor], dones: torch.Tensor, factor: Scalar) -> torch.Tensor:
-    """Sum what `terms` makes, discounted, from each step to the end of its trajectory."""
-    sums = terms()
-    scan_(sums, decay_of(dones, sums, factor))
-    if not met_only_finite(torch, sums):
-        sums = terms()
-        scan_exactly_(sums, dones, factor)
-    return sums
 
 
 def _factor(name: str, factor: Scalar, rewards: torch.Tensor) -> Scalar:
@@ -339,32 +273,18 @@ def _factor(name: str, factor: Scalar, rewards: torch.Tensor) -> Scalar:
     return _exact_factor(name, factor, rewards.shape[-1])
 
 
-def _fit(rewards: torch.Tensor, dones: torch.Tensor, last_values: torch.Tensor, *whole: torch.Tensor) -> bool:
-    """Whether `_check_rollout` need not look closer, which takes a tenth of the time of a small rollout."""
-    for x in (rewards, dones, last_values, *whole):
-        if getattr(x, "dtype", None) not in _REAL or x.layout is not torch.strided:
-            return False
-    if rewards.dim() != 3 or not rewards.is_floating_point():
-        return False
-    num_steps, num_envs, num_rewards = shape = rewards.shape
-    are_whole = [x.shape == shape for x in whole]
-    return all(are_whole) and last_values.shape == (num_envs, num_rewards) and dones.shape == (num_steps, num_envs, 1)
-
-
 def _check_rollout(rewards: torch.Tensor, dones: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:
     """Refuse rewards that are not `[T, N, R]`, dones that are not `[T, N, 1]`, and others that are not like either."""
     if not _is_rollout(rewards):
-        raise SchemaError("compute returns", "", "rewards, floating numbers of shape [T, N, R]", _words(rewards))
+        raise SchemaError(_ACTION, "", "rewards, floating numbers of shape [T, N, R]", _words(rewards))
     whole = tuple(rewards.shape)
     flags = (*whole[:-1], 1) if len(whole) == 3 else whole
     shapes = {"last_values": whole[1:], "dones": flags, "time_outs": flags}
     for name, x in {"dones": dones, **others}.items():
         if not isinstance(x, torch.Tensor) or x.dtype not in _REAL or x.layout is not torch.strided:
-            raise FieldTypeError("compute returns", "", f"{name}, a dense tensor of real numbers", _words(x))
+            raise FieldTypeError(_ACTION, "", f"{name}, a dense tensor of real numbers", _words(x))
         if x.shape != shapes.get(name, whole):
-            raise SchemaError(
-                "compute returns", "", f"{name} of shape {list(shapes.get(name, whole))}", str(list(x.shape))
-            )
+            raise SchemaError(_ACTION, "", f"{name} of shape {list(shapes.get(name, whole))}", str(list(x.shape)))
 
 
 def _is_rollout(x: Any) -> bool:

@@ -47,9 +47,8 @@ from .returns import (
     checked_last_values,
     normalize_,
     with_bootstrap,
-    write_advantage,
 )
-from .scans import Scalar
+from .scans import Scalar, write_sums
 from .transition import MiniBatch, Transition
 
 # Inside the class these names are the established class attributes.
@@ -219,7 +218,7 @@ class RolloutStorage(Snapshotted, is_saved_whole=True):
             check_bootstrap(x.dones, x.time_outs, truncation, x.bootstrap_values)
             self._put_in_order()
             rewards = with_bootstrap(x.rewards, x.values, x.dones, x.time_outs, gamma, truncation, x.bootstrap_values)
-            write_advantage(x.advantages, rewards, x.values, last_values, x.dones, gamma, lam, x.returns)
+            write_sums(x.advantages, rewards, x.dones, gamma, lam, x.values, last_values=last_values, returns=x.returns)
             normalize_(x.advantages, normalize)
             self._delivery.note_write()
             self._num_partial_rows = rows

@@ -1,10 +1,10 @@
-"""Backward recursions over time, `x[t] += decay[t] * x[t + 1]`, and what feeds them.
+"""One backward recursion over time, `x[t] = terms[t] + decay[t] * x[t + 1]`, for returns and advantages.
 
-One rule: `scan_piece_` is the only code that runs one: row by row, and where rows are narrow and many,
-first by recursive doubling (Hillis and Steele 1986), after which what were several rows are one. There a decay
-of 0 ends a trajectory, which NaN and infinity pass: where some came, `scan_exactly_` does it anew. Time is
-the first axis. What is called `lib` is numpy, where numpy can compute it, or torch: numpy's calls take half
-the time. What the numbers mean is decided in `returns.py`.
+One rule: `write_sums` is the only code that runs it: in pieces of time that stay in the cache, from the last to the
+first; within a piece first by recursive doubling where rows are narrow and many (Hillis and Steele 1986), after which
+what were several rows are one, then row by row. A decay of 0 ends a trajectory, which NaN and infinity pass: where
+some came, `_write_exactly` does it anew. Time is the first axis. `lib` is numpy, where numpy can compute it, or torch:
+numpy's calls take half the time. What the numbers mean is decided in `returns.py`.
 """
 
 from __future__ import annotations
@@ -30,85 +30,118 @@ _COST_TORCH = (1.5, 0.00015)
 _COST_CUDA = (5.0, 0.000005)
 
 
-def scan_(x: torch.Tensor, decay: torch.Tensor) -> None:
-    """Run `x[t] += decay[t] * x[t + 1]` from the last step to the first, in place; `decay` is spent."""
-    lib, (sums, weight) = arrays(x, decay)
-    num_steps, rows = len(sums), rows_per_piece(sums)
-    with as_quiet_as_torch():
-        for start in reversed(range(0, num_steps, rows)):
-            stop = min(start + rows, num_steps)
-            if stop < num_steps:
-                sums[stop - 1 : stop] += weight[stop - 1] * sums[stop]
-            scan_piece_(lib, sums[start:stop], weight[start:stop])
+@torch.no_grad()
+def write_sums(
+    out: torch.Tensor,
+    rewards: torch.Tensor,
+    dones: torch.Tensor,
+    discount: Scalar,
+    trace: Scalar = 1.0,
+    values: torch.Tensor | None = None,
+    next_values: torch.Tensor | None = None,
+    last_values: torch.Tensor | None = None,
+    returns: torch.Tensor | None = None,
+) -> None:
+    """Write into contiguous `out` the sums of terms that are discounted by `discount * trace`, up to the next done.
+
+    The terms are the rewards; with values they are `rewards + discount * next_values - values`, where the next values
+    are `next_values`, or the values one step later: `last_values` at the end, 0 where done. `returns` takes
+    `out + values`.
+    """
+    lib, (x, r, d, v, ahead, last, sums) = _arrays(out, rewards, dones, values, next_values, last_values, returns)
+    rows = _rows_per_piece(x)
+    # numpy is as quiet as torch where infinities and NaN go through.
+    with np.errstate(over="ignore", invalid="ignore"):
+        gamma, lam = _factor_of(discount, out, lib), _factor_of(trace, out, lib)
+        decay = lib.empty_like(x[:rows])
+        for start in reversed(range(0, len(x), rows)):
+            stop = min(start + rows, len(x))
+            piece, weight = x[start:stop], decay[: stop - start]
+            _write_alive(d[start:stop], gamma, weight)
+            if v is None:
+                piece[...] = r[start:stop]
+            else:
+                if ahead is not None:
+                    lib.multiply(ahead[start:stop], gamma, out=piece)
+                else:
+                    lib.multiply(weight[:-1], v[start + 1 : stop], out=piece[:-1])
+                    lib.multiply(weight[-1], last if stop == len(x) else v[stop], out=piece[-1])
+                piece += r[start:stop]
+                piece -= v[start:stop]
+            weight *= lam
+            if stop < len(x):
+                lib.add(piece[-1], weight[-1] * x[stop], out=piece[-1])
+            _scan_piece(lib, piece, weight)
+            if sums is not None:  # here, while both are still in the cache
+                lib.add(piece, v[start:stop], out=sums[start:stop])
+    # What is not finite reaches the first step, past any decay.
+    if bool(lib.count_nonzero(lib.isfinite(x[:1])) < prod(x[:1].shape)):
+        _write_exactly(out, rewards, dones, (discount, trace), values, next_values, last_values)
+        if returns is not None:
+            torch.add(out, values, out=returns)
 
 
-def met_only_finite(lib: Any, x: Any) -> bool:
-    """Whether all that was scanned into `x` was finite: what is not reaches the first step, past any decay."""
-    first = x[:1]
-    return bool(lib.count_nonzero(lib.isfinite(first)) == prod(first.shape))  # in half the time of all()
+def _write_exactly(
+    out: torch.Tensor,
+    rewards: torch.Tensor,
+    dones: torch.Tensor,
+    factors: tuple[Scalar, Scalar],
+    values: torch.Tensor | None,
+    next_values: torch.Tensor | None,
+    last_values: torch.Tensor | None,
+) -> None:
+    """Do the same step by step, so that whatever stands after a done stays there."""
+    ended, (discount, trace) = dones != 0, (like_of(factor, out) for factor in factors)
+    out.copy_(rewards)
+    if values is not None:
+        if next_values is None and last_values is not None:
+            next_values = torch.cat([values[1:], last_values.unsqueeze(0)]).masked_fill_(ended, 0)
+        out.add_(next_values * discount).sub_(values)
+    decay = discount * trace
+    for step in range(len(out) - 2, -1, -1):
+        out[step] += (decay * out[step + 1]).masked_fill_(ended[step], 0)
 
 
-def scan_exactly_(x: torch.Tensor, dones: torch.Tensor, factor: Scalar) -> None:
-    """Run `x[t] += factor * x[t + 1]` where not done, in place: whatever stands after a done stays there."""
-    ended, decay = dones != 0, like_of(factor, x)
-    for step in range(len(x) - 2, -1, -1):
-        x[step] += (decay * x[step + 1]).masked_fill_(ended[step], 0)
+def like_of(factor: Scalar, like: torch.Tensor) -> torch.Tensor:
+    """Give a factor as a tensor of the dtype and on the device of `like`."""
+    return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
 
 
-def scan_piece_(lib: Any, x: Any, decay: Any) -> None:
-    """Scan contiguous `[T, ...]` without neighbours; `decay` is spent."""
+def _scan_piece(lib: Any, x: Any, decay: Any) -> None:
+    """Run `x[t] += decay[t] * x[t + 1]` from the last step of contiguous `[T, ...]` to the first; `decay` is spent."""
     num_steps, width = len(x), prod(x.shape[1:])
     if num_steps < 2 or not width:
         return
     costs = _COST_NUMPY if lib is np else _COST_CUDA if x.is_cuda else _COST_TORCH
     x, decay, reach = x.reshape(num_steps, width), decay.reshape(num_steps, width), 1
-    if num_rounds := _num_rounds(num_steps, width, *costs):
-        decay, reach = _double_(lib, x, decay, num_rounds)
-    _scan_by_rows_(lib, x, decay, reach)
-
-
-@lru_cache(maxsize=256)
-def _num_rounds(num_steps: int, width: int, call: float, element: float) -> int:
-    """How often to double the reach before what is left is scanned: as the measured costs say."""
-
-    def cost(rounds: int) -> float:
-        reach = 1 << rounds
-        by_doubling = 3 * rounds * (call + num_steps * width * element)
-        return by_doubling + 2 * (num_steps / reach - 1) * (call + reach * width * element)
-
-    return min(range(num_steps.bit_length()), key=cost)
-
-
-def _double_(lib: Any, x: Any, decay: Any, num_rounds: int) -> tuple[Any, int]:
-    """Make `x[t]` the sum of the next `reach` steps; give the products of their decays, and `reach`."""
-    reach, product, spare = 1, lib.empty_like(x), lib.empty_like(x)
-    for _ in range(num_rounds):
-        n = len(x) - reach
+    product, spare = lib.empty_like(x), lib.empty_like(x)
+    for _ in range(_num_doublings(num_steps, width, *costs)):  # x[t] becomes the sum of twice as many steps
+        n = num_steps - reach
         lib.multiply(decay[:n], x[reach:], out=product[:n])
         lib.add(x[:n], product[:n], out=x[:n])
         n -= reach  # products of steps after these are never asked for
         lib.multiply(decay[:n], decay[reach : reach + n], out=spare[:n])
         decay, spare, reach = spare, decay, 2 * reach
-    return decay, reach
+    for stop in range(num_steps - reach, 0, -reach):
+        start = max(0, stop - reach)
+        row, change = x[start:stop], product[: stop - start]
+        lib.multiply(decay[start:stop], x[start + reach : stop + reach], out=change)
+        lib.add(row, change, out=row)
 
 
-def _scan_by_rows_(lib: Any, x: Any, decay: Any, reach: int) -> None:
-    """Run `x[t] += decay[t] * x[t + reach]` from the last step to the first, `reach` steps at a time."""
-    later = x[-reach:]
-    product = lib.empty_like(later)
-    first = len(x) % reach
-    for start in range(len(x) - 2 * reach, -1, -reach):
-        row = x[start : start + reach]
-        lib.multiply(decay[start : start + reach], later, out=product)
-        lib.add(row, product, out=row)
-        later = row
-    if first:
-        row, product = x[:first], product[:first]
-        lib.multiply(decay[:first], x[reach : reach + first], out=product)
-        lib.add(row, product, out=row)
+@lru_cache(maxsize=256)
+def _num_doublings(num_steps: int, width: int, call: float, element: float) -> int:
+    """How often to double before what is left is scanned row by row: as the measured costs say."""
+
+    def cost(doublings: int) -> float:
+        reach = 1 << doublings
+        by_doubling = 3 * doublings * (call + num_steps * width * element)
+        return by_doubling + 2 * (num_steps / reach - 1) * (call + reach * width * element)
+
+    return min(range(num_steps.bit_length()), key=cost)
 
 
-def write_alive(dones: Any, factor: Any, out: Any) -> None:
+def _write_alive(dones: Any, factor: Any, out: Any) -> None:
     """Write `factor` where not done, else 0."""
     # For flags of 0 and 1 this is as exact as a comparison; torch does it 5 times as fast, numpy as fast.
     if dones.shape[-1] == 1 < out.shape[-1] <= _MANY_HEADS:
@@ -120,45 +153,25 @@ def write_alive(dones: Any, factor: Any, out: Any) -> None:
     out += factor
 
 
-def decay_of(dones: torch.Tensor, like: torch.Tensor, factor: Scalar) -> torch.Tensor:
-    """Give `factor` where not done, else 0: a new contiguous tensor of the shape of `like`, `[T, N, R]`."""
-    decay = torch.empty_like(like, memory_format=torch.contiguous_format)
-    lib, (weight, flags) = arrays(decay, dones)
-    write_alive(flags, factor_of(factor, like, lib), weight)
-    return decay
-
-
-def arrays(first: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[Any]]:
+def _arrays(out: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[Any]]:
     """Give numpy and arrays over the memory of the tensors; or torch and the tensors, where numpy cannot do it."""
-    tensors = [first, *others]
-    # A list and no generator, no function either: that takes half the time, of a small scan a fiftieth.
+    tensors = [out, *others]
     are_numpy = [x is None or (x.is_cpu and x.dtype in _NUMPY_DTYPES) for x in tensors]
-    if first.dtype not in _NUMPY_FLOATS or not all(are_numpy):
+    if out.dtype not in _NUMPY_FLOATS or not all(are_numpy):
         return torch, tensors
     return np, [x if x is None else x.numpy(force=True) for x in tensors]
 
 
-def as_quiet_as_torch() -> np.errstate:
-    """Let infinities and NaN go through numpy's functions without a warning, as they go through torch's."""
-    return np.errstate(over="ignore", invalid="ignore")
-
-
-def rows_per_piece(x: Any) -> int:
+def _rows_per_piece(x: Any) -> int:
     """How many steps of `[T, ...]` are worked on at a time, so that they stay in the cache through all passes."""
     limit = _CHUNK_ELEMENTS_CUDA if isinstance(x, torch.Tensor) and x.is_cuda else _CHUNK_ELEMENTS
-    width: int = prod(x.shape[1:])
-    return max(1, limit // max(1, width))
+    return max(1, limit // max(1, prod(x.shape[1:])))
 
 
-def factor_of(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
+def _factor_of(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
     """Give one number, or one for each place in a row: repeating short rows would cost ten times as much."""
     if lib is np and not isinstance(factor, torch.Tensor):
         return np.asarray(factor, _NUMPY_FLOATS[like.dtype])
     found = like_of(factor, like)
     found = found if found.dim() == 0 else found.expand(like.shape[1:]).contiguous()
     return found.numpy(force=True) if lib is np else found
-
-
-def like_of(factor: Scalar, like: torch.Tensor) -> torch.Tensor:
-    """Give a factor as a tensor of the dtype and on the device of `like`."""
-    return torch.as_tensor(factor, dtype=like.dtype, device=like.device)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.errors import FieldTypeError, SchemaError, UsageError
-from storage.onpolicy import scans
 from storage.onpolicy.returns import (
     discounted_sums,
     generalized_advantage,
@@ -61,16 +60,12 @@ def test_what_comes_after_a_done_never_shows_before_it_were_it_nan(dtype, data):
     rewards, values, last_values = (x.to(dtype) for x in (rewards, values, last_values))
     ahead = torch.where(dones.bool(), 0, torch.cat([values[1:], last_values.unsqueeze(0)]).double())
     errors = rewards.double() + 0.9 * ahead - values.double()
-    chunk_elements, scans._CHUNK_ELEMENTS = scans._CHUNK_ELEMENTS, data.draw(st.integers(1, 60))
     returns = torch.empty_like(values)
     steps = data.draw(st.integers(1, num_steps + 1))
-    try:
-        advantages = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8, returns=returns)
-        general = generalized_advantage(rewards, values, ahead.to(dtype), dones, 0.9, 0.8)
-        sums = discounted_sums(rewards, dones, 0.9)
-        few = n_step_returns(rewards, values, last_values, dones, 0.9, steps)
-    finally:
-        scans._CHUNK_ELEMENTS = chunk_elements
+    advantages = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8, returns=returns)
+    general = generalized_advantage(rewards, values, ahead.to(dtype), dones, 0.9, 0.8)
+    sums = discounted_sums(rewards, dones, 0.9)
+    few = n_step_returns(rewards, values, last_values, dones, 0.9, steps)
     expected = loop_until_done(errors, dones, 0.9 * 0.8)
     checks = [
         (advantages, expected),
@@ -84,6 +79,19 @@ def test_what_comes_after_a_done_never_shows_before_it_were_it_nan(dtype, data):
         torch.testing.assert_close(
             got.double(), wanted, atol=tolerance, rtol=tolerance, equal_nan=True, check_dtype=False
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_comes_after_a_done_never_shows_before_it_where_time_is_cut_into_pieces(dtype, odd):
+    rewards, values, last_values, _ = (x.to(dtype) for x in random_rollout(4, 70_000))
+    dones = torch.zeros(4, 70_000, 1, dtype=torch.bool)
+    dones[1] = True
+    expected = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
+    rewards[2, 5], values[3, 6], last_values[7] = odd, odd, odd
+    got = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
+    assert torch.equal(got[:2], expected[:2]) and torch.equal(got[:, 8:], expected[:, 8:])
+    assert not got[2, 5:8].isfinite().any()
 
 
 @pytest.mark.parametrize("last", [float("nan"), float("inf")])
@@ -112,9 +120,9 @@ WRONG_ARGUMENTS = {
     "a discount for three": ({"gamma": [0.1, 0.2, 0.3]}, r"expected gamma a number or of shape \[2\]"),
     "a large discount": ({"gamma": 1.5}, r"expected gamma in \[0, 1\], got 1\.5"),
     "no trace": ({"lam": None}, "expected lam a number or a tensor of numbers, got NoneType"),
-    "half a step": ({"num_steps": 1.5}, "expected num_steps >= 1, got 1.5"),
-    "a true step": ({"num_steps": True}, "expected num_steps >= 1, got True"),
-    "no step": ({"num_steps": "2"}, "expected num_steps >= 1, got '2'"),
+    "half a step": ({"num_steps": 1.5}, "expected num_steps >= 1 and a whole number, got 1.5"),
+    "a true step": ({"num_steps": True}, "expected num_steps >= 1 and a whole number, got True"),
+    "no step": ({"num_steps": "2"}, "expected num_steps >= 1 and a whole number, got '2'"),
 }
 
 
