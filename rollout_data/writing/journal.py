@@ -1,4 +1,4 @@
-"""Journals: how a writer's death is noticed, and how much it took along.
+"""Journals: how a writer's death is noticed, and how many frames were lost with it.
 
 One rule: a journal is a small file beside the blocks that exists while its writer lives; the
 writer holds a lock on it, which the system releases at any death. It is written at each `add`
@@ -14,7 +14,6 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,9 @@ from ..format.block_file import TEMPORARY_PREFIX, block_name
 _MAGIC = b"rdjournl"
 _COUNTS = struct.Struct("<8sqqq")  # magic, frames accepted, frames published, wall-clock time in ns
 _PUBLISHED_OFFSET = 16
-_BLOCK = struct.Struct("<qq")  # sequence, frames accepted when the block was cut
+_BLOCK = struct.Struct("<qq")  # sequence + 1, frames accepted when the block was cut
 _NUM_SLOTS = 16
+_NUM_BYTES = _COUNTS.size + _NUM_SLOTS * _BLOCK.size
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -52,6 +52,7 @@ class DeadWriter:
 
 
 def journal_path(folder: Path, writer: str) -> Path:
+    """Where the journal of a writer is."""
     return folder / f".rollout_{writer}.journal"
 
 
@@ -59,13 +60,13 @@ class Journal:
     """The journal of one living writer: there from `open()` to `close()`."""
 
     def __init__(self, folder: Path, writer: str) -> None:
-        self._writer, self.path = writer, journal_path(folder, writer)
+        self.writer, self.path = writer, journal_path(folder, writer)
         self._descriptor = -1
-        self._accepted = self._published = 0
         self._memory: mmap.mmap | None = None
+        self._accepted = self._published = 0
 
     def open(self) -> None:
-        """Take the writer's name. Whoever is interrupted in here calls `close()`, as after an error.
+        """Take the writer's name. After an error, or a Ctrl-C in here, call `close()`.
 
         Raises:
             UsageError: A living writer has the name.
@@ -76,16 +77,17 @@ class Journal:
                 raise UsageError(
                     "record into",
                     repr(str(self.path.parent)),
-                    f"a writer name that nobody uses now, not {self._writer!r}",
+                    f"a writer name that nobody uses now, not {self.writer!r}",
                     "a living writer of that name",
                     "Leave writer_name out to get a free one",
                 )
             if _is_linked(self._descriptor, self.path):
                 break
-            self._release()  # somebody took the unlocked file for a dead writer's and removed it: once more
-        os.pwrite(self._descriptor, bytes(_COUNTS.size + _NUM_SLOTS * _BLOCK.size), 0)
-        os.pwrite(self._descriptor, _COUNTS.pack(_MAGIC, 0, 0, time.time_ns()), 0)
-        self._memory = _map(self._descriptor)
+            self._release()  # another writer removed the file, not locked yet, as a dead writer's: try again
+        os.pwrite(self._descriptor, _COUNTS.pack(_MAGIC, 0, 0, time.time_ns()).ljust(_NUM_BYTES, b"\0"), 0)
+        # Some file systems cannot be mapped. A system call would wait whenever the disk is flushed: 30 ms in an `add`.
+        with suppress(OSError, ValueError):
+            self._memory = mmap.mmap(self._descriptor, _NUM_BYTES)
 
     def accept(self, num_frames: int) -> None:
         """Note how many frames were accepted in all."""
@@ -111,17 +113,18 @@ class Journal:
 
     def close(self) -> None:
         """Remove the journal: everything is settled. May be called twice; another writer's is left alone."""
-        if self._descriptor >= 0:
-            if self._memory is not None:
-                self._memory.close()
-                self._memory = None
-            if _lock(self._descriptor) and _is_linked(self._descriptor, self.path):
-                with suppress(OSError):  # the folder is read-only by now: the next writer cleans up
-                    self.path.unlink(missing_ok=True)
-            self._release()
+        if self._descriptor < 0:
+            return
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if _lock(self._descriptor) and _is_linked(self._descriptor, self.path):
+            with suppress(OSError):  # the folder is read-only by now: the next writer cleans up
+                self.path.unlink(missing_ok=True)
+        self._release()
 
     def _release(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1  # a Ctrl-C behind `os.close` must not leave its number
+        descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)
 
 
@@ -132,14 +135,14 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
     """
     found = []
     for path in sorted(folder.glob(".rollout_*.journal")):
-        if not path.is_file():  # a folder or a pipe of that name is nobody's journal
+        if not path.is_file():  # a folder or a pipe of that name is no journal
             continue
-        with suppress(OSError):  # somebody else cleans up, or it belongs to another user
+        with suppress(OSError):  # another process cleans up, or it belongs to another user
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 if _lock(descriptor) and _is_linked(descriptor, path):
                     writer = path.name.removeprefix(".rollout_").removesuffix(".journal")
-                    dead = _read_dead(folder, writer, descriptor)
+                    dead = _read_dead(folder, writer, os.pread(descriptor, _NUM_BYTES, 0))
                     remove_temporary_files(folder, writer)
                     path.unlink(missing_ok=True)
                     found.append(dead)
@@ -155,32 +158,14 @@ def remove_temporary_files(folder: Path, writer: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _read_dead(folder: Path, writer: str, descriptor: int) -> DeadWriter:
-    data = os.pread(descriptor, _COUNTS.size + _NUM_SLOTS * _BLOCK.size, 0)
+def _read_dead(folder: Path, writer: str, data: bytes) -> DeadWriter:
     if len(data) < _COUNTS.size or not data.startswith(_MAGIC):  # it died before it accepted anything
         return DeadWriter(writer, 0, 0)
     _, accepted, published, last_sign_ns = _COUNTS.unpack_from(data)
-    settled = [published, *_settled_by_blocks(folder, writer, data)]
-    return DeadWriter(writer, max(0, accepted - max(settled)), last_sign_ns)
-
-
-def _settled_by_blocks(folder: Path, writer: str, data: bytes) -> Iterable[int]:
-    """Death may come between publishing a block and noting it: ask the folder."""
-    for offset in range(_COUNTS.size, len(data) - _BLOCK.size + 1, _BLOCK.size):
-        number, settled = _BLOCK.unpack_from(data, offset)
-        if number > 0 and (folder / block_name(writer, number - 1)).exists():
-            yield settled
-
-
-def _map(descriptor: int) -> mmap.mmap | None:
-    """Map the journal, or give None where the file system cannot.
-
-    A write with a system call would wait whenever the disk is flushed: 30 ms in the middle of an `add`.
-    """
-    try:
-        return mmap.mmap(descriptor, _COUNTS.size + _NUM_SLOTS * _BLOCK.size)
-    except (OSError, ValueError):
-        return None
+    # It may have died after a block was published and before it noted so: ask the folder.
+    blocks = _BLOCK.iter_unpack(data[_COUNTS.size :][: (len(data) - _COUNTS.size) // _BLOCK.size * _BLOCK.size])
+    there = [settled for number, settled in blocks if number > 0 and (folder / block_name(writer, number - 1)).exists()]
+    return DeadWriter(writer, max(0, accepted - max([published, *there])), last_sign_ns)
 
 
 def _lock(descriptor: int) -> bool:
@@ -197,8 +182,6 @@ def _lock(descriptor: int) -> bool:
 
 def _is_linked(descriptor: int, path: Path) -> bool:
     """Whether `path` still names the open file."""
-    try:
-        here, there = os.fstat(descriptor), os.stat(path)
-    except FileNotFoundError:
-        return False
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
 from ..format.block_file import write_block
 from ..format.chunk_table import Coding, codings_text
-from ..format.header import layouts_of, read_header
+from ..format.header import METADATA_NAME, layouts_of, read_header
 from ..format.schema import PACKED
 from ..index.folder import save_index_cache
 from .cut import Carry
 from .journal import Journal
 from .retention import prune
-from .staging import Staging
+from .stage import Staging
 
 #: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
 _MIN_UNCACHED_BLOCKS = 8
@@ -39,55 +38,46 @@ _MAX_ENTRY_BYTES = 60_000
 
 
 class BlockPublisher:
-    """Write the blocks of one writer.
+    """Write the blocks of one writer, behind those that its name has already.
 
     Args:
-        folder: Where to.
-        writer: Name of the writer.
+        journal: Of the writer; told what is published.
         num_envs: Envs of every staging.
-        journal: Told what is published.
-        max_pending: How many blocks may be in memory, the one being filled included; 1 makes
-            `submit` wait for the disk.
+        max_pending: How many blocks may be in memory, the one being filled included; 1 makes `submit` wait for the
+            disk.
         durable: Flush to the disk.
         is_tentative: Mark fragments as valid only once their trajectory has ended.
-
-    Attributes:
         frames_per_chunk: Frames of a chunk of a coded component at most; None is what suits the codec.
         retention: Limits of `prune` for the folder after each block; None for none.
-        last_ns: When the last frame of the writer's earlier blocks was added, after `start`.
+
+    Attributes:
+        last_ns: When the last frame of the writer's earlier blocks was added.
+
+    Raises:
+        UsageError: The earlier blocks of that name cannot be read.
     """
 
     def __init__(
         self,
-        folder: Path,
-        writer: str,
-        num_envs: int,
         journal: Journal,
+        num_envs: int,
+        *,
         max_pending: int,
         durable: bool,
         is_tentative: bool,
+        frames_per_chunk: int | None = None,
+        retention: Mapping[str, Any] | None = None,
     ) -> None:
-        self._folder, self._writer, self._num_envs, self._journal = folder, writer, num_envs, journal
-        self._durable, self._is_tentative = durable, is_tentative
-        self._is_synchronous = max_pending == 1
-        self._sequence, self._carry, self.last_ns = 0, Carry.start(num_envs, 0), 0
+        self._journal, self._folder, self._writer = journal, journal.path.parent, journal.writer
+        self._max_pending, self._durable, self._is_tentative = max_pending, durable, is_tentative
+        self._frames_per_chunk, self._retention = frames_per_chunk, retention
         #: What "auto" chose for each field on the first block.
         self._codecs: dict[str, str] = {}
-        self.frames_per_chunk: int | None = None
-        self.retention: dict[str, Any] | None = None
-        self._worker = Worker(f"writer {writer!r}", max_pending=max_pending)
-        self._num_others = max(0, max_pending - 2)  # that may be pending when another one is submitted
         self._failure: BaseException | None = None
         self._is_awaited = False
         self._num_blocks = self._num_uncached = 0
-
-    def start(self) -> None:
-        """Go on behind the writer's earlier blocks.
-
-        Raises:
-            UsageError: They cannot be read.
-        """
-        self._sequence, self._carry, self.last_ns = _resume(self._folder, self._writer, self._num_envs)
+        self._sequence, self._carry, self.last_ns = _resume(self._folder, self._writer, num_envs)
+        self._worker = Worker(f"writer {self._writer!r}", max_pending)
 
     def submit(self, staging: Staging, num_accepted: int) -> None:
         """Queue a staging; wait while too many blocks are pending.
@@ -96,23 +86,42 @@ class BlockPublisher:
             staging: Sealed by this; submitting it twice publishes it once.
             num_accepted: How many frames are settled when it is published.
         """
-        # A Ctrl-C in here changes nothing: the steps stay staged.
-        with self._waiting():
-            self._worker.wait_for_room(self._num_others)
-        self.raise_failure()
+        with self._waiting():  # a Ctrl-C in here changes nothing: the steps stay staged
+            self._worker.wait_for_room(max(0, self._max_pending - 2))
+        self.check()
         staging.is_sealed = True
-        self._submit(partial(self._publish, staging, num_accepted))
-        if self._is_synchronous:
+        self._worker.submit(self._publish, staging, num_accepted)
+        if self._max_pending == 1:
             self.settle()
-
-    def flush_file(self, path: Path) -> None:
-        """Queue flushing a small file and its folder to the disk, before the next block."""
-        self._submit(partial(_flush, path))
 
     def settle(self) -> None:
         """Wait until everything submitted is published or has failed."""
         with self._waiting():
             self._worker.drain()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a block could not be written."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise what made a block fail, if one did; again at every call. Raise in a forked child."""
+        self._worker.check()
+        if self.has_failed:
+            raise BackgroundError(
+                "publish a block",
+                f"in {str(self._folder)!r}",
+                "a writable folder with room",
+                str(self._failure),
+                "What was published before is intact; close this writer and start another one",
+            ) from self._failure
+
+    def close(self) -> None:
+        """Publish what was submitted, renew the index cache, stop. Raises nothing: ask `check`."""
+        with self._waiting():
+            self._worker.close()
+        if self._num_uncached and self._failure is None:
+            self._save_index()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -123,73 +132,46 @@ class BlockPublisher:
         finally:
             self._is_awaited = False
 
-    def has_failed(self) -> bool:
-        return self._failure is not None
-
-    def raise_failure(self) -> None:
-        """Raise what made a block fail, if one did; again at every call. Raise in a forked child."""
-        self._worker.check()
-        if self.has_failed():
-            raise BackgroundError(
-                "publish a block",
-                f"in {str(self._folder)!r}",
-                "a writable folder with room",
-                str(self._failure),
-                "What was published before is intact; close this writer and start another one",
-            ) from self._failure
-
-    def close(self) -> None:
-        """Publish what was submitted, renew the index cache, stop. Raises nothing: ask `raise_failure`."""
-        with self._waiting():
-            self._worker.close()
-        if self._num_uncached and self._failure is None:
-            self._save_index()
-
-    def _submit(self, job: Callable[[], object]) -> None:
-        self._worker.submit(partial(self._do, job))
-
-    def _do(self, job: Callable[[], object]) -> None:
-        """Do a job, unless one before it has failed; keep its failure here, where no Ctrl-C comes in between."""
-        if self._failure is None:
-            try:
-                job()
-            except BaseException as failure:  # noqa: BLE001 - raised at every later call
-                self._failure = failure
-
     def _publish(self, staging: Staging, num_accepted: int) -> None:
-        if staging.is_published:
+        if staging.is_published or self._failure is not None:
             return
         staging.is_published = True
+        try:
+            self._write(staging, num_accepted)
+            self._journal.publish(num_accepted)
+        except BaseException as failure:  # noqa: BLE001 - raised at every later call
+            self._failure = failure
+            return
+        if (limits := self._retention) is not None:  # if that fails, it is tried again after the next block
+            self._try("old blocks of {} were not deleted", lambda: prune(self._folder, **limits))
+        if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
+            self._save_index()
+
+    def _write(self, staging: Staging, num_accepted: int) -> None:
         content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
-        content.codecs, content.frames_per_chunk = self._codecs, self.frames_per_chunk
+        content.codecs, content.frames_per_chunk = self._codecs, self._frames_per_chunk
         if len(content.fragments):
+            if self._durable and not self._num_blocks:
+                sync_path(self._folder / METADATA_NAME)
             self._journal.announce(self._sequence, num_accepted)
             write_block(self._folder, content, self._durable, in_haste=lambda: self._is_awaited)
             self._sequence += 1
             self._num_blocks += 1
             self._num_uncached += 1
         self._carry = carry
-        self._journal.publish(num_accepted)
-        try:
-            if self.retention is not None:
-                prune(self._folder, **self.retention)
-        except (OSError, RolloutDataError) as error:  # tried again after the next block
-            warnings.warn(f"old blocks of {str(self._folder)!r} were not deleted: {error}", RolloutDataWarning)
-        if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
-            self._save_index()
 
     def _save_index(self) -> None:
-        """Renew the index cache; it is an accelerator, so that a failure only warns."""
-        try:
-            save_index_cache(self._folder, self._writer)
+        if self._try("the index cache of {} was not renewed", lambda: save_index_cache(self._folder, self._writer)):
             self._num_uncached = 0
+
+    def _try(self, text: str, call: Callable[[], object]) -> bool:
+        """Do what the recording does not depend on: a failure only warns."""
+        try:
+            call()
         except (OSError, RolloutDataError) as error:
-            warnings.warn(f"the index cache of {str(self._folder)!r} was not renewed: {error}", RolloutDataWarning)
-
-
-def _flush(path: Path) -> None:
-    sync_path(path)
-    sync_path(path.parent)
+            warnings.warn(f"{text.format(repr(str(self._folder)))}: {error}", RolloutDataWarning)
+            return False
+        return True
 
 
 def check_storable(schema: Schema) -> None:
@@ -206,14 +188,11 @@ def check_storable(schema: Schema) -> None:
     longest = {field.name: Coding(field.codec, 1 / 3, 8) for field in schema.values() if field.codec != "raw"}
     sizes = [len(json.dumps(schema.to_json())), len(codings_text(longest))]
     for layout in layouts_of(schema).values():
-        sizes += [
-            len(h5py.h5t.py_create(layout.numpy_dtype(c), logical=True).encode()) for c in layout.columns.values()
-        ]
+        types = [layout.numpy_dtype(column) for column in layout.columns.values()]
+        sizes += [len(h5py.h5t.py_create(dtype, logical=True).encode()) for dtype in types]
     if max(sizes) > _MAX_ENTRY_BYTES:
-        expected = f"a description of at most {_MAX_ENTRY_BYTES} bytes"
-        raise SchemaError(
-            "store", f"{len(schema)} fields", expected, f"{max(sizes)} bytes", "Join fields to wider ones"
-        )
+        expected, got = f"a description of at most {_MAX_ENTRY_BYTES} bytes", f"{max(sizes)} bytes"
+        raise SchemaError("store", f"{len(schema)} fields", expected, got, "Join fields to wider ones")
 
 
 def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
@@ -223,11 +202,11 @@ def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
         try:
             header = read_header(path)
         except (RolloutDataError, OSError) as cause:  # a link that leads nowhere is no block either
+            where = repr(writer)
             raise UsageError(
-                "continue the writer", repr(writer), "readable blocks", str(path), "Use another writer_name"
+                "continue the writer", where, "readable blocks", str(path), "Use another writer_name"
             ) from cause
         sequence = max(sequence, header.sequence + 1)
-        if len(header.fragments):
-            trajectory = max(trajectory, int(header.fragments["trajectory"].max()) + 1)
-            last_ns = max(last_ns, int(header.fragments["end_time_ns"].max()))
+        trajectory = max(trajectory, int(header.fragments["trajectory"].max(initial=-1)) + 1)
+        last_ns = max(last_ns, int(header.fragments["end_time_ns"].max(initial=0)))
     return sequence, Carry.start(num_envs, trajectory), last_ns

@@ -1,19 +1,22 @@
 """RolloutWriter: record the experience of parallel environments into block files.
 
 One rule: check the whole record, then copy it into staging memory, then count it; a background
-thread turns full staging memory into blocks. What a record means is `record.py`'s, which
-fragments come of it `cut.py`'s, and how a block is written `format/block_file.py`'s.
+thread turns full staging memory into blocks. What a record means is decided in `record.py`, which
+fragments come of it in `cut.py`, and how a block is written in `format/block_file.py`.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
+import math
 import os
+import re
 import secrets
-import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,21 +25,23 @@ import torch
 
 from storage.core.buffer_pool import BufferPool
 from storage.core.duplicates import Unique
+from storage.core.durable import as_path
 from storage.core.fields import Schema
-from storage.errors import ClosedError, DataFileError, RolloutDataWarning
+from storage.errors import ClosedError, DataFileError, RolloutDataWarning, UsageError
 
 from ..format.header import DATA, DROPPED, OPEN, layouts_of
-from ..index.metadata import METADATA_NAME, Metadata, publish_metadata
-from .arguments import check_arguments, check_rewards, checked_env_ids, kept_flags
-from .given_record import given_values, keywords_of, warn_of_misspellings
+from ..index.metadata import Metadata, publish_metadata
+from .cut import PRESENT
+from .given import given_values, keywords_of, unpack_storage, warn_of_misspellings
 from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
 from .observation_parts import observation_parts
 from .publish import BlockPublisher, check_storable
-from .record import read_rollout, unpack_storage
-from .repeated_step import RepeatedStep, form_of
+from .record import RolloutReader
 from .retention import checked_limits
-from .staging import MAX_STAGED_BYTES, Staging
-from .tally import MAX_STEPS_WITHOUT_END, MAX_UNCOUNTED, Tally
+from .stage import MAX_STAGED_BYTES, Staging, Tally
+
+#: Ids of envs are stored as int32.
+MAX_NUM_ENVS = 1 << 24
 
 
 class RolloutWriter(Unique):
@@ -97,40 +102,41 @@ class RolloutWriter(Unique):
     ) -> None:
         self._closed, self._is_ended = True, False
         name = secrets.token_hex(4) if writer_name is None else writer_name
-        counts = {"block_bytes": block_bytes, "max_pending_blocks": max_pending_blocks}
-        counts |= {"frames_per_chunk": 1 if frames_per_chunk is None else frames_per_chunk}
-        check_arguments(data_dir, num_envs, counts, block_age_s, name, nonfinite_rewards, metadata)
+        _check_options(data_dir, block_age_s, name, nonfinite_rewards, metadata)
         self.data_dir = Path(data_dir).absolute()  # whatever directory the process goes to
-        self.num_envs, self.name, self.success_only = int(num_envs), name, success_only
-        self.nonfinite_rewards = nonfinite_rewards
-        self._num_nonfinite = 0  # in the stagings before this one
-        self._parts = observation_parts(obs_segments, obs_disassemble_mapping)
+        self.num_envs = _whole("num_envs", num_envs, MAX_NUM_ENVS)
+        self.name, self.success_only, self.nonfinite_rewards = name, success_only, nonfinite_rewards
+        self._block_bytes, self._block_age_s = _whole("block_bytes", block_bytes), float(block_age_s)
+        self._max_pending = _whole("max_pending_blocks", max_pending_blocks)
         self._context = {"success_traj_only": success_only, **(metadata or {})}
-        self._block_bytes, self._block_age_s = int(block_bytes), float(block_age_s)
-        self._durable = durable
-        self._max_pending = int(max_pending_blocks)
-        self._max_steps = 0
-        self.recovered: list[DeadWriter] = []
-        self._journal = Journal(self.data_dir, name)
-        self._publisher = BlockPublisher(
-            self.data_dir, name, self.num_envs, self._journal, self._max_pending, durable, is_tentative=success_only
-        )
-        self._publisher.retention = retention if retention is None else checked_limits(retention)
-        self._publisher.frames_per_chunk = None if frames_per_chunk is None else int(frames_per_chunk)
-        self._schema: Schema | None = None
-        self._step_form: RepeatedStep | None = None
+        parts = observation_parts(obs_segments, obs_disassemble_mapping)
+        self._reader = RolloutReader(self.num_envs, parts, success_only)
+        self._tally = Tally(self.num_envs, success_only)
+        self._num_nonfinite = self._num_accepted = self._max_steps = 0
         self._staging: Staging | None = None
+        self._started_s = 0.0  # when the first step of the staging was added
         self._pool = BufferPool()
-        self._num_accepted, self._ends_due = 0, MAX_STEPS_WITHOUT_END * self.num_envs
-        self._tally = Tally(np.zeros(self.num_envs, np.int64), success_only)
+        self._journal = Journal(self.data_dir, name)
         self._owner = os.getpid()
+        limits = None if retention is None else checked_limits(retention)
+        chunk = None if frames_per_chunk is None else _whole("frames_per_chunk", frames_per_chunk)
         try:
-            self._enter_folder()
-            self._closed = False
-            _open_writers.add(self)
+            self.recovered = self._enter_folder()
+            self._publisher = BlockPublisher(
+                self._journal,
+                self.num_envs,
+                max_pending=self._max_pending,
+                durable=durable,
+                is_tentative=success_only,
+                frames_per_chunk=chunk,
+                retention=limits,
+            )
         except BaseException:  # Ctrl-C too: an open journal would keep the name taken
-            self._leave_folder()
+            self._journal.close()
             raise
+        self._last_ns = self._publisher.last_ns
+        self._closed = False
+        _open_writers.add(self)
 
     def add(
         self,
@@ -209,14 +215,14 @@ class RolloutWriter(Unique):
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
         """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
         self._check_usable()
-        self._end(checked_env_ids(env_ids, self.num_envs), OPEN if leave_open and not self.success_only else DROPPED)
+        self._end(_checked_env_ids(env_ids, self.num_envs), OPEN if leave_open and not self.success_only else DROPPED)
 
     def flush(self) -> None:
         """Publish everything that was added and wait until it is on the disk."""
         self._check_usable()
         self._hand_over()
         self._publisher.settle()
-        self._publisher.raise_failure()
+        self._publisher.check()
 
     def close(self) -> None:
         """Publish everything, mark trajectories in progress as open, stop. May be called twice, also after a Ctrl-C.
@@ -228,7 +234,7 @@ class RolloutWriter(Unique):
             return
         self._closed = True
         try:
-            if not self._is_ended and not self._publisher.has_failed():
+            if not (self._is_ended or self._publisher.has_failed):
                 self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
                 self._hand_over()
                 self._is_ended = True
@@ -236,7 +242,7 @@ class RolloutWriter(Unique):
             self._leave_folder()
             raise
         self._leave_folder()
-        self._publisher.raise_failure()
+        self._publisher.check()
 
     def __enter__(self) -> RolloutWriter:
         return self
@@ -247,66 +253,61 @@ class RolloutWriter(Unique):
     @property
     def num_frames(self) -> int:
         """Frames kept so far: of trajectories that were not dropped; with `success_only`, that have ended too."""
-        return self._counted().num_frames
+        return self._tally.num_frames
 
     @property
     def num_finished_frames(self) -> int:
         """Frames of the kept trajectories that have ended."""
-        return self._counted().num_finished_frames
+        return self._tally.num_finished_frames
 
     @property
     def num_trajectories(self) -> int:
         """Kept trajectories that have ended."""
-        return self._counted().num_trajectories
+        return self._tally.num_trajectories
 
     @property
     def num_nonfinite_rewards(self) -> int:
         """Values among the accepted rewards that are NaN or infinite, in every field that is or is below `reward`."""
-        return self._num_nonfinite if self._staging is None else self._staging.num_nonfinite_rewards()
+        return self._num_nonfinite
 
     @property
     def schema(self) -> Schema | None:
         """The fields, as the first record declared them; None before it."""
-        return self._schema
+        return self._reader.schema
 
-    def _enter_folder(self) -> None:
-        """Create the folder, clean up after the dead, take the writer's name, find its place."""
+    def _enter_folder(self) -> list[DeadWriter]:
+        """Create the folder, clean up after dead writers, take the writer's name."""
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True)
-            self.recovered = recover_dead_writers(self.data_dir)
+            recovered = recover_dead_writers(self.data_dir)
             self._journal.open()
         except OSError as cause:
             raise DataFileError("record into", repr(str(self.data_dir)), "a writable folder", str(cause)) from cause
         remove_temporary_files(self.data_dir, self.name)
-        self._publisher.start()
-        self._last_ns = self._publisher.last_ns
-        for found in self.recovered:
+        for found in recovered:
             warnings.warn(found.text(self.data_dir), RolloutDataWarning, stacklevel=3)
+        return recovered
 
     def _leave_folder(self) -> None:
         """Publish what was handed over, give the name back. May be done twice."""
         self._publisher.close()
         self._journal.close()
-        self._tally, self._num_nonfinite, self._staging = self._counted(), self.num_nonfinite_rewards, None
+        self._staging = None
         _open_writers.discard(self)
 
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
         values = given_values(transition, keywords)
-        success = values.pop("success", None) if self.success_only else None
-        rollout = self._step_form.read(values) if is_step and self._step_form is not None else None
-        schema = None
-        if rollout is None:
-            rollout, schema = read_rollout(values, self.num_envs, is_step, self._parts, self._schema)
-        rollout.is_kept = kept_flags(success, rollout) if self.success_only else None
-        if self.nonfinite_rewards == "refuse":
-            check_rewards(rollout)
-        if schema is not None:
-            if self._schema is None:
-                self._declare(schema)
-                warn_of_misspellings(values)
-            self._step_form = form_of(values, schema, self._parts, self.num_envs) if is_step else None
-        start, num_steps = 0, rollout.num_steps
+        rollout = self._reader.read(values, is_step)
+        if self.nonfinite_rewards == "refuse" and rollout.nonfinite:
+            name, count = next(iter(rollout.nonfinite.items()))
+            raise UsageError(
+                "add a record", f"with the field {name!r}", "finite values", f"{count} NaN or infinite ones"
+            )
+        if self._reader.schema is None:
+            self._declare(rollout.schema)
+            warn_of_misspellings(values)
+        start, num_steps = 0, len(rollout.marks)
         while start < num_steps:
             staging = self._staging_with_room()
             stop = min(num_steps, start + staging.room)
@@ -314,70 +315,53 @@ class RolloutWriter(Unique):
             self._last_ns = max(self._last_ns + 1, time.time_ns())
             staging.put(part, self._last_ns)
             self._last_ns += stop - start - 1
-            self._num_accepted += part.present.size if part.is_plain else int(np.count_nonzero(part.present))
+            self._num_accepted += part.marks.size if part.is_plain else int(np.count_nonzero(part.marks & PRESENT))
             self._journal.accept(self._num_accepted)
+            self._tally.add(part)
             start = stop
-            if staging.num_steps - self._tally.num_counted >= MAX_UNCOUNTED:
-                self._counted()
-            if not staging.room or time.monotonic() - (staging.started_s or 0) > self._block_age_s:
+            if not staging.room or time.monotonic() - self._started_s > self._block_age_s:
                 self._hand_over()
-        if self._num_accepted > self._ends_due:
-            self._ends_due = sys.maxsize
-            self._counted().warn_if_endless(self._num_accepted, str(self.data_dir))
+        self._num_nonfinite += sum(rollout.nonfinite.values())
+        self._tally.warn_if_endless(self._num_accepted, str(self.data_dir))
 
     def _declare(self, schema: Schema) -> None:
         """Freeze the schema: agree with the folder about it, then make room."""
-        layout = layouts_of(schema)[DATA]
         check_storable(schema)
         try:
             publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, durable=False)
         except OSError as cause:
             where = repr(str(self.data_dir))
             raise DataFileError("write the metadata of", where, "a writable folder", str(cause)) from cause
-        if self._durable:
-            self._publisher.flush_file(self.data_dir / METADATA_NAME)
-        step_bytes = self.num_envs * layout.frame_bytes
+        step_bytes = self.num_envs * layouts_of(schema)[DATA].frame_bytes
         self._max_steps = max(1, min(self._block_bytes // self._max_pending, MAX_STAGED_BYTES) // step_bytes)
         self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(schema))
-        self._schema = schema
+        self._reader.schema = schema
 
     def _staging_with_room(self) -> Staging:
-        if self._staging is not None and self._staging.is_sealed:
+        if self._staging is not None and self._staging.is_sealed:  # a Ctrl-C fell into handing it over
             self._hand_over()
         if self._staging is None:  # not made earlier: after a flush it takes the memory of the one before
-            assert self._schema is not None
-            self._staging = Staging(self._schema, self.num_envs, self._max_steps, self._pool, self._num_nonfinite)
+            assert self._reader.schema is not None
+            self._staging = Staging(self._reader.schema, self.num_envs, self._max_steps, self._pool)
+            self._started_s = time.monotonic()
         return self._staging
 
     def _end(self, env_ids: np.ndarray, flag: int) -> None:
         """End the trajectories in progress of these envs, in the marks and in the counts."""
-        if self._schema is None:
-            return
-        staging = self._staging_with_room()
-        tally = self._counted().with_ends(env_ids, flag)
-        staging.end(env_ids, flag)
-        self._tally = tally
-
-    def _counted(self) -> Tally:
-        """Count the steps that are staged and not counted yet."""
-        if self._staging is not None:
-            self._tally = self._tally.with_steps(self._staging.marks_view)
-        return self._tally
+        if self._reader.schema is not None:
+            self._staging_with_room().end(env_ids, flag)
+            self._tally.end(env_ids, flag != DROPPED)
 
     def _hand_over(self) -> None:
         """Give the staged steps to the background thread; wait while too many blocks are pending."""
-        staging = self._staging
-        if staging is None or staging.is_empty:
-            return
-        self._publisher.submit(staging, self._num_accepted)
-        tally, num_nonfinite = self._counted().with_next_block(), staging.num_nonfinite_rewards()
-        # Without a call, and so without a Ctrl-C in between.
-        self._tally, self._num_nonfinite, self._staging = tally, num_nonfinite, None
+        if self._staging is not None and not self._staging.is_empty:
+            self._publisher.submit(self._staging, self._num_accepted)
+            self._staging = None
 
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError("record into", repr(str(self.data_dir)), "an open writer", "a closed one")
-        self._publisher.raise_failure()
+        self._publisher.check()
 
 
 _open_writers: set[RolloutWriter] = set()
@@ -392,3 +376,47 @@ def _close_open_writers() -> None:
 
 
 atexit.register(_close_open_writers)
+
+
+def _check_options(data_dir: Any, block_age_s: Any, name: Any, nonfinite: Any, metadata: Any) -> None:
+    """Raise `UsageError` for the first of these arguments that is not what it must be."""
+    if "\0" in str(as_path(data_dir, "record into")):
+        _refuse("data_dir", "a path without NUL characters", data_dir)
+    if isinstance(block_age_s, bool) or not isinstance(block_age_s, Real) or not float(block_age_s) >= 0:
+        _refuse("block_age_s", "seconds >= 0", block_age_s)
+    if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", name):
+        _refuse("writer_name", "1 to 100 letters, digits and '-'", name)
+    if nonfinite not in ("accept", "refuse"):
+        _refuse("nonfinite_rewards", "'accept' or 'refuse'", nonfinite)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        _refuse("metadata", "a mapping", metadata)
+    try:
+        json.dumps(dict(metadata or {}), default=str)
+    except (TypeError, ValueError, RecursionError) as cause:
+        _refuse("metadata", f"what JSON can hold ({cause})", metadata)
+
+
+def _whole(what: str, value: Any, most: int | None = None) -> int:
+    try:
+        is_whole = not isinstance(value, bool | str) and math.isfinite(value) and int(value) == value
+    except (TypeError, ValueError, OverflowError):
+        is_whole = False
+    if not is_whole or value < 1 or (most is not None and value > most):
+        _refuse(what, "an integer >= 1" if most is None else f"an integer from 1 to {most}", value)
+    return int(value)
+
+
+def _refuse(what: str, expected: str, value: Any) -> None:
+    raise UsageError("make a RolloutWriter", f"with {what}", expected, repr(value), f"Choose another {what}")
+
+
+def _checked_env_ids(env_ids: Sequence[int] | np.ndarray | torch.Tensor, num_envs: int) -> np.ndarray:
+    """Give ids of envs as int64, each once and in order; raise `UsageError` if they are none."""
+    given = np.asarray(env_ids.cpu() if isinstance(env_ids, torch.Tensor) else env_ids)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        kind = f"{given.dtype} of shape {given.shape}"
+        raise UsageError("discard the trajectories of envs", "", "a list of ids", kind, "A mask has nonzero()")
+    found: np.ndarray = np.unique(given.astype(np.int64))
+    if len(found) and not (found[0] >= 0 and found[-1] < num_envs):
+        raise UsageError("discard the trajectories of envs", "", f"ids in 0:{num_envs}", str(found.tolist()))
+    return found

@@ -7,18 +7,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_data import RolloutWriter
-from rollout_data.format.schema import RowLayout
-from rollout_data.writing.step_buffer import StepBuffer, as_array
-from storage.core.buffer_pool import BufferPool
-from storage.core.fields import Field, Schema
-from tests.files.readback import blocks_of
+from tests.files.readback import blocks_of, trajectories_of
 
 N = 3
-SCHEMA = Schema([Field("a", (2, 2), "float32"), Field("b", (), "bool"), Field("c", (5,), "bfloat16")])
+SHAPES = {"observation": ((2, 2), "float32"), "action": ((), "bool"), "wide": ((1500,), "int16")}
 #: How a `[T, N, ...]` array may lie in memory.
 LYING = {
     "in order": np.ascontiguousarray,
@@ -29,31 +25,33 @@ LYING = {
 }
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     parts=st.lists(st.tuples(st.sampled_from([0, 1, 1, 2, 7]), st.sampled_from(sorted(LYING))), max_size=6),
     seed=st.integers(0, 99),
-    grows=st.booleans(),
+    block_bytes=st.sampled_from([1, 50_000, 1 << 20]),
 )
-def test_steps_are_copied_however_they_lie_in_memory(parts, seed, grows):
-    generator = np.random.default_rng(seed)
-    num_steps = sum(count for count, _ in parts)
-    buffer = StepBuffer(RowLayout(SCHEMA), (N,), 1 if grows else max(1, num_steps), BufferPool())
-    expected: dict[str, list[np.ndarray]] = {name: [] for name in SCHEMA}
-    start = 0
-    for count, lying in parts:
-        fields = {}
-        for name, field in SCHEMA.items():
-            values = generator.integers(0, 2 if field.dtype == "bool" else 99, (count, N, *field.shape))
-            values = values.astype(np.uint16 if field.dtype == "bfloat16" else field.dtype)
-            fields[name] = LYING[lying](values)
-            fields[name].flags.writeable = False
-            expected[name].append(fields[name].copy())
-        buffer.reserve(start + count, start)
-        buffer.put(start, fields)
-        start += count
-    for name, copies in expected.items():
-        if copies:
-            np.testing.assert_array_equal(as_array(buffer.field(name, start)), np.concatenate(copies))
+def test_steps_are_copied_however_they_lie_in_memory(tmp_path_factory, parts, seed, block_bytes):
+    generator, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("data")
+    expected: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
+    with RolloutWriter(folder, N, durable=False, block_bytes=block_bytes) as writer:
+        for count, lying in parts:
+            fields = {}
+            for name, (shape, dtype) in SHAPES.items():
+                values = generator.integers(0, 2 if dtype == "bool" else 99, (count, N, *shape)).astype(dtype)
+                fields[name] = LYING[lying](values)
+                fields[name].flags.writeable = False
+                expected[name].append(fields[name].copy())
+            writer.add_rollout(fields)
+            if count == 1:
+                writer.add({name: values[0] for name, values in fields.items()})
+                for name, values in fields.items():
+                    expected[name].append(values.copy())
+    found = trajectories_of(folder)
+    assert len(found) == (N if any(count for count, _ in parts) else 0)
+    for one in found:
+        for name, copies in expected.items():
+            np.testing.assert_array_equal(one.column(name), np.concatenate(copies)[:, one.env])
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 2)])

@@ -257,7 +257,7 @@ def test_success_only_keeps_what_ends_with_success_however_it_ends(tmp_path):
 
 
 def test_end_times_order_completion_even_if_the_clock_stands(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout_data.writing.writer.time.time_ns", lambda: 1000)
+    monkeypatch.setattr("time.time_ns", lambda: 1000)
     with make(tmp_path) as writer:
         for t in range(4):
             writer.add(**step(t, done=[t == 2, t == 1, t == 3]))
@@ -266,8 +266,7 @@ def test_end_times_order_completion_even_if_the_clock_stands(tmp_path, monkeypat
 
 def test_blocks_are_cut_by_age(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("rollout_data.writing.writer.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("rollout_data.writing.staging.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     with make(tmp_path, block_age_s=5) as writer:
         for t in range(9):
             now[0] = float(t)

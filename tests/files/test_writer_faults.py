@@ -16,8 +16,6 @@ import pytest
 
 from rollout_data import RolloutDataWarning, RolloutWriter
 from rollout_data.index.metadata import Metadata, publish_metadata, read_metadata
-from rollout_data.writing import publish as publishing_module
-from rollout_data.writing.journal import Journal, recover_dead_writers
 from storage.core.fields import Field, Schema
 from storage.errors import BackgroundError, DataFileError, RolloutDataError, SchemaError, UsageError
 from tests.files.readback import blocks_of, trajectories_of
@@ -39,43 +37,31 @@ def check_left(folder, num_frames):
     assert not list(folder.glob(".tmp_*"))
 
 
-def failing_write(monkeypatch, error, allowed=1):
-    """Let `allowed` blocks through, then fail."""
-    original, count = publishing_module.write_block, [0]
-
-    def write(*args, **kwargs):
-        count[0] += 1
-        if count[0] > allowed:
-            raise error
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(publishing_module, "write_block", write)
-
-
 @pytest.mark.parametrize("call", ["add", "flush", "discard", "close"])
-def test_a_background_failure_is_raised_at_the_next_call_and_at_close(tmp_path, monkeypatch, call):
-    failing_write(monkeypatch, OSError(errno.EIO, "Input/output error"))
-    writer = RolloutWriter(tmp_path, N, durable=False)
+def test_a_background_failure_is_raised_at_the_next_call_and_at_close(tmp_path, call):
+    data, away = tmp_path / "data", tmp_path / "away"
+    writer = RolloutWriter(data, N, durable=False)
     writer.add(**step(1))
     writer.flush()
     writer.add(**step(2))
+    data.rename(away)
     with pytest.raises(BackgroundError):
         writer.flush()
+    away.rename(data)
+    calls = {"add": lambda: writer.add(**step(3)), "flush": writer.flush, "discard": lambda: writer.discard([0])}
     if call != "close":
         with pytest.raises(BackgroundError) as caught:
-            {"add": lambda: writer.add(**step(3)), "flush": writer.flush, "discard": lambda: writer.discard([0])}[
-                call
-            ]()
+            calls[call]()
         assert isinstance(caught.value, RolloutDataError) and isinstance(caught.value.__cause__, OSError)
     with pytest.raises(BackgroundError) as caught:
         writer.close()
     assert str(caught.value) == (
-        f"cannot publish a block in {str(tmp_path)!r}: expected a writable folder with room, "
-        "got [Errno 5] Input/output error. "
+        f"cannot publish a block in {str(data)!r}: expected a writable folder with room, "
+        f"got [Errno 2] No such file or directory: '{data}/.tmp_rollout_{writer.name}_000001.h5'. "
         "What was published before is intact; close this writer and start another one."
     )
     writer.close()
-    check_left(tmp_path, N)
+    check_left(data, N)
 
 
 def test_a_full_disk_ends_in_one_error(tmp_path):
@@ -151,7 +137,7 @@ def test_a_read_only_folder_is_refused_at_once(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("rollout_data.writing.journal.os.open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(DataFileError) as caught:
         RolloutWriter(tmp_path, N)
     assert str(caught.value) == (
@@ -206,7 +192,7 @@ def test_an_unwritable_metadata_file_writes_nothing(tmp_path, monkeypatch):
 
     with RolloutWriter(tmp_path, N) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr("rollout_data.index.metadata.os.link", refuse)
+            patch.setattr(os, "link", refuse)
             with pytest.raises(DataFileError, match="cannot write the metadata of"):
                 writer.add(**step())
         writer.add(**step())
@@ -217,7 +203,7 @@ def test_file_systems_without_hard_links_are_served(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("rollout_data.index.metadata.os.link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     for _ in range(2):
         with RolloutWriter(tmp_path, N) as writer:
             writer.add(**step())
@@ -233,14 +219,13 @@ def test_an_exception_in_the_users_loop_still_publishes(tmp_path):
 
 @pytest.mark.parametrize("pending", [1, 2, 3])
 def test_a_slow_disk_holds_the_caller_back_and_drops_nothing(tmp_path, monkeypatch, pending):
-    original, gate, waiting = publishing_module.write_block, threading.Event(), []
+    rename, gate = os.rename, threading.Event()  # by which blocks are published
 
-    def write(*args, **kwargs):
-        waiting.append(len(waiting))
+    def wait(*paths):
         gate.wait(10)
-        return original(*args, **kwargs)
+        rename(*paths)
 
-    monkeypatch.setattr(publishing_module, "write_block", write)
+    monkeypatch.setattr(os, "rename", wait)
     writer = RolloutWriter(tmp_path, N, block_bytes=1, max_pending_blocks=pending, durable=False)
     num_added = 0
 
@@ -320,16 +305,20 @@ def test_a_folder_of_another_format_is_not_mixed_with_ours(tmp_path):
 
 
 def test_a_journal_tells_what_its_dead_writer_lost(tmp_path):
-    journal = Journal(tmp_path, "dead")
-    journal.open()
-    journal.accept(120)
-    journal.announce(3, 100)
-    journal.publish(80)
-    (tmp_path / ".tmp_rollout_dead_000004.h5").write_bytes(b"half")
-    (tmp_path / ".tmp_rollout_alive_000004.h5").write_bytes(b"half")
-    assert recover_dead_writers(tmp_path) == [], "its writer lives"
-    journal._memory.close()  # as the system does at any death: the map holds the lock too
-    os.close(journal._descriptor)
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom rollout_data.writing.journal import Journal\n"
+        "journal = Journal(Path(sys.argv[1]), 'dead')\njournal.open()\n"
+        "journal.accept(120)\njournal.announce(3, 100)\njournal.publish(80)\n"
+        "print(flush=True)\nsys.stdin.readline()\nos._exit(1)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        (tmp_path / ".tmp_rollout_dead_000004.h5").write_bytes(b"half")
+        (tmp_path / ".tmp_rollout_alive_000004.h5").write_bytes(b"half")
+        with RolloutWriter(tmp_path, N) as writer:
+            assert writer.recovered == [], "its writer lives"
+        process.communicate("\n")
     (tmp_path / "rollout_dead_000003.h5").write_bytes(b"")  # published, and died before it noted so
     with pytest.warns(RolloutDataWarning, match="writer 'dead' ended without .* 20 frames that it had not published"):
         writer = RolloutWriter(tmp_path, N)

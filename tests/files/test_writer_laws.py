@@ -102,6 +102,13 @@ def check_same(
             assert one.finals["privileged_observation"] == values["final_privileged_observation"][last]
 
 
+def check_counts(writer: RolloutWriter, expected: list[dict[str, Any]]) -> None:
+    ended = [one for one in expected if one["end"] != "open"]
+    assert writer.num_trajectories == len(ended)
+    assert writer.num_finished_frames == sum(len(one["frames"]) for one in ended)
+    assert writer.num_frames == sum(len(one["frames"]) for one in expected)
+
+
 CASES: dict[str, Any] = dict(  # noqa: C408
     seed=st.integers(0, 2**31),
     num_steps=st.integers(1, 60),
@@ -136,6 +143,8 @@ def test_steps_come_back_as_recorded(seed, num_steps, num_envs, has_mask, succes
                 if rng.random() < 0.1:
                     discards[t] = np.flatnonzero(rng.random(num_envs) < 0.5).tolist()
                     writer.discard(discards[t])
+                if rng.random() < 0.1:
+                    check_counts(writer, naive_trajectories(at(values, slice(t + 1)), success_only, discards))
         check_same(Path(folder), values, success_only, discards)
         expected = naive_trajectories(values, success_only, discards)
         assert writer.num_trajectories == len(expected)

@@ -1,4 +1,4 @@
-"""The records that a writer takes, under our names: dicts, named tuples, dataclasses, objects, batches.
+"""The records that a writer takes, under our names: dicts, named tuples, dataclasses, objects, batches, storages.
 
 One rule: a batch of a dataset gives what was recorded, without what only its reader added, and one table holds the
 names of other libraries. Values are checked elsewhere.
@@ -7,7 +7,7 @@ names of other libraries. Values are checked elsewhere.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from storage.core.host_arrays import as_given
+from storage.core.tree import map_leaves
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
 
 from ..transition import Transition
@@ -44,6 +45,8 @@ _INFOS = dict.fromkeys(("info", "infos"), "give what it holds by name, as in fin
 #: What transitions of other storages carry besides, in shapes of their own; given by keyword it is a field like others.
 _CARRIED = {"hidden_states"}
 _NOT_OURS = {*_DERIVED, *_INFOS, *_ALIASES, "next"}
+#: What is recorded of a `RolloutStorage`, as far as it has it.
+_STORAGE_FIELDS = ["observations", "critic_observations", "actions", "rewards", "dones", "time_outs", "policy_outputs"]
 
 
 def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -158,3 +161,21 @@ def _recorded_done(batch: Transition) -> Any:
         where = "with is_first where done is true"
         raise UsageError("add a record", where, "is_last, which tells marked frames from ended ones", "None", advice)
     return done
+
+
+def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
+    """Give the filled steps of a `RolloutStorage` in the order of time as a mapping; anything else as it is."""
+    if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "add_transitions"):
+        if include:
+            raise UsageError("include fields", ", ".join(include), "a RolloutStorage", type(transition).__name__)
+        return transition
+    found = {name: getattr(transition, name, None) for name in (*_STORAGE_FIELDS, *include)}
+    for name in include:
+        if found[name] is None:
+            raise UsageError("include the field", repr(name), "a field of the storage", "none of that name")
+    step, is_round = transition.step, getattr(transition, "buffer_full", False)  # a full queue begins at its cursor
+
+    def filled(column: torch.Tensor) -> torch.Tensor:
+        return torch.cat([column[step:], column[:step]]) if is_round else column[:step]
+
+    return {name: map_leaves(filled, value) for name, value in found.items() if value is not None}
