@@ -55,7 +55,7 @@ NOT_YET: set[tuple[str, str]] = {
     ("storage.replay.buffer_files", "storage.replay.ring_buffer"),  # for type checkers; goes when saving is rebuilt
 }
 #: Folder -> how many files it has today, if more than `MAX_FILES`. Is to shrink.
-TOO_MANY_FILES = {"storage/core": 19, "storage/managed": 15, "rollout_data/writing": 16}
+TOO_MANY_FILES = {"storage/core": 19, "storage/managed": 15}
 #: Room -> import levels of its files today, if more than `MAX_IMPORT_LEVELS`. Is to shrink.
 TOO_DEEP = {"managed": 7}
 #: What the floors may import when they are imported; anything else is optional and imported where it is used.

@@ -7,7 +7,7 @@ of the same form (names, dtypes, shapes) as the one before it is not checked aga
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,9 +223,9 @@ def _leaves(values: Mapping[str, Any]) -> dict[str, Leaf]:
 
 def _named(leaves: Mapping[str, Leaf]) -> tuple[list[str], list[str], list[str]]:
     """Name the flags, the final values and the rewards of a record."""
-    heads = {name: name.partition("/")[0] for name in leaves}
-    groups = (FLAGS, FINALS, (REWARD,))
-    return tuple([name for name, head in heads.items() if head in group] for group in groups)
+    finals = [name for name in leaves if name.partition("/")[0] in FINALS]
+    rewards = [name for name in leaves if name.partition("/")[0] == REWARD]
+    return [name for name in FLAGS if name in leaves], finals, rewards
 
 
 def _check_required(leaves: Mapping[str, Leaf]) -> None:

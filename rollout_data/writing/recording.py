@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from storage.core import arguments
 from storage.core.host_arrays import as_given, on_host
 from storage.errors import UsageError
 
@@ -174,10 +174,8 @@ def record_demonstrations(
         A summary. `Ctrl-C` publishes what was recorded and then raises `KeyboardInterrupt` as usual; so does an error.
     """
     for name, value in (("min_timesteps", min_timesteps), ("min_trajectories", min_trajectories)):
-        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-            raise UsageError("record", "", f"{name} a number", repr(value))
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
-        raise UsageError("record", "", "seed an integer or None", repr(seed))
+        arguments.real("record", name, value, "as a number", lambda _: True)
+    seed = None if seed is None else arguments.seed("record", "seed", seed)
     if min_timesteps <= 0 and min_trajectories <= 0:
         raise UsageError("record", "", "min_timesteps or min_trajectories above 0", "neither")
     simulator, (act, policy_name) = Simulator(env, autoreset), _policy(policy)

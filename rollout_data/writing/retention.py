@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from storage.core.records import is_count
+from storage.core.arguments import is_whole
 from storage.errors import UsageError
 
 from ..index.folder import BlockFolder, save_index_cache
@@ -74,7 +74,8 @@ def prune(
 def checked_limits(given: Mapping[str, int | None]) -> dict[str, int]:
     """Check the limits of `prune`; None is none."""
     limits = {name: limit for name, limit in given.items() if limit is not None}
-    if not limits or not limits.keys() <= set(LIMITS) or not all(is_count(limit, 1) for limit in limits.values()):
+    is_right = limits.keys() <= set(LIMITS) and all(is_whole(limit) and limit >= 1 for limit in limits.values())
+    if not limits or not is_right:
         expected = f"at least one of {', '.join(LIMITS)}, each a whole number >= 1"
         raise UsageError("keep only the newest part", "", expected, repr(limits))
     return limits

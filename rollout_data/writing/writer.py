@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import os
 import re
 import secrets
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from numbers import Real
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from storage.core import arguments
 from storage.core.buffer_pool import BufferPool
 from storage.core.duplicates import Unique
-from storage.core.durable import as_path
 from storage.core.fields import Schema
 from storage.errors import ClosedError, DataFileError, RolloutDataWarning, UsageError
 
@@ -42,6 +39,7 @@ from .stage import MAX_STAGED_BYTES, Staging, Tally
 
 #: Ids of envs are stored as int32.
 MAX_NUM_ENVS = 1 << 24
+_MAKE = "make a RolloutWriter"
 
 
 class RolloutWriter(Unique):
@@ -101,14 +99,21 @@ class RolloutWriter(Unique):
         retention: Mapping[str, int] | None = None,
     ) -> None:
         self._closed, self._is_ended = True, False
-        name = secrets.token_hex(4) if writer_name is None else writer_name
-        _check_options(data_dir, block_age_s, name, nonfinite_rewards, metadata)
-        self.data_dir = Path(data_dir).absolute()  # whatever directory the process goes to
-        self.num_envs = _whole("num_envs", num_envs, MAX_NUM_ENVS)
-        self.name, self.success_only, self.nonfinite_rewards = name, success_only, nonfinite_rewards
-        self._block_bytes, self._block_age_s = _whole("block_bytes", block_bytes), float(block_age_s)
-        self._max_pending = _whole("max_pending_blocks", max_pending_blocks)
-        self._context = {"success_traj_only": success_only, **(metadata or {})}
+        self.data_dir = arguments.path("record into", "", data_dir).absolute()  # whatever directory the process goes to
+        self.name = secrets.token_hex(4) if writer_name is None else writer_name
+        if not isinstance(self.name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", self.name):
+            raise UsageError(_MAKE, "", "writer_name of 1 to 100 letters, digits and '-'", repr(writer_name))
+        if "\0" in str(self.data_dir):
+            raise UsageError(_MAKE, "", "data_dir without NUL characters", repr(data_dir))
+        self.num_envs = arguments.whole(_MAKE, "num_envs", num_envs, 1, MAX_NUM_ENVS)
+        self.nonfinite_rewards = arguments.choice(_MAKE, "nonfinite_rewards", nonfinite_rewards, ("accept", "refuse"))
+        self.success_only = success_only
+        self._block_bytes = arguments.whole(_MAKE, "block_bytes", block_bytes, 1)
+        self._block_age_s = arguments.real(_MAKE, "block_age_s", block_age_s, ">= 0 seconds", lambda age: age >= 0)
+        self._max_pending = arguments.whole(_MAKE, "max_pending_blocks", max_pending_blocks, 1)
+        chunk = None if frames_per_chunk is None else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
+        limits = None if retention is None else checked_limits(retention)
+        self._context = {"success_traj_only": success_only, **_checked_metadata(metadata)}
         parts = observation_parts(obs_segments, obs_disassemble_mapping)
         self._reader = RolloutReader(self.num_envs, parts, success_only)
         self._tally = Tally(self.num_envs, success_only)
@@ -116,10 +121,8 @@ class RolloutWriter(Unique):
         self._staging: Staging | None = None
         self._started_s = 0.0  # when the first step of the staging was added
         self._pool = BufferPool()
-        self._journal = Journal(self.data_dir, name)
+        self._journal = Journal(self.data_dir, self.name)
         self._owner = os.getpid()
-        limits = None if retention is None else checked_limits(retention)
-        chunk = None if frames_per_chunk is None else _whole("frames_per_chunk", frames_per_chunk)
         try:
             self.recovered = self._enter_folder()
             self._publisher = BlockPublisher(
@@ -215,7 +218,8 @@ class RolloutWriter(Unique):
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
         """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
         self._check_usable()
-        self._end(_checked_env_ids(env_ids, self.num_envs), OPEN if leave_open and not self.success_only else DROPPED)
+        envs = np.unique(arguments.env_ids("discard trajectories", "env_ids", env_ids, self.num_envs))
+        self._end(envs, OPEN if leave_open and not self.success_only else DROPPED)
 
     def flush(self) -> None:
         """Publish everything that was added and wait until it is on the disk."""
@@ -378,45 +382,11 @@ def _close_open_writers() -> None:
 atexit.register(_close_open_writers)
 
 
-def _check_options(data_dir: Any, block_age_s: Any, name: Any, nonfinite: Any, metadata: Any) -> None:
-    """Raise `UsageError` for the first of these arguments that is not what it must be."""
-    if "\0" in str(as_path(data_dir, "record into")):
-        _refuse("data_dir", "a path without NUL characters", data_dir)
-    if isinstance(block_age_s, bool) or not isinstance(block_age_s, Real) or not float(block_age_s) >= 0:
-        _refuse("block_age_s", "seconds >= 0", block_age_s)
-    if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", name):
-        _refuse("writer_name", "1 to 100 letters, digits and '-'", name)
-    if nonfinite not in ("accept", "refuse"):
-        _refuse("nonfinite_rewards", "'accept' or 'refuse'", nonfinite)
-    if metadata is not None and not isinstance(metadata, Mapping):
-        _refuse("metadata", "a mapping", metadata)
+def _checked_metadata(metadata: Any) -> dict[str, Any]:
     try:
-        json.dumps(dict(metadata or {}), default=str)
+        found = dict(metadata or {})
+        json.dumps(found, default=str)
     except (TypeError, ValueError, RecursionError) as cause:
-        _refuse("metadata", f"what JSON can hold ({cause})", metadata)
-
-
-def _whole(what: str, value: Any, most: int | None = None) -> int:
-    try:
-        is_whole = not isinstance(value, bool | str) and math.isfinite(value) and int(value) == value
-    except (TypeError, ValueError, OverflowError):
-        is_whole = False
-    if not is_whole or value < 1 or (most is not None and value > most):
-        _refuse(what, "an integer >= 1" if most is None else f"an integer from 1 to {most}", value)
-    return int(value)
-
-
-def _refuse(what: str, expected: str, value: Any) -> None:
-    raise UsageError("make a RolloutWriter", f"with {what}", expected, repr(value), f"Choose another {what}")
-
-
-def _checked_env_ids(env_ids: Sequence[int] | np.ndarray | torch.Tensor, num_envs: int) -> np.ndarray:
-    """Give ids of envs as int64, each once and in order; raise `UsageError` if they are none."""
-    given = np.asarray(env_ids.cpu() if isinstance(env_ids, torch.Tensor) else env_ids)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        kind = f"{given.dtype} of shape {given.shape}"
-        raise UsageError("discard the trajectories of envs", "", "a list of ids", kind, "A mask has nonzero()")
-    found: np.ndarray = np.unique(given.astype(np.int64))
-    if len(found) and not (found[0] >= 0 and found[-1] < num_envs):
-        raise UsageError("discard the trajectories of envs", "", f"ids in 0:{num_envs}", str(found.tolist()))
+        expected = "metadata as a mapping that JSON can hold"
+        raise UsageError(_MAKE, "", expected, f"{metadata!r} ({cause})") from cause
     return found
