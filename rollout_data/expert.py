@@ -6,16 +6,14 @@ One rule: files are data; links that leave the file are refused, and nothing in 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import torch
 
-from storage.core.durable import as_path
-from storage.core.fields import dtype_name
+from storage.core import arguments
 from storage.core.host_arrays import viewable
 from storage.errors import (
     CorruptFileError,
@@ -26,14 +24,13 @@ from storage.errors import (
     UsageError,
 )
 from storage.replay.episode_buffer import TrajectoryDictBuffer
-from storage.saving.hdf5 import Allowance, attribute, member, open_hdf5
 from storage.saving.plain_files import read_text
+
+from .foreign.hdf5 import open_foreign_hdf5
 
 #: Turns what is under `observation`, an array or nested ones, into nested observations.
 ObsMapper = Callable[[Any], Mapping[str, Any]]
 _OBSERVATION = "observation"
-#: Groups in groups, and datasets of an episode.
-_MAX_DEPTH, _MAX_MEMBERS = 64, 4096
 
 
 class MissingMotionError(DataFileError, FileNotFoundError):
@@ -69,7 +66,7 @@ def load_expert_trajectories(
         UnsafeFileError: A path leads out of `motions_root`, or a link out of its file.
         TypeError: `obs_dict_mapper` was given, and a motion has no observation.
     """
-    root, episodes, names = as_path(motions_root, "load motions"), [], []
+    root, episodes, names = arguments.path("load motions", "", motions_root), [], []
     for number, name in read_motion_list(motions):
         path = _motion_path(root, name, f"{name!r}, line {number} of {str(motions)!r}")
         for episode in read_motion(path):
@@ -96,19 +93,13 @@ def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
 
 def read_motion(path: Path) -> list[dict[str, Any]]:
     """Read all episodes of a file: nested dicts of `[T, ...]` tensors."""
-    with open_hdf5(path) as (file, handle):
-        num_episodes = attribute(file, "num_episodes")
+    with open_foreign_hdf5(path) as file:
+        num_episodes = file.attribute("num_episodes")
         if not isinstance(num_episodes, (np.integer, np.floating)) or not float(num_episodes).is_integer():
             expected = "the attribute 'num_episodes', a whole number"
             raise CorruptFileError("read", repr(str(path)), expected, repr(num_episodes))
-        allowance = Allowance(os.fstat(handle).st_size)
-        episodes = []
-        for number in range(int(num_episodes)):
-            group = member(file, f"ep_{number}", path)
-            if not isinstance(group, h5py.Group):
-                raise CorruptFileError("read", repr(str(path)), f"a group 'ep_{number}'", "a dataset")
-            episodes.append(_read_group(group, path, allowance, iter(range(_MAX_MEMBERS))))
-        return episodes
+        episodes = [file.read_group(f"ep_{number}") for number in range(int(num_episodes))]
+        return [{name: _as_tensors(one, name == _OBSERVATION) for name, one in ep.items()} for ep in episodes]
 
 
 def _motion_path(root: Path, name: str, where: str) -> Path:
@@ -122,36 +113,15 @@ def _motion_path(root: Path, name: str, where: str) -> Path:
     return path
 
 
-def _read_group(
-    group: h5py.Group, path: Path, allowance: Allowance, numbers: Iterator[int], depth: int = 1
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in group:
-        if depth > _MAX_DEPTH or next(numbers, None) is None:  # links to the same group make any number of both
-            expected = f"at most {_MAX_DEPTH} groups in groups and {_MAX_MEMBERS} datasets"
-            raise CorruptFileError("read", repr(str(path)), expected, "more, or a cycle")
-        one = member(group, name, path)
-        is_group = isinstance(one, h5py.Group)
-        read: Any = _read_group(one, path, allowance, numbers, depth + 1) if is_group else None
-        found[name] = read if is_group else _read_dataset(one, path, allowance)
-    return found
-
-
-def _read_dataset(dataset: h5py.Dataset, path: Path, allowance: Allowance) -> Any:
-    where = f"{dataset.name!r} of {str(path)!r}"
-    is_text = h5py.check_string_dtype(dataset.dtype) is not None
-    if not is_text and dataset.dtype.kind not in "biuf":
-        raise FieldTypeError("read the dataset", where, "numbers", str(dataset.dtype))
-    if dataset.size is None or (is_text and not dataset.size):  # the one has no shape, the other no first text
-        raise CorruptFileError("read the dataset", where, "values", "none")
-    allowance.take(dataset, where)
-    if is_text:
-        return str(dataset.asstr()[(0,) * dataset.ndim])
-    dtype_name(dataset.dtype, f"of {where}")
-    array = np.asarray(dataset[()])
-    if array.dtype.kind == "f" and dataset.name.split("/")[2:3] == [_OBSERVATION]:
-        array = array.astype(np.float32, copy=False)
-    tensor = torch.from_numpy(viewable(array))
+def _as_tensors(values: Any, is_observation: bool) -> Any:
+    """Turn arrays into tensors with at least two axes, floating observations into float32."""
+    if isinstance(values, dict):
+        return {name: _as_tensors(one, is_observation) for name, one in values.items()}
+    if isinstance(values, str):
+        return values
+    if is_observation and values.dtype.kind == "f":
+        values = values.astype(np.float32, copy=False)
+    tensor = torch.from_numpy(viewable(values))
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 

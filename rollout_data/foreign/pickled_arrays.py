@@ -1,8 +1,7 @@
 """What a pickle may name: the table of globals, and the descriptions that stand in for their results.
 
-One rule: no entry of `GLOBALS` makes or calls anything of numpy; each turns its arguments into a
-description, after comparing sizes with the bytes that are there. Walking the pickle's
-operations is `restricted_pickle.py`'s work.
+One rule: no entry of `GLOBALS` makes or calls anything of numpy; each turns its arguments into a description, after
+comparing sizes with the bytes that are there. The operations of the pickle are walked in `restricted_pickle.py`.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ def kind(value: Any) -> str:
     return value.name if isinstance(value, Global) else type(value).__name__
 
 
-def set_state(path: Path, target: Any, state: Any) -> None:
-    """Complete an array or a dtype (the operation BUILD)."""
+def set_state(path: Path, state: Any, target: Any) -> None:
+    """Complete an array or a dtype, the target, by its state (the operation BUILD)."""
     if isinstance(target, PickledDtype):
         _set_dtype_state(path, target, state)
     elif isinstance(target, PickledArray) and target.stored is None:
@@ -161,12 +160,13 @@ def _scalar(path: Path, arguments: tuple[Any, ...]) -> PickledArray:
 
 def _new_dtype(path: Path, arguments: tuple[Any, ...]) -> PickledDtype:
     code, _, _ = arguments
-    if not isinstance(code, str) or code.startswith("O"):
-        raise unsafe_pickle(path, "an array of objects" if isinstance(code, str) else f"a dtype of {kind(code)}")
+    if not isinstance(code, str):
+        raise unsafe_pickle(path, f"a dtype of {kind(code)}")
+    if code.startswith("O"):
+        raise unsafe_pickle(path, "an array of objects")
     if code not in _DTYPE_CODES:
-        raise DataFileError(
-            "read the pickle", repr(str(path)), f"arrays of one of {', '.join(_DTYPE_CODES)}", f"dtype {code[:40]!r}"
-        )
+        expected = f"arrays of one of {', '.join(_DTYPE_CODES)}"
+        raise DataFileError("read the pickle", repr(str(path)), expected, f"dtype {code[:40]!r}")
     return PickledDtype(np.dtype(code))
 
 

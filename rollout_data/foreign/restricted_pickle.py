@@ -1,10 +1,9 @@
-"""Restricted pickle: say what a pickle of numpy arrays holds, and where, without running any of it.
+"""Say what a pickle of numpy arrays holds, and where, without running any of it.
 
-One rule: nothing is ever called. A small machine walks the pickle's operations, every global is
-looked up in one table of names, and an array becomes a `StoredArray`: dtype, shape and place in
-the file. So a hostile file can neither run code nor allocate: a declared size is compared with
-the bytes that are there before anything is read, and `MAX_OPERATIONS` bounds stack, memo and
-nesting. The table is in `pickled_arrays.py`; what the arrays mean is `trajectory_chunk.py`'s subject.
+One rule: nothing is called. A small machine walks the operations of the pickle, looks every global up in the table of
+`pickled_arrays.py`, and describes an array as a `StoredArray`: dtype, shape and place in the file. So a hostile file
+can neither run code nor allocate: a declared size is compared with the bytes that are there before anything is read,
+and `MAX_OPERATIONS` bounds stack, memo and nesting.
 
 The operations are those of protocols 0 to 5 (https://github.com/python/cpython/blob/main/Lib/pickletools.py).
 """
@@ -32,7 +31,7 @@ from .pickled_arrays import (
     pairs,
     set_state,
     unsafe_pickle,
-)
+)  # fmt: skip
 
 #: A chunk of arrays needs some hundred operations; more is another kind of data, or an attack.
 MAX_OPERATIONS = 100_000
@@ -87,24 +86,25 @@ class _Machine:
         self.budget = MAX_OPERATIONS
 
     def run(self) -> Any:
-        read, operations = self.file.read, _OPERATIONS
-        while (code := read(1)) != b".":
-            self.budget -= 1
-            if self.budget < 0 or code not in operations:
+        while (code := self.file.read(1)) != b".":
+            self.spend(1)
+            if code not in _OPERATIONS:
                 self._refuse_operation(code)
-            operations[code](self)
+            _OPERATIONS[code](self)
         if trailing := self.file_bytes - self.file.tell():
             raise corrupt_pickle(self.path, "nothing behind the end of the pickle", f"{trailing} bytes")
         return self.stack.pop()
+
+    def spend(self, count: int) -> None:
+        self.budget -= count
+        if self.budget < 0:
+            raise unsafe_pickle(self.path, "more", f"at most {MAX_OPERATIONS} operations")
 
     def take(self, count: int) -> bytes:
         data = self.file.read(count)
         if len(data) < count:
             raise corrupt_pickle(self.path, f"{count} more bytes", f"the end of the file at {self.file_bytes}", True)
         return data
-
-    def byte(self) -> int:
-        return self.take(1)[0]
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -122,12 +122,17 @@ class _Machine:
 
     def skip(self, count: int) -> Span:
         offset = self.file.tell()
-        if not 0 <= count <= self.file_bytes - offset:
-            raise corrupt_pickle(
-                self.path, f"{count} bytes at {offset}", f"{self.file_bytes - offset} up to the end", True
-            )
+        left = self.file_bytes - offset
+        if not 0 <= count <= left:
+            raise corrupt_pickle(self.path, f"{count} bytes at {offset}", f"{left} up to the end", True)
         self.file.seek(count, os.SEEK_CUR)
         return Span(offset, count)
+
+    def pop(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise IndexError("stack underflow")
+        items, self.stack[-count:] = self.stack[-count:], []
+        return items
 
     def pop_mark(self) -> list[Any]:
         items, self.stack = self.stack, self.marks.pop()
@@ -142,12 +147,7 @@ class _Machine:
             raise unsafe_pickle(self.path, f"the global {full[:200]!r}")
         return GLOBALS[module, name]
 
-    def refuse_size(self) -> NoReturn:
-        raise unsafe_pickle(self.path, "more", f"at most {MAX_OPERATIONS} operations")
-
     def _refuse_operation(self, code: bytes) -> NoReturn:
-        if self.budget < 0:
-            self.refuse_size()
         known = _KNOWN.get(code.decode("latin-1"))
         if known is None:
             at = self.file.tell() - len(code)
@@ -163,20 +163,17 @@ class _Machine:
 
 
 # The operations: how each changes the machine.
+_Operation = Callable[[_Machine], None]
 
 
-def _put(key: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+def _put(key: Callable[[_Machine], int]) -> _Operation:
     def operation(m: _Machine) -> None:
         m.memo[key(m)] = m.stack[-1]
 
     return operation
 
 
-def _memoize(m: _Machine) -> None:
-    m.memo[len(m.memo)] = m.stack[-1]
-
-
-def _push(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+def _push(value: Callable[[_Machine], Any]) -> _Operation:
     def operation(m: _Machine) -> None:
         pushed = value(m)  # first, because it may exchange the stack
         m.stack.append(pushed)
@@ -184,13 +181,8 @@ def _push(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
     return operation
 
 
-def _tuple_of(count: int) -> Callable[[_Machine], None]:
-    def operation(m: _Machine) -> None:
-        if len(m.stack) < count:
-            raise IndexError("stack underflow")
-        m.stack[-count:] = [tuple(m.stack[-count:])]
-
-    return operation
+def _with_number(form: str, use: Callable[[_Machine, Any], Any]) -> Callable[[_Machine], Any]:
+    return lambda m: use(m, m.number(form))
 
 
 def _mark(m: _Machine) -> None:
@@ -205,25 +197,19 @@ def _extend(m: _Machine, items: list[Any]) -> None:
     target.extend(items)
 
 
+def _dict_of(items: list[Any]) -> dict[str, Any]:
+    return pairs(list(zip(items[::2], items[1::2], strict=True)))
+
+
 def _set_items(m: _Machine, items: list[Any]) -> None:
     target = m.stack[-1]
     if type(target) is not dict:
         raise TypeError(f"keys for {kind(target)}")
-    target.update(pairs(list(zip(items[::2], items[1::2], strict=True))))
-
-
-def _dict_of_mark(m: _Machine) -> dict[str, Any]:
-    items = m.pop_mark()
-    return pairs(list(zip(items[::2], items[1::2], strict=True)))
-
-
-def _set_item(m: _Machine) -> None:
-    value, key = m.stack.pop(), m.stack.pop()
-    _set_items(m, [key, value])
+    target.update(_dict_of(items))
 
 
 def _stack_global(m: _Machine) -> Global:
-    name, module = m.stack.pop(), m.stack.pop()
+    module, name = m.pop(2)
     if type(name) is not str or type(module) is not str:
         raise TypeError("a global is named by two texts")
     return m.find(module, name)
@@ -243,24 +229,17 @@ def _long(m: _Machine, count: int) -> int:
 
 
 def _protocol(m: _Machine) -> None:
-    version = m.byte()
+    version = m.number("<B")
     if version > MAX_PROTOCOL:
         raise ForeignFileError("read the pickle", repr(str(m.path)), f"a protocol up to {MAX_PROTOCOL}", str(version))
 
 
-def _reduce(m: _Machine) -> None:
-    arguments, function = m.stack.pop(), m.stack.pop()
+def _reduce(m: _Machine) -> Any:
+    function, arguments = m.pop(2)
     if not isinstance(function, Global) or type(arguments) is not tuple:
         raise unsafe_pickle(m.path, f"a call of {kind(function)}")
-    m.budget -= sum(len(argument) for argument in arguments if type(argument) in (list, tuple, dict))
-    if m.budget < 0:
-        m.refuse_size()
-    m.stack.append(function.call(m.path, arguments))
-
-
-def _build(m: _Machine) -> None:
-    state = m.stack.pop()
-    set_state(m.path, m.stack[-1], state)
+    m.spend(sum(len(argument) for argument in arguments if type(argument) in (list, tuple, dict)))
+    return function.call(m.path, arguments)
 
 
 def _frame(m: _Machine) -> None:
@@ -268,55 +247,53 @@ def _frame(m: _Machine) -> None:
     m.file.seek(m.skip(m.number("<Q")).offset)
 
 
-_OPERATIONS: dict[bytes, Callable[[_Machine], None]] = {
+#: Code -> how the number behind it is written, for operations that push it, a text or bytes of that length.
+_NUMBERS = {b"K": "<B", b"M": "<H", b"J": "<i", b"G": ">d"}
+_TEXTS = {b"\x8c": "<B", b"X": "<I", b"\x8d": "<Q"}
+_BYTES = {b"U": "<B", b"T": "<i", b"C": "<B", b"B": "<I", b"\x8e": "<Q", b"\x96": "<Q"}
+#: Code -> what it pushes.
+_VALUES: dict[bytes, Callable[[_Machine], Any]] = {
+    b"N": lambda m: None,
+    b"\x88": lambda m: True,
+    b"\x89": lambda m: False,
+    b"I": _integer_line,
+    b"L": _integer_line,
+    b"\x8a": lambda m: _long(m, m.number("<B")),
+    b"\x8b": lambda m: _long(m, m.number("<i")),
+    b"F": lambda m: float(m.line()),
+    b"V": lambda m: m.line(),
+    b"S": lambda m: m.line().strip("'\""),
+    b"]": lambda m: [],
+    b"l": lambda m: m.pop_mark(),
+    b")": lambda m: (),
+    b"t": lambda m: tuple(m.pop_mark()),
+    b"\x85": lambda m: tuple(m.pop(1)),
+    b"\x86": lambda m: tuple(m.pop(2)),
+    b"\x87": lambda m: tuple(m.pop(3)),
+    b"}": lambda m: {},
+    b"d": lambda m: _dict_of(m.pop_mark()),
+    b"g": lambda m: m.memo[_integer_line(m)],
+    b"h": lambda m: m.memo[m.number("<B")],
+    b"j": lambda m: m.memo[m.number("<I")],
+    b"c": lambda m: m.find(m.line(), m.line()),
+    b"\x93": _stack_global,
+    b"R": _reduce,
+    **{code: _with_number(form, lambda m, number: number) for code, form in _NUMBERS.items()},
+    **{code: _with_number(form, _Machine.text) for code, form in _TEXTS.items()},
+    **{code: _with_number(form, _Machine.skip) for code, form in _BYTES.items()},
+}
+_OPERATIONS: dict[bytes, _Operation] = {
     b"\x80": _protocol,
     b"\x95": _frame,
     b"(": _mark,
-    b"N": _push(lambda m: None),
-    b"\x88": _push(lambda m: True),
-    b"\x89": _push(lambda m: False),
-    b"I": _push(_integer_line),
-    b"L": _push(_integer_line),
-    b"K": _push(lambda m: m.byte()),
-    b"M": _push(lambda m: m.number("<H")),
-    b"J": _push(lambda m: m.number("<i")),
-    b"\x8a": _push(lambda m: _long(m, m.byte())),
-    b"\x8b": _push(lambda m: _long(m, m.number("<i"))),
-    b"F": _push(lambda m: float(m.line())),
-    b"G": _push(lambda m: m.number(">d")),
-    b"V": _push(lambda m: m.line()),
-    b"S": _push(lambda m: m.line().strip("'\"")),
-    b"X": _push(lambda m: m.text(m.number("<I"))),
-    b"\x8c": _push(lambda m: m.text(m.byte())),
-    b"\x8d": _push(lambda m: m.text(m.number("<Q"))),
-    b"U": _push(lambda m: m.skip(m.byte())),
-    b"T": _push(lambda m: m.skip(m.number("<i"))),
-    b"C": _push(lambda m: m.skip(m.byte())),
-    b"B": _push(lambda m: m.skip(m.number("<I"))),
-    b"\x8e": _push(lambda m: m.skip(m.number("<Q"))),
-    b"\x96": _push(lambda m: m.skip(m.number("<Q"))),
-    b"]": _push(lambda m: []),
-    b"l": _push(lambda m: m.pop_mark()),
-    b"a": lambda m: _extend(m, [m.stack.pop()]),
+    b"a": lambda m: _extend(m, m.pop(1)),
     b"e": lambda m: _extend(m, m.pop_mark()),
-    b")": _push(lambda m: ()),
-    b"t": _push(lambda m: tuple(m.pop_mark())),
-    b"\x85": _tuple_of(1),
-    b"\x86": _tuple_of(2),
-    b"\x87": _tuple_of(3),
-    b"}": _push(lambda m: {}),
-    b"d": _push(_dict_of_mark),
-    b"s": _set_item,
+    b"s": lambda m: _set_items(m, m.pop(2)),
     b"u": lambda m: _set_items(m, m.pop_mark()),
-    b"p": _put(lambda m: int(_integer_line(m))),
-    b"q": _put(lambda m: m.byte()),
+    b"p": _put(_integer_line),
+    b"q": _put(lambda m: m.number("<B")),
     b"r": _put(lambda m: m.number("<I")),
-    b"\x94": _memoize,
-    b"g": _push(lambda m: m.memo[_integer_line(m)]),
-    b"h": _push(lambda m: m.memo[m.byte()]),
-    b"j": _push(lambda m: m.memo[m.number("<I")]),
-    b"c": _push(lambda m: m.find(m.line(), m.line())),
-    b"\x93": _push(_stack_global),
-    b"R": _reduce,
-    b"b": _build,
+    b"\x94": _put(lambda m: len(m.memo)),
+    b"b": lambda m: set_state(m.path, m.pop(1)[0], m.stack[-1]),
+    **{code: _push(value) for code, value in _VALUES.items()},
 }

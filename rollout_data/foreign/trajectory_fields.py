@@ -16,7 +16,7 @@ from storage.codecs.codecs import VALUE_CODECS
 from storage.core.fields import Field, Schema
 from storage.errors import DataFileError, ForeignFileError, nearest
 
-from .trajectory_chunk import (
+from .trajectory_chunks import (
     ACTIONS,
     COMPONENT_PREFIX,
     OBSERVATIONS,

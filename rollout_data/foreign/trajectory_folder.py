@@ -1,48 +1,53 @@
 """The older layout, `trajectory_K/traj_START_END.pickle` beside `metadata.json`, read only.
 
-One rule: nothing on disk is changed and nothing in it is run; whatever is repaired, skipped or
-refused is one entry in `problems`, and the good data beside it loads. The parts: names in
-`trajectory_listing.py`, one file in `trajectory_chunk.py`, one folder in `trajectory_chain.py`,
-the fields in `trajectory_fields.py`.
+One rule: nothing on disk is changed and nothing in it is run. What is repaired, skipped or refused is one entry in
+`problems`, and the good data beside it loads. Names are the subject of `trajectory_listing.py`, chunks and what makes
+trajectories of them that of `trajectory_chunks.py`, fields that of `trajectory_fields.py`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from storage.core.fields import Schema, dtype_name
+from storage.core.fields import Schema
+from storage.core.threads import each
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError
 
 from ..format.header import DATA, FRAGMENT_DTYPE, layouts_of
 from .pickled_arrays import TruncatedPickleError
-from .trajectory_chain import Pieces, cut_trajectories, join_chunks
-from .trajectory_chunk import Chunk, OpenChunk, Signature, chunk_problem, open_chunk, scan_chunk
+from .trajectory_chunks import (
+    Chunk,
+    OpenChunk,
+    Pieces,
+    Repair,
+    Signature,
+    chunk_problem,
+    cut_trajectories,
+    join_chunks,
+    open_chunk,
+    scan_chunk,
+)  # fmt: skip
 from .trajectory_fields import build_schema, difference, key_of, most_common_signature
-from .trajectory_listing import (
-    METADATA_NAME,
-    ChunkFile,
-    TrajectoryFolder,
-    has_trajectory_folder,
-    list_trajectory_folders,
-    read_metadata,
-)
+from .trajectory_listing import METADATA_NAME, ChunkFile, list_trajectory_folders, read_metadata
 
-#: Walking a pickle holds the GIL, so that threads help only where the disk is waited for: they cost
-#: 30 % with a warm page cache. The first chunks tell.
+#: Threads cost 30 % where the pages are in memory, as walking a pickle holds the interpreter's lock, and help where the
+#: disk is waited for. The first chunks tell which.
 _NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
 #: The older writer writes chunks in place: a last one that breaks off is left alone while it has changed so lately.
 _WRITING_NS = 10 * 10**9
+#: Of a folder: what orders it among others, the chunks that were kept, their fragments.
+_Joined = tuple[tuple[int, int, str], list[Chunk], Pieces]
+_CUT = "Left out, with what follows it in its trajectory"
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,15 +85,9 @@ class FolderScan:
         return {file.path: file for file in self.known}
 
 
-def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
-    """Tell whether a folder holds data in the older layout (at any depth); or is about to, unless `with_chunk`."""
-    return has_trajectory_folder(data_dir, with_chunk)
-
-
 def scan_trajectory_folder(
     data_dir: str | os.PathLike[str],
     *,
-    progress: bool = False,
     previous: FolderScan | None = None,
     without: Collection[ChunkFile] = (),
 ) -> FolderScan:
@@ -96,7 +95,6 @@ def scan_trajectory_folder(
 
     Args:
         data_dir: The folder; all folders below it are searched.
-        progress: Show a progress bar.
         previous: An earlier scan of this folder: only chunks that are new or have changed are opened, and
             once there was one, the fields stay as they were.
         without: Files to leave out, as they could not be read to their end.
@@ -107,19 +105,18 @@ def scan_trajectory_folder(
         ForeignFileError: The observation is coded in an unknown way.
     """
     data_dir = Path(data_dir)
-    listing = list_trajectory_folders(data_dir)
-    problems = list(listing.problems)
-    metadata, metadata_problems = read_metadata(data_dir, listing.folders)
-    files = [file for folder in listing.folders for file in folder.files if file not in without]
+    folders, problems = list_trajectory_folders(data_dir)
+    metadata, metadata_problems = read_metadata(data_dir, folders)
+    files = [file for folder in folders for file in folder.files if file not in without]
     known = previous.known if previous else {}
-    scanned = _scan_chunks([file for file in files if file not in known], progress)
+    scanned = _scan_chunks([file for file in files if file not in known])
     scanned = {file: known[file] if file in known else scanned[file] for file in files}
     readable = {file: chunk for file, chunk in scanned.items() if isinstance(chunk, Chunk)}
     chunks = readable.values()
     signature, schema, contradictions = _fields(chunks, metadata, data_dir / METADATA_NAME, previous)
     problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
-    joined = []
-    for folder in listing.folders:
+    joined: list[_Joined] = []
+    for folder in folders:
         good = []
         for file, found in ((file, scanned[file]) for file in folder.files if file in scanned):
             if isinstance(found, DataFileError):
@@ -134,7 +131,8 @@ def scan_trajectory_folder(
         if kept:
             pieces, cut_problems = cut_trajectories(folder.path, kept)
             problems += cut_problems
-            joined.append(_Joined(folder, kept, pieces))
+            order = kept[-1].file.mtime_ns, folder.number, str(folder.path)
+            joined.append((order, kept, pieces))
     return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), readable, signature)
 
 
@@ -157,32 +155,12 @@ def _fields(
     return signature, schema, problems
 
 
-class _Joined(NamedTuple):
-    """A folder with the chunks that were kept of it."""
-
-    folder: TrajectoryFolder
-    chunks: list[Chunk]
-    pieces: Pieces
-
-    @property
-    def order(self) -> tuple[int, int, str]:
-        return self.chunks[-1].file.mtime_ns, self.folder.number, str(self.folder.path)
-
-
-def _scan_chunks(files: list[ChunkFile], progress: bool) -> dict[ChunkFile, Chunk | DataFileError]:
-    bar = tqdm(desc="chunks", total=len(files), disable=not progress, unit="chunk", leave=False)
-    found = {}
-    with bar, ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="scan") as pool:
-        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
-        for file in files[:_NUM_TRIAL_CHUNKS]:
-            found[file] = _try_scan(file)
-            bar.update()
-        cpu_s, rest = time.thread_time() - start_cpu_s, files[_NUM_TRIAL_CHUNKS:]
-        is_waiting = time.perf_counter() - start_s > 2 * cpu_s
-        for file, chunk in zip(rest, (pool.map if is_waiting else map)(_try_scan, rest), strict=True):
-            found[file] = chunk
-            bar.update()
-    return found
+def _scan_chunks(files: list[ChunkFile]) -> dict[ChunkFile, Chunk | DataFileError]:
+    start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+    found = [_try_scan(file) for file in files[:_NUM_TRIAL_CHUNKS]]
+    is_waiting = time.perf_counter() - start_s > 2 * (time.thread_time() - start_cpu_s)
+    found += each(_try_scan, files[_NUM_TRIAL_CHUNKS:], _NUM_THREADS if is_waiting else 1)
+    return dict(zip(files, found, strict=True))
 
 
 def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
@@ -199,9 +177,6 @@ def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
     return problem
 
 
-_CUT = "Left out, with what follows it in its trajectory"
-
-
 def _is_being_written(file: ChunkFile, problem: DataFileError) -> bool:
     """Tell whether a chunk breaks off because its writer is at it: the next scan takes it, or reports it."""
     return isinstance(problem.__cause__, TruncatedPickleError) and abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
@@ -214,16 +189,14 @@ def _disagreement(chunk: Chunk, expected: str, got: str) -> DataFileError:
 
 def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
     """Report each kind of repair once, with the first file and the number of the others."""
-    first: dict[tuple[str, str, str], Path] = {}
-    counts: Counter[tuple[str, str, str]] = Counter()
+    paths: dict[Repair, list[Path]] = {}
     for chunk in chunks:
         for repair in chunk.repairs:
-            first.setdefault(repair, chunk.file.path)
-            counts[repair] += 1
+            paths.setdefault(repair, []).append(chunk.file.path)
     problems = []
-    for repair, path in first.items():
-        more = f" and {counts[repair] - 1} more" if counts[repair] > 1 else ""
-        problems.append(DataFileError("read as it is the chunk", f"{str(path)!r}{more}", *repair))
+    for repair, repaired in paths.items():
+        more = f" and {len(repaired) - 1} more" if len(repaired) > 1 else ""
+        problems.append(DataFileError("read as it is the chunk", f"{str(repaired[0])!r}{more}", *repair))
     return problems
 
 
@@ -232,16 +205,16 @@ def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.n
     paths: list[Path] = []
     tables, chunk_of = [np.zeros(0, FRAGMENT_DTYPE)], [np.zeros(0, np.int64)]
     num_trajectories, time_ns = 0, -1
-    for folder in sorted(joined, key=lambda folder: folder.order):
-        fragments = folder.pieces.fragments.copy()
-        time_ns = max(time_ns + 1, folder.chunks[-1].file.mtime_ns)
+    for _, chunks, pieces in sorted(joined, key=itemgetter(0)):
+        fragments = pieces.fragments.copy()
+        time_ns = max(time_ns + 1, chunks[-1].file.mtime_ns)
         fragments["end_time_ns"] = time_ns + fragments["trajectory"]
         time_ns = int(fragments["end_time_ns"][-1])
         fragments["trajectory"] += num_trajectories
         num_trajectories = int(fragments["trajectory"][-1]) + 1
         tables.append(fragments)
-        chunk_of.append(folder.pieces.chunk + len(paths))
-        paths += [chunk.file.path for chunk in folder.chunks]
+        chunk_of.append(pieces.chunk + len(paths))
+        paths += [chunk.file.path for chunk in chunks]
     return tuple(paths), np.concatenate(tables), np.concatenate(chunk_of)
 
 
@@ -275,22 +248,13 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
 
 
 def _check_unchanged(scan: FolderScan, chunk: int, opened: OpenChunk) -> None:
-    stored = layouts_of(scan.schema)[DATA].stored
-    first, stop = np.searchsorted(scan.chunk_of, [chunk, chunk + 1])
-    used = scan.fragments[first:stop]
+    used = scan.fragments[scan.chunk_of == chunk]
     num_rows = int((used["row"] + used["length"]).max(initial=0))
-    arrays = {name: opened.arrays.get(key_of(name)) for name in stored}
-    is_same = opened.num_frames >= num_rows and all(
-        array is not None
-        and dtype_name(array.dtype) == stored[name].dtype
-        and int(np.prod(array.shape[1:])) == stored[name].num_elements
-        for name, array in arrays.items()
-    )
-    if not is_same:
-        raise CorruptFileError(
-            "read the chunk",
-            repr(str(opened.path)),
-            f"at least {num_rows} frames of {scan.schema}",
-            f"{opened.num_frames} of {', '.join(map(str, opened.signature))}",
-            "It has changed since the dataset was opened; open the dataset again",
-        )
+    there = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
+    wanted = layouts_of(scan.schema)[DATA].stored.values()
+    is_same = all(there.get(key_of(one.name)) == (one.dtype, one.num_elements) for one in wanted)
+    if opened.num_frames < num_rows or not is_same:
+        expected = f"at least {num_rows} frames of {scan.schema}"
+        got = f"{opened.num_frames} of {', '.join(map(str, opened.signature))}"
+        advice = "It has changed since the dataset was opened; open the dataset again"
+        raise CorruptFileError("read the chunk", repr(str(opened.path)), expected, got, advice)

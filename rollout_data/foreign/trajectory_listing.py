@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError
+from storage.saving.plain_files import read_json
 
 from ..index.folder import unlisted
 
@@ -50,16 +51,11 @@ class TrajectoryFolder:
     files: tuple[ChunkFile, ...]
 
 
-@dataclass(frozen=True)
-class Listing:
-    """All trajectory folders below a data folder, in natural order, and what was not listed."""
+def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
+    """Tell whether any folder in it, at any depth, is called `trajectory_*` and holds a chunk, or nothing yet.
 
-    folders: tuple[TrajectoryFolder, ...]
-    problems: tuple[DataFileError, ...]
-
-
-def has_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
-    """Tell whether any folder below is called `trajectory_*` and holds a chunk; or nothing yet, unless `with_chunk`."""
+    With `with_chunk` an empty one does not count.
+    """
     return any(
         path.name.startswith(FOLDER_PREFIX)
         and ((not entries and not with_chunk) or any(_CHUNK_NAME.fullmatch(entry.name) for entry in entries))
@@ -67,8 +63,8 @@ def has_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = F
     )
 
 
-def list_trajectory_folders(data_dir: Path) -> Listing:
-    """List every trajectory folder below `data_dir`, itself included.
+def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], list[DataFileError]]:
+    """List every trajectory folder below `data_dir`, itself included, in natural order; and what was not listed.
 
     Raises:
         UsageError: `data_dir` is not a folder.
@@ -84,7 +80,7 @@ def list_trajectory_folders(data_dir: Path) -> Listing:
             match = _FOLDER_NUMBER.fullmatch(path.name)
             folders.append(TrajectoryFolder(path, int(match[1]) if match else _NO_NUMBER, tuple(sorted(files))))
     folders.sort(key=lambda folder: (str(folder.path.parent), folder.number, folder.path.name))
-    return Listing(tuple(folders), tuple(problems))
+    return folders, problems
 
 
 def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
@@ -99,7 +95,7 @@ def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path,
         except OSError as cause:
             if path == data_dir and not isinstance(cause, (FileNotFoundError, NotADirectoryError)):
                 raise unlisted(path, cause) from cause
-            problems.append(_problem(DataFileError, path, "a readable folder", cause.strerror or "an error", "Skipped"))
+            problems.append(_skipped(path, "a readable folder", cause.strerror or "an error"))
             problems[-1].__cause__ = cause
             continue
         others = []
@@ -111,7 +107,7 @@ def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path,
                     problems.append(_outside(Path(entry.path)))
                 elif entry.name.startswith(FOLDER_PREFIX):
                     advice = "Skipped; its target is read where it lies, if that is a trajectory folder"
-                    problems.append(_problem(DataFileError, Path(entry.path), "a folder", "a link to one", advice))
+                    problems.append(_skipped(Path(entry.path), "a folder", "a link to one", advice))
             else:
                 others.append(entry)
         yield path, others
@@ -129,8 +125,8 @@ def _chunk_files(
                 strangers += [] if entry.name.startswith(".") else [entry.name]
             elif entry.is_symlink() and not is_inside(entry.path, root):
                 problems.append(_outside(path))
-            elif not entry.is_file():  # a pipe would block for ever
-                problems.append(_problem(DataFileError, path, "a plain file", "something else", "Skipped"))
+            elif not entry.is_file():  # a pipe would be waited for
+                problems.append(_skipped(path, "a plain file", "something else"))
             else:
                 stat = entry.stat()
                 files.append(ChunkFile(int(match[1]), int(match[2]), path, stat.st_mtime_ns, stat.st_size))
@@ -138,10 +134,8 @@ def _chunk_files(
             continue
     if strangers:
         more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
-        got = f"{strangers[0]!r}{more}"
-        problems.append(
-            _problem(DataFileError, folder, "chunks called traj_START_END.pickle", got, "Skipped these files")
-        )
+        expected, got = "chunks called traj_START_END.pickle", f"{strangers[0]!r}{more}"
+        problems.append(_skipped(folder, expected, got, "Skipped these files"))
     return files
 
 
@@ -151,7 +145,7 @@ def is_inside(path: str | Path, root: str) -> bool:
     return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
 
 
-def read_metadata(data_dir: Path, folders: tuple[TrajectoryFolder, ...]) -> tuple[dict[str, Any], list[DataFileError]]:
+def read_metadata(data_dir: Path, folders: list[TrajectoryFolder]) -> tuple[dict[str, Any], list[DataFileError]]:
     """Read metadata.json of the data folder, or of the folders that hold its trajectories; {} if there is none.
 
     Order and unknown keys are kept. A file that stays half-written counts as none and is reported.
@@ -164,10 +158,9 @@ def read_metadata(data_dir: Path, folders: tuple[TrajectoryFolder, ...]) -> tupl
         path = parent / METADATA_NAME
         if not os.path.lexists(path):
             continue
-        if not is_inside(path, root):
-            problems.append(_outside(path))
-            continue
         try:
+            if not is_inside(path, root):
+                raise _outside(path)
             content = _read_json(path)
         except DataFileError as problem:
             problems.append(problem)
@@ -176,7 +169,7 @@ def read_metadata(data_dir: Path, folders: tuple[TrajectoryFolder, ...]) -> tupl
             found = content
         elif any(json.dumps(found.get(key)) != json.dumps(content.get(key)) for key in (SEGMENTS, MAPPING)):
             expected, advice = f"the {SEGMENTS} and {MAPPING} beside it", "Read with those; or open it by itself"
-            problems.append(_problem(DataFileError, path, expected, "others", advice))
+            problems.append(_skipped(path, expected, "others", advice))
     return found, problems
 
 
@@ -185,22 +178,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         if attempt:
             time.sleep(_RETRY_S)
         try:
-            if not path.is_file() or path.stat().st_size > MAX_METADATA_BYTES:
-                raise ValueError(f"not a plain file of at most {MAX_METADATA_BYTES} bytes")
-            content = json.loads(path.read_bytes())
-            if isinstance(content, dict):
-                return content
-            cause: Exception = TypeError(f"a {type(content).__name__}")
-        except (OSError, ValueError, RecursionError) as error:
+            return read_json(path, MAX_METADATA_BYTES)
+        except (OSError, CorruptFileError) as error:
             cause = error
     advice = "Read without it: names, shapes and codecs are taken from the chunks"
-    problem = _problem(CorruptFileError, path, "a JSON object", f"{cause}"[:200] or "nothing", advice)
-    raise problem from cause
+    raise CorruptFileError("read", repr(str(path)), "a JSON object", f"{cause}"[:200], advice) from cause
 
 
-def _problem(kind: type[DataFileError], path: Path, expected: str, got: str, advice: str) -> DataFileError:
-    return kind("read", repr(str(path)), expected, got, advice)
+def _skipped(path: Path, expected: str, got: str, advice: str = "Skipped") -> DataFileError:
+    return DataFileError("read", repr(str(path)), expected, got, advice)
 
 
 def _outside(path: Path) -> DataFileError:
-    return _problem(UnsafeFileError, path, "a file below the data folder", "a link that leads out of it", "Skipped")
+    return UnsafeFileError(
+        "read", repr(str(path)), "a file below the data folder", "a link that leads out of it", "Skipped"
+    )

@@ -20,7 +20,7 @@ import torch
 from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, UsageError
 
-from ..foreign.trajectory_folder import is_trajectory_folder
+from ..foreign.trajectory_listing import is_trajectory_folder
 from ..format.header import layouts_of, read_header
 from ..format.schema import RowLayout
 from ..index.folder import BlockFolder, block_names

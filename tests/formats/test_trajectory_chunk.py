@@ -1,6 +1,7 @@
 """One chunk and the metadata: every form that is in use is read, anything else is named."""
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -182,7 +183,7 @@ def test_metadata_that_is_whole_a_moment_later_is_read(folder: NaiveFolder, monk
         sleeps.append(duration_s)
         write_metadata(folder, env="Ant")
 
-    monkeypatch.setattr("rollout_data.foreign.trajectory_listing.time.sleep", finish)
+    monkeypatch.setattr(time, "sleep", finish)
     scan = scan_of(folder.data_dir)
     assert (scan.metadata, scan.problems, len(sleeps)) == ({"env": "Ant"}, (), 1)
 

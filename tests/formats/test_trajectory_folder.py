@@ -4,6 +4,7 @@ import itertools
 import os
 import pickle
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_data.foreign.trajectory_chunk import Chunk, scan_chunk
-from rollout_data.foreign.trajectory_folder import is_trajectory_folder, scan_trajectory_folder
-from rollout_data.foreign.trajectory_listing import ChunkFile
+from rollout_data.foreign.trajectory_folder import scan_trajectory_folder
+from rollout_data.foreign.trajectory_listing import is_trajectory_folder
 from rollout_data.format.header import OPEN, TERMINATED, TRUNCATED
 from storage.codecs.codecs import stored_field
 from storage.errors import UsageError
 from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, scan_of
+from tests.watch import opened
 
 DATA_DIR = Path(__file__).parents[1] / "data"
 
@@ -80,7 +81,7 @@ def test_reading_changes_nothing_on_disk(sample: Callable[[str], Path], name: st
 
     before = state()
     assert is_trajectory_folder(data_dir)
-    read(scan_trajectory_folder(data_dir, progress=True))
+    read(scan_trajectory_folder(data_dir))
     assert state() == before
 
 
@@ -146,22 +147,15 @@ def test_other_files_are_left_alone_and_named(folder: NaiveFolder) -> None:
     )
 
 
-def test_a_second_scan_opens_only_what_is_new(folder: NaiveFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_scan_opens_only_what_is_new(folder: NaiveFolder) -> None:
     folder.chunk(0, 0, 4)
     damaged = folder.chunk(1, 0, 4)
     damaged.write_bytes(b"")
     first = scan_of(folder.data_dir)
-    folder.chunk(0, 4, 6, done=True)
-    folder.chunk(1, 0, 4)
-    opened = []
-
-    def note(file: ChunkFile) -> Chunk:
-        opened.append(file.path.parent.name)
-        return scan_chunk(file)
-
-    monkeypatch.setattr("rollout_data.foreign.trajectory_folder.scan_chunk", note)
-    second = scan_trajectory_folder(folder.data_dir, previous=first)
-    assert opened == ["trajectory_0", "trajectory_1"]
+    new = [folder.chunk(0, 4, 6, done=True), folder.chunk(1, 0, 4)]
+    with opened(".pickle") as paths:
+        second = scan_trajectory_folder(folder.data_dir, previous=first)
+    assert paths == list(map(str, new))
     assert frames_of(second) == frames_of(scan_of(folder.data_dir)) == [(0, 6, TERMINATED), (1000, 4, OPEN)]
     assert second.problems == ()
 
@@ -177,7 +171,7 @@ def test_threads_change_nothing(folder: NaiveFolder, num_chunks: int, monkeypatc
     for number in range(num_chunks):
         folder.chunk(number, 0, 2)
     expected = frames_of(scan_of(folder.data_dir))
-    monkeypatch.setattr("rollout_data.foreign.trajectory_folder.time.thread_time", lambda: 0.0)
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)  # as if the disk were waited for
     assert frames_of(scan_of(folder.data_dir)) == expected == [(1000 * k, 2, OPEN) for k in range(num_chunks)]
 
 
