@@ -37,14 +37,14 @@ MAY_IMPORT = {
         "transition": "",
         "format": "codecs saving",
         "index": "format saving",
-        "foreign": "codecs format index",
+        "foreign": "codecs format index saving",
         "frames": "foreign format index",
         "writing": "codecs format index transition",
         "streaming": "format frames index live transition",
         "windows": "format frames index live",
-        "trajectories": "checkpoints format frames live saving",
+        "trajectories": "checkpoints format frames index live saving",
         "tools": "format index writing",
-        "expert": "replay saving",
+        "expert": "foreign replay saving",
     },
 }
 FLOORS = list(MAY_IMPORT)

@@ -1,7 +1,7 @@
 """`TrajectoryReplayBuffer`: whole trajectories on disk, their steps sampled as if in memory.
 
-One rule: a step is drawn with equal probability from all steps of the newest trajectories, wherever it
-lies; a trajectory is live exactly as long as it is counted. How rows lie is decided in `trajectories/`.
+One rule: every step of the newest trajectories is drawn with equal probability, wherever it is; what is counted is
+what is live. Where rows are is decided in `live.py`, how files are written in `saver.py`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from typing import Any
 
 import torch
 
+from storage.core import arguments
 from storage.core.duplicates import Unique
-from storage.core.durable import as_path
 from storage.core.records import Key
 from storage.core.threads import OwnCondition
+from storage.core.tree import unflatten
 from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.live.monitors import PerformanceMonitor
 
-from .arguments import check_at_least, check_names, check_rank, check_seed
+from ..format.schema import RowLayout
 from .cache import TrajectoryCache
-from .files import check_format, unpack
-from .gather import Gatherer
-from .index import Counters, Entry, check_json, folded, read_folder, save_to
+from .files import check_format
+from .folder import Counters, Entry, check_json, folded, read_folder, save_to
 from .live import LiveTrajectories, check_fields
-from .rows import Trajectory, TrajectoryLayout, layout_of, put_together, take_apart
+from .rows import Trajectory, layout_of, pack, take_apart, unpack
 from .saver import TrajectorySaver
-
-_UNTIMED = nullcontext()
 
 
 class TrajectoryReplayBuffer(Unique):
@@ -78,29 +76,31 @@ class TrajectoryReplayBuffer(Unique):
         world_size: int = 1,
         monitor: PerformanceMonitor | None = None,
     ) -> None:
-        window_size, cache_size = check_at_least(0, sample_window_size=sample_window_size, cache_size=cache_size)
-        most = 1 if max_trajectories is None else max_trajectories
-        max_pending, most = check_at_least(1, max_pending_saves=max_pending_saves, max_trajectories=most)
-        rank, world_size = check_rank(rank, world_size)
+        what = "store trajectories"
         check_format(trajectory_format, trusted)
         if auto_save and not auto_save_path:
             raise UsageError("save trajectories", "", "an auto_save_path", "none")
-        self.seed, self.sample_window_size, self.auto_save = check_seed(seed), window_size, bool(auto_save)
-        self.max_trajectories = None if max_trajectories is None else most
-        self.auto_save_path = as_path(auto_save_path or "", "save trajectories").absolute()  # wherever the process goes
-        self.trajectory_format, self.trusted = trajectory_format, trusted
-        self.drop_first, self.drop_last = check_names(drop_first, "drop_first"), check_names(drop_last, "drop_last")
+        self.seed = arguments.seed("draw trajectories", "seed", seed)
+        self.auto_save, self.trajectory_format, self.trusted = bool(auto_save), trajectory_format, trusted
+        self.auto_save_path = arguments.path("save trajectories", "", auto_save_path or "").absolute()
+        self.sample_window_size = arguments.whole(what, "sample_window_size", sample_window_size, 0)
+        self.max_trajectories = max_trajectories
+        if max_trajectories is not None:
+            self.max_trajectories = arguments.whole(what, "max_trajectories", max_trajectories, 1)
+        self.drop_first = arguments.names(what, "drop_first", drop_first)
+        self.drop_last = arguments.names(what, "drop_last", drop_last)
         self.rng = torch.Generator().manual_seed(self.seed)
+        cache_size = arguments.whole(what, "cache_size", cache_size, 0)
         self._cache_size = cache_size if enable_cache else None
-        self._max_pending, self._monitor = max_pending, monitor
+        self._max_pending = arguments.whole(what, "max_pending_saves", max_pending_saves, 1)
+        self._next_id, self._id_step = _rank_of("store trajectories", rank, world_size)
+        self._monitor = monitor
         self._lock: Any = OwnCondition("a buffer with auto_save") if self.auto_save else threading.RLock()
-        self._gatherer = Gatherer(self.trusted)
         self._saver: TrajectorySaver | None = None
         self._is_closed = False
-        self._next_id, self._id_step = rank, world_size
-        self._forget_all()
+        self._live = self._empty_state()
         if self.auto_save:
-            self._start_saving(rank, world_size)
+            self._start_saving(self._next_id, self._id_step)
 
     def __len__(self) -> int:
         with self._lock:
@@ -198,16 +198,16 @@ class TrajectoryReplayBuffer(Unique):
 
         After an error the random state is what it was.
         """
-        [num_chunks] = check_at_least(1, num_chunks=num_chunks)
+        num_chunks = arguments.whole("sample trajectories", "num_chunks", num_chunks, 1)
         with self._timed("sample"), self._lock:
             self._check_usable("sample")
-            return self._gatherer.sample(self._live, self.rng, num_chunks, keys, min_weights_version, contiguous)
+            return self._live.sample(num_chunks, self.rng, keys, min_weights_version, contiguous)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
         """Give a whole trajectory: nested, `[T, B, ...]`, with its other leaves. A `KeyError` if it is not live."""
         with self._lock:
             entry = self._find(trajectory_id)
-            return put_together(unpack(entry.layout, self._rows_of(entry), entry.shape), entry.info)
+            return unflatten({**entry.info, **unpack(entry.layout, self._live.rows_of(entry), entry.shape)})
 
     def about(self, trajectory_id: int) -> dict[str, Any]:
         """Give what the index says of a live trajectory: shape, uuid, weights version, ..."""
@@ -218,14 +218,16 @@ class TrajectoryReplayBuffer(Unique):
         """Free the memory of the cache. Without `auto_save` it is the only place, and everything goes."""
         with self._lock:
             if self._saver is None:
-                self._forget_all()
+                self._live = self._empty_state()
             elif self._live.cache is not None:
                 self._live.cache.clear()
 
     def clear(self) -> None:
         """Give up every trajectory; auto-saved files stay, ids go on counting."""
         with self._lock:
-            self._forget_all()
+            self._live = self._empty_state()
+            if self._saver is not None:
+                self._saver.name([])
 
     def flush(self) -> None:
         """Wait until every trajectory is saved; raises what saving one failed with."""
@@ -256,14 +258,14 @@ class TrajectoryReplayBuffer(Unique):
             DataFileError: There is a file, or a folder with other files.
             BackgroundError: A trajectory could not be saved.
         """
-        folder = as_path(directory, "save a checkpoint")
+        folder = arguments.path("save a checkpoint", "", directory)
         with self._timed("save_checkpoint"):
             self.flush()
             with self._lock:
                 self._check_usable("save a checkpoint")
                 if self._saver is not None and folder.resolve() == self._saver.folder.resolve():
                     return  # it is one: the index has just been written
-                save_to(folder, list(self._live.entries.values()), self._counters(), self._rows_of)
+                save_to(folder, list(self._live.entries.values()), self._counters(), self._live.rows_of)
 
     def load_checkpoint(
         self,
@@ -294,9 +296,9 @@ class TrajectoryReplayBuffer(Unique):
             UsageError: Bad rank or world size.
             DataFileError: Something is missing or damaged; nothing was changed.
         """
-        local_rank, world_size = check_rank(local_rank, world_size)
-        folder = as_path(directory, "load a checkpoint").absolute()
-        rank, step = (local_rank, world_size) if is_distributed else (0, 1)
+        rank, step = _rank_of("load a checkpoint", local_rank, world_size)
+        rank, step = (rank, step) if is_distributed else (0, 1)
+        folder = arguments.path("load a checkpoint", "", directory).absolute()
         self._check_usable("load a checkpoint")
         with self._timed("load_checkpoint"):
             if self._saver is not None:
@@ -308,12 +310,11 @@ class TrajectoryReplayBuffer(Unique):
             for entry in live.kept(entries[start:stop]):
                 live.append(entry)
                 if self._saver is None and live.cache is not None:
-                    live.cache.put_rows(entry.trajectory_id, [(entry.layout, self._gatherer.load(entry))])
+                    live.cache.put_rows(entry.trajectory_id, [(entry.layout, live.rows_of(entry))])
             with self._lock:
                 self._check_usable("load a checkpoint")
                 if self._saver is not None:
                     self._saver.adopt(live.entries.values(), folder, is_distributed)
-                self._forget_all()
                 self._live = live
                 if self._saver is not None:
                     self._saver.name(live.entries.values())
@@ -322,23 +323,19 @@ class TrajectoryReplayBuffer(Unique):
                     self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
                 self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step
 
-    def _take(self, one: Trajectory, layout: TrajectoryLayout, weights_version: int | None) -> int:
+    def _take(self, one: Trajectory, layout: RowLayout, weights_version: int | None) -> int:
         """Copy a checked trajectory in; give its id."""
-        rows = layout.pack(one.tensors, self._gatherer.pool)
+        rows = pack(layout, one.tensors, self._live.pool)
         version = weights_version if weights_version is not None else one.info.get("weights_version")
         with self._lock:
             entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
             self._next_id += self._id_step
-            gone, cache = self._live.append(entry), self._live.cache
-            for old in gone:
-                self._gatherer.forget(old)
-                if cache is not None:
-                    cache.drop(old.trajectory_id)
-            if cache is not None:
-                cache.put_rows(entry.trajectory_id, [(layout, rows)])
+            self._live.append(entry)
+            if self._live.cache is not None:
+                self._live.cache.put_rows(entry.trajectory_id, [(layout, rows)])
             if self._saver is not None:
                 entry.rows = rows
-                self._saver.saved.expect(entry)
+                self._saver.expect(entry)
         if self._saver is not None:
             self._saver.submit(entry)  # may wait, hence without the lock
         return entry.trajectory_id
@@ -349,27 +346,13 @@ class TrajectoryReplayBuffer(Unique):
             raise MissingFieldError("get the trajectory", "", f"one of {len(self)} live ids", repr(trajectory_id))
         return entry
 
-    def _rows_of(self, entry: Entry) -> dict[str, torch.Tensor]:
-        """Give all rows of an entry, from wherever they are."""
-        cache = self._live.cache
-        if cache is None or entry.trajectory_id not in cache:
-            return self._gatherer.load(entry)
-        [(block, first)] = cache.find(entry.trajectory_id)
-        return block.rows(first)
-
     def _empty_state(self) -> LiveTrajectories:
         # Without files the cache is the store, and what goes is decided here.
         limits = [self.max_trajectories, None if self.auto_save else self.sample_window_size]
         capacity = min((limit for limit in limits if limit), default=None)
         cache_size = self._cache_size if self.auto_save else 0
         cache = None if cache_size is None else TrajectoryCache(cache_size)
-        return LiveTrajectories(self.sample_window_size, capacity, cache)
-
-    def _forget_all(self) -> None:
-        self._live = self._empty_state()
-        self._gatherer.close()
-        if self._saver is not None:
-            self._saver.saved.forget()
+        return LiveTrajectories(self.sample_window_size, capacity, cache, self.trusted)
 
     def _start_saving(self, rank: int, world_size: int) -> None:
         folder = self.auto_save_path / f"rank_{rank}" if world_size > 1 else self.auto_save_path
@@ -390,10 +373,16 @@ class TrajectoryReplayBuffer(Unique):
         return Counters(self.seed, self._next_id, self.trajectory_format, self.rng.get_state())
 
     def _timed(self, what: str) -> AbstractContextManager[None]:
-        return _UNTIMED if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
+        return nullcontext() if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
 
     def _check_usable(self, action: str) -> None:
         if self._is_closed:
             raise ClosedError(action, "", "an open buffer", "a closed one")
         if self._saver is not None:
             self._saver.check()
+
+
+def _rank_of(action: str, rank: Any, world_size: Any) -> tuple[int, int]:
+    """Check a rank and the number of ranks."""
+    world_size = arguments.whole(action, "world_size", world_size, 1)
+    return arguments.whole(action, "rank", rank, 0, world_size - 1), world_size

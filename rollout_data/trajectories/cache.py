@@ -1,7 +1,7 @@
-"""`TrajectoryCache`: the newest trajectories in memory, side by side in one block per column.
+"""`TrajectoryCache`: the newest trajectories in memory, side by side in one block per layout.
 
-One rule: rows of a trajectory stand in one piece, and pieces of those that went are used again. A
-block of memory grows without being copied where the system can move pages, so that its peak is its size.
+One rule: the rows of a trajectory are one piece, and the place of a removed one is used again. Memory grows without
+being copied where the system can move pages, so that its peak is its size.
 """
 
 from __future__ import annotations
@@ -10,49 +10,25 @@ import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from storage.core.arguments import whole
 from storage.core.buffer_pool import BufferPool
 from storage.core.host_arrays import as_given
 from storage.core.modes import lasting
-from storage.core.records import is_count
 from storage.core.tree import flatten, unflatten
 from storage.errors import MissingFieldError, UsageError
 
-from .rows import Rows, TrajectoryLayout, layout_of
+from ..format.schema import RowLayout
+from .rows import Rows, cut, layout_of, pack
 
 #: A cache without a limit begins with room for so many trajectories like its first.
 _FIRST_ROOM = 8
 _GROWTH = 1.5
-
-
-class _Memory:
-    """Rows `[capacity, width]` int32 that can grow."""
-
-    def __init__(self, width: int, capacity: int) -> None:
-        self._width = width
-        self._map = _allocate(capacity * width * 4)
-        self.words = self._view(capacity)
-
-    def grow(self, capacity: int) -> None:
-        """Make room for more rows, keeping those there are. Nothing else may hold `words`."""
-        num_bytes = capacity * self._width * 4
-        del self.words
-        try:
-            self._map.resize(num_bytes)  # moves pages, not bytes
-        except (BufferError, OSError, SystemError, ValueError):
-            larger = _allocate(num_bytes)
-            larger[: len(self._map)] = self._map[:]
-            self._map = larger
-        self.words = self._view(capacity)
-
-    @lasting
-    def _view(self, capacity: int) -> torch.Tensor:
-        words = np.frombuffer(self._map, np.int32, capacity * self._width)
-        return torch.from_numpy(words).view(capacity, self._width)
 
 
 class RowBlock:
@@ -61,25 +37,23 @@ class RowBlock:
     Attributes:
         layout: What a row holds.
         capacity: Rows that there is memory for.
+        words: Column -> its rows, `[capacity, words]` int32; not to be held across calls.
     """
 
-    def __init__(self, layout: TrajectoryLayout, capacity: int) -> None:
+    def __init__(self, layout: RowLayout, capacity: int) -> None:
         self.layout, self.capacity = layout, capacity
-        self._memory = {name: _Memory(width, capacity) for name, width in layout.widths.items()}
+        self._maps = {name: _allocate(capacity * column.row_bytes) for name, column in layout.columns.items()}
+        self.words = self._view()
         #: First row -> end, of the pieces in use, sorted.
         self._pieces: dict[int, int] = {}
         self._end = 0
 
-    def words(self, column: str) -> torch.Tensor:
-        """The rows of a column, `[capacity, words]` int32; not to be held across calls."""
-        return self._memory[column].words
-
-    def put(self, rows: Mapping[str, torch.Tensor]) -> int:
+    def put(self, rows: Rows) -> int:
         """Copy rows in; give the number of the first."""
         num_rows = len(next(iter(rows.values())))
         first = self._place(num_rows)
         for name, words in rows.items():
-            self._memory[name].words[first : first + num_rows].copy_(words)
+            self.words[name][first : first + num_rows].copy_(words)
         self._pieces[first] = first + num_rows
         if first + num_rows < self._end:
             self._pieces = dict(sorted(self._pieces.items()))
@@ -88,7 +62,7 @@ class RowBlock:
 
     def rows(self, first: int) -> Rows:
         """Copy the rows of a piece out."""
-        return {name: memory.words[first : self._pieces[first]].clone() for name, memory in self._memory.items()}
+        return {name: words[first : self._pieces[first]].clone() for name, words in self.words.items()}
 
     def free(self, first: int) -> None:
         """Give the rows of a piece back."""
@@ -105,11 +79,17 @@ class RowBlock:
             if first - before >= num_rows:
                 return before
             before = end
-        needed = self._end + num_rows
-        self.capacity = max(needed, int(self.capacity * _GROWTH))
-        for memory in self._memory.values():
-            memory.grow(self.capacity)
+        self.capacity = max(self._end + num_rows, int(self.capacity * _GROWTH))
+        self.words = {}  # memory that is viewed cannot be moved
+        for name, column in self.layout.columns.items():
+            self._maps[name] = _resized(self._maps[name], self.capacity * column.row_bytes)
+        self.words = self._view()
         return self._end
+
+    @lasting
+    def _view(self) -> Rows:
+        arrays = {name: np.frombuffer(memory, np.int32) for name, memory in self._maps.items()}
+        return {name: torch.from_numpy(array).view(self.capacity, -1) for name, array in arrays.items()}
 
 
 class Cached(NamedTuple):
@@ -136,12 +116,10 @@ class TrajectoryCache:
     """
 
     def __init__(self, max_size: int) -> None:
-        if not is_count(max_size, 0):
-            raise UsageError("cache trajectories", "", "max_size >= 0, where 0 is any number", repr(max_size))
-        self.max_size = int(max_size)
+        self.max_size = whole("cache trajectories", "max_size", max_size, 0)
         self.on_moved: Callable[[int], None] = lambda trajectory_id: None
         self.lock = threading.RLock()
-        self._blocks: dict[TrajectoryLayout, RowBlock] = {}
+        self._blocks: dict[RowLayout, RowBlock] = {}
         self._entries: OrderedDict[int, list[Cached]] = OrderedDict()
         self._pool = BufferPool()
 
@@ -150,6 +128,11 @@ class TrajectoryCache:
 
     def __contains__(self, trajectory_id: object) -> bool:
         return trajectory_id in self._entries
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next one takes the place of the oldest."""
+        return 0 < self.max_size <= len(self._entries)
 
     @property
     def ids(self) -> list[int]:
@@ -161,7 +144,7 @@ class TrajectoryCache:
     def nbytes(self) -> int:
         """Bytes of the rows that there is memory for."""
         with self.lock:
-            return sum(block.capacity * block.layout.row_bytes for block in self._blocks.values())
+            return sum(block.capacity * block.layout.frame_bytes for block in self._blocks.values())
 
     def put(self, trajectory_id: int, trajectory: Mapping[str, Any]) -> None:
         """Copy a nested mapping of `[n, ...]` tensors in; keys may differ in n. The oldest makes room.
@@ -184,14 +167,14 @@ class TrajectoryCache:
         for tensors in by_length.values():
             columns = {name: tensor.unsqueeze(1) for name, tensor in tensors.items()}
             layout = layout_of(columns, f"of trajectory {trajectory_id}")
-            parts.append((layout, layout.pack(columns, self._pool)))
+            parts.append((layout, pack(layout, columns, self._pool)))
         self.put_rows(trajectory_id, parts)
 
-    def put_rows(self, trajectory_id: int, parts: list[tuple[TrajectoryLayout, Rows]]) -> None:
+    def put_rows(self, trajectory_id: int, parts: list[tuple[RowLayout, Rows]]) -> None:
         """Copy packed rows in; the oldest trajectory makes room."""
         with self.lock:
             self.drop(trajectory_id)
-            if self.max_size and len(self._entries) >= self.max_size:
+            if self.is_full:
                 self.drop(next(iter(self._entries)))
             entry = []
             for layout, rows in parts:
@@ -207,7 +190,7 @@ class TrajectoryCache:
         """Copy a trajectory out, as it was put in: nested, `[n, ...]`. A `KeyError` if it is not here."""
         with self.lock:
             parts = [(block.layout, block.rows(first)) for block, first in self.find(trajectory_id)]
-        return unflatten({name: x.contiguous() for layout, rows in parts for name, x in layout.cut(rows).items()})
+        return unflatten({name: x.contiguous() for layout, rows in parts for name, x in cut(layout, rows).items()})
 
     def find(self, trajectory_id: int) -> list[Cached]:
         """Say where a trajectory stands; valid while the lock is held."""
@@ -238,8 +221,16 @@ class TrajectoryCache:
 
 def _allocate(num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with suppress(AttributeError, OSError):  # of a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):  # a system without: ordinary pages work as well
-        pass
+    return memory
+
+
+def _resized(memory: mmap.mmap, num_bytes: int) -> mmap.mmap:
+    try:
+        memory.resize(num_bytes)  # moves pages, not bytes
+    except (BufferError, OSError, SystemError, ValueError):
+        larger = _allocate(num_bytes)
+        larger[: len(memory)] = memory[:]
+        return larger
     return memory

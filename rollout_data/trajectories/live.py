@@ -1,67 +1,127 @@
-"""Which trajectories are live, oldest first, where their rows lie, and the windows that may be drawn from.
+"""Which trajectories are live, oldest first, where their rows lie, and samples of their steps.
 
-One rule: what is counted is what is live. What changed is noted at once, in numbers of one trajectory, so that adding
-one costs the same however many there are; a window is made of these numbers, and only after something changed.
+One rule: a few numbers per trajectory, noted when its rows move, say where they are, so that adding one takes the same
+Python however many there are. A sample searches in the running sum of lengths, then gathers rows once per place and
+layout. One that raises leaves the random state as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import lru_cache
 from itertools import compress, islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from storage.core.fields import Field
-from storage.core.modes import lasting
-from storage.core.samplers import fill_uniform, uniform
-from storage.errors import BufferEmptyError, SchemaError
+from storage.core.buffer_pool import BufferPool
+from storage.core.fields import Field, signed
+from storage.core.records import Key, flat_name
+from storage.core.row_cut import RowCut, Target
+from storage.core.row_layout import Group, Part
+from storage.core.samplers import uniform
+from storage.core.tree import unflatten
+from storage.errors import BufferEmptyError, MissingFieldError, SchemaError, UsageError, nearest
 
-from .cache import RowBlock, TrajectoryCache
-from .files import id_in_name
-from .index import Entry
-from .rows import TrajectoryLayout
+from ..format.header import DATA
+from ..format.schema import RowLayout
+from ..frames import arena
+from ..frames.store import FileMap
+from .cache import TrajectoryCache
+from .files import id_in_name, naming, read_rows, read_trajectory
+from .folder import Entry
+from .rows import Rows, pack
 
 Int64s = npt.NDArray[np.int64]
-#: Where a trajectory's rows are: in the cache, in a mapped file, or elsewhere (to be read whole).
+#: Where rows are: in the cache, in a file that can be mapped, or elsewhere (in memory apart, or to be read whole).
 CACHED, MAPPED, ELSEWHERE = range(3)
-#: Of a trajectory; `first` is its first row in the block of the cache, 0 where the rows are not cached.
-_NUMBERS = np.dtype([("size", "i8"), ("first", "i8"), ("layout", "i4"), ("source", "i1")])
-_FIRST_ROOM = 64
-#: Windows of so many different conditions are kept.
-_MAX_WINDOWS = 8
+#: Of a trajectory: its steps, its layout, where its rows are, and the first of them in the cache (0 if not cached).
+_NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first", "i8")])
+_WORD = np.dtype(np.int32)
+_FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
+#: A process may have 65,530 mappings, one for each column. Beyond this all files are unmapped, and mapped when needed.
+MAX_MAPPED_FILES = 20_000
+#: So many rows are looked at to tell whether those that are wanted are in memory.
+_NUM_PROBES = 16
+
+
+class Window:
+    """What is drawn from at one moment, as runs: trajectories that lie in a row in the cache are one run.
+
+    Args:
+        entries: Oldest first.
+        numbers: Theirs, `[W]` of `_NUMBERS`.
+        layouts: What `numbers["layout"]` counts.
+
+    Attributes:
+        num_samples: Steps of all together.
+        entries: The first entry of each run.
+        layout, source: int64 `[R]`, the numbers of each run.
+        layouts: Number -> layout, of those among them.
+        names: The fields that all of them have.
+        is_one_place: All rows are in the cache, or all in mapped files.
+    """
+
+    def __init__(self, entries: list[Entry], numbers: npt.NDArray[np.void], layouts: list[RowLayout]) -> None:
+        size, layout, source, first = (np.ascontiguousarray(numbers[name]) for name in _NUMBERS.names or ())
+        is_start, ends = np.ones(len(size), bool), np.cumsum(size)
+        is_start[1:] = (np.diff(layout) != 0) | (source[1:] != CACHED) | (source[:-1] != CACHED)
+        is_start[1:] |= first[1:] != first[:-1] + size[:-1]
+        starts = np.flatnonzero(is_start)
+        self._ends = ends[np.append(starts[1:], len(size)) - 1]
+        self._shift = (first - ends + size)[starts]
+        self.num_samples = int(ends[-1])
+        self.entries = [entries[place] for place in starts.tolist()]
+        self.layout, self.source = layout[starts], source[starts]
+        self.layouts = {number: layouts[number] for number in self.layout.tolist()}
+        kinds = list(self.layouts.values())
+        self.names = tuple(name for name in kinds[0].schema if all(name in one.schema for one in kinds[1:]))
+        self.is_one_place = bool((self.source == self.source[0]).all()) and self.source[0] != ELSEWHERE
+
+    def locate(self, draws: Int64s) -> tuple[Int64s, Int64s]:
+        """Turn numbers of steps, oldest first, into their runs and rows, in the cache or in the trajectory.
+
+        Where there is one run, its number is given once, `[1]`.
+        """
+        run = np.searchsorted(self._ends, draws, side="right") if len(self._ends) > 1 else _FIRST_RUN
+        return run, draws + self._shift[run]
 
 
 class LiveTrajectories:
     """The live trajectories of a buffer; called under its lock.
 
     Args:
-        window_size: How many of the newest may be drawn from; 0 for all.
+        window_size: How many of the newest are drawn from; 0 for all.
         capacity: How many are kept; None for any number.
-        cache: Where rows may be, which tells what comes and goes there.
+        cache: Where rows may be; tells `moved` what comes and goes there.
+        trusted: Whether pickles are read.
 
     Attributes:
         cache: The same.
         entries: Id -> entry, oldest first.
         fields: Every field that any of them had, so that none changes its dtype or shape.
         num_samples: Steps of all.
+        pool: Memory for rows on their way.
     """
 
-    def __init__(self, window_size: int, capacity: int | None, cache: TrajectoryCache | None) -> None:
-        self._window_size, self._capacity, self.cache = window_size, capacity, cache
+    def __init__(self, window_size: int, capacity: int | None, cache: TrajectoryCache | None, trusted: bool) -> None:
+        self._window_size, self._capacity, self.cache, self._trusted = window_size, capacity, cache, trusted
         self.entries: dict[int, Entry] = {}
         self.fields: dict[str, Field] = {}
         self.num_samples = 0
-        self._layouts: dict[TrajectoryLayout, int] = {}
+        self.pool = BufferPool(16)
+        self._layouts: dict[RowLayout, int] = {}
         #: The numbers of all entries end at `_stop`; there were `_offset` trajectories before the first of them.
         self._numbers, self._stop, self._offset = np.zeros(_FIRST_ROOM, _NUMBERS), 0, 0
-        self._windows: dict[int | None, Window] = {}
+        self._window: tuple[int | None, Window] | None = None
+        self._files: dict[RowLayout, FileMap] = {}
         if cache is not None:
             cache.on_moved = self.moved
 
-    def append(self, entry: Entry) -> list[Entry]:
-        """Make an entry live; give those, the oldest, that are not any more."""
+    def append(self, entry: Entry) -> None:
+        """Make an entry live, and give up the oldest one beyond the capacity."""
         check_fields(self.fields, entry.layout.schema.values())
         if self._stop == len(self._numbers):
             start = self._stop - len(self.entries)
@@ -73,17 +133,20 @@ class LiveTrajectories:
         self.entries[entry.trajectory_id] = entry
         self.num_samples += entry.num_samples
         self.moved(entry.trajectory_id)
-        num_over = 0 if self._capacity is None else len(self.entries) - self._capacity
-        gone = [self.entries.pop(one) for one in list(islice(self.entries, max(0, num_over)))]
-        self.num_samples -= sum(one.num_samples for one in gone)
-        return gone
+        if self._capacity is not None and len(self.entries) > self._capacity:
+            gone = self.entries.pop(next(iter(self.entries)))
+            self.num_samples -= gone.num_samples
+            if self.cache is not None:
+                self.cache.drop(gone.trajectory_id)
+            files = self._files.get(gone.layout)
+            if files is not None and gone.block is not None and gone.block.identity in files.mapped:
+                files.unmap([gone.block.identity])  # so that the disk gets its room back
 
     def kept(self, entries: list[Entry]) -> list[Entry]:
         """Say which of these, oldest first, would be live if they were appended now, with nothing before.
 
-        Those that several ranks have saved come one rank after the other: their ids, which all ranks count up
-        side by side, tell when; not so if ranks have given the same ids, for which new ones stand here. One
-        folder tells by the order in which it lists them.
+        Ranks count ids up side by side, so that ids tell the order of what several ranks have saved; not where ranks
+        gave the same ids, for which there are new ones here. One folder lists its entries in order.
         """
         paths = [entry.path for entry in entries if entry.path is not None]
         ids = [entry.trajectory_id for entry in entries]
@@ -92,24 +155,40 @@ class LiveTrajectories:
         return entries if self._capacity is None else entries[-self._capacity :]
 
     def moved(self, trajectory_id: int) -> None:
-        """Note where the rows of a trajectory, if it is live, lie now."""
+        """Note where the rows of a trajectory, if it is live, are now."""
         entry = self.entries.get(trajectory_id)
         if entry is not None:
-            number = self._layouts.setdefault(entry.layout, len(self._layouts))
-            source, first = MAPPED if entry.block is not None else ELSEWHERE, 0
+            source, first = MAPPED if entry.block is not None and arena.is_supported else ELSEWHERE, 0
             if self.cache is not None and trajectory_id in self.cache:
                 source, first = CACHED, self.cache.find(trajectory_id)[0].first
-            self._numbers[entry.place - self._offset] = entry.num_samples, first, number, source
-            self._windows.clear()
+            layout = self._layouts.setdefault(entry.layout, len(self._layouts))
+            self._numbers[entry.place - self._offset] = entry.num_samples, layout, source, first
+            self._window = None
+
+    def rows_of(self, entry: Entry) -> Rows:
+        """Give all rows of an entry, wherever they are; not to be changed."""
+        if self.cache is not None and entry.trajectory_id in self.cache:
+            [(block, first)] = self.cache.find(entry.trajectory_id)
+            return block.rows(first)
+        if entry.rows is not None:
+            return entry.rows
+        if entry.block is not None:
+            return read_rows(entry.layout, entry.block)
+        assert entry.path is not None
+        with naming(entry.trajectory_id, entry.path):
+            return pack(entry.layout, read_trajectory(entry.path, self._trusted).tensors, self.pool)
+
+    def unmap_files(self) -> None:
+        """Unmap all files; they are mapped again when needed."""
+        self._files.clear()
 
     def window(self, min_weights_version: int | None = None) -> Window:
-        """Give what may be drawn from.
+        """Give what is drawn from.
 
         Raises:
             BufferEmptyError: Nothing.
         """
-        window = self._windows.get(min_weights_version)
-        if window is None:
+        if self._window is None or self._window[0] != min_weights_version:
             size = min(self._window_size or len(self.entries), len(self.entries))
             entries = list(islice(reversed(self.entries.values()), size))[::-1]
             numbers = self._numbers[self._stop - size : self._stop]
@@ -119,84 +198,129 @@ class LiveTrajectories:
             if not entries:
                 got = "none" if min_weights_version is None else f"none of version {min_weights_version} or later"
                 raise BufferEmptyError("sample", "", "at least one trajectory", got)
-            if len(self._windows) >= _MAX_WINDOWS:
-                self._windows.clear()
-            window = self._windows[min_weights_version] = Window(entries, numbers, list(self._layouts), self.cache)
-        return window
+            self._window = min_weights_version, Window(entries, numbers, list(self._layouts))
+        return self._window[1]
 
-
-class Window:
-    """The trajectories that can be drawn from, at one moment.
-
-    Args:
-        entries: Oldest first.
-        numbers: Theirs, `[W]` of `_NUMBERS`.
-        layouts: What `numbers["layout"]` counts.
-        cache: Where rows are that are cached.
-
-    Attributes:
-        num_samples: Steps of all together.
-        layouts: The different layouts among them.
-        names: The fields that every one of them has, in the order of the first.
-        source: `[W]`, `CACHED`, `MAPPED` or `ELSEWHERE`.
-        layout_number: `[W]`, position in `layouts`.
-        shift: `[W]`; added to a draw it gives the row in the block of the cache, or within the trajectory.
-        is_one_block: All is one gather from one block of the cache.
-    """
-
-    def __init__(
+    def sample(
         self,
-        entries: list[Entry],
-        numbers: npt.NDArray[np.void],
-        layouts: list[TrajectoryLayout],
-        cache: TrajectoryCache | None,
-    ) -> None:
-        self.entries, self.cache = entries, cache
-        self._ends = np.cumsum(numbers["size"])
-        self.num_samples = int(self._ends[-1])
-        self.source = np.ascontiguousarray(numbers["source"])
-        self.shift = numbers["first"] - (self._ends - numbers["size"])
-        used = list(dict.fromkeys(numbers["layout"].tolist())) if len(layouts) > 1 else [0]
-        self.layouts = [layouts[one] for one in used]
-        positions = np.zeros(len(layouts), np.int64)
-        positions[used] = np.arange(len(used))
-        self.layout_number = positions[numbers["layout"]]
-        self.names = tuple(name for name in self.layouts[0].names if all(name in one.names for one in self.layouts[1:]))
-        self.is_one_block = len(self.layouts) == 1 and bool((self.source == CACHED).all())
-        # Trajectories that lie in a row are one run, so that few bounds are searched.
-        starts = np.flatnonzero(np.diff(self.shift, prepend=self.shift[:1] - 1))
-        self._run_ends, self._run_shift = self._ends[[*(starts[1:] - 1), -1]], self.shift[starts]
-        self._drawn = _room(0)
+        num_steps: int,
+        rng: torch.Generator,
+        keys: Collection[Key] | None,
+        min_weights_version: int | None,
+        contiguous: bool,
+    ) -> dict[str, Any]:
+        """Draw steps; arguments, result and errors are those of `TrajectoryReplayBuffer.sample`."""
+        window = self.window(min_weights_version)
+        names = window.names if keys is None else _names_of(window, keys)
+        before = rng.get_state()
+        try:
+            draws = uniform(window.num_samples, num_steps, rng).numpy()
+            run, row = window.locate(draws)
+            if self._fill_cache(window, run):
+                window = self.window(min_weights_version)
+                run, row = window.locate(draws)
+            return self._gather(window, run, row, names, contiguous)
+        except BaseException:  # Ctrl-C too
+            rng.set_state(before)
+            raise
 
-    def block(self, place: int) -> RowBlock:
-        """Give the rows of the cache in which those of a cached trajectory are."""
-        assert self.cache is not None
-        return self.cache.find(self.entries[place].trajectory_id)[0].block
+    def _fill_cache(self, window: Window, run: Int64s) -> bool:
+        """Put drawn trajectories into the cache while it has room; tell whether there were any."""
+        cache, is_changed = self.cache, False
+        if cache is None or cache.is_full or (window.is_one_place and window.source[0] == CACHED):
+            return False
+        for one in np.unique(run[window.source[run] != CACHED]).tolist():
+            if not cache.is_full:
+                entry, is_changed = window.entries[one], True
+                cache.put_rows(entry.trajectory_id, [(entry.layout, self.rows_of(entry))])
+        return is_changed
 
-    def draw(self, number: int, rng: torch.Generator) -> tuple[Int64s, Int64s]:
-        """Draw steps uniformly, with replacement: `[number]` trajectory (position here) and row (see `shift`)."""
-        draws = uniform(self.num_samples, number, rng).numpy()
-        which = np.searchsorted(self._ends, draws, side="right")
-        draws += self.shift[which]
-        return which, draws
+    def _gather(
+        self, window: Window, run: Int64s, row: Int64s, names: tuple[str, ...], contiguous: bool
+    ) -> dict[str, Any]:
+        """Give located steps as a nested dict."""
+        if len(window.layouts) == 1:
+            return self._fields(window, run, row, _cut_of(window.entries[0].layout, names, contiguous, True))
+        out: dict[str, torch.Tensor] = {}
+        layout = window.layout[run]
+        for number in np.unique(layout).tolist():
+            chosen = np.flatnonzero(layout == number)
+            entry = window.entries[run[chosen[0]]]
+            if lacking := [name for name in names if name not in entry.layout.schema]:
+                raise _missing(lacking[0], entry)
+            cut = _cut_of(entry.layout, names, False, False)
+            for name, part in self._fields(window, run[chosen], row[chosen], cut).items():
+                if name not in out:
+                    out[name] = torch.empty((len(row), *part.shape[1:]), dtype=part.dtype, device="cpu")
+                signed(out[name])[torch.from_numpy(chosen)] = signed(part)
+        return unflatten({name: out[name] for name in names})
 
-    def draw_rows(self, number: int, rng: torch.Generator) -> torch.Tensor:
-        """Draw the same steps as `draw`, where all lie in one block: rows `[number]` of that.
+    def _fields(self, window: Window, run: Int64s, row: Int64s, cut: tuple[RowCut, list[str | None]]) -> dict[str, Any]:
+        """Cut the rows of steps whose trajectories have one layout into fields."""
+        plan, columns = cut
+        rows = self._rows(window, run, row, [name for name in columns if name is not None])
+        return plan([None if name is None else plan.seen(place, rows[name]) for place, name in enumerate(columns)])
 
-        They are this window's own, and are drawn over the next time.
-        """
-        if len(self._drawn) != number:
-            self._drawn = _room(number)
-        if len(self._run_shift) == 1:
-            return fill_uniform(self._drawn, self.num_samples, rng, int(self._run_shift[0]))
-        rows = fill_uniform(self._drawn, self.num_samples, rng).numpy()
-        rows += self._run_shift[np.searchsorted(self._run_ends, rows, side="right")]
-        return self._drawn
+    def _rows(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
+        """Copy the rows of steps whose trajectories have one layout, place by place."""
+        if window.is_one_place:
+            return self._rows_at_one_place(window, run, row, columns)
+        source, out = window.source[run], Rows()
+        parts = [np.flatnonzero(source == kind) for kind in (CACHED, MAPPED)]
+        parts += [np.flatnonzero(run == one) for one in np.unique(run[source == ELSEWHERE])]
+        for chosen in parts:
+            if len(chosen) == len(run):
+                return self._rows_at_one_place(window, run, row, columns)
+            if len(chosen):
+                for name, part in self._rows_at_one_place(window, run[chosen], row[chosen], columns).items():
+                    if name not in out:
+                        out[name] = self.pool.empty((len(run), part.shape[1]), torch.int32)
+                    out[name].numpy()[chosen] = part.numpy()  # takes a quarter of the time of `index_copy_`
+        return out
 
+    def _rows_at_one_place(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
+        """Copy rows from the cache, from mapped files, or of one trajectory that is elsewhere."""
+        entry, source = window.entries[run[0]], window.source[run[0]]
+        if source == MAPPED:
+            return self._mapped_rows(window, run, row, columns)
+        if source == ELSEWHERE:
+            words = self.rows_of(entry)
+        else:
+            assert self.cache is not None
+            words = self.cache.find(entry.trajectory_id)[0].block.words
+        return {name: self._select(words[name], row) for name in columns}
 
-@lasting
-def _room(number: int) -> torch.Tensor:
-    return torch.empty(number, dtype=torch.int64, device="cpu")
+    def _mapped_rows(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
+        used, which = np.unique(run, return_inverse=True)
+        entries = [window.entries[one] for one in used.tolist()]
+        files = self._files_of(entries)
+        firsts, found = np.array([files.mapped[one.block.identity][1] for one in entries if one.block]), {}
+        for place, (_, name) in enumerate(files.places):
+            if name in columns:
+                mapped, rows = files.arenas[DATA, name], firsts[which, place] + row
+                if not all(map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())):
+                    for one in np.sort(rows).tolist():  # ask for all before waiting for the first
+                        mapped.will_need(one, 1)
+                found[name] = self._select(mapped.words_view, rows)
+        return found
+
+    def _files_of(self, entries: list[Entry]) -> FileMap:
+        """Map the files of entries of one layout."""
+        layout, blocks = entries[0].layout, [entry.block for entry in entries if entry.block is not None]
+        files = self._files.get(layout)
+        new = blocks if files is None else [block for block in blocks if block.identity not in files.mapped]
+        if files is None or len(files.mapped) + len(new) > MAX_MAPPED_FILES or (new and not files.has_room(new)):
+            self._files.pop(layout, None)  # and with it what it has mapped
+            files, new = FileMap({DATA: layout}, blocks), blocks
+            self._files[layout] = files
+        for block in new:
+            with naming(block.sequence, block.path):
+                files.add(block)
+        return files
+
+    def _select(self, words: torch.Tensor, rows: Int64s) -> torch.Tensor:
+        out = torch.from_numpy(self.pool.array((len(rows), words.shape[1]), _WORD))
+        return torch.index_select(words, 0, torch.from_numpy(rows), out=out)
 
 
 def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
@@ -206,3 +330,38 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
         if (before.dtype, before.shape) != (one.dtype, one.shape):
             expected, got = (f"{each.dtype}{list(each.shape)} per step" for each in (before, one))
             raise SchemaError("store the leaf", repr(one.name), expected, got)
+
+
+@lru_cache(maxsize=256)
+def _cut_of(
+    layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool
+) -> tuple[RowCut, list[str | None]]:
+    """Plan how rows become these fields; name each column, None where it is not needed."""
+    groups = []
+    for column in layout.columns.values():
+        spans = [(layout.schema[name], first) for name, first in column.offsets.items()]
+        parts = tuple(Part(field, first, first + field.row_bytes) for field, first in spans)
+        groups.append(Group(parts, column.row_bytes // 4, torch.float32))
+    plan = RowCut(groups, [Target(0, name, name) for name in names], contiguous, nested)
+    return plan, [name if width else None for name, width in zip(layout.columns, plan.widths, strict=True)]
+
+
+def _names_of(window: Window, keys: Collection[Key]) -> tuple[str, ...]:
+    """List the leaves that keys mean: each itself, or all below it that any trajectory of a window has."""
+    is_list = isinstance(keys, Collection) and not isinstance(keys, str)
+    if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
+        raise UsageError("choose the keys of a sample", "", "a list of keys", repr(keys))
+    there = dict.fromkeys(name for layout in window.layouts.values() for name in layout.schema)
+    found: dict[str, None] = {}
+    for key in keys:
+        name = flat_name(key)
+        below = [name] if name in there else [one for one in there if one.startswith(f"{name}/")]
+        if not below:
+            raise _missing(name, window.entries[0])
+        found.update(dict.fromkeys(below))
+    return tuple(found)
+
+
+def _missing(name: str, entry: Entry) -> MissingFieldError:
+    where = f"{name!r} of trajectory {entry.trajectory_id}"
+    return MissingFieldError("sample the key", where, nearest(name, entry.layout.schema), "none")

@@ -1,8 +1,8 @@
-"""Save trajectories one after another in the background, and keep the folder's index true.
+"""Save trajectories one after another in the background, and keep the index of the folder true.
 
-One rule: a trajectory stays readable in memory until its file is there, also when writing fails; a
-failure is raised once by whoever asks next, and what was not written is tried again. A file goes only
-after an index without it is on the disk, and the index names newer ones in its place.
+One rule: a trajectory stays readable in memory until its file is there, also when writing fails; a failure is raised
+once, by the next call, and what was not written is tried again. A file is deleted only after an index without it is on
+the disk, which names newer ones in its place.
 """
 
 from __future__ import annotations
@@ -20,71 +20,19 @@ from storage.core.durable import sync_path
 from storage.core.threads import Worker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
-from .files import TrajectoryBlock, file_name, find_files, naming, write_trajectory
-from .index import Counters, Entry, write_index
+from ..index.index import Block
+from .files import file_name, find_files, naming, open_block, write_trajectory
+from .folder import Counters, Entry, write_index
 
-#: Writing the index takes at most about this share of the thread's time, however long the index is.
+#: Writing the index takes about this share of the thread's time at most, however long the index is.
 _INDEX_SHARE = 0.1
 
 
-class SavedTrajectories:
-    """Which trajectories of a folder the index is to name: of those that have their files the newest.
-
-    They lag behind what is live in memory, by what waits to be written: what memory has given up already is
-    named until as many newer ones have their files. Called under the lock of the buffer.
-
-    Args:
-        capacity: How many; None for any number.
-
-    Attributes:
-        entries: Id -> entry, oldest first.
-        superfluous: Files to delete once an index that does not name them is written.
-    """
-
-    def __init__(self, capacity: int | None) -> None:
-        self._capacity = capacity
-        self.entries: dict[int, Entry] = {}
-        self.superfluous: set[Path] = set()
-        #: Id of what waits for its file -> is it still to be named then?
-        self._expected: dict[int, bool] = {}
-
-    def expect(self, entry: Entry) -> None:
-        """Note that an entry is to be written."""
-        self._expected[entry.trajectory_id] = True
-
-    def expects(self, trajectory_id: int) -> bool:
-        """Tell whether a file of this id is still to come."""
-        return trajectory_id in self._expected
-
-    def forget(self) -> None:
-        """Name none of these any more, nor those that wait; their files stay."""
-        self.entries = {}
-        self._expected = dict.fromkeys(self._expected, False)
-
-    def add(self, entry: Entry) -> bool:
-        """Take an entry that has its file now; False if it is neither to be named nor kept."""
-        if not self._expected.pop(entry.trajectory_id):
-            return self._capacity is None
-        self.entries[entry.trajectory_id] = entry
-        before = islice(reversed(self.entries), 1, None)
-        for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
-            self.entries[one] = self.entries.pop(one)  # it failed at first, and they were written before it
-        while self._capacity is not None and len(self.entries) > self._capacity:
-            oldest = self.entries.pop(next(iter(self.entries)))
-            assert oldest.path is not None
-            self.superfluous.add(oldest.path)
-        return True
-
-    def delete(self, paths: Iterable[Path]) -> None:
-        """Delete files that the index on the disk does not name, unless they are wanted again."""
-        for path in paths:
-            if path in self.superfluous:
-                path.unlink(missing_ok=True)
-                self.superfluous.discard(path)
-
-
 class TrajectorySaver:
-    """Write entries to a folder.
+    """Write entries to a folder, whose index names the newest `capacity` that have their files.
+
+    They lag behind what is live by what waits to be written: what memory has given up is named until as many newer
+    ones have their files. What is said to be called under the lock is, everything else without it.
 
     Args:
         folder: Where to; made at once.
@@ -98,7 +46,6 @@ class TrajectorySaver:
 
     Attributes:
         first_free_id: Above the ids of the files that an earlier run has left.
-        saved: What the index is to name; called under the lock.
     """
 
     def __init__(
@@ -112,30 +59,50 @@ class TrajectorySaver:
         counters: Callable[[], Counters],
         timed: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self.folder, self.file_format = folder, file_format
+        self.folder, self.file_format, self._capacity = folder, file_format, capacity
         folder.mkdir(parents=True, exist_ok=True)
-        #: Ids of the files of an earlier run that nobody has loaded or been told of.
+        #: Ids of the files of an earlier run that were neither loaded nor warned of.
         self._earlier = {number for number, _ in find_files(folder)}
         self.first_free_id = max(self._earlier, default=-1) + 1
-        self.saved = SavedTrajectories(capacity)
-        self._on_saved, self._counters, self._timed = on_saved, counters, timed
+        self._lock, self._on_saved, self._counters, self._timed = lock, on_saved, counters, timed
         self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
-        self._lock = lock
-        self._failure: BaseException | None = None
+        #: What the index is to name, oldest first; the ids that wait for their files, and whether it is to name them;
+        #: the files to delete once an index that does not name them is written.
+        self._named: dict[int, Entry] = {}
+        self._expected: dict[int, bool] = {}
+        self._superfluous: set[Path] = set()
         self._unsaved: list[Entry] = []
-        self._index_due_s, self._num_named = 0.0, 0
+        self._failure: BaseException | None = None
+        self._index_due_s, self._num_in_index = 0.0, 0
 
     def warn_of_earlier(self) -> None:
-        """Say once, to who called the caller, that the index will not name the files of an earlier run."""
+        """Warn once, at the call of the caller's caller, that the index will not name the files of an earlier run."""
         number, self._earlier = len(self._earlier), set()
         if number:
             text = f"{number} trajectories of an earlier run are in {str(self.folder)!r}"
             advice = "the index will not name them. Load that folder first to go on with them"
             warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
-    def wait(self) -> None:
-        """Wait until what was submitted has its file, or has failed."""
-        self._worker.drain()
+    def has(self, entry: Entry) -> bool:
+        """Tell whether an entry has its file in this folder."""
+        return entry.path is not None and entry.path.parent == self.folder
+
+    def expect(self, entry: Entry) -> None:
+        """Note that an entry is about to be submitted; under the lock."""
+        self._expected[entry.trajectory_id] = True
+
+    def submit(self, entry: Entry) -> None:
+        """Queue an expected entry, with `rows` that do not change; waits while too many are queued."""
+        self._worker.submit(self._save, entry)
+
+    def name(self, entries: Iterable[Entry]) -> None:
+        """Let the index name those of these, oldest first, that are in this folder; under the lock.
+
+        What it named before keeps its file.
+        """
+        self._expected = dict.fromkeys(self._expected, False)
+        self._named = {one.trajectory_id: one for one in entries if self.has(one)}
+        self._superfluous -= {one.path for one in self._named.values() if one.path is not None}
 
     def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
         """Give what was loaded from elsewhere a file here too, so that the index can name it; under the lock.
@@ -158,7 +125,7 @@ class TrajectorySaver:
             places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]
             if made:
                 sync_path(self.folder)
-        except BaseException:  # Ctrl-C too: nothing is left that no index will name
+        except BaseException:  # Ctrl-C too: no file is left that no index will name
             for path in made:
                 path.unlink(missing_ok=True)
             raise
@@ -171,20 +138,6 @@ class TrajectorySaver:
             advice = "the index there will not name them. Choose an auto_save_path of its own for this run"
             warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
-    def name(self, entries: Iterable[Entry]) -> None:
-        """Let the index name those of these that are in this folder, oldest first, and nothing before."""
-        self.saved.forget()
-        self.saved.entries = {one.trajectory_id: one for one in entries if self.has(one)}
-        self.saved.superfluous -= {one.path for one in self.saved.entries.values() if one.path is not None}
-
-    def has(self, entry: Entry) -> bool:
-        """Tell whether an entry has its file in this folder."""
-        return entry.path is not None and entry.path.parent == self.folder
-
-    def submit(self, entry: Entry) -> None:
-        """Queue an entry that `saved` expects, with `rows` that nobody changes; waits while too many are queued."""
-        self._worker.submit(lambda: self._save(entry))
-
     def check(self) -> None:
         """Raise what an earlier save failed with, once."""
         with self._lock:
@@ -195,9 +148,13 @@ class TrajectorySaver:
                 "It stays in memory and is tried again at the next checkpoint or close()",
             ) from failure  # fmt: skip
 
+    def wait(self) -> None:
+        """Wait until what was submitted has its file, or has failed."""
+        self._worker.drain()
+
     def flush(self) -> None:
         """Wait until everything is written, what failed before included; raise a failure."""
-        self._worker.drain()
+        self.wait()
         with self._lock:
             again, self._unsaved = self._unsaved, []
             if again:
@@ -205,7 +162,7 @@ class TrajectorySaver:
         for entry in again:
             self.submit(entry)
         self._worker.submit(self._write_index)
-        self._worker.drain()
+        self.wait()
         self.check()
 
     def close(self) -> None:
@@ -215,12 +172,12 @@ class TrajectorySaver:
         finally:
             self._worker.close()
 
-    def _place(self, entry: Entry, there: list[Path], made: list[Path]) -> tuple[Path, TrajectoryBlock | None] | None:
+    def _place(self, entry: Entry, there: list[Path], made: list[Path]) -> tuple[Path, Block | None] | None:
         """Give the file here of a loaded entry, made if need be; None if its id is that of another."""
         number, source = entry.trajectory_id, entry.path
         assert source is not None
         path = there[0] if there else self.folder / file_name(number, entry.weights_id, source.suffix[1:])
-        if not there and not self.saved.expects(number):
+        if not there and number not in self._expected:
             made.append(path)
             entry.put_file(path)
         else:
@@ -228,25 +185,25 @@ class TrajectorySaver:
                 is_same = len(there) == 1 and path.suffix == source.suffix
                 if not is_same or not (path.samefile(source) or filecmp.cmp(path, source, shallow=False)):
                     return None
-        return path, None if entry.block is None else TrajectoryBlock(path, number, entry.shape)
+        return path, None if entry.block is None else open_block(path, number, entry.shape)[1]
 
     def _save(self, entry: Entry) -> None:
         try:
             assert entry.rows is not None
-            path = self.folder / file_name(entry.trajectory_id, entry.weights_id, self.file_format)
+            number = entry.trajectory_id
+            path = self.folder / file_name(number, entry.weights_id, self.file_format)
             with self._timed("write"):
-                write_trajectory(path, entry.trajectory_id, entry.layout, entry.rows, entry.shape, entry.info)
-            is_block = path.suffix == ".h5"
-            block = TrajectoryBlock(path, entry.trajectory_id, entry.shape) if is_block else None
+                write_trajectory(path, number, entry.layout, entry.rows, entry.shape, entry.info)
+            block = open_block(path, number, entry.shape)[1] if path.suffix == ".h5" else None
             with self._lock:
                 entry.path, entry.block, entry.rows = path, block, None
-                is_kept = self.saved.add(entry)
-                self._on_saved(entry.trajectory_id)
+                is_kept = self._note_saved(entry)
+                self._on_saved(number)
             if not is_kept:
                 path.unlink(missing_ok=True)
             # The last of a burst always writes it: then nothing saved is missing in it. Files that are to go do not
             # pile up beside one that names fewer than are kept.
-            is_short = self.saved.superfluous and self._num_named < len(self.saved.entries)
+            is_short = self._superfluous and self._num_in_index < len(self._named)
             if is_short or self._worker.num_pending <= 1 or time.monotonic() >= self._index_due_s:
                 self._write_index()
         except BaseException as failure:  # noqa: BLE001 - handed to the caller
@@ -255,16 +212,32 @@ class TrajectorySaver:
                 if entry.path is None:
                     self._unsaved.append(entry)
 
+    def _note_saved(self, entry: Entry) -> bool:
+        """Name an entry that has its file now; False if it is neither to be named nor kept."""
+        if not self._expected.pop(entry.trajectory_id):
+            return self._capacity is None
+        self._named[entry.trajectory_id] = entry
+        before = islice(reversed(self._named), 1, None)
+        for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
+            self._named[one] = self._named.pop(one)  # it failed at first, and they were written before it
+        while self._capacity is not None and len(self._named) > self._capacity:
+            oldest = self._named.pop(next(iter(self._named)))
+            assert oldest.path is not None
+            self._superfluous.add(oldest.path)
+        return True
+
     def _write_index(self) -> None:
         start = time.monotonic()
         try:
             with self._lock:
-                named = [entry.as_filed() for entry in self.saved.entries.values()]
-                superfluous, counters = list(self.saved.superfluous), self._counters()
+                named = [entry.as_filed() for entry in self._named.values()]
+                superfluous, counters = list(self._superfluous), self._counters()
             write_index(self.folder, named, counters)
-            self._num_named = len(named)
+            self._num_in_index = len(named)
             with self._lock:
-                self.saved.delete(superfluous)
+                for path in self._superfluous.intersection(superfluous):  # the others are wanted again
+                    path.unlink(missing_ok=True)
+                    self._superfluous.discard(path)
         except (OSError, RolloutDataError) as failure:
             with self._lock:
                 self._failure = self._failure or failure

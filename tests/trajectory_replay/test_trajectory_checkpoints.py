@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import shutil
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import rollout_data.trajectories.saver
 from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from storage.errors import BackgroundError, CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError
-from tests.trajectory_replay.recorded import check_sample, drawn, equal, trajectory
+from storage.live.monitors import PerformanceMonitor
+from tests.trajectory_replay.recorded import drawn, equal, trajectory
+from tests.watch import opened
 
 FOREIGN = Path(__file__).parents[1] / "data" / "rlinf" / "ckpt_pt"
 FORMATS = ["h5", "pt", "pkl"]
@@ -290,12 +296,25 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["thesis.tex"]
 
 
-def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class SlowDisk(PerformanceMonitor):
+    """Every file waits until the gate is open: writing one is among what a monitor measures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    @contextmanager
+    def timer(self, key: str, device: torch.device | str | None = None) -> Iterator[None]:
+        if key == "trajectories/write":
+            self.gate.wait(20)
+        with super().timer(key, device):
+            yield
+
+
+def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path) -> None:
     """Trap R4; reads of what is being saved are served from memory."""
-    gate = threading.Event()
-    write = rollout_data.trajectories.saver.write_trajectory
-    monkeypatch.setattr(rollout_data.trajectories.saver, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "auto", enable_cache=False) as buffer:
+    disk, options = SlowDisk(), {"auto_save": True, "auto_save_path": tmp_path / "auto", "enable_cache": False}
+    with TrajectoryReplayBuffer(monitor=disk, **options) as buffer:
         for one in range(4):
             buffer.add(trajectory(one))
         assert set((drawn(buffer, 300) // 10_000).tolist()) == {0, 1, 2, 3}
@@ -304,46 +323,39 @@ def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path, monkeypatch:
         thread.start()
         thread.join(0.05)
         assert thread.is_alive()
-        gate.set()
+        disk.gate.set()
         thread.join(20)
     assert sum(name.endswith(".h5") for name in names_in(tmp_path / "a")) == 4
 
 
-def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    write = rollout_data.trajectories.saver.write_trajectory
-    monkeypatch.setattr(rollout_data.trajectories.saver, "write_trajectory", lambda *a: (gate.wait(20), write(*a)))
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, max_pending_saves=2) as buffer:
+def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path) -> None:
+    disk, options = SlowDisk(), {"auto_save": True, "auto_save_path": tmp_path, "max_pending_saves": 2}
+    with TrajectoryReplayBuffer(monitor=disk, **options) as buffer:
         thread = threading.Thread(target=lambda: [buffer.add(trajectory(one)) for one in range(6)])
         thread.start()
         thread.join(0.1)
         assert thread.is_alive() and len(buffer) <= 5
         drawn(buffer, 10)
-        gate.set()
+        disk.gate.set()
         thread.join(20)
         assert len(buffer) == 6
 
 
-def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path) -> None:
     """Trap R10."""
-    write = rollout_data.trajectories.saver.write_trajectory
-    is_full = [True]
-
-    def fails(*arguments: Any) -> None:
-        if is_full[0]:
-            raise OSError(28, "No space left on device")
-        write(*arguments)
-
-    monkeypatch.setattr(rollout_data.trajectories.saver, "write_trajectory", fails)
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False)
-    buffer.add(trajectory(0))
-    with pytest.raises(BackgroundError, match=r"^cannot save a trajectory to .*No space left on device") as caught:
-        buffer.flush()
-    assert isinstance(caught.value.__cause__, OSError)
-    assert (drawn(buffer, 20) < 10_000).all()
-    with pytest.raises(BackgroundError):
-        buffer.save_checkpoint(tmp_path / "a")
-    is_full[0] = False
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+        buffer.add(trajectory(0))
+        with pytest.raises(BackgroundError, match=r"^cannot save a trajectory to .*File too large") as caught:
+            buffer.flush()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert (drawn(buffer, 20) < 10_000).all()
+        with pytest.raises(BackgroundError):
+            buffer.save_checkpoint(tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     buffer.add(trajectory(1))
     buffer.close()
     resumed = TrajectoryReplayBuffer()
@@ -351,42 +363,39 @@ def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path, monkeypatc
     assert resumed.trajectory_ids == [0, 1] and equal(resumed.get(0), trajectory(0))
 
 
-def test_a_sample_needs_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_needs_each_file_once(tmp_path: Path) -> None:
     """Trap R9."""
     filled(4, trajectory_format="pt", auto_save=True, auto_save_path=tmp_path, cache_size=1).close()
-    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, cache_size=1)
-    buffer.load_checkpoint(tmp_path)
-    drawn(buffer, 100)
-    opened: list[str] = []
-    read = rollout_data.trajectories.gather.read_trajectory
-    monkeypatch.setattr(
-        rollout_data.trajectories.gather,
-        "read_trajectory",
-        lambda path, trusted: (opened.append(path.name), read(path, trusted))[1],
-    )
-    drawn(buffer, 500)
-    assert len(opened) == len(set(opened)) == 3
-    buffer.close()
-
-
-def test_mapped_files_are_read_without_address_tricks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(4, auto_save=True, auto_save_path=tmp_path, enable_cache=False).close()
-    draws = []
-    for is_supported in (True, False):
-        monkeypatch.setattr(rollout_data.frames.arena, "is_supported", is_supported)
-        buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, cache_size=1) as buffer:
         buffer.load_checkpoint(tmp_path)
-        buffer.rng.manual_seed(0)  # closing the other one has noted how far it came
-        draws.append(check_sample(buffer.sample(200), 200))
-        buffer.close()
-    assert torch.equal(*draws)
+        drawn(buffer, 100)
+        with opened(".pt") as paths:
+            drawn(buffer, 500)
+        assert len(paths) == len(set(paths)) == 3
+
+
+def test_files_are_sampled_alike_where_they_cannot_be_mapped_side_by_side(tmp_path: Path) -> None:
+    filled(4, auto_save=True, auto_save_path=tmp_path, enable_cache=False).close()
+    script = (
+        "import sys, h5py, torch\n"
+        "sys.platform = sys.argv[1]\n"  # asked when the library is imported
+        "from rollout_data import TrajectoryReplayBuffer\n"
+        "buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[2], enable_cache=False)\n"
+        "buffer.load_checkpoint(sys.argv[2])\n"
+        "buffer.rng.manual_seed(0)\n"
+        "print(buffer.sample(200)['rewards'].flatten().tolist())\n"
+    )
+    printed = [
+        subprocess.run([sys.executable, "-c", script, one, tmp_path], capture_output=True, text=True, check=True).stdout
+        for one in ("linux", "darwin")
+    ]
+    assert printed[0] == printed[1] and len(printed[0]) > 200
 
 
 def test_more_files_than_can_be_mapped_are_mapped_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_data.trajectories.files, "_MAX_MAPPINGS", 4)
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=tmp_path, enable_cache=False, sample_window_size=3
-    ) as buffer:
+    monkeypatch.setattr("rollout_data.trajectories.live.MAX_MAPPED_FILES", 4)  # instead of 20,000
+    options = {"auto_save": True, "auto_save_path": tmp_path, "enable_cache": False, "sample_window_size": 3}
+    with TrajectoryReplayBuffer(**options) as buffer:
         for one in range(12):
             buffer.add(trajectory(one, 2, 2))
             buffer.flush()

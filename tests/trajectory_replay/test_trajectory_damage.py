@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
-from rollout_data.trajectories.index import INDEX_NAME, Entry, read_folder
 from storage.errors import CorruptFileError, DataFileError, SchemaError
 from tests.trajectory_replay.recorded import drawn, equal, trajectory
+from tests.watch import watching
+
+INDEX_NAME = "trajectory_index.json"
 
 
 def saved(folder: Path, number: int = 2) -> Path:
@@ -29,10 +31,10 @@ def saved(folder: Path, number: int = 2) -> Path:
 
 def known_of(folder: Path) -> tuple[Any, ...]:
     """Everything that an index tells."""
-    entries, counters = read_folder(folder, trusted=False, verify=False)
-    assert all(isinstance(entry, Entry) for entry in entries) and counters.rng is not None
-    numbers = counters.seed, counters.next_id, counters.file_format, counters.rng.tolist()
-    return [(entry.trajectory_id, entry.to_json()) for entry in entries], numbers
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(folder, verify=False)
+    told = [buffer.about(one) for one in buffer.trajectory_ids]
+    return told, buffer.rng.get_state().tolist(), buffer.add({"rewards": torch.zeros(1, 1, 1)})
 
 
 def test_each_flipped_bit_of_an_index_is_noticed_or_without_effect(tmp_path: Path) -> None:
@@ -126,21 +128,14 @@ def test_a_vanished_target_is_not_taken_for_a_vanished_trajectory(
     assert not isinstance(caught.value, DataFileError)
 
 
-def test_a_file_that_vanished_between_listing_and_reading_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_vanished_between_listing_and_reading_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a")
-    from rollout_data.trajectories import index
 
-    find = index.find_files
+    def lose(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and "trajectory_0" in str(arguments[0]) and folder.exists():
+            shutil.rmtree(folder)
 
-    def find_and_lose(where: Path) -> Any:
-        found = find(where)
-        shutil.rmtree(where)
-        return found
-
-    monkeypatch.setattr(index, "find_files", find_and_lose)
-    with pytest.raises(DataFileError, match=r"cannot read the trajectory 0 in .*trajectory_0_w0\.h5"):
+    with watching(lose), pytest.raises(DataFileError, match=r"cannot read the trajectory 0 in .*trajectory_0_w0\.h5"):
         TrajectoryReplayBuffer().load_checkpoint(folder)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
-from rollout_data.trajectories.index import INDEX_NAME
 from tests.trajectory_replay.recorded import equal, trajectory
+
+INDEX_NAME = "trajectory_index.json"
 
 
 def save_ranks(folder: Path, file_format: str) -> Path:

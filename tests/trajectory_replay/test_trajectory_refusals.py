@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from rollout_data.trajectories.cache import TrajectoryCache
-from storage.core.buffer_pool import BufferPool
 from storage.errors import ClosedError, SchemaError, UsageError
 from storage.live.monitors import PerformanceMonitor
 from tests.trajectory_replay.recorded import trajectory
@@ -79,7 +77,7 @@ def test_every_number_may_be_one_of_numpy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [True, np.True_, 2.0, "2", None])
 @pytest.mark.parametrize("name", ["cache_size", "sample_window_size", "max_pending_saves", "rank", "world_size"])
 def test_what_is_no_whole_number_is_none(name: str, wrong: Any) -> None:
-    with pytest.raises(UsageError, match=rf"{name}|a rank in .*, got "):
+    with pytest.raises(UsageError, match=rf"expected {name} .*, got "):
         TrajectoryReplayBuffer(**{name: wrong})
 
 
@@ -114,19 +112,6 @@ def test_a_sample_that_raises_has_drawn_nothing(tmp_path: Path, saves: bool) -> 
             buffer.add(trajectory(one, without=["half"]))
         with pytest.raises(KeyError):
             buffer.sample(200, keys=["nothing"])
-        assert torch.equal(buffer.rng.get_state(), state)
-
-
-def test_a_sample_for_which_there_is_no_memory_has_drawn_nothing() -> None:
-    with TrajectoryReplayBuffer() as buffer:
-        for one in range(3):
-            buffer.add(trajectory(one))
-        state = buffer.rng.get_state()
-        with patch.object(BufferPool, "array", side_effect=MemoryError), pytest.raises(MemoryError):
-            buffer.sample(50)
-        assert torch.equal(buffer.rng.get_state(), state)
-        with patch("storage.core.row_cut.np.ascontiguousarray", side_effect=MemoryError), pytest.raises(MemoryError):
-            buffer.sample(50, contiguous=True)
         assert torch.equal(buffer.rng.get_state(), state)
 
 

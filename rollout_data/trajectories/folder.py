@@ -1,10 +1,8 @@
 """Folders of trajectories: `trajectory_index.json` and `metadata.json` beside the files.
 
-One rule: the index is one file, replaced in one step, and names exactly what is there; a checkpoint is a folder that
-is replaced as a whole, so that a crash leaves the old one or the new one. The two files and
-their keys are those of existing trajectory folders (what they hold besides is ours), so that both
-sides read each other; a path never stands in them. `crc32` is the checksum of what the index says, not of its
-bytes: of the JSON that Python writes for it without this key. An index without one is read all the same.
+One rule: the index is one file, replaced in one step, and names exactly what is there; a checkpoint is a folder that is
+replaced as a whole, so that a crash leaves the old one or the new one. Names and keys of both files are those of
+existing trajectory folders, with more keys of ours, so that each side reads the other's. No path stands in them.
 """
 
 from __future__ import annotations
@@ -25,18 +23,21 @@ from storage.core.durable import existing_folder, replace_file, replace_folder
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
 from storage.saving.plain_files import CHECKSUM, json_checksum, read_json
 
+from ..format.schema import RowLayout
+from ..index.index import Block
 from .files import (
     FORMATS,
-    TrajectoryBlock,
     file_name,
     find_files,
     id_in_name,
     link_file,
     naming,
+    open_block,
+    read_rows,
     read_trajectory,
     write_trajectory,
 )  # fmt: skip
-from .rows import Rows, TrajectoryLayout, layout_of
+from .rows import Rows, layout_of
 
 INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
 #: What an earlier system called the index.
@@ -66,20 +67,20 @@ class Entry:
         uuid: Tells it from all others, also of other runs.
         weights_version: Number of the policy that acted, or None.
         path: Its file, once it has one.
-        rows: Its rows while they are only here: until the file is written.
-        block: What is known of its file, if that is a block.
+        rows: Its rows until the file is written.
+        block: Where the rows lie in the file, if that is a block.
         place: Position among all that were ever live in a buffer.
     """
 
     trajectory_id: int
-    layout: TrajectoryLayout
+    layout: RowLayout
     shape: tuple[int, int]
     info: dict[str, Any]
     uuid: str = field(default_factory=lambda: uuid.uuid4().hex)
     weights_version: int | None = None
     path: Path | None = None
     rows: Rows | None = None
-    block: TrajectoryBlock | None = None
+    block: Block | None = None
     place: int = 0
 
     @property
@@ -105,8 +106,8 @@ class Entry:
 
     def put_file(self, target: Path, rows: Rows | None = None) -> None:
         """Link the file to another place, or write one there: of `rows`, or of its own if it names another id."""
-        if self.block is not None and self.block.trajectory_id != self.trajectory_id:
-            rows = self.block.rows()
+        if self.block is not None and self.block.sequence != self.trajectory_id:
+            rows = read_rows(self.layout, self.block)
         if rows is not None:
             write_trajectory(target, self.trajectory_id, self.layout, rows, self.shape, self.info)
         else:
@@ -245,23 +246,23 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
 
 
 def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool) -> Entry:
-    shape, num_samples = [int(size) for size in item["shape"][:2]], int(item["num_samples"])
-    if len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] != num_samples:
-        expected, got = f"{num_samples} samples as its index says", f"shape {shape}"
+    (num_steps, num_envs), num_samples = map(int, item["shape"][:2]), int(item["num_samples"])
+    shape, block = (num_steps, num_envs), None
+    if min(shape) < 1 or num_steps * num_envs != num_samples:
+        expected, got = f"{num_samples} samples as its index says", f"shape {list(shape)}"
         raise CorruptFileError("read the trajectory", repr(str(path)), expected, got)
-    size, block = (shape[0], shape[1]), None
     if path.suffix == ".h5":
-        block = TrajectoryBlock(path, trajectory_id, size, verify)
-        layout, info = block.layout, dict(item.get("info", {}))
+        layout, block = open_block(path, trajectory_id, shape, verify)
+        info = dict(item.get("info", {}))
     else:
         trajectory = read_trajectory(path, trusted)
-        if trajectory.shape != size:
-            got = str(list(trajectory.shape))
-            raise CorruptFileError("read the trajectory", repr(str(path)), f"shape {shape}", got)
+        if trajectory.shape != shape:
+            expected, got = (f"shape {list(one)}" for one in (shape, trajectory.shape))
+            raise CorruptFileError("read the trajectory", repr(str(path)), expected, got)
         layout, info = layout_of(trajectory.tensors, f"of {str(path)!r}"), trajectory.info
     version, name = item.get("weights_version"), str(item.get("uuid") or uuid.uuid4().hex)
     version = None if version is None else int(version)
-    return Entry(trajectory_id, layout, size, info, name, version, path, block=block)
+    return Entry(trajectory_id, layout, shape, info, name, version, path, block=block)
 
 
 def _rng_of(text: Any) -> torch.Tensor | None:
