@@ -179,7 +179,7 @@ def env_groups(
             made = gather_padded(x, source, padding, delivery.empty)
         else:
             made = delivery.empty((num_steps * sum(sizes[False]), *x.shape[2:]), x.dtype)
-        split = made.split([num_steps * size for size in sizes[is_padded]])
+        split = made.split_with_sizes([num_steps * size for size in sizes[is_padded]])
         for field, part, size, (start, stop) in zip(fields, split, sizes[is_padded], bounds, strict=True):
             view = part.view(num_steps, size, *x.shape[2:])
             field[name] = delivery.deliver(view if is_padded else view.copy_(x[:, start:stop]))

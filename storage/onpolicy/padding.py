@@ -75,7 +75,9 @@ def pad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
     return padded.view(num_steps, len(segments.starts), *x.shape[2:])
 
 
-def gather_padded(x: torch.Tensor, source: torch.Tensor, padding: torch.Tensor, empty: _Empty | None = None) -> Any:
+def gather_padded(
+    x: torch.Tensor, source: torch.Tensor, padding: torch.Tensor, empty: _Empty | None = None
+) -> torch.Tensor:
     """Gather rows `source` of `[T, B, *event]`, with zeros at the places `padding`: `[len(source), *event]`.
 
     Gradients flow through, unless `empty` gives the memory of the result.

@@ -77,7 +77,7 @@ def write_sums(
     # What is not finite reaches the first step, past any decay.
     if bool(lib.count_nonzero(lib.isfinite(x[:1])) < prod(x[:1].shape)):
         _write_exactly(out, rewards, dones, (discount, trace), values, next_values, last_values)
-        if returns is not None:
+        if returns is not None and values is not None:
             torch.add(out, values, out=returns)
 
 
@@ -94,9 +94,11 @@ def _write_exactly(
     ended, (discount, trace) = dones != 0, (like_of(factor, out) for factor in factors)
     out.copy_(rewards)
     if values is not None:
-        if next_values is None and last_values is not None:
-            next_values = torch.cat([values[1:], last_values.unsqueeze(0)]).masked_fill_(ended, 0)
-        out.add_(next_values * discount).sub_(values)
+        ahead = next_values
+        if ahead is None:
+            assert last_values is not None
+            ahead = torch.cat([values[1:], last_values.unsqueeze(0)]).masked_fill_(ended, 0)
+        out.add_(ahead * discount).sub_(values)
     decay = discount * trace
     for step in range(len(out) - 2, -1, -1):
         out[step] += (decay * out[step + 1]).masked_fill_(ended[step], 0)
@@ -165,7 +167,8 @@ def _arrays(out: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[
 def _rows_per_piece(x: Any) -> int:
     """How many steps of `[T, ...]` are worked on at a time, so that they stay in the cache through all passes."""
     limit = _CHUNK_ELEMENTS_CUDA if isinstance(x, torch.Tensor) and x.is_cuda else _CHUNK_ELEMENTS
-    return max(1, limit // max(1, prod(x.shape[1:])))
+    width: int = prod(x.shape[1:])
+    return max(1, limit // max(1, width))
 
 
 def _factor_of(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
