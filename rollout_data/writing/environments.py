@@ -114,7 +114,7 @@ class Simulator:
         record = {"reward": reward, "terminated": ended & present, "truncated": truncated[0] & present}
         done = record["terminated"] | record["truncated"]
         if done.any() and self.mode is None:
-            self.mode = self._told_mode(is_gymnasium, observation, infos)
+            self.mode = self._told_mode(observation, infos)
         fields = self.seen = copied(_fields(observation, privileged))
         if self.mode in ("next_step", "disabled"):
             self.is_over = done if self.mode == "next_step" else self.is_over | done
@@ -133,9 +133,9 @@ class Simulator:
         is_of_all = _attribute(self.env, "single_action_space") is not None
         return _as_arrays(actions, _attribute(self.env, "action_space"), is_of_all)
 
-    def _told_mode(self, is_gymnasium: bool, observation: Any, infos: Any) -> str:
+    def _told_mode(self, observation: Any, infos: Any) -> str:
         """Tell the autoreset mode from a step in which an episode ended."""
-        is_told = not is_gymnasium or not isinstance(infos, Mapping) or not _SAME_STEP_INFOS.isdisjoint(infos)
+        is_told = not isinstance(infos, Mapping) or not _SAME_STEP_INFOS.isdisjoint(infos)
         is_told |= any(_attribute(self.env, name) is not None for name in _SAME_STEP_ATTRIBUTES)
         is_group = hasattr(observation, "items") and "policy" in dict(observation.items())
         if is_told or (is_group and isinstance(_leaf(observation), torch.Tensor)):

@@ -137,8 +137,15 @@ def _plain(value):
     return ["array", value.dtype, _plain(value.tolist())] if isinstance(value, np.ndarray) else value
 
 
-def test_an_env_that_does_not_tell_when_it_is_reset_is_asked_about(tmp_path):
-    env = GymForm()
+class FourValues(GymForm):
+    def step(self, actions):
+        observation, rewards, terminated, truncated, infos = super().step(actions)
+        return observation, rewards, terminated | truncated, infos
+
+
+@pytest.mark.parametrize("form", [GymForm, FourValues])
+def test_an_env_that_does_not_tell_when_it_is_reset_is_asked_about(tmp_path, form):
+    env = form()
     with pytest.raises(UsageError) as caught:
         record_demonstrations(env, policy_of(env), tmp_path, min_timesteps=100, show_progress=False)
     assert "autoreset='next_step', 'same_step' or 'disabled'" in str(caught.value)
