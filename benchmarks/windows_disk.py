@@ -12,6 +12,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import repeat
 from pathlib import Path
@@ -34,6 +35,9 @@ REACH = {"workers": 4.0, "loader": 2.5, "one": 2.0}
 IMAGE_REACH = {"raw": 1.5, "lz4": 8.0}
 LENGTH, BATCH = 10, 256
 IMAGE_LENGTH, IMAGE_BATCH = 8, 32
+#: A batch in which bytes cost nothing, 32 windows of 8 frames of 6 floats: at most so long.
+SMALL_LENGTH, SMALL_BATCH, SMALL_REACH_S = 8, 32, 50e-6
+SMALL_WIDTHS = {"observation": 4, "action": 1}
 #: Batches before the clock starts: so many that every page has been touched.
 WARM_BATCHES = 1500
 SLOW_WARM_BATCHES = 4
@@ -50,6 +54,7 @@ def cases(quick: bool) -> Iterator[Case]:
     rollout.cache_clear()
     for num_workers in (0, 1, 2):
         yield _low_dimensional(ours, theirs / "data.hdf5", num_workers, quick)
+    yield _small(tag, quick)
     yield _images(tag, quick)
 
 
@@ -87,6 +92,18 @@ def _low_dimensional(ours: Path, theirs: Path, num_workers: int, quick: bool) ->
         )
     workers = {0: "no workers", 1: "1 worker", 2: "2 workers"}[num_workers]
     return Case(f"L={LENGTH} B={BATCH}, {workers}", tuple(contenders), num_bytes=BATCH * LENGTH * row_bytes)
+
+
+def _small(tag: str, quick: bool) -> Case:
+    rollout = data.generated(32 if quick else 512, 16, SMALL_WIDTHS)
+    folder = data.made_once(f"windows-{tag}-small", lambda path: data.record(path, rollout))
+    dataset, warm = WindowDataset(folder, SMALL_LENGTH), 10 if quick else WARM_BATCHES
+    loader = _forever("DataLoader", folder, lambda: _torch_loader(dataset, 0, SMALL_BATCH), warm, OURS)
+    contenders = (
+        _gather_limit(dataset.num_frames, _row_bytes(dataset), SMALL_LENGTH, SMALL_BATCH),
+        replace(loader, reach_s=SMALL_REACH_S),
+    )
+    return Case(f"L={SMALL_LENGTH} B={SMALL_BATCH}, small rows", contenders)
 
 
 def _row_bytes(dataset: WindowDataset) -> int:

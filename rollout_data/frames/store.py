@@ -56,23 +56,24 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
             `[num_windows * length, W]`.
     """
     windows, width = as_windows(out, length), words.shape[1]
+    num_words, num_windows = words.shape[0], windows.shape[0]
     size, starts, broken = length, first, _NO_PIECES
-    if len(first) != len(windows):  # otherwise each window is one run
-        num_rows = len(windows) * length
-        size = _piece_size(runs.target, length, num_rows, 4 * width) if len(words) >= length else 1
+    if len(first) != num_windows:  # otherwise each window is one run
+        num_rows = num_windows * length
+        size = _piece_size(runs.target, length, num_rows, 4 * width) if num_words >= length else 1
         num_started = np.diff(-(-runs.target // size), append=num_rows // size)
         shift = first - runs.target  # what makes the row of a position in `out`
         starts = np.repeat(shift, num_started) + np.arange(0, num_rows, size)
         crossed = runs.target[runs.target % size != 0] // size
         broken = crossed[np.diff(crossed, prepend=-1) != 0]
         starts[broken] = 0
-    rows = torch.from_numpy(starts).to(words.device)
+    rows = torch.from_numpy(starts) if words.device.type == "cpu" else torch.from_numpy(starts).to(words.device)
     if windows.is_contiguous():  # a piece is one copy
-        pieces = words.as_strided((len(words) - size + 1, size * width), (width, 1))
+        pieces = words.as_strided((num_words - size + 1, size * width), (width, 1))
         torch.index_select(pieces, 0, rows, out=windows.view(-1, size * width))
     else:
-        pieces = words.as_strided((len(words) - size + 1, size, width), (width, width, 1))
-        for part, some in enumerate(rows.view(len(windows), -1).unbind(1)):
+        pieces = words.as_strided((num_words - size + 1, size, width), (width, width, 1))
+        for part, some in enumerate(rows.view(num_windows, -1).unbind(1)):
             torch.index_select(pieces, 0, some, out=windows[:, part * size : (part + 1) * size])
     if len(broken):
         place = (size * broken[:, None] + np.arange(size)).reshape(-1)

@@ -1,7 +1,7 @@
 """The template of datasets that play recorded rollouts back, env by env and in order.
 
-One rule: how a stream is driven (reset, batches, iteration, lookup by time) is written here
-once; where the frames come from is the subclass's business.
+One rule: how a stream is driven (reset, batches, iteration, lookup by time) is written here once; where the frames come
+from, in a subclass.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -180,15 +181,15 @@ class RolloutFileBase(IterableDataset, ABC):
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
         """Frames of each env's trajectory, int64 `[len(env_ids)]`."""
-        raise UsageError(
-            "look frames up by time", f"with {type(self).__name__}", "a reader that can", "one that cannot"
-        )
+        raise self._no_lookup()
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
         """Give a batch `[len(env_ids), ...]` of the frames at `position` (float64, counted in frames)."""
-        raise UsageError(
-            "look frames up by time", f"with {type(self).__name__}", "a reader that can", "one that cannot"
-        )
+        raise self._no_lookup()
+
+    def _no_lookup(self) -> UsageError:
+        where = f"with {type(self).__name__}"
+        return UsageError("look frames up by time", where, "a reader that can", "one that cannot")
 
     def _ensure_started(self) -> None:
         if not self._is_started:
@@ -197,18 +198,10 @@ class RolloutFileBase(IterableDataset, ABC):
     def _checked_ids(self, env_ids: EnvIds) -> torch.Tensor:
         if env_ids is None:
             return self.all_env_ids
-        try:
-            ids = torch.as_tensor(env_ids, device="cpu").reshape(-1)
-        except (TypeError, ValueError, RuntimeError) as cause:
-            raise UsageError("choose envs", "", "integer ids: a tensor, array or list", repr(env_ids)[:100]) from cause
-        if ids.dtype == torch.bool or (ids.dtype.is_floating_point and len(ids)):
-            raise UsageError("choose envs", "", "integer ids", str(ids.dtype))
-        ids = ids.to(torch.int64)
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.num_envs):
-            raise UsageError("choose envs", "", f"ids in 0:{self.num_envs}", f"{int(ids.min())} to {int(ids.max())}")
-        if len(torch.unique(ids)) != len(ids):
-            raise UsageError("choose envs", "", "each id once", f"{ids.tolist()}")
-        return ids
+        ids = arguments.env_ids("choose envs", "env_ids", env_ids, self.num_envs)
+        if len(np.unique(ids)) != len(ids):
+            raise UsageError("choose envs", expected="each id once", got=str(ids.tolist()))
+        return torch.from_numpy(ids)
 
     @staticmethod
     def _checked_steps(steps: int | None) -> int | None:

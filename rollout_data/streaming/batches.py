@@ -51,7 +51,7 @@ class BatchReader:
     """Turns plans into batches; holds reusable memory, and what follows from the layout of the rows."""
 
     def __init__(self, options: BatchOptions) -> None:
-        self.options, self._pool = options, BufferPool()
+        self.options, self._pool = options, BufferPool(24)  # with `contiguous` a batch takes a dozen
         self._layouts: Mapping[str, RowLayout] | None = None
 
     def _know(self, layouts: Mapping[str, RowLayout]) -> None:
@@ -195,11 +195,11 @@ def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
     done, timeout, is_first, valid, is_last = flags
     for deal, _, (env, time, trajectory) in plan.parts:
         if len(env):
-            is_last[time, env] = True
+            done[time, env] = is_last[time, env] = True
             timeout[time, env] = deal.source.index.is_timeout(trajectory)
     if len(plan.first_env):
         is_first[plan.first_time, plan.first_env] = True
-    np.logical_or(is_last, is_first if mark_first_frame else False, out=done)
+        done[plan.first_time, plan.first_env] |= mark_first_frame
     np.less(np.arange(plan.num_steps)[:, None], plan.num_valid, out=valid)
     return flags
 

@@ -36,8 +36,7 @@ class Deal:
     source: Any = None
 
 
-@dataclass(frozen=True, eq=False)
-class StreamState:
+class StreamState(NamedTuple):
     """Where each env stands.
 
     Attributes:
@@ -86,8 +85,7 @@ class Part(NamedTuple):
     ends: Ends
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(NamedTuple):
     """What T steps read and mark; times are `0..T`, where time T is only looked at.
 
     Attributes:

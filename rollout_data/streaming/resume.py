@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,7 +103,7 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     number = dealer.number_of(deal.number)
     if saved["dealt"] is not None:
         position = num_dealt(store.index, deal.order, dealer.options, number, _name(saved["dealt"]))
-        state = replace(state, position=position)
+        state = state._replace(position=position)
     return Position(state, deal)
 
 
@@ -119,7 +119,7 @@ def _without_the_gone(state: StreamState, index: TrajectoryIndex, keys: list[tup
         writer, number = keys[int(np.argmax(is_gone & ~state.is_exhausted))]
         raise Misfit(f"trajectory {number} of writer {writer!r}", "it is not there any more")
     shown = np.where(is_gone, len(index) - 1, state.trajectory)
-    return replace(state, trajectory=shown, frame=np.where(is_gone, index.lengths[shown], state.frame))
+    return state._replace(trajectory=shown, frame=np.where(is_gone, index.lengths[shown], state.frame))
 
 
 def _settings(options: PassOptions) -> dict[str, Any]:

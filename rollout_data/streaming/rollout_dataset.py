@@ -6,13 +6,14 @@ One rule: an argument is checked here and decides there: how batches follow each
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
-from storage.core.arguments import flag, real, whole
-from storage.errors import UsageError, nearest
+from storage.core.arguments import choice, flag, real, whole
+from storage.errors import UsageError
 
 from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.source_base import DataDirs, absolute_paths
@@ -27,6 +28,8 @@ from .stream import Even, RolloutStream
 Cache = Literal["none", "ram", "device"]
 OnError = Literal["raise", "skip"]
 Interpolation = Literal["nearest", "linear"]
+_flag, _whole = partial(flag, "open the dataset"), partial(whole, "open the dataset")
+_real, _choice = partial(real, "open the dataset"), partial(choice, "open the dataset")
 
 
 class RolloutDataset(RolloutStream):
@@ -113,35 +116,26 @@ class RolloutDataset(RolloutStream):
     ) -> None:
         super().__init__(data_dir, num_envs, device)
         self._paths = absolute_paths(data_dir)
-        kinds: dict[str, tuple[Any, Any]] = {
-            "cache": (cache, Cache), "interpolation": (interpolation, Interpolation), "even": (even, Even),
-            "on_error": (on_error, OnError),
-        }  # fmt: skip
-        for name, (value, kind) in kinds.items():
-            if value not in (allowed := get_args(kind)):
-                expected = f"{name} {nearest(str(value), allowed)}"
-                raise UsageError("open the dataset", repr(data_dir), expected, repr(value))
         self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
-        self.cache, self.drop_last, self.interpolation = (
-            cache,
-            flag("open the dataset", "drop_last", drop_last),
-            interpolation,
-        )
-        self.even, self.on_error, self.as_dict = even, on_error, flag("open the dataset", "as_dict", as_dict)
-        self.verify_on_open = flag("open the dataset", "verify_on_open", verify_on_open)
-        self._chunk_cache_bytes = whole("open the dataset", "chunk_cache_bytes", chunk_cache_bytes, 0)
+        self.cache = _choice("cache", cache, get_args(Cache))
+        self.interpolation = _choice("interpolation", interpolation, get_args(Interpolation))
+        self.even = _choice("even", even, get_args(Even))
+        self.on_error = _choice("on_error", on_error, get_args(OnError))
+        self.drop_last, self.as_dict = _flag("drop_last", drop_last), _flag("as_dict", as_dict)
+        self.verify_on_open = _flag("verify_on_open", verify_on_open)
+        self._chunk_cache_bytes = _whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self._passes = PassOptions(
-            whole("open the dataset", "dataset_loops", dataset_loops, -(1 << 62)),
-            flag("open the dataset", "random_shuffle_traj_order", random_shuffle_traj_order),
-            whole("open the dataset", "keep_latest_n_trajs", keep_latest_n_trajs, 0),
+            _whole("dataset_loops", dataset_loops, -(1 << 62)),
+            _flag("random_shuffle_traj_order", random_shuffle_traj_order),
+            _whole("keep_latest_n_trajs", keep_latest_n_trajs, 0),
             frame_range(starting_frame_range),
-            whole("open the dataset", "seed", seed, 0),
-            real("open the dataset", "wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
+            _whole("seed", seed, 0),
+            _real("wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
         )
         self._look = {
-            "flatten_observations": flag("open the dataset", "flatten_observations", flatten_observations),
-            "mark_first_frame": flag("open the dataset", "mark_first_frame", mark_first_frame),
-            "contiguous": flag("open the dataset", "contiguous", contiguous),
+            "flatten_observations": _flag("flatten_observations", flatten_observations),
+            "mark_first_frame": _flag("mark_first_frame", mark_first_frame),
+            "contiguous": _flag("contiguous", contiguous),
         }
         self._frame_rate_hz = None if frame_rate_hz is None else _frame_rate(frame_rate_hz)
         self._begin_unread(checked_shard(shard))
@@ -208,13 +202,8 @@ class RolloutDataset(RolloutStream):
         if rate is None and (found := self.metadata.get("frame_rate_hz")) is not None:
             rate = _frame_rate(found)
         if rate is None:
-            raise UsageError(
-                "look frames up by time",
-                f"in {self.data_dir!r}",
-                "a known frame rate",
-                "none",
-                "Give frame_rate_hz, or record it in the metadata",
-            )
+            advice = "Give frame_rate_hz, or record it in the metadata"
+            raise UsageError("look frames up by time", f"in {self.data_dir!r}", "a known frame rate", "none", advice)
         return rate
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
@@ -229,4 +218,4 @@ class RolloutDataset(RolloutStream):
 
 
 def _frame_rate(value: Any) -> float:
-    return real("open the dataset", "frame_rate_hz", value, "> 0 frames per second", lambda rate: 0 < rate < math.inf)
+    return _real("frame_rate_hz", value, "> 0 frames per second", lambda rate: 0 < rate < math.inf)

@@ -182,13 +182,9 @@ class RolloutStream(RolloutFileBase):
             return
         among = "" if self._shard.total == 1 else f" for {self._shard.total} ranks"
         left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
-        raise UsageError(
-            f"start {num_envs} envs",
-            f"on {self.data_dir!r}",
-            f"at least {num_envs} trajectories{among}",
-            f"{num_trajectories}{left_out}",
-            "Use fewer envs, more passes (dataset_loops) or more data",
-        )
+        expected, got = f"at least {num_envs} trajectories{among}", f"{num_trajectories}{left_out}"
+        advice = "Use fewer envs, more passes (dataset_loops) or more data"
+        raise UsageError(f"start {num_envs} envs", f"on {self.data_dir!r}", expected, got, advice)
 
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
         assert self._deal is not None and self._dealer is not None
@@ -206,25 +202,17 @@ class RolloutStream(RolloutFileBase):
         """Plan the next steps of the envs of all ranks, or of `envs` of one process."""
         assert self._deal is not None and self._dealer is not None
         if self._is_over(self._state):
+            got = f"all {self.num_dataset_looped} passes were delivered"
             raise DatasetExhausted(
-                "read another batch",
-                f"from {self.data_dir!r}",
-                "",
-                f"all {self.num_dataset_looped} passes were delivered",
-                "reset() starts again",
+                "read another batch", f"from {self.data_dir!r}", got=got, advice="reset() starts again"
             )
         plan, state, deal = plan_steps(self._state, self._deal, num_steps, self._dealer.following, envs)
         num_valid = plan.num_valid if envs is None else plan.num_valid[envs]
         if self.drop_last and (num_valid < num_steps).any():
             left = (deal.lengths[state.trajectory] - state.frame) * ~state.is_exhausted
             self.num_dropped_frames = int((plan.num_valid + left)[self._mine].sum())
-            raise DatasetExhausted(
-                "fill another batch",
-                f"from {self.data_dir!r}",
-                "",
-                f"{self.num_dropped_frames} frames are left",
-                "drop_last=False delivers them",
-            )
+            got, advice = f"{self.num_dropped_frames} frames are left", "drop_last=False delivers them"
+            raise DatasetExhausted("fill another batch", f"from {self.data_dir!r}", got=got, advice=advice)
         return plan, state, deal
 
     def _is_over(self, state: StreamState) -> bool:
@@ -245,7 +233,7 @@ class RolloutStream(RolloutFileBase):
     def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
         """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
 
-        With `as_dict`, a dict of its tensors.
+        It lies in memory time first, so that `flatten(0, 1)` is a view. With `as_dict`, a dict of its tensors.
 
         Raises:
             DatasetExhausted: Everything was delivered; also a `StopIteration`.
@@ -259,12 +247,13 @@ class RolloutStream(RolloutFileBase):
     def read_next(self, num_steps: int, envs: Int64s | None, without_time: bool) -> tuple[Transition, Position]:
         """Plan and read the next steps of `envs` of this process; None is all."""
         plan, state, deal = self._plan(num_steps, envs)
-        mine = plan if envs is None and self._shard.total == 1 else share_of(plan, self._mine if envs is None else envs)
+        mine = share_of(plan, self._mine) if self._shard.total > 1 else plan
+        chosen = mine if envs is None else share_of(mine, envs)
         while True:
             if self._readahead is not None:
                 self._readahead.before(mine)
             try:
-                batch = self.reader.read(mine, self._shard.number, without_time)
+                batch = self.reader.read(chosen, self._shard.number, without_time)
                 return batch, Position(state, deal)
             except DataFileError as problem:
                 self._leave_out(mine, problem)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from storage.core.arguments import whole
+from storage.core.arguments import choice, whole
 from storage.core.checksums import crc32
-from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError, nearest
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
 from ..format.header import DATA
 from ..frames.coded import CHUNK_CACHE_BYTES
@@ -24,7 +24,7 @@ from ..frames.sources import BlockSource, open_source, writers_upto
 from ..frames.store import FrameStore
 from ..index.index import Int64s
 from .fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
-from .index import PADDINGS, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
+from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .normalization import FieldStatistics, compute_statistics
 from .reader import MASK, NEXT_MASK, WindowReader
 from .shared import WindowBatches
@@ -95,9 +95,8 @@ class WindowDataset(WindowBatches):
         verify_on_open: bool = False,
         chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
     ) -> None:
-        if padding not in PADDINGS:
-            raise UsageError("read windows", "", f"padding {nearest(str(padding), PADDINGS)}", repr(padding))
-        self.data_dir, self._paths, self.padding = data_dir, absolute_paths(data_dir), padding
+        self.data_dir, self._paths = data_dir, absolute_paths(data_dir)
+        self.padding = choice("read windows", "padding", padding, get_args(Padding))
         self.length = whole("open the dataset", "length", length, 1, MAX_FRAMES)
         self.stride = whole("open the dataset", "stride", stride, 1, MAX_FRAMES)
         self._delta = checked_delta(delta)

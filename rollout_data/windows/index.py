@@ -9,21 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Literal, get_args
 
 import numpy as np
 
-from storage.errors import UsageError, nearest
+from storage.core.arguments import choice, real
+from storage.errors import UsageError
 
 from ..index.index import Int64s, TrajectoryIndex
 from ..index.sharding import Shard
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
-PADDINGS = ("none", "repeat", "edge", "zero")
-SPLITS = ("train", "validation")
-EVENS = ("pad", "drop", "none")
 Even = Literal["pad", "drop", "none"]
 
 
@@ -42,10 +40,10 @@ class SplitOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.split is not None and self.split not in SPLITS:
-            raise UsageError("split the dataset", "", f"None or {nearest(str(self.split), SPLITS)}", repr(self.split))
-        if not isinstance(self.validation_fraction, Real) or not 0 <= self.validation_fraction <= 1:
-            raise UsageError("split the dataset", "", "validation_fraction in [0, 1]", repr(self.validation_fraction))
+        if self.split is not None:
+            choice("split the dataset", "split", self.split, get_args(Split))
+        part = self.validation_fraction
+        real("split the dataset", "validation_fraction", part, "in [0, 1]", lambda fraction: 0 <= fraction <= 1)
 
 
 def choose_trajectories(index: TrajectoryIndex, options: SplitOptions) -> Int64s:
@@ -98,11 +96,9 @@ class WindowIndex:
         return place, self.first_anchor + (windows - self.first_window[place]) * self.stride
 
 
-def checked_even(value: str) -> str:
+def checked_even(value: Even) -> Even:
     """Check an `even` argument."""
-    if value not in EVENS:
-        raise UsageError("share windows out", "", f"even {nearest(str(value), EVENS)}", repr(value))
-    return value
+    return choice("share windows out", "even", value, get_args(Even))
 
 
 def rank_batches(start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool) -> Int64s:
@@ -160,7 +156,7 @@ class WindowShape:
     target: Int64s
     unit: int
 
-    @property
+    @cached_property
     def reach(self) -> tuple[int, int]:
         """The least and the greatest delta."""
         return int(self.deltas[0]), int(self.deltas[-1])
@@ -189,11 +185,10 @@ class WindowShape:
             row; a run that reaches outside is one for each frame.
         """
         num_runs = len(self.first)
-        start = (anchor[:, None] + self.first).ravel()
-        target = (np.arange(len(anchor))[:, None] * len(self.deltas) + self.target).ravel()
+        start = anchor + self.first if num_runs == 1 else (anchor[:, None] + self.first).ravel()
+        target, counts = self._targets(len(anchor))
         if num_runs > 1:
             trajectory, lengths = np.repeat(trajectory, num_runs), np.repeat(lengths, num_runs)
-        counts = np.tile(self.count, len(anchor))
         is_cut = (start < 0) | (start + counts > lengths)
         if not is_cut.any():
             return trajectory, start, counts, target
@@ -203,3 +198,9 @@ class WindowShape:
         step = np.arange(len(run)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
         frame = np.clip(start[run] + step, 0, lengths[run] - 1)
         return trajectory[run], frame, np.where(is_cut, 1, counts)[run], target[run] + step
+
+    @lru_cache(maxsize=8)  # noqa: B019 - a shape is small, and lives as long as its dataset
+    def _targets(self, num_windows: int) -> tuple[Int64s, Int64s]:
+        """First rows and sizes of the runs of a batch."""
+        target = (np.arange(num_windows)[:, None] * len(self.deltas) + self.target).ravel()
+        return target, np.tile(self.count, num_windows)

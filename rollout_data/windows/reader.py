@@ -17,10 +17,9 @@ from storage.core.tree import unflatten
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..format.schema import joined
 from ..frames.cut import Allocate, Cut, Grid, Rows, put
-from ..frames.store import FrameStore, MappedFrames
-from ..index.index import Int64s, Runs
+from ..frames.store import FrameStore
+from ..index.index import Int64s
 from .fields import DONE, NEXT, OBSERVATIONS, WindowField, WindowPlan
-from .index import WindowShape
 
 MASK, NEXT_MASK = "mask", "next_mask"
 
@@ -54,10 +53,6 @@ class WindowReader:
         final = index.final_row[trajectories] >= 0
         is_whole = (index.flags[trajectories] & FINAL_OBSERVATION_ONLY) == 0
         self._has_final = {OBSERVATIONS[0]: final, OBSERVATIONS[1]: final & is_whole}
-        self._first_frame = index.first_frame[trajectories]
-        self._next_fragment, self._row_shift = index.fragment_frame[1:], index.fragment_row - index.fragment_frame[:-1]
-        self._has_chunks = any(self._layout.columns[name].is_coded for name in plan.columns)
-        self._of_batch: dict[tuple[int, int], tuple[Int64s, Int64s]] = {}
         name_of = {field.name: name for name, fields in plan.joins.items() for field in fields}
         #: Name in a batch -> the fields that are joined under it, or the one field.
         self._leaves: dict[str, list[WindowField]] = {}
@@ -76,8 +71,7 @@ class WindowReader:
             name_of.get(field.name, field.name).removeprefix(NEXT): field for field in plan.fields if field.is_next
         }
         self._reach = {field.name: (int(field.deltas.min()), int(field.deltas.max())) for field in plan.fields}
-        self._reach_read = [shape.reach for shape in plan.shapes]
-        #: What most batches have no frame of.
+        #: Most batches have no frame of such a trajectory.
         self._has_single_frames = bool((self._lengths == 1).any())
 
     def read(self, place: Int64s, anchor: Int64s, allocate: Allocate) -> dict[str, Any]:
@@ -101,63 +95,19 @@ class WindowReader:
 
     def _gather(self, at: _Places, allocate: Allocate) -> dict[str, torch.Tensor]:
         """Column -> `[B * W, row_bytes / 4]` int32."""
-        located = [
-            self._locate(shape, reach, at) for shape, reach in zip(self.plan.shapes, self._reach_read, strict=True)
-        ]
+        located = []
+        for shape in self.plan.shapes if len(at.anchor) else ():
+            located.append(self.store.locate(*shape.pieces(self._trajectories[at.place], at.length, at.anchor)))
         rows = {}
         for name, number in self.plan.columns.items():
-            shape, (runs, others) = self.plan.shapes[number], located[number]
+            shape = self.plan.shapes[number]
             num_words = self._layout.columns[name].row_bytes // 4
             out = rows[name] = allocate((len(at.anchor) * len(shape.deltas), num_words), torch.int32)
-            if len(at.anchor):
-                self.store.copy((DATA, name), runs, shape.unit, out)
-            if others is not None:
-                self.store.copy((DATA, name), others, 0, out)
-            if self._is_zero and at.reaches_outside(*self._reach_read[number]):
-                out.numpy()[~at.inside(shape.deltas, *self._reach_read[number]).ravel()] = 0
+            if located:
+                self.store.copy((DATA, name), located[number], shape.unit, out)
+            if self._is_zero and at.reaches_outside(*shape.reach):
+                out.numpy()[~at.inside(shape.deltas, *shape.reach).ravel()] = 0
         return rows
-
-    def _locate(self, shape: WindowShape, reach: tuple[int, int], at: _Places) -> tuple[Runs, Runs | None]:
-        """Give runs that cover all windows, and others that are to be copied after them.
-
-        Most windows lie in one run. Where it is so, it is found in one search, and what stands at the places of
-        the other windows is overwritten: half the time of treating all alike.
-        """
-        trajectory = self._trajectories[at.place]
-        if len(shape.first) > 1 or self._has_chunks or not isinstance(self.store, MappedFrames):
-            return self.store.locate(*shape.pieces(trajectory, at.length, at.anchor)), None
-        index, length = self.store.index, len(shape.deltas)
-        start = at.anchor + reach[0]
-        frame = self._first_frame[at.place] + start
-        reaches_outside = at.reaches_outside(*reach)
-        if reaches_outside:
-            frame = np.clip(frame, 0, index.num_frames - 1)
-        fragment = np.searchsorted(index.fragment_frame, frame, side="right") - 1
-        is_whole = frame + length <= self._next_fragment[fragment]
-        if reaches_outside:
-            is_whole &= (start >= 0) & (start + length <= at.length)
-        target, count = self._targets(len(frame), length)
-        runs = Runs(target, index.fragment_block[fragment], self._row_shift[fragment] + frame, count)
-        odd = np.flatnonzero(~is_whole)
-        if not len(odd):
-            return runs, None
-        if 2 * len(odd) > len(frame):
-            return self.store.locate(*shape.pieces(trajectory, at.length, at.anchor)), None
-        which, first, frames, target = shape.pieces(trajectory[odd], at.length[odd], at.anchor[odd])
-        window, row = np.divmod(target, length)
-        others = self.store.locate(which, first, frames, odd[window] * length + row)
-        some = int(np.argmax(is_whole))
-        runs.block[odd], runs.row[odd] = runs.block[some], runs.row[some]
-        return runs, others
-
-    def _targets(self, num_windows: int, length: int) -> tuple[Int64s, Int64s]:
-        """First rows and sizes of windows in a batch, the same again and again."""
-        found = self._of_batch.get((num_windows, length))
-        if found is None:
-            self._of_batch.clear()
-            found = np.arange(num_windows) * length, np.full(num_windows, length)
-            self._of_batch[num_windows, length] = found
-        return found
 
     def _leaf(
         self, cut: Cut, fields: Sequence[WindowField], rows: Rows, at: _Places, allocate: Allocate

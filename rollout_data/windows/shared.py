@@ -108,12 +108,16 @@ class WindowBatches(Dataset[dict[str, Any]], ABC):
 
 
 class SharedMemory:
-    """Where a worker puts its batches. Belongs to one process and thread."""
+    """Where a worker puts its batches. Belongs to one process and thread.
+
+    Attributes:
+        places: One for each batch that is under way or in use, and those that are free.
+    """
 
     def __init__(self) -> None:
         # Only what goes to another process goes by its place; copies are ordinary ones.
         ForkingPickler.register(_SharedBatch, _departing)
-        self._places: list[_Place] = []
+        self.places: list[_Place] = []
         self._place_bytes = 0
         self._can_grow = True
         self._token = secrets.token_hex(8)
@@ -128,10 +132,10 @@ class SharedMemory:
 
     def _free_place(self) -> _Place | None:
         """A place that nobody uses: a new one if there is none that is large enough, None if that cannot be."""
-        free = next((place for place in self._places if place.is_free()), None)
+        free = next((place for place in self.places if place.is_free()), None)
         if not self._can_grow or (free is not None and free.num_bytes >= self._place_bytes):
             return free
-        number = free.key[2] if free is not None else len(self._places)
+        number = free.key[2] if free is not None else len(self.places)
         if number == NUM_PLACES or not self._place_bytes or not _has_room(self._place_bytes):
             return free
         try:
@@ -139,7 +143,7 @@ class SharedMemory:
         except RuntimeError:  # of torch: too many files are open, or another process was faster
             self._can_grow = False
             return free
-        self._places[number : number + 1] = [place]
+        self.places[number : number + 1] = [place]
         return place
 
 
@@ -237,13 +241,13 @@ def _departing(batch: _SharedBatch) -> tuple[Any, ...]:
 
 
 #: Shared memory of workers, in the process that consumes.
-_mapped: dict[_Key, np.ndarray] = {}
+mapped: dict[_Key, np.ndarray] = {}
 
 
 def _arrive(key: _Key, form: dict[str, Any], memory: torch.Tensor | None) -> dict[str, Any]:
     """View a batch where it lies; its place is free when the last of its tensors is gone."""
     if memory is None:
-        found = _mapped[key]
+        found = mapped[key]
     else:
         found = memory.numpy()
         _keep(key, found)
@@ -264,8 +268,8 @@ def _keep(key: _Key, memory: np.ndarray) -> None:
     """Keep a worker's memory mapped as long as the loader keeps the worker; it need not be sent again."""
     for process in active_children():
         if process.pid == key[0]:
-            _mapped[key] = memory
-            weakref.finalize(process, _mapped.pop, key, None).atexit = False
+            mapped[key] = memory
+            weakref.finalize(process, mapped.pop, key, None).atexit = False
             memory[_IS_MAPPED] = 1
 
 

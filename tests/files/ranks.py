@@ -1,6 +1,6 @@
-"""A script that torchrun starts in each rank: streams a folder beside a writer and prints what it has got as JSON.
+"""A script that torchrun starts in each rank: streams folders, one after the other, and writes what it has got as JSON.
 
-Arguments: folder, how it is read, num_workers, start method of workers.
+Argument: a list of readings as JSON, each the arguments of `read`.
 """
 
 from __future__ import annotations
@@ -50,26 +50,32 @@ def iterate(dataset, reading, num_workers, start_method):
     return batches
 
 
-def main() -> None:
-    data_dir, reading, num_workers, start_method, shard, as_dict = sys.argv[1:]
-    dist.init_process_group("gloo")
+def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as_dict=False):
+    """Read a folder to its end, some of them beside a writer; gives the error, if there is one."""
     rank = dist.get_rank()
     dataset = RolloutDataset(
-        data_dir, 4, 3, True, device="cpu", num_transitions_per_env=2, shard=shard, as_dict=as_dict == "dict"
+        data_dir, 4, 3, True, device="cpu", num_transitions_per_env=2, shard=shard, as_dict=as_dict
     )
     found, error = [], None
     is_live = reading in ("prefetch", "loader")
     try:
-        for number, batch in enumerate(iterate(dataset, reading, int(num_workers), start_method)):
+        for number, batch in enumerate(iterate(dataset, reading, num_workers, start_method)):
             found.append(seen(batch))
             if is_live and rank == number % 2:  # no rank waits for the other: what it sees differs
                 record(Path(data_dir), [3, 2], first_number=100 * rank + 2 * number + 20)
     except Exception as raised:  # noqa: BLE001 - the test looks at it
         error = f"{type(raised).__name__}: {raised}"
     Path(data_dir).with_name(f"rank{rank}.json").write_text(json.dumps({"batches": found, "error": error}))
-    if error is None:
+    return error
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for arguments in json.loads(sys.argv[1]):
+        if read(**arguments) is not None:
+            return
         dist.barrier()
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_wrong_arguments_of_calls_are_refused(tmp_path):
     dataset = RolloutDataset(tmp_path, 2, device="cpu", frame_rate_hz=10, drop_last=0, contiguous=1)
     first = dataset.get_batch()
     for env_ids in ({0, 1}, [None], "a", object()):
-        with pytest.raises(UsageError, match="expected integer ids"):
+        with pytest.raises(UsageError, match="expected env_ids as integer ids"):
             dataset.reset(env_ids)
     for state in (None, 5, "x"):
         with pytest.raises(UsageError, match=r"expected what state_dict\(\) gave"):

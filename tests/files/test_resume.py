@@ -284,25 +284,6 @@ def test_one_thread_at_a_time_reads_ahead_of_a_dataset(tmp_path, ending):
         assert list(batches) == [] and len(list(second)) == len(plain)
 
 
-def test_prefetching_hands_over_errors_at_their_place(tmp_path, monkeypatch):
-    record(tmp_path, [9] * 2)
-    dataset = RolloutDataset(tmp_path, 2, device="cpu", num_transitions_per_env=1)
-    read, calls = RolloutDataset.get_batch, []
-
-    def fail_third(self, num_steps=None):
-        calls.append(num_steps)
-        if len(calls) == 3:
-            raise OSError("disk")
-        return read(self, num_steps)
-
-    monkeypatch.setattr(RolloutDataset, "get_batch", fail_third)
-    seen = []
-    with pytest.raises(OSError, match="disk"):
-        for batch in dataset.prefetch(5):
-            seen.append(batch)
-    assert len(seen) == 2
-
-
 @pytest.mark.parametrize(
     "change",
     [

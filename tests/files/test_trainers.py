@@ -23,15 +23,24 @@ def needs(name):
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
 
 
-def run_ranks(tmp_path, reading, num_workers=0, start_method="fork", shard="auto", as_dict="tuple"):
-    """Read a folder in two ranks; gives what each has got: batches and error."""
-    record(tmp_path / "data", LENGTHS, num_envs=3)
+def run_ranks(*readings):
+    """Let two ranks do readings one after the other, the arguments of `ranks.read`."""
+    for reading in readings:
+        record(Path(reading["data_dir"]), LENGTHS, num_envs=3)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    command += ["tests.files.ranks", tmp_path / "data", reading, str(num_workers), start_method, shard, as_dict]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    paths = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    command += ["tests.files.ranks", json.dumps(readings)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def found_by_ranks(folder, run):
+    """What each rank has got in a folder: batches and error."""
+    paths = [folder / f"rank{rank}.json" for rank in range(2)]
     assert all(path.exists() for path in paths), run.stderr[-3000:]
     return [json.loads(path.read_text()) for path in paths]
+
+
+def read_by_ranks(folder, reading, **options):
+    return found_by_ranks(folder, run_ranks({"data_dir": str(folder / "data"), "reading": reading, **options}))
 
 
 def delivered(ranks, stop=None):
@@ -40,18 +49,34 @@ def delivered(ranks, stop=None):
     return sorted((n, f) for batch in batches for step in batch for n, f, valid in step if valid)
 
 
-@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "fork"), (2, "spawn"), (2, "forkserver")])
-def test_ranks_under_torchrun_share_the_data_whatever_starts_their_workers(tmp_path, num_workers, start_method):
-    ranks = run_ranks(tmp_path, "plain", num_workers, start_method)
+#: Ways of reading that need nothing but torch: reading, num_workers, start method.
+PLAIN = [("plain", 0, "fork"), ("plain", 2, "spawn"), ("plain", 2, "forkserver")]
+LIVE = [("prefetch", 0, "fork"), ("loader", 2, "fork")]
+
+
+@pytest.fixture(scope="module")
+def by_torch(tmp_path_factory):
+    """What ranks have got by the ways above, all of them in one start of torchrun."""
+    folders = {way: tmp_path_factory.mktemp("ranks") for way in PLAIN + LIVE}
+    names = ("reading", "num_workers", "start_method")
+    run = run_ranks(
+        *({"data_dir": str(folder / "data"), **dict(zip(names, way, strict=True))} for way, folder in folders.items())
+    )
+    return lambda way: found_by_ranks(folders[way], run)
+
+
+@pytest.mark.parametrize("way", PLAIN, ids=lambda way: way[2])
+def test_ranks_under_torchrun_share_the_data_whatever_starts_their_workers(by_torch, way):
+    ranks = by_torch(way)
     assert [rank["error"] for rank in ranks] == [None, None]
     assert len(ranks[0]["batches"]) == len(ranks[1]["batches"])
     assert delivered(ranks) == sorted(3 * ALL)
     assert 0 < len(delivered(ranks[:1])) < len(ALL) * 3
 
 
-@pytest.mark.parametrize(("reading", "num_workers"), [("prefetch", 0), ("loader", 2)])
-def test_rank_0_decides_beside_live_writers(tmp_path, reading, num_workers):
-    ranks = run_ranks(tmp_path, reading, num_workers)
+@pytest.mark.parametrize("way", LIVE, ids=lambda way: way[0])
+def test_rank_0_decides_beside_live_writers(by_torch, way):
+    ranks = by_torch(way)
     assert [rank["error"] for rank in ranks] == [None, None]
     assert len(ranks[0]["batches"]) == len(ranks[1]["batches"])
     counts = {}
@@ -71,17 +96,17 @@ def test_rank_0_decides_beside_live_writers(tmp_path, reading, num_workers):
 def test_accelerate_that_splits_what_is_shared_out_is_refused_with_the_cure(
     tmp_path, reading, num_workers, start_method
 ):
-    ranks = run_ranks(tmp_path, reading, num_workers, start_method, as_dict="dict")
+    ranks = read_by_ranks(tmp_path, reading, num_workers=num_workers, start_method=start_method, as_dict=True)
     assert "shard='none'" in ranks[0]["error"]
 
 
 @needs("accelerate")
 @pytest.mark.parametrize(
     ("reading", "shard", "as_dict"),
-    [("accelerate", "none", "dict"), ("accelerate-shard", "none", "dict"), ("accelerate-loader", "auto", "tuple")],
+    [("accelerate", "none", True), ("accelerate-shard", "none", True), ("accelerate-loader", "auto", False)],
 )
 def test_accelerate_dispatches_what_is_not_shared_out_and_passes_our_loader_through(tmp_path, reading, shard, as_dict):
-    ranks = run_ranks(tmp_path, reading, shard=shard, as_dict=as_dict)
+    ranks = read_by_ranks(tmp_path, reading, shard=shard, as_dict=as_dict)
     assert [rank["error"] for rank in ranks] == [None, None]
     if reading == "accelerate-shard":  # accelerate fills its last batches up with the first ones
         assert set(delivered(ranks)) == set(ALL) and len(delivered(ranks)) >= 3 * len(ALL)
@@ -92,7 +117,7 @@ def test_accelerate_dispatches_what_is_not_shared_out_and_passes_our_loader_thro
 @needs("lightning")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_lightning_fabric_leaves_the_loader_alone(tmp_path, num_workers):
-    ranks = run_ranks(tmp_path, "fabric", num_workers)
+    ranks = read_by_ranks(tmp_path, "fabric", num_workers=num_workers)
     assert [rank["error"] for rank in ranks] == [None, None]
     assert delivered(ranks) == sorted(3 * ALL)
 

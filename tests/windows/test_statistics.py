@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_data import RolloutWriter, WindowDataset
-from rollout_data.windows import normalization
-from rollout_data.windows.quantiles import ByteCounts, KeptRows, QuantileSketch
+from rollout_data.windows.quantiles import ByteCounts, KeptRows, QuantileSketch, quantiles_of
 from storage.errors import UsageError
 from tests.files import coded, recorded
+from tests.formats import folders
 
 LEVELS = (0.0, 0.01, 0.37, 0.5, 0.99, 1.0)
 
@@ -45,9 +47,7 @@ def record(folder, num_steps=60, num_envs=3):
 AXES = {"rgb": (0, 1, 2, 3), "depth": (0, 1, 3, 4), "plane": (0, 1, 2, 3)}
 
 
-@pytest.mark.parametrize("portion_bytes", [1, 700, 8 << 20])
-def test_statistics_equal_those_of_numpy(tmp_path, monkeypatch, portion_bytes):
-    monkeypatch.setattr(normalization, "_PORTION_BYTES", portion_bytes)
+def test_statistics_equal_those_of_numpy(tmp_path):
     arrays = record(tmp_path)
     found = WindowDataset(tmp_path, 4).statistics(LEVELS, progress=False, use_cache=False)
     assert set(found) == {*arrays, "action"}
@@ -72,39 +72,58 @@ def test_statistics_equal_those_of_numpy(tmp_path, monkeypatch, portion_bytes):
     assert found["action"].std.tolist() == [0, 0] and found["action"].mean.tolist() == [7, 7]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, about the infinities below
-@pytest.mark.parametrize("portion_bytes", [1, 100, 8 << 20])
-@pytest.mark.parametrize("exact_bytes", [0, 64 << 20])
-def test_values_that_are_not_finite_are_taken_as_numpy_takes_them(tmp_path, monkeypatch, portion_bytes, exact_bytes):
-    monkeypatch.setattr(normalization, "_PORTION_BYTES", portion_bytes)
-    monkeypatch.setattr("rollout_data.windows.quantiles.EXACT_BYTES", exact_bytes)
-    monkeypatch.setattr(QuantileSketch.__init__, "__defaults__", (8,))
-    values = np.random.default_rng(0).random((60, 1, 5))
-    values[3, 0, 0] = np.inf
-    values[[5, 50], 0, 1] = np.inf, -np.inf
-    values[7, 0, 2] = np.nan
-    values[9, 0, 3] = -np.inf
-    with RolloutWriter(tmp_path, 1, durable=False) as writer:
-        for step, row in enumerate(values):
-            done = [step == len(values) - 1]
-            writer.add(observation=row, action=np.zeros((1, 1)), reward=np.zeros(1), done=done)
-    found = WindowDataset(tmp_path, fields=["observation"]).statistics((0.5,), progress=False, use_cache=False)
-    one = found["observation"]
+CONSTANTS = np.array([0.1, 3.3e-5, -0.7, 1e6 + 0.1, 1e200])
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """More frames than are read at once, 24 MB: random values, some that are not finite, and constants."""
+    folder, shape = tmp_path_factory.mktemp("long"), (1500, 4)
+    rng = np.random.default_rng(0)
+    odd = rng.random((*shape, 5))
+    odd[3, 0, 0] = np.inf
+    odd[[5, 1400], 0, 1] = np.inf, -np.inf
+    odd[7, 0, 2] = np.nan
+    odd[900, 0, 3] = -np.inf
+    arrays = {"filling": rng.normal(3, 5, (*shape, 480)), "odd": odd}
+    done = np.zeros(shape, bool)
+    done[-1] = True
+    with RolloutWriter(folder, shape[1], durable=False) as writer:
+        action = np.broadcast_to(CONSTANTS, (*shape, 5))
+        writer.add_rollout(observation=arrays, action=action, reward=np.zeros(shape, np.float32), done=done)
+    found = WindowDataset(folder).statistics(LEVELS, progress=False, use_cache=False)
+    return {name: array.reshape(-1, array.shape[-1]) for name, array in arrays.items()}, found
+
+
+def test_statistics_of_several_portions_equal_those_of_numpy(long):
+    arrays, found = long
+    one, values = found["observation/filling"], arrays["filling"]
     for part in ("mean", "std", "min", "max"):
-        np.testing.assert_allclose(getattr(one, part).numpy(), getattr(values, part)(axis=0)[0], err_msg=part)
-    assert torch.isnan(one.quantiles[0]).tolist() == [False, False, True, False, False]
+        np.testing.assert_allclose(getattr(one, part).numpy(), getattr(values, part)(axis=0), rtol=1e-9, err_msg=part)
+    np.testing.assert_allclose(one.quantiles.numpy(), np.quantile(values, LEVELS, axis=0), rtol=1e-9)
 
 
-@pytest.mark.parametrize("portion_bytes", [1, 100, 8 << 20])
-def test_constants_have_a_deviation_of_zero(tmp_path, monkeypatch, portion_bytes):
-    monkeypatch.setattr(normalization, "_PORTION_BYTES", portion_bytes)
-    values = np.array([[0.1, 3.3e-5, -0.7, 1e6 + 0.1, 1e200]])
-    with RolloutWriter(tmp_path, 1, durable=False) as writer:
-        for step in range(1000):
-            writer.add(observation=values, action=np.zeros((1, 1)), reward=np.zeros(1), done=[step == 999])
-    one = WindowDataset(tmp_path, fields=["observation"]).statistics(progress=False, use_cache=False)["observation"]
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, about the infinities
+def test_values_that_are_not_finite_are_taken_as_numpy_takes_them(long):
+    arrays, found = long
+    one = found["observation/odd"]
+    for part in ("mean", "std", "min", "max"):
+        np.testing.assert_allclose(getattr(one, part).numpy(), getattr(arrays["odd"], part)(axis=0), err_msg=part)
+    assert torch.isnan(one.quantiles[LEVELS.index(0.5)]).tolist() == [False, False, True, False, False]
+
+
+def test_a_sketch_takes_values_that_are_not_finite_as_numpy_does():
+    values = np.random.default_rng(0).random((60, 3))
+    values[[5, 50], 0], values[7, 1] = (np.inf, -np.inf), np.nan
+    sketch = QuantileSketch(3, values.dtype, 8)
+    sketch.add(values)
+    assert np.isnan(sketch.at([0.5])).tolist() == [[False, True, False]]
+
+
+def test_constants_have_a_deviation_of_zero(long):
+    one = long[1]["action"]
     assert one.std.tolist() == [0] * 5
-    np.testing.assert_allclose(one.mean.numpy(), values[0], rtol=1e-12)
+    np.testing.assert_allclose(one.mean.numpy(), CONSTANTS, rtol=1e-12)
 
 
 def test_a_split_has_statistics_of_its_own_frames(tmp_path):
@@ -132,36 +151,48 @@ def test_coded_components_are_decoded_for_statistics(tmp_path):
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    calls, compute = [], normalization._compute
-    monkeypatch.setattr(normalization, "_compute", lambda *args: (calls.append(1), compute(*args))[1])
-    return calls
+def is_computed(capsys):
+    """Ask for statistics, and tell whether they were computed, which shows a progress bar."""
+
+    def ask(dataset, *args):
+        capsys.readouterr()
+        dataset.statistics(*args)
+        return "statistics" in capsys.readouterr().err
+
+    return ask
 
 
-def test_the_cache_is_used_until_the_data_or_the_question_change(tmp_path, counted):
+def test_the_cache_is_used_until_the_data_or_the_question_change(tmp_path, is_computed):
     recorded.record(tmp_path, [4, 9], writer_name="w")
     dataset = WindowDataset(tmp_path, 2)
     first = dataset.statistics(progress=False)
-    again = WindowDataset(tmp_path, 3).statistics(progress=False)  # other windows, the same frames
-    assert len(counted) == 1
-    for name, one in first.items():
+    other_windows = WindowDataset(tmp_path, 3)
+    assert not is_computed(other_windows)
+    for name, one in other_windows.statistics().items():
         for part in ("mean", "std", "min", "max", "quantiles"):
-            assert torch.equal(getattr(one, part), getattr(again[name], part))
-        assert (one.levels, one.quantile_error, one.num_frames) == (
-            again[name].levels, again[name].quantile_error, again[name].num_frames,
-        )  # fmt: skip
-    dataset.statistics((0.5,), progress=False)
-    WindowDataset(tmp_path, split="train", validation_fraction=0.5).statistics(progress=False)
-    assert len(counted) == 3
-    dataset.statistics(progress=False)
-    assert len(counted) == 3
+            assert torch.equal(getattr(one, part), getattr(first[name], part))
+        same = ("levels", "quantile_error", "num_frames")
+        assert [getattr(one, part) for part in same] == [getattr(first[name], part) for part in same]
+    train = WindowDataset(tmp_path, split="train", validation_fraction=0.5)
+    assert is_computed(dataset, (0.5,)) and is_computed(train)
+    assert not is_computed(dataset) and not is_computed(dataset, (0.5,)) and not is_computed(train)
     recorded.record(tmp_path, [5], writer_name="w", first_number=7)
-    assert WindowDataset(tmp_path).statistics(progress=False)["reward"].max == 7004
-    assert len(counted) == 4
+    grown = WindowDataset(tmp_path)
+    assert is_computed(grown) and grown.statistics()["reward"].max == 7004
+
+
+def test_the_cache_of_other_systems_data_is_in_the_users_cache_folder(tmp_path, is_computed, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = folders.NaiveFolder(tmp_path / "data")
+    folder.chunk(0, 0, 6, done=True)
+    files = sorted(folder.data_dir.rglob("*"))
+    assert is_computed(WindowDataset(folder.data_dir)) and not is_computed(WindowDataset(folder.data_dir))
+    assert sorted(folder.data_dir.rglob("*")) == files
+    assert len(list((tmp_path / "cache" / "rollout_data").iterdir())) == 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "folder", "garbage"])
-def test_a_damaged_cache_is_made_anew(tmp_path, counted, damage):
+def test_a_damaged_cache_is_made_anew(tmp_path, is_computed, damage):
     recorded.record(tmp_path, [4, 9])
     dataset = WindowDataset(tmp_path)
     first = dataset.statistics(progress=False)
@@ -179,20 +210,19 @@ def test_a_damaged_cache_is_made_anew(tmp_path, counted, damage):
             "garbage": b"\0" * 500,
         }
         path.write_bytes(damaged[damage])
+    assert is_computed(dataset)
     assert torch.equal(dataset.statistics(progress=False)["observation"].mean, first["observation"].mean)
-    assert len(counted) == 2
 
 
-def test_a_folder_for_reading_only_costs_time_and_nothing_else(tmp_path, counted, monkeypatch):
+def test_a_cache_that_cannot_be_written_costs_time_and_nothing_else(tmp_path, is_computed):
     recorded.record(tmp_path, [4, 9])
-
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(normalization, "replace_file", refuse)
     dataset = WindowDataset(tmp_path)
-    first, second = (dataset.statistics(progress=False)["reward"].mean for _ in range(2))
-    assert torch.equal(first, second) and len(counted) == 2
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as on a full disk
+    try:
+        assert is_computed(dataset) and is_computed(dataset)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.glob(".statistics*"))
 
 
@@ -246,10 +276,8 @@ def test_exact_quantiles_equal_those_of_numpy(num, is_signed, seed):
         np.testing.assert_allclose(found.at(LEVELS), expected, atol=1e-9)
 
 
-def test_large_fields_get_a_sketch_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollout_data.windows.quantiles.EXACT_BYTES", 1000)
-    arrays = record(tmp_path)
-    found = WindowDataset(tmp_path).statistics((0.5,), progress=False)["observation/state"]
-    assert found.quantile_error == 0  # less than one buffer
-    expected = np.sort(arrays["observation/state"].reshape(-1, 4), axis=0)[89]
-    np.testing.assert_array_equal(found.quantiles[0].numpy(), expected)
+def test_large_fields_get_a_sketch_in_bounded_memory():
+    dtype = np.dtype(np.float32)
+    assert isinstance(quantiles_of(8 << 20, 2, dtype), KeptRows)  # 64 MiB
+    assert isinstance(quantiles_of((8 << 20) + 1, 2, dtype), QuantileSketch)
+    assert isinstance(quantiles_of(1 << 40, 2, np.dtype(np.uint8)), ByteCounts)

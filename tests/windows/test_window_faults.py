@@ -26,7 +26,7 @@ def folder(tmp_path):
     [
         ({"length": 0}, UsageError, "length"),
         ({"stride": 1.5}, UsageError, "stride"),
-        ({"padding": "zeros"}, UsageError, "padding 'zero'"),
+        ({"padding": "zeros"}, UsageError, "padding one of 'zero'"),
         ({"delta": {"acton": [0]}}, MissingFieldError, "'action'"),
         ({"delta": {"action": []}}, UsageError, "at least one number"),
         ({"delta": {"action": [0.5]}}, UsageError, "whole numbers"),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_data import RolloutDataWarning, RolloutWriter, WindowDataset
-from rollout_data.frames.coded import ChunkFiles
+from storage.errors import CorruptFileError
 from tests.files import coded, recorded
 from tests.formats import folders
 from tests.windows import model
@@ -159,12 +159,21 @@ def test_coded_components_read_as_uncoded_ones(tmp_path, padding):
                 assert torch.equal(found[name], wanted[name]), (group, name)
 
 
-def test_only_what_is_wanted_of_coded_components_is_decoded(tmp_path, monkeypatch):
-    decoded, copy = [], ChunkFiles.copy
-    monkeypatch.setattr(ChunkFiles, "copy", lambda self, *args: (decoded.append(self.place), copy(self, *args))[1])
-    dataset = WindowDataset(coded.record(tmp_path), 2, fields=["observation/rgb", "action"])
-    assert set(dataset[0]["observation"]) == {"rgb"} and "reward" not in dataset[0]
-    assert set(decoded) == {("data", "observation/rgb")}
+def test_only_what_is_wanted_of_coded_components_is_read(tmp_path):
+    with RolloutWriter(tmp_path, 1, obs_disassemble_mapping=dict.fromkeys("ab", "lz4"), durable=False) as writer:
+        noise = np.random.default_rng(0).random((2, 6, 1, 32, 32), np.float32)  # is stored as it is
+        for step in range(6):
+            observation = {"a": noise[0, step], "b": noise[1, step]}
+            writer.add(observation=observation, action=np.zeros((1, 1)), reward=np.zeros(1), done=[step == 5])
+    (path,) = tmp_path.glob("rollout_*")
+    content = bytearray(path.read_bytes())
+    content[content.index(noise[1, 3].tobytes()[:64]) + 8] ^= 1
+    path.write_bytes(bytes(content))
+    dataset = WindowDataset(tmp_path, 2, fields=["observation/a", "action"])
+    assert torch.equal(dataset[3]["observation"]["a"], torch.from_numpy(noise[0, 3:5, 0]))
+    assert set(dataset[3]["observation"]) == {"a"} and "reward" not in dataset[3]
+    with pytest.raises(CorruptFileError):
+        WindowDataset(tmp_path, 2)[3]
 
 
 def test_trajectory_folders_have_windows_too(tmp_path):

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Subset
 from rollout_data import WindowDataset, WindowLoader, WindowMixture
 from rollout_data.windows.shared import NUM_PLACES
 from storage.core.tree import flatten
-from storage.errors import UsageError
+from storage.errors import DataFileError, UsageError
 from tests.files import coded, recorded
+from tests.formats.folders import NaiveFolder
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +179,12 @@ def test_of_two_iterations_the_first_is_over(plain):
     assert numbers_of(loader)[2:] == rest
 
 
-def test_a_failure_reaches_the_consumer(plain, monkeypatch):
-    monkeypatch.setattr(plain._reader, "read", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        next(iter(WindowLoader(plain, 4)))
+def test_a_failure_reaches_the_consumer(tmp_path):
+    chunk = NaiveFolder(tmp_path).chunk(0, 0, 8, done=True)
+    loader = WindowLoader(WindowDataset(tmp_path, 2), 4)
+    chunk.unlink()
+    with pytest.raises(DataFileError, match="cannot play trajectory 0"):
+        next(iter(loader))
 
 
 # Mixtures

@@ -253,7 +253,7 @@ def test_an_epoch_whose_windows_are_gone_is_refused(tmp_path):
 
 
 def test_wrong_shares_are_refused(datasets):
-    with pytest.raises(UsageError, match="even 'pad'"):
+    with pytest.raises(UsageError, match="even one of 'pad'"):
         WindowLoader(datasets[3], 1, even="padded")
     for wrong in ("all", (2, 2), 3):
         with pytest.raises(UsageError, match="expected shard 'auto', 'none' or"):
