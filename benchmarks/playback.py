@@ -152,7 +152,7 @@ def _ours(
 
 
 def _dataset(folder: Path, num_envs: int, length: int, cache: Literal["none", "ram"] = "none") -> RolloutDataset:
-    """Open a dataset to be played for ever, from random starts in trajectories of that length."""
+    """Open a dataset to be played without end, from random starts in trajectories of that length."""
     return RolloutDataset(
         folder, num_envs, dataset_loops=0, random_shuffle_traj_order=True, starting_frame_range=(0, length),
         device="cpu", cache=cache,

@@ -3,7 +3,7 @@
 `RescanRing` keeps columns `[time, lanes, *event]`, lists the trajectories with one `nonzero` over the flags, chooses
 one that is long enough and a start in it, and gathers with indices, all of it with torch: what earlier systems and the
 samplers of other libraries do when the ring has changed. `lean=True` is the shortest way to the same list that we
-found: the flags once more, lane by lane in one piece, and numpy's `flatnonzero`; nobody is known to do that.
+found: the flags once more, lane by lane in one piece, and numpy's `flatnonzero`; no other library is known to do that.
 """
 
 from __future__ import annotations

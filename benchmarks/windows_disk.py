@@ -61,7 +61,7 @@ def cases(quick: bool) -> Iterator[Case]:
 def _low_dimensional(ours: Path, theirs: Path, num_workers: int, quick: bool) -> Case:
     dataset = WindowDataset(ours, LENGTH)
     warm = 10 if quick else WARM_BATCHES
-    take = _forever if num_workers == 0 else _in_rounds
+    take = _endless if num_workers == 0 else _in_rounds
     reach = {0: REACH["workers"], 1: REACH["one"]}.get(num_workers)
     row_bytes = _row_bytes(dataset)
     contenders = [
@@ -71,7 +71,7 @@ def _low_dimensional(ours: Path, theirs: Path, num_workers: int, quick: bool) ->
     ]
     if num_workers == 0:
         contenders.append(
-            _forever(
+            _endless(
                 "WindowLoader", ours, lambda: WindowLoader(dataset, BATCH, drop_last=True), warm, OURS, REACH["loader"]
             )
         )
@@ -98,7 +98,7 @@ def _small(tag: str, quick: bool) -> Case:
     rollout = data.generated(32 if quick else 512, 16, SMALL_WIDTHS)
     folder = data.made_once(f"windows-{tag}-small", lambda path: data.record(path, rollout))
     dataset, warm = WindowDataset(folder, SMALL_LENGTH), 10 if quick else WARM_BATCHES
-    loader = _forever("DataLoader", folder, lambda: _torch_loader(dataset, 0, SMALL_BATCH), warm, OURS)
+    loader = _endless("DataLoader", folder, lambda: _torch_loader(dataset, 0, SMALL_BATCH), warm, OURS)
     contenders = (
         _gather_limit(dataset.num_frames, _row_bytes(dataset), SMALL_LENGTH, SMALL_BATCH),
         replace(loader, reach_s=SMALL_REACH_S),
@@ -166,7 +166,7 @@ def _memcpy(num_bytes: int) -> Contender:
     return Contender("memcpy", prepare, PEER)
 
 
-def _forever(
+def _endless(
     name: str, folder: Path, make: Callable[[], Any], num_warm: int, role: str, reach: float | None = None
 ) -> Contender:
     """Take batches from a loader, epoch after epoch; the loader is closed when the case is over."""
@@ -339,12 +339,12 @@ def _images(tag: str, quick: bool) -> Case:
         def ours(folder: Path = folder, keeps: bool = keeps) -> Any:
             return WindowLoader(_image_windows(folder, keeps), IMAGE_BATCH, drop_last=True)
 
-        contenders.append(_forever(f"WindowLoader, {name}", folder, ours, num_warm, OURS, IMAGE_REACH[name[:3]]))
+        contenders.append(_endless(f"WindowLoader, {name}", folder, ours, num_warm, OURS, IMAGE_REACH[name[:3]]))
 
     def gzip_groups() -> Any:
         return _plain_loader(ImageGroups(gzip / "data.hdf5"), 0, IMAGE_BATCH)
 
-    contenders.append(_forever("HDF5 groups, gzip", gzip, gzip_groups, 1, PEER))
+    contenders.append(_endless("HDF5 groups, gzip", gzip, gzip_groups, 1, PEER))
     name = f"images, L={IMAGE_LENGTH} B={IMAGE_BATCH}"
     return Case(name, tuple(contenders), num_bytes=IMAGE_BATCH * IMAGE_LENGTH * frame_bytes)
 

@@ -1,8 +1,7 @@
 """Where each env stands, which frames the next T steps read, and what the new state is.
 
-One rule: pure arithmetic. `plan_steps` reads nothing and changes nothing; it returns a plan of
-integers and the state after it, and whoever executes the plan keeps that state only if all went
-well. Envs that do not change trajectory are never looked at one by one.
+One rule: pure arithmetic. `plan_steps` reads nothing and changes nothing; it returns a plan of integers and the state
+after it, which the caller keeps once the plan was carried out. Python never loops over envs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read-ahead: have the frames that come next fetched from the disk while the learner computes.
 
-One rule: advice only; without it every batch is the same, later. Where the pages are in memory
-already, it costs nothing, because a few samples of them say so.
+One rule: this is advice to the kernel; without it every batch is the same, but later. It is given only while a few
+sampled pages are not all in memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ReadAhead:
         is_due = (start < begin) | (needed > end)
         if not is_due.any():
             return
-        # Who is due soon is served with them: single frames would ask for somebody at nearly every batch.
+        # Envs that are due soon are included: with single frames some env would be due at nearly every batch.
         num_frames = _STRETCH_BYTES // store.layouts[DATA].frame_bytes
         new = np.flatnonzero(is_due | (np.minimum(needed + num_frames // 4, stop) > end))
         stretch = np.maximum(num_frames, 2 * count[new])

@@ -1,6 +1,6 @@
 """RolloutDataset: recorded rollouts as batches of parallel streams.
 
-One rule: an argument is checked here and decides there: how batches follow each other is `stream.py`'s.
+One rule: arguments are checked here; the order of batches is in `stream.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RolloutDataset(RolloutStream):
         data_dir: A folder or a list of folders.
         num_envs: Parallel streams of each rank. Those of all ranks are one stream, planned alike in every process and
             the same for any number of ranks and workers; workers of a rank read its batches in turns.
-        dataset_loops: How often all trajectories are delivered; below 1 for ever.
+        dataset_loops: How often all trajectories are delivered; below 1 without end.
         random_shuffle_traj_order: Deal them in an order that is a permutation by (seed, epoch, pass).
         keep_latest_n_trajs: N > 0 reads only the newest N complete trajectories, waits until there
             are N, and looks for newer ones at every pass.
@@ -53,8 +53,8 @@ class RolloutDataset(RolloutStream):
         num_transitions_per_env: T of the batches of iteration; None is one step without a time axis.
         seed: Of permutations and starting frames.
         cache: "none" reads the mapped files, "ram" copies the frames into memory first, "device" into
-            the memory of `device`, so that a batch never leaves it. Blocks are never modified; whoever
-            truncates a mapped one ends every process that reads it, as with any mapped file.
+            the memory of `device`, so that a batch never leaves it. Blocks are never modified; if
+            another program truncates a mapped one, every process that reads it ends, as with any mapped file.
         flatten_observations: Join components along the last axis in `obs_segments` order; False
             gives dicts.
         mark_first_frame: Mark the first frame delivered of a trajectory as done, by which recurrent
@@ -70,7 +70,7 @@ class RolloutDataset(RolloutStream):
         chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
         shard: Which share of the envs this process reads. "auto": that of its rank in torch.distributed, where rank 0
             decides for all which trajectories a pass may use. "none": all of it, for trainers that split batches
-            themselves. (rank, world size): said outright.
+            themselves. (rank, world size): that share.
         even: When ranks end. "pad": all together, when the last env of all ranks is exhausted; "drop": all together,
             when one rank has nothing left; "none": each when its own envs are exhausted.
         on_error: "skip" leaves out what is left of a trajectory whose data are damaged, names it in `problems` and

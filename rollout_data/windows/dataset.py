@@ -1,7 +1,7 @@
 """WindowDataset: windows of recorded trajectories by number, for sequence models and action chunks.
 
-One rule: integers decide which frames a batch needs, one gather per kind of row moves them; `__getitem__` is a
-batch of one. What a window is made of is `fields.py`'s, which windows there are `index.py`'s.
+One rule: integers decide which frames a batch needs, one gather per kind of row moves them; `__getitem__` is a batch
+of one. `fields.py` decides what a window is made of, `index.py` which windows there are.
 """
 
 from __future__ import annotations

@@ -172,27 +172,32 @@ class WindowShape:
         count = np.diff(np.append(starts, len(wanted)))
         return cls(wanted, wanted[starts], count, starts.astype(np.int64), int(np.gcd.reduce(count)))
 
-    def pieces(self, trajectory: Int64s, lengths: Int64s, anchor: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-        """Say what windows read; a frame outside its trajectory is replaced by the nearest one.
+    def pieces(self, trajectory: Int64s, anchor: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        """Say what windows read.
 
         Args:
             trajectory: int64 `[B]`.
-            lengths: int64 `[B]`, frames of these trajectories.
             anchor: int64 `[B]`.
 
         Returns:
             Runs of consecutive frames: trajectory, first frame, frames and first row, int64 `[P]` each, by ascending
-            row; a run that reaches outside is one for each frame.
+            row; also of frames that do not exist, see `cut`.
         """
-        num_runs = len(self.first)
-        start = anchor + self.first if num_runs == 1 else (anchor[:, None] + self.first).ravel()
         target, counts = self._targets(len(anchor))
-        if num_runs > 1:
-            trajectory, lengths = np.repeat(trajectory, num_runs), np.repeat(lengths, num_runs)
+        if len(self.first) == 1:
+            return trajectory, anchor + self.first, counts, target
+        return np.repeat(trajectory, len(self.first)), (anchor[:, None] + self.first).ravel(), counts, target
+
+    def cut(
+        self, pieces: tuple[Int64s, Int64s, Int64s, Int64s], lengths: Int64s
+    ) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        """Replace frames outside of trajectories of these `lengths`, int64 `[B]`, by the nearest ones in them.
+
+        A run that reaches outside becomes one for each frame.
+        """
+        trajectory, start, counts, target = pieces
+        lengths = np.repeat(lengths, len(self.first))
         is_cut = (start < 0) | (start + counts > lengths)
-        if not is_cut.any():
-            return trajectory, start, counts, target
-        # Runs that reach outside are read frame by frame.
         num_pieces = np.where(is_cut, counts, 1)
         run = np.repeat(np.arange(len(counts)), num_pieces)
         step = np.arange(len(run)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)

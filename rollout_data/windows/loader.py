@@ -46,7 +46,7 @@ class WindowLoader:
         num_ahead: Batches that are read ahead.
         even: How ranks share n windows of such a batch: "pad" gives each ceil(n / W), less than W of them being the
             first of the epoch again; "drop" gives each floor(n / W); "none" what there is: some may have a batch less.
-        shard: "auto" asks torch.distributed, "none" gives each process all windows, (rank, W) says it outright.
+        shard: "auto" asks torch.distributed, "none" gives each process all windows, (rank, W) gives that share.
 
     A loader whose epochs have no batch warns (`RolloutDataWarning`), unless its dataset has no window and did.
 

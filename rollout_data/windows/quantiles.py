@@ -1,8 +1,7 @@
 """Quantiles of columns of numbers that arrive in portions: exact where they fit, with a stated error where not.
 
 One rule: each class takes `[n, C]` portions with `add` and gives float64 `[Q, C]` with `at`, NaN in a column that has
-one; `error` bounds, as a part
-of all numbers, how far the rank of a result is from the rank that was asked for.
+one; `error` bounds, as a part of all numbers, how far the rank of a result is from the rank that was asked for.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ..format.schema import joined
 from ..frames.cut import Allocate, Cut, Grid, Rows, put
 from ..frames.store import FrameStore
 from ..index.index import Int64s
-from .fields import DONE, NEXT, OBSERVATIONS, WindowField, WindowPlan
+from .fields import DONE, MAX_FRAMES, NEXT, OBSERVATIONS, WindowField, WindowPlan
 
 MASK, NEXT_MASK = "mask", "next_mask"
 
@@ -97,7 +97,9 @@ class WindowReader:
         """Column -> `[B * W, row_bytes / 4]` int32."""
         located = []
         for shape in self.plan.shapes if len(at.anchor) else ():
-            located.append(self.store.locate(*shape.pieces(self._trajectories[at.place], at.length, at.anchor)))
+            pieces = shape.pieces(self._trajectories[at.place], at.anchor)
+            outside = at.reaches_outside(*shape.reach)
+            located.append(self.store.locate(*(shape.cut(pieces, at.length) if outside else pieces)))
         rows = {}
         for name, number in self.plan.columns.items():
             shape = self.plan.shapes[number]
@@ -178,12 +180,11 @@ class _Places:
 
     def __init__(self, place: Int64s, anchor: Int64s, length: Int64s) -> None:
         self.place, self.anchor, self.length, self.after = place, anchor, length, length - anchor
-        #: The least of them.
-        self.least_anchor, self.least_after = (int(anchor.min()), int(self.after.min())) if len(anchor) else (0, 1)
+        self.least_after = int(self.after.min(initial=MAX_FRAMES))
 
     def reaches_outside(self, low: int, high: int) -> bool:
         """Whether any frame from delta `low` to `high` does not exist."""
-        return low < -self.least_anchor or high >= self.least_after
+        return high >= self.least_after or (low < 0 and low < -int(self.anchor.min(initial=MAX_FRAMES)))
 
     def inside(self, deltas: Int64s, low: int, high: int) -> np.ndarray:
         """bool `[B, L]`, the frame exists; a new array. The deltas are from `low` to `high`."""

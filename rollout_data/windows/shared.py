@@ -131,7 +131,7 @@ class SharedMemory:
         return WindowBatch(batch) if place is None else _SharedBatch(batch, place)
 
     def _free_place(self) -> _Place | None:
-        """A place that nobody uses: a new one if there is none that is large enough, None if that cannot be."""
+        """A place that is not in use: a new one if there is none that is large enough, None if that cannot be."""
         free = next((place for place in self.places if place.is_free()), None)
         if not self._can_grow or (free is not None and free.num_bytes >= self._place_bytes):
             return free
@@ -233,7 +233,7 @@ class _SharedBatch(WindowBatch):
 
 def _departing(batch: _SharedBatch) -> tuple[Any, ...]:
     place, batch.place = batch.place, None
-    if place is None:  # sent before: whoever got it may drop it, which frees the place
+    if place is None:  # sent before: the receiver may drop it, which frees the place
         return batch.__reduce__()
     form = map_leaves(place.spot, batch)
     place.flags[_IS_LENT] = 1

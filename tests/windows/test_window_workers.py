@@ -30,7 +30,7 @@ def dataset(tmp_path_factory):
 
 
 class Doubled(Dataset):
-    """A dataset of one's own around ours."""
+    """A user's dataset around ours."""
 
     def __init__(self, windows):
         self.windows = windows
