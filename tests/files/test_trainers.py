@@ -29,7 +29,7 @@ def run_ranks(*readings):
         record(Path(reading["data_dir"]), LENGTHS, num_envs=3)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["tests.files.ranks", json.dumps(readings)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def found_by_ranks(folder, run):
