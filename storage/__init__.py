@@ -34,7 +34,6 @@ from .onpolicy.transition import HiddenStates, MiniBatch, Transition
 from .prioritized.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
 from .prioritized.sum_tree import MaxTree, MinTree, SumTree
 from .prioritized.windows import PrioritizedWindows, sequence_priorities
-from .replay.buffer_files import UnknownBufferError, load_buffer
 from .replay.dict_buffer import DictBuffer
 from .replay.episode_buffer import TrajectoryDictBuffer
 from .replay.priorities import motion_priorities
@@ -43,7 +42,7 @@ from .replay.trajectory_buffer import TrajectoryDictBufferMultiDim
 from .replay.z_buffer import ZBuffer
 from .ring.ring import RingStore
 from .ring.transitions import TransitionRequest
-from .saving.snapshot import load_store
+from .saving.store import UnknownBufferError, load_buffer, load_store
 
 __all__ = [
     "ActionLabelMiniBatch",

@@ -19,8 +19,7 @@ import torch
 from storage.core.buffer_pool import BufferPool
 from storage.core.fields import Field, signed
 from storage.core.records import Key, flat_name
-from storage.core.row_cut import RowCut, Target
-from storage.core.row_layout import Group, Part
+from storage.core.rows import Cut, Group, Part, Target
 from storage.core.samplers import uniform
 from storage.core.tree import unflatten
 from storage.errors import BufferEmptyError, MissingFieldError, SchemaError, UsageError, nearest
@@ -255,11 +254,11 @@ class LiveTrajectories:
                 signed(out[name])[torch.from_numpy(chosen)] = signed(part)
         return unflatten({name: out[name] for name in names})
 
-    def _fields(self, window: Window, run: Int64s, row: Int64s, cut: tuple[RowCut, list[str | None]]) -> dict[str, Any]:
+    def _fields(self, window: Window, run: Int64s, row: Int64s, cut: tuple[Cut, list[str | None]]) -> dict[str, Any]:
         """Cut the rows of steps whose trajectories have one layout into fields."""
         plan, columns = cut
         rows = self._rows(window, run, row, [name for name in columns if name is not None])
-        return plan([None if name is None else plan.seen(place, rows[name]) for place, name in enumerate(columns)])
+        return plan([None if name is None else rows[name] for name in columns])
 
     def _rows(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
         """Copy the rows of steps whose trajectories have one layout, place by place."""
@@ -333,16 +332,14 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _cut_of(
-    layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool
-) -> tuple[RowCut, list[str | None]]:
+def _cut_of(layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool) -> tuple[Cut, list[str | None]]:
     """Plan how rows become these fields; name each column, None where it is not needed."""
     groups = []
     for column in layout.columns.values():
         spans = [(layout.schema[name], first) for name, first in column.offsets.items()]
         parts = tuple(Part(field, first, first + field.row_bytes) for field, first in spans)
         groups.append(Group(parts, column.row_bytes // 4, torch.float32))
-    plan = RowCut(groups, [Target(0, name, name) for name in names], contiguous, nested)
+    plan = Cut(groups, [Target(0, name, name) for name in names], contiguous, nested)
     return plan, [name if width else None for name, width in zip(layout.columns, plan.widths, strict=True)]
 
 

@@ -25,7 +25,7 @@ from ..onpolicy.columns import Column, brought, declare_fields
 from ..onpolicy.hidden_states import SavedStates
 from ..onpolicy.mini_batches import GENERATE, WIDE_ROW_BYTES_ONCE, RowGather
 from ..onpolicy.rollout_storage import RolloutStorage
-from ..saving.snapshot import State
+from ..saving.store import State
 
 _BOTH = {"observations", "actions", "rewards", "dones", "saved_hidden_states"}
 #: Training type -> the columns of `RolloutStorage` that it uses; what else it needs is added below.

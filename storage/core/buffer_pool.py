@@ -11,13 +11,11 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from math import prod
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 #: Below this size the C allocator recycles memory by itself, so that pooling gains nothing.
@@ -26,7 +24,6 @@ MIN_POOLED_BYTES = 64 * 1024
 MIN_HUGE_BYTES = 3 * 1024 * 1024
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-Made = TypeVar("Made")
 
 
 def _references(buffers: Sequence[object]) -> list[int]:
@@ -138,57 +135,6 @@ class BufferPool:
                 del self._buffers[free]
         if len(self._buffers) < self.max_buffers:
             self._buffers.append(new)
-
-
-class Reused(Generic[Made]):
-    """Memory of one size, handed out as what was made of it once: arrays and tensors over it.
-
-    To make it ready anew costs ten small calls, which of a sample of some hundred rows is a tenth of its time.
-
-    Args:
-        num_bytes: Size of a buffer.
-        make: Makes what is handed out of `[num_bytes]` uint8, and lists the arrays of which the caller will make
-            tensors or views. Nothing else may hold that memory.
-        max_buffers: How many are kept, lent and free ones together.
-
-    What is handed out belongs to the next one who calls `take` as well. What the caller makes of the listed arrays
-    belongs to whom it is given; the memory is handed out again only when all of that is gone. So everything from the
-    call of `take` to the making is done under one lock.
-    """
-
-    def __init__(
-        self,
-        num_bytes: int,
-        make: Callable[[npt.NDArray[np.uint8]], tuple[Made, list[npt.NDArray[Any]]]],
-        max_buffers: int = 8,
-    ) -> None:
-        self._num_bytes, self._make = num_bytes, make
-        self._max_buffers = max_buffers if _counts_are_exact() else 0
-        self._kept: list[_Kept[Made]] = []
-
-    def take(self) -> Made:
-        """Give what was made of memory that nobody holds, its content arbitrary."""
-        for kept in self._kept:
-            if _references(kept.arrays) == kept.at_rest:
-                return kept.made
-        is_small = self._num_bytes < MIN_POOLED_BYTES
-        buffer = np.empty(self._num_bytes, np.uint8) if is_small else _allocate(self._num_bytes)
-        made, arrays = self._make(buffer[: self._num_bytes])
-        if len(self._kept) < self._max_buffers:
-            kept = _Kept(made, [buffer, *arrays])
-            del buffer, arrays
-            kept.at_rest = _references(kept.arrays)
-            self._kept.append(kept)
-        return made
-
-
-@dataclass
-class _Kept(Generic[Made]):
-    made: Made
-    #: The buffer, and the arrays over it that tensors are made of.
-    arrays: list[npt.NDArray[Any]]
-    #: How many references each of them has while nobody else has one.
-    at_rest: list[int] = field(default_factory=list)
 
 
 def _allocate(num_bytes: int) -> np.ndarray[Any, Any]:

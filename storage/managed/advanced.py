@@ -19,7 +19,7 @@ from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..live.rates import RateLimitedError
 from ..prioritized.limits import RowLimits
 from ..prioritized.rows import PrioritizedRows, PriorityRule
-from ..saving.snapshot import State
+from ..saving.store import State
 from .buffer import ManagedBuffer
 from .item_ids import UNIQUE_ID, check_iteration, finite_or_none, listed, without_given
 from .prioritized_store import Draw, PrioritizedStore, Push

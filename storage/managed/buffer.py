@@ -21,7 +21,7 @@ from ..core.records import COMPLEX_DTYPES, make_field
 from ..core.samplers import generator_on
 from ..errors import ClosedError, CorruptFileError, SchemaError, UsageError
 from ..live.rates import RateLimitedError, RateLimiter
-from ..saving.snapshot import Snapshotted
+from ..saving.store import Store
 from .item_ids import SLOT, UNIQUE_ID, UnknownNameError, as_items, check_iteration, check_range, split_unique_id
 from .item_leaves import from_json, to_json
 from .items import ItemStore
@@ -30,7 +30,7 @@ from .monitor import BufferMonitor
 _Self = TypeVar("_Self", bound="ManagedBuffer")
 
 
-class ManagedBuffer(Snapshotted):
+class ManagedBuffer(Store):
     """Items by row, under one lock.
 
     Args:

@@ -20,7 +20,7 @@ from ..core.arguments import check_count
 from ..core.samplers import uniform
 from ..core.tree import unflatten
 from ..errors import SchemaError, UsageError
-from ..saving.snapshot import State
+from ..saving.store import State
 from .buffer import ManagedBuffer
 from .item_ids import SLOT, UNIQUE_ID, without_given
 from .items import Items, ItemStore

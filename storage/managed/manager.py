@@ -18,7 +18,7 @@ import torch
 from ..core.samplers import generator_on
 from ..errors import ClosedError, UsageError, nearest
 from ..live.rates import RateLimitedError
-from ..saving.snapshot import Snapshotted, State
+from ..saving.store import State, Store
 from .advanced import AdvancedReplayBuffer
 from .buffer import ManagedBuffer
 from .config import KINDS, arguments_of, make_buffers, part_of_state
@@ -31,7 +31,7 @@ from .used_data import UsedQueue
 _Self = TypeVar("_Self", bound="BufferManager")
 
 
-class BufferManager(Snapshotted):
+class BufferManager(Store):
     """Buffers by name.
 
     Args:
@@ -272,7 +272,7 @@ class BufferManager(Snapshotted):
             for place, name in enumerate(its["buffer_name"]):
                 if name in self._buffers:
                     buffer = self._buffers[name]
-                    buffer._check_state(type(buffer).__name__, arguments_of(its[name], name))
+                    buffer.check_equal(type(buffer).__name__, arguments_of(its[name], name))
                     ready.append(buffer._prepared(*part_of_state(state["numbers"], state["tensors"], place, name)))
             for take_over in ready:
                 take_over()
@@ -283,7 +283,7 @@ class BufferManager(Snapshotted):
         with self._choice_lock, self._locked(self._buffers):
             tensors = {"rng": self.rng.get_state()}
             for place, (name, buffer) in enumerate(self._buffers.items()):
-                state = buffer._copy_state()  # before the locks are let go
+                state = buffer.copy_state()  # before the locks are let go
                 kind = next(kind for kind, its in KINDS.items() if type(buffer) is its)
                 cfg[name] = {"type": kind, **{key: x for key, x in state.arguments.items() if key != "name"}}
                 numbers[name] = state.numbers

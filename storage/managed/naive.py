@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.samplers import distinct, uniform
-from ..saving.snapshot import State
+from ..saving.store import State
 from .buffer import ManagedBuffer
 from .item_ids import without_given
 from .items import Items

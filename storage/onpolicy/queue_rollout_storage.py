@@ -15,7 +15,7 @@ import torch
 
 from ..core.arguments import real
 from ..errors import BufferEmptyError, SchemaError
-from ..saving.snapshot import State
+from ..saving.store import State
 from .columns import Column, ShapeLike, batch_type, brought, replaced
 from .rollout_storage import RolloutStorage
 from .transition import MiniBatch, Transition

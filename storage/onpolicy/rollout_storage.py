@@ -16,7 +16,7 @@ from ..core.arguments import whole
 from ..core.delivery import Delivery, checked_device
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
-from ..saving.snapshot import Snapshotted, State, checked_count
+from ..saving.store import State, Store, checked_count
 from .column_table import ColumnTable
 from .columns import (
     Column,
@@ -57,7 +57,7 @@ _RESHUFFLES = ("epoch", "once")
 _CREATE = "create a storage"
 
 
-class RolloutStorage(Snapshotted, is_saved_whole=True):
+class RolloutStorage(Store, is_saved_whole=True):
     """Steps of all envs between two learner updates, time first: `[T, B, ...]`.
 
     Args:

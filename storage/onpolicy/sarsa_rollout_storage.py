@@ -17,7 +17,7 @@ from ..core.fields import signed
 from ..core.modes import lasting
 from ..core.tree import check_same_names
 from ..errors import MissingFieldError, SchemaError, UsageError
-from ..saving.snapshot import State
+from ..saving.store import State
 from .columns import Column, batch_type, replaced, rollout_columns
 from .mini_batches import GENERATE
 from .rollout_storage import RolloutStorage

@@ -17,20 +17,20 @@ from ..core.arguments import check_count
 from ..core.fields import Schema
 from ..core.host_arrays import own, tensor_of
 from ..core.records import Key, RecordReader, normal
-from ..core.row_cut import Target
+from ..core.rows import Target
 from ..core.samplers import generator_on
 from ..core.stream_order import StreamOrder
 from ..core.tree import map_leaves
 from ..errors import BufferEmptyError, SchemaError, UsageError
-from ..ring.end_flags import end_places, tensor_ends
+from ..ring.ends import end_places, find_ends
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
-from ..saving.snapshot import Snapshotted, State
+from ..saving.store import State, Store
 from .limits import NONE, RowLimits
 from .rows import PrioritizedRows, PriorityRule
 
 
-class PrioritizedWindows(Snapshotted):
+class PrioritizedWindows(Store):
     """A ring of steps of one or many environments, sampled as windows of `seq_length` steps by priority.
 
     Args:
@@ -105,7 +105,7 @@ class PrioritizedWindows(Snapshotted):
             rows = self._reader.read(data)
             if rows is None or not rows.num_rows:
                 return
-            ends = tensor_ends(rows.tensors, end_places(rows.schema, self.end_key), rows.tensors[0].shape[1])
+            ends = find_ends(rows.tensors, end_places(rows.schema, self.end_key))
             if self._ring is None:
                 self._create(rows.schema, rows.tensors[0].shape[1])
             assert self._ring is not None

@@ -10,19 +10,16 @@ from typing import Any
 
 import torch
 
-from ..core.records import is_count
+from ..core import arguments
 from ..core.samplers import uniform
 from ..core.tree import unflatten
 from ..errors import UsageError
-from ..ring.ring import RingStore
 from ..ring.transitions import TransitionRequest, TransitionSampler
-from .buffer_files import can_load
 from .ring_buffer import RingBuffer
 
 _PLAIN = TransitionRequest()
 
 
-@can_load
 class DictBuffer(RingBuffer):
     """The last `capacity` rows of nested records.
 
@@ -58,7 +55,6 @@ class DictBuffer(RingBuffer):
             ring = self._ring
             if ring is None:
                 return {}
-            self._note_shown(ring)
             return unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
 
     def sample(self, batch_size: int) -> dict[str, Any]:
@@ -68,7 +64,7 @@ class DictBuffer(RingBuffer):
             UsageError: `batch_size` is below 1.
             BufferEmptyError: Nothing was added yet.
         """
-        check_batch_size(batch_size)
+        batch_size = arguments.whole("sample", "batch_size", batch_size, 1)
         with self._lock:
             ring = self._filled("sample")
             self._order.wait(is_write=False)
@@ -97,7 +93,7 @@ class DictBuffer(RingBuffer):
         Raises:
             UsageError: The buffer was created without `end_key`, or no transition is complete.
         """
-        check_batch_size(batch_size)
+        batch_size = arguments.whole("sample", "batch_size", batch_size, 1)
         if request is not None and options:
             raise UsageError("sample transitions", "", "a request or options", f"both, {', '.join(options)}")
         with self._lock:
@@ -135,8 +131,6 @@ class DictBuffer(RingBuffer):
             if has_turned and not copy:
                 action = "show the full buffer in order of time"
                 raise UsageError(action, "", "copy=True", "copy=False and a closed ring")
-            if not copy:
-                self._note_shown(ring)
             found = {}
             for name in ring.schema:
                 rows = ring.slots_view(name)[:live]
@@ -147,17 +141,6 @@ class DictBuffer(RingBuffer):
                 found[name] = self._shown(rows)
             return unflatten(found)
 
-    def _note_shown(self, ring: RingStore) -> None:
-        """Let no step be held back where the user sees the memory itself; lanes are shown in a copy, see `_shown`."""
-        if self._has_lane_axis:
-            ring.hold_nothing_back()
-
     def _shown(self, rows: torch.Tensor) -> torch.Tensor:
         """Show `[slots, lanes, *event]` as the user sees it."""
         return rows.flatten(0, 1)
-
-
-def check_batch_size(batch_size: Any) -> None:
-    """Refuse what is not a number of rows."""
-    if not is_count(batch_size):
-        raise UsageError("sample", "", "batch_size >= 1", repr(batch_size))

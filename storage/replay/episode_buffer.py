@@ -6,38 +6,44 @@ leaves its episode, because its start is drawn among the starts that the episode
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.durable import existing_folder
 from ..core.fields import Schema
 from ..core.host_arrays import as_given
 from ..core.modes import lasting
 from ..core.prefix_sum import PrefixSum
-from ..core.records import Key, declare, flat_name
+from ..core.records import Key, flat_name
 from ..core.samplers import Weighted, generator_on
 from ..core.stream_order import StreamOrder
 from ..core.tree import unflatten
-from ..errors import CorruptFileError, RolloutDataWarning, SchemaError, UsageError
+from ..errors import RolloutDataWarning, SchemaError, UsageError
 from ..ring.ring import RingStore
-from ..saving.column_files import COLUMNS_NAME, SAVE_ID, device_for, open_columns
-from .buffer_files import FolderBuffer, all_or_nothing, can_load, restore_generator, save_buffer
+from ..saving.buffer_store import ROWS, BufferStore
+from ..saving.columns import Table
+from ..saving.store import State
 from .episodes import Episodes, read_episodes
 from .ring_buffer import on_device
 from .trajectory_buffer import as_list, check_length, count_windows
 
 _ACTION = "sample windows"
-_Self = TypeVar("_Self", bound="TrajectoryDictBuffer")
+_OPTIONS = (
+    "seq_length",
+    "output_key_t",
+    "output_key_tp1",
+    "end_key",
+    "motion_id_key",
+    "contiguous",
+    "nested_key_separator",
+)
 
 
-@can_load
-class TrajectoryDictBuffer(FolderBuffer):
+class TrajectoryDictBuffer(BufferStore):
     """Expert episodes, sampled as windows of consecutive frames.
 
     Args:
@@ -61,6 +67,8 @@ class TrajectoryDictBuffer(FolderBuffer):
         priorities: `[E]` float32 of sum 1, equal at first.
         capacity: Number of frames.
     """
+
+    _REQUIRED = ("lengths", "priorities", *_OPTIONS)
 
     def __init__(
         self,
@@ -96,7 +104,10 @@ class TrajectoryDictBuffer(FolderBuffer):
 
     #: Set by whichever of the constructor and `load` made this.
     priorities: torch.Tensor
+    motion_ids: list[Any]
+    file_names: list[str | None]
     output_device: torch.device | None
+    _ring: RingStore
 
     def __len__(self) -> int:
         """Frames of all episodes."""
@@ -173,81 +184,41 @@ class TrajectoryDictBuffer(FolderBuffer):
         """Copy every frame of every field, episode after episode: nested dict of `[len(self), *event]`."""
         return unflatten({name: x.squeeze(1) for name, x in self._ring.copy_slots(0, self.capacity).items()})
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copy everything: frames, lengths, priorities, random state."""
-        with self._lock:
-            columns = self._ring.copy_slots(0, self.capacity)
-            return {
-                **self._config(),
-                "priorities": self.priorities.clone(),
-                "generator": self.generator.get_state().clone(),
-                "columns": {name: x.squeeze(1) for name, x in columns.items()},
-            }
-
-    @lasting
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, the episodes too; nothing is changed if it does not fit.
-
-        Raises:
-            SchemaError: It does not fit.
-        """
-        with self._lock, all_or_nothing(self):
-            columns = {name: x.unsqueeze(1) for name, x in state["columns"].items()}
-            schema = Schema(declare(name, x) for name, x in columns.items())
-            num_frames, num_episodes = sum(state["lengths"]), len(state["lengths"])
-            if any(len(x) != num_frames for x in columns.values()) or len(state["priorities"]) != num_episodes:
-                expected = f"{num_frames} frames of each field and {num_episodes} priorities"
-                got = str({name: len(x) for name, x in columns.items()})
-                raise SchemaError("load a state", "", expected, f"{got} and {len(state['priorities'])}")
-            self._fill(schema, state, self.device, self.generator, [(0, columns)])
-            self.generator.set_state(state["generator"].cpu())
-
-    def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
-        """Write everything to a folder, atomically; one that exists is replaced."""
-        separator = nested_key_separator or self.nested_key_separator
-        with self._lock:
-            config = {
-                "capacity": self.capacity,
-                "_idx": 0,
-                "_is_full": True,
-                **self._config(),
-                "nested_key_separator": separator,
-                "priorities": self.priorities.tolist(),
-            }
-            save_buffer(self, folder, config, self._ring, separator)
-
     @classmethod
-    def _of_save(
-        cls: type[_Self], path: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
-    ) -> _Self:
-        separator = config.get("nested_key_separator", "-")
-        missing = [name for name in ("lengths", "priorities", *_OPTIONS) if name not in config]
-        if missing:
-            raise CorruptFileError("load", repr(str(path)), f"{missing[0]!r} in its config.json", "none")
-        made = cls._bare(None)
-        with open_columns(existing_folder(path) / COLUMNS_NAME, separator, config.get(SAVE_ID)) as file:
-            if file.num_rows != sum(config["lengths"]):
-                raise SchemaError("load", repr(str(path)), f"{sum(config['lengths'])} frames", f"{file.num_rows}")
-            parts = ((first, {name: rows.unsqueeze(1)}) for name in file.shapes for first, rows in file.chunks(name))
-            made._fill(file.schema(1), config, device_for(config.get("device"), device), None, parts)
-        restore_generator(made.generator, config.get("generator", ""))
-        return made
-
-    @classmethod
-    def _bare(cls: type[_Self], output_device: torch.device | None) -> _Self:
+    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
         """Make one without episodes, to which they are given next."""
         made = cls.__new__(cls)
-        made._lock, made.output_device = threading.RLock(), output_device
+        made._lock, made.output_device = threading.RLock(), None
+        made.device, made.generator = device, generator_on(0, device)
         return made
-
-    def _recipe(self) -> dict[str, Any]:
-        return {"device": self.device, "output_device": self.output_device}
 
     @classmethod
-    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
-        made = cls._bare(recipe["output_device"])
-        made.device, made.generator = recipe["device"], generator_on(0, recipe["device"])
-        return made
+    def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {}  # it takes over whatever episodes and options it is given
+
+    def _get_state(self) -> State:
+        self._order.wait(is_write=False)
+        numbers: dict[str, Any] = {"capacity": self.capacity, "_idx": 0, "_is_full": True}
+        numbers |= {name: getattr(self, name) for name in _OPTIONS}
+        numbers |= {"motion_ids": list(self.motion_ids), "file_names": list(self.file_names)}
+        numbers |= {"lengths": self.lengths.tolist(), "priorities": self.priorities.tolist()}
+        rows = {f"{ROWS}/{name}": self._ring.slots_view(name)[:, 0] for name in self._ring.schema}
+        return State({}, numbers, {"rng": self.generator.get_state(), **rows})
+
+    def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        table, lengths = tables[ROWS], numbers["lengths"]
+        if table.num_rows != sum(lengths):
+            raise SchemaError("load episodes", expected=f"{sum(lengths)} frames", got=str(table.num_rows))
+        options = {name: numbers[name] for name in _OPTIONS}
+        self._set_up(table.schema(1), lengths, self.device, options, self.generator)
+        for first, part in table.rows():
+            self._ring.put_slots(first, {name: rows.unsqueeze(1) for name, rows in part.items()})
+        self.motion_ids, self.file_names = list(numbers["motion_ids"]), list(numbers["file_names"])
+        priorities = torch.as_tensor(numbers["priorities"], dtype=torch.float32, device=self.device).clone()
+        if priorities.shape != self.lengths.shape or not bool((priorities >= 0).all() & priorities.isfinite().all()):
+            expected = f"{self.num_episodes} finite priorities >= 0"
+            raise SchemaError("load a state", "", expected, str(priorities.tolist())[:60])
+        self.priorities = priorities
 
     @lasting
     def _set_up(
@@ -272,8 +243,8 @@ class TrajectoryDictBuffer(FolderBuffer):
         self.lengths = torch.from_numpy(bounds.lengths).to(device)
         self.start_idx = torch.from_numpy(bounds.starts).to(device)
         self.stop_idx = self.start_idx + self.lengths
-        self.motion_ids: list[Any] = [None] * len(bounds)
-        self.file_names: list[str | None] = [None] * len(bounds)
+        self.motion_ids = [None] * len(bounds)
+        self.file_names = [None] * len(bounds)
         self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=device)
         self.generator = generator_on(generator, device)
         self._ring = RingStore(self.capacity, 1, schema, device, num_guards=0)
@@ -291,30 +262,6 @@ class TrajectoryDictBuffer(FolderBuffer):
         self._order.record(is_write=True)
         self.motion_ids, self.file_names = episodes.motion_ids, episodes.file_names
 
-    def _fill(
-        self,
-        schema: Schema,
-        state: Mapping[str, Any],
-        device: torch.device,
-        generator: torch.Generator | None,
-        parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]],
-    ) -> None:
-        """Take over what a state or a saved config says of episodes, and their frames, `[rows, 1, *event]`."""
-        self._set_up(schema, state["lengths"], device, {name: state[name] for name in _OPTIONS}, generator)
-        for first, rows in parts:
-            self._ring.put_slots(first, rows)
-        self.motion_ids, self.file_names = list(state["motion_ids"]), list(state["file_names"])
-        priorities = torch.as_tensor(state["priorities"], dtype=torch.float32, device=device).clone()
-        if priorities.shape != self.lengths.shape or not bool((priorities >= 0).all() & priorities.isfinite().all()):
-            expected = f"{self.num_episodes} finite priorities >= 0"
-            raise SchemaError("load a state", "", expected, str(priorities.tolist())[:60])
-        self.priorities = priorities
-
-    def _config(self) -> dict[str, Any]:
-        options = {name: getattr(self, name) for name in _OPTIONS}
-        known = {"motion_ids": list(self.motion_ids), "file_names": list(self.file_names)}
-        return {**options, **known, "lengths": self.lengths.tolist()}
-
     def _weights(self, needed: int) -> Weighted:
         """Say how episodes of at least `needed` frames are drawn."""
         if needed not in self._drawn_by:
@@ -329,14 +276,3 @@ class TrajectoryDictBuffer(FolderBuffer):
                 weights = is_long.to(torch.float32)
             self._drawn_by[needed] = Weighted(weights)
         return self._drawn_by[needed]
-
-
-_OPTIONS = (
-    "seq_length",
-    "output_key_t",
-    "output_key_tp1",
-    "end_key",
-    "motion_id_key",
-    "contiguous",
-    "nested_key_separator",
-)

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
 
+from ..core import arguments
 from ..core.delivery import Delivery
 from ..core.fields import Field, Schema
 from ..core.host_arrays import as_given
 from ..core.samplers import generator_on, uniform
-from ..errors import BufferEmptyError, FieldTypeError, SchemaError, UsageError
+from ..errors import BufferEmptyError, FieldTypeError, SchemaError
 from ..ring.ring import RingStore
-from ..saving.snapshot import Snapshotted, State
+from ..saving.store import State, Store
 
 _NAMES = ("states", "next_states")
 
 
-class ReplayBuffer(Snapshotted):
+class ReplayBuffer(Store):
     """The last `buffer_size` pairs.
 
     Args:
@@ -45,12 +45,10 @@ class ReplayBuffer(Snapshotted):
         *,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        size: Any = buffer_size  # mypy does not know that ints are Integral
-        if not isinstance(size, Integral) or size < 1:
-            raise UsageError("create a replay buffer", "", "buffer_size >= 1", repr(buffer_size))
-        sizes: Any = (obs_dim,) if isinstance(obs_dim, Integral) else obs_dim
-        self.obs_dim = tuple(int(size) for size in sizes)
-        self.buffer_size = int(buffer_size)
+        action = "create a replay buffer"
+        self.buffer_size = arguments.whole(action, "buffer_size", buffer_size, 1)
+        sizes = obs_dim if isinstance(obs_dim, Sequence) else (obs_dim,)
+        self.obs_dim = tuple(arguments.whole(action, "obs_dim", size, 0) for size in sizes)
         self.device = torch.device(device)
         self.rng = generator_on(generator)
         schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
@@ -110,9 +108,8 @@ class ReplayBuffer(Snapshotted):
         Raises:
             UsageError, BufferEmptyError: At the call, not at the first `next`.
         """
-        for name, value, least in (("num_mini_batch", num_mini_batch, 0), ("mini_batch_size", mini_batch_size, 1)):
-            if not isinstance(value, Integral) or value < least:
-                raise UsageError("generate mini-batches", "", f"{name} >= {least}", repr(value))
+        num_mini_batch = arguments.whole("generate mini-batches", "num_mini_batch", num_mini_batch, 0)
+        mini_batch_size = arguments.whole("generate mini-batches", "mini_batch_size", mini_batch_size, 1)
         if not self.num_samples:
             raise BufferEmptyError("generate mini-batches", "", "states", "an empty buffer", "Call insert() first")
         return (self._draw(mini_batch_size) for _ in range(num_mini_batch))
@@ -124,10 +121,6 @@ class ReplayBuffer(Snapshotted):
             index = uniform(self.num_samples, size, self.rng)
             found = self._ring.gather(index.to(self.device))
             return found["states"], found["next_states"]
-
-    @classmethod
-    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        return cls(**arguments, device=device, generator=0)  # the saved random state comes next
 
     def _get_state(self) -> State:
         with self._lock:

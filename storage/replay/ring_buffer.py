@@ -1,46 +1,44 @@
 """`RingBuffer`: what every buffer on a ring shares: checked writes, ends, final rows, saved state.
 
 One rule: this file only says in which order things happen. What fits is decided in `core/records.py`,
-where rows lie in `ring/ring.py`, where trajectories end in `ring/windows.py`, what is written to disk in
-`buffer_files.py`. Every public method takes the one lock, checks everything, then acts.
+where rows lie in `ring/ring.py`, where trajectories end in `ring/windows.py`, how the state is kept in
+`saving/buffer_store.py`. Every public method takes the one lock, checks everything, then acts.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-import numpy.typing as npt
 import torch
 
+from ..core import arguments
 from ..core.fields import Schema
-from ..core.host_arrays import as_given
-from ..core.modes import lasting
-from ..core.records import Key, RecordReader, Rows, declare, is_count, leaves, normal
+from ..core.records import Key, RecordReader, Rows, leaves, normal
 from ..core.samplers import generator_on
 from ..core.stream_order import StreamOrder
 from ..core.tree import map_leaves
 from ..errors import BufferEmptyError, SchemaError, UsageError
-from ..ring.end_flags import Places, array_ends, end_places, row_ends, tensor_ends
-from ..ring.final_rows import FinalRows
+from ..ring.ends import FinalRows, Places, end_places, find_ends
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
-from .buffer_files import FolderBuffer, accepted_share, all_or_nothing, load_ring, oldest_ages, save_ring
+from ..saving.buffer_store import FINALS, ROW_KEY, ROWS, BufferStore, rows_written
+from ..saving.columns import Table
+from ..saving.store import State
 
-_Self = TypeVar("_Self", bound="RingBuffer")
 #: Step and lane of rows that end a trajectory, and what was observed after them.
 _Ended = tuple[torch.Tensor, torch.Tensor, Schema, dict[str, torch.Tensor]]
 
 
-class RingBuffer(FolderBuffer):
+class RingBuffer(BufferStore):
     """Rows on a ring under one lock: everything but how they are given back.
 
     Args:
         As for `DictBuffer`.
     """
 
+    _REQUIRED = ("capacity",)
     _ARGUMENTS: ClassVar[tuple[str, ...]] = (
         "capacity",
         "num_envs",
@@ -66,16 +64,13 @@ class RingBuffer(FolderBuffer):
         output_device: torch.device | str | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        for name, value in (("capacity", capacity), ("num_envs", num_envs)):
-            if not is_count(value):
-                raise UsageError("create a buffer", "", f"{name} >= 1", repr(value))
+        self.capacity = arguments.whole("create a buffer", "capacity", capacity, 1)
+        self.num_envs = arguments.whole("create a buffer", "num_envs", num_envs, 1)
         if capacity % num_envs:
             raise UsageError("create a buffer", "", f"a capacity that {num_envs} envs divide", str(capacity))
-        self.capacity = int(capacity)
         self.device = torch.device(device)
         self.output_device = None if output_device is None else torch.device(output_device)
         self.nested_key_separator = nested_key_separator
-        self.num_envs = int(num_envs)
         self.end_key = normal(end_key)
         self.contiguous = bool(contiguous)
         self.auto_unsqueeze, self.narrow = auto_unsqueeze, narrow
@@ -130,10 +125,10 @@ class RingBuffer(FolderBuffer):
         with self._lock:
             arrays = self._reader.read_again(data) if final is None else None
             ring = self._ring
-            if arrays is not None and ring is not None and ring.takes_arrays and len(arrays[0]) <= ring.num_slots:
+            if arrays is not None and ring is not None and ring.takes_arrays:
                 if self._boundaries is not None:
-                    self._note(arrays, self._boundaries, ring)
-                ring.write_arrays(arrays)
+                    self._boundaries.note(find_ends(arrays, self._end_places, 1 if ring.num_lanes == 1 else 2))
+                ring.write(arrays)
                 return
             rows = self._reader.read(data)
             if rows is None:
@@ -153,64 +148,6 @@ class RingBuffer(FolderBuffer):
                 if part is not None:
                     part.clear()
 
-    # Keeping.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copy everything: rows as they lie, counters, random state; plain containers of tensors."""
-        with self._lock:
-            state: dict[str, Any] = {"config": self._config(), "generator": self.generator.get_state().clone()}
-            if self._ring is not None:
-                state.update(self._counters())
-                state["columns"] = self._ring.copy_slots(0, self._ring.num_live)
-                if self._finals is not None:
-                    state["final_keys"], state["final_columns"] = self._finals.live()
-            return state
-
-    @lasting
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` of an equal buffer gave; nothing is changed if it does not fit.
-
-        Raises:
-            SchemaError: It does not fit.
-        """
-        with self._lock, all_or_nothing(self):
-            mine, its = self._config(), state["config"]
-            for key in mine:
-                if its.get(key) != mine[key]:
-                    raise SchemaError("load a state", "", f"one with {key}={mine[key]!r}", repr(its.get(key)))
-            self.generator.set_state(state["generator"].cpu())
-            self._ring = self._boundaries = self._finals = None
-            self._reader = self._new_reader()
-            if "columns" not in state:
-                return
-            columns = {name: as_given(leaf) for name, leaf in state["columns"].items()}
-            num_lanes, total = int(state["num_lanes"]), int(state["total"])
-            lead = (min(total, self._num_slots), num_lanes)
-            for name, leaf in columns.items():
-                if tuple(leaf.shape[:2]) != lead:
-                    expected = f"{lead[0]} rows of {lead[1]} lanes"
-                    raise SchemaError("load a state", f"with {name!r}", expected, f"shape {list(leaf.shape)}")
-            schema = Schema(declare(name, leaf) for name, leaf in columns.items())
-            self._restore(schema, num_lanes, total, state, [(0, columns)])
-            if "final_keys" in state:
-                self._restore_finals(state["final_keys"], state["final_columns"])
-
-    def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
-        """Write everything to a folder, atomically; one that exists is replaced.
-
-        Args:
-            folder: Gets `buffer.hdf5` and `config.json`.
-            nested_key_separator: Joins levels of keys, instead of the buffer's own.
-        """
-        with self._lock:
-            save_ring(self, folder, nested_key_separator or self.nested_key_separator)
-
-    @classmethod
-    def _of_save(
-        cls: type[_Self], path: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
-    ) -> _Self:
-        return load_ring(cls, path, config, device)
-
     # Inside.
 
     @property
@@ -225,25 +162,15 @@ class RingBuffer(FolderBuffer):
     def _num_slots(self) -> int:
         return self.capacity // self.num_envs
 
-    def _config(self) -> dict[str, Any]:
-        """Give the arguments that make an equal buffer, as JSON; device and separator are added by whoever saves."""
+    def _arguments(self) -> dict[str, Any]:
+        """Give the arguments that make an equal buffer, as JSON."""
         return {name: getattr(self, name) for name in RingBuffer._ARGUMENTS}
 
-    def _recipe(self) -> dict[str, Any]:
-        where = {"device": self.device, "output_device": self.output_device}
-        arguments = self._arguments({**self._config(), "format": ""})
-        return {**arguments, **where, "nested_key_separator": self.nested_key_separator}
-
     @classmethod
-    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
-        return cls(**recipe, generator=0)  # the random state comes next
-
-    @classmethod
-    def _arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Pick the arguments that a saved config has; earlier systems have fewer."""
+    def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         wanted = [name for kind in cls.__mro__ for name in vars(kind).get("_ARGUMENTS", ())]
         found = {name: config[name] for name in wanted if name in config}
-        if "format" not in config and isinstance(found.get("end_key"), list):
+        if not {"format", "generator"} & config.keys() and isinstance(found.get("end_key"), list):
             found["end_key"] = tuple(found["end_key"])  # earlier systems have one key, perhaps nested
         return found
 
@@ -275,25 +202,15 @@ class RingBuffer(FolderBuffer):
         ring = self._ring
         assert ring is not None
         self._order.wait(is_write=True)
-        ends = tensor_ends(rows.tensors, self._end_places, ring.num_lanes) if self._boundaries is not None else None
         if final is not None and len(final[0]):
             step, lane, schema, leaves = final
             if self._finals is None:
                 self._finals = FinalRows(ring, schema)
             self._finals.append(lane, step + ring.total, leaves)
-        if self._boundaries is not None and ends is not None:
-            self._boundaries.note(ends)
+        if self._boundaries is not None:
+            self._boundaries.note(find_ends(rows.tensors, self._end_places))
         ring.write(rows.tensors)
         self._order.record(is_write=True)
-
-    def _note(self, arrays: list[npt.NDArray[Any]], boundaries: Boundaries, ring: RingStore) -> None:
-        """Note which rows end a trajectory, of those that `read_again` gave and that are about to be written."""
-        is_one = ring.num_lanes == 1 and len(arrays[0]) == 1
-        is_end = row_ends(arrays, self._end_places) if is_one else None
-        if is_end is None:
-            boundaries.note_arrays(array_ends(arrays, self._end_places, 1 if ring.num_lanes == 1 else 2))
-        else:
-            boundaries.note_row(is_end)
 
     def _read_final(self, final: Any, rows: Rows, places: Places) -> _Ended:
         """Check final observations; give step, lane and leaves of the rows that end a trajectory."""
@@ -306,7 +223,7 @@ class RingBuffer(FolderBuffer):
         if read is None or read.num_rows != rows.num_rows:
             got = "none" if read is None else str(read.num_rows)
             raise SchemaError("add final rows", "", f"{rows.num_rows} rows, as many as data has", got)
-        step, lane = tensor_ends(rows.tensors, places, rows.tensors[0].shape[1]).nonzero(as_tuple=True)
+        step, lane = find_ends(rows.tensors, places).nonzero(as_tuple=True)
         ended = {
             name: leaf[step.to(leaf.device), lane.to(leaf.device)]
             for name, leaf in zip(read.schema, read.tensors, strict=True)
@@ -318,51 +235,75 @@ class RingBuffer(FolderBuffer):
             raise BufferEmptyError(action, f"from a {type(self).__name__}", "rows", "none", "Call extend() first")
         return self._ring
 
-    def _counters(self) -> dict[str, Any]:
-        """Give what the rows themselves do not say, as JSON."""
-        ring, boundaries = self._ring, self._boundaries
-        found: dict[str, Any] = {
+    def _get_state(self) -> State:
+        ring, boundaries, finals = self._ring, self._boundaries, self._finals
+        numbers: dict[str, Any] = {
             "total": 0 if ring is None else ring.total,
+            "_idx": self._idx,
+            "_is_full": self._is_full,
             "accepted_share": 1.0 if boundaries is None else boundaries.rejection.share,
             "num_lanes": None if ring is None else ring.num_lanes,
+            "has_finals": finals is not None,
         }
-        if ring is not None and boundaries is not None:
+        tensors = {"rng": self.generator.get_state()}
+        if ring is None:
+            return State(self._arguments(), numbers, tensors)
+        self._order.wait(is_write=False)
+        if boundaries is not None:
             lanes = torch.arange(ring.num_lanes, device=ring.device)
             # Where the oldest row stands in its trajectory, whose first rows may be gone; more than a ring is as much.
             ages = boundaries.age(lanes, torch.full_like(lanes, ring.oldest)).clamp(max=ring.num_slots)
-            found["oldest_ages"] = ages.tolist()
-        return found
+            numbers["oldest_ages"] = ages.tolist()
+        for name in ring.schema:
+            rows = ring.slots_view(name)[: ring.num_live]
+            tensors[f"{ROWS}/{name}"] = rows if self._has_lanes_in_file else rows.squeeze(1)
+        if finals is not None:
+            if ROW_KEY in finals.schema:
+                raise SchemaError("save final rows", "", f"fields of other names than {ROW_KEY!r}", "one of that name")
+            keys, columns = finals.live()
+            tensors[f"{FINALS}/{ROW_KEY}"] = keys.unsqueeze(1)
+            tensors |= {f"{FINALS}/{name}": rows for name, rows in columns.items()}
+        return State(self._arguments(), numbers, tensors)
 
-    def _restore(
-        self,
-        schema: Schema,
-        num_lanes: int,
-        total: int,
-        counters: Mapping[str, Any],
-        parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]],
-    ) -> None:
-        """Fill a new ring with rows as they lay, `[slots, lanes, *event]`, and find where trajectories end."""
+    def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        self._ring = self._boundaries = self._finals = None
+        self._reader = self._new_reader()
+        if ROWS not in tables or not tables[ROWS].shapes:
+            return
+        rows = tables[ROWS]
+        num_lead = 2 if self._has_lanes_in_file else 1
+        schema, live = rows.schema(num_lead), rows.num_rows
+        num_lanes = next(iter(rows.shapes.values()))[1] if num_lead == 2 else 1
+        if live > self._num_slots:
+            raise SchemaError("load rows", expected=f"at most {self._num_slots} rows, the capacity", got=f"{live} rows")
+        total = rows_written(numbers, live, self._num_slots, self._rows_per_slot)
         self._create(schema, num_lanes)
         ring, boundaries = self._ring, self._boundaries
         assert ring is not None
-        for first, part in parts:
-            ring.put_slots(first, part)
+        for first, part in rows.rows():
+            ring.put_slots(first, {name: x if num_lead == 2 else x.unsqueeze(1) for name, x in part.items()})
         ring.total = total
-        if boundaries is None:
-            return
-        live, oldest = ring.num_live, ring.oldest
-        boundaries.rejection.share = accepted_share(counters)
-        boundaries.next_ages.copy_(oldest_ages(counters, num_lanes, min(oldest, ring.num_slots)))
-        columns = [ring.slots_view(name)[:live] for name in ring.schema]
-        ends = tensor_ends(columns, self._end_places, num_lanes)
-        ring.total = oldest
-        boundaries.note(ends.roll(-(oldest % ring.num_slots), 0) if live == ring.num_slots else ends)
-        ring.total = total
+        if boundaries is not None:
+            boundaries.rejection.share = _accepted_share(numbers)
+            boundaries.next_ages.copy_(_oldest_ages(numbers, num_lanes, min(ring.oldest, ring.num_slots)))
+            columns = [ring.slots_view(name)[:live] for name in ring.schema]
+            ends = find_ends(columns, self._end_places)
+            ring.total = ring.oldest
+            boundaries.note(ends.roll(-(ring.total % ring.num_slots), 0) if live == ring.num_slots else ends)
+            ring.total = total
+        if FINALS in tables:
+            self._set_finals(tables[FINALS])
 
-    def _restore_finals(self, keys: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
+    def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        columns = {name: x if self._has_lanes_in_file else x.squeeze(1) for name, x in state.get("columns", {}).items()}
+        return super()._of_earlier({**state, "columns": columns})
+
+    def _set_finals(self, table: Table) -> None:
         ring, boundaries = self._ring, self._boundaries
         if ring is None or boundaries is None:
             raise SchemaError("load final rows", "", "a buffer with end_key, and rows", "one without")
+        columns = {name: table.read(name) for name in table.shapes}
+        keys = columns.pop(ROW_KEY).flatten()
         self._finals = FinalRows(ring, Schema(ring.schema[name] for name in columns))
         self._finals.restore(keys, columns, boundaries)
 
@@ -374,3 +315,20 @@ class RingBuffer(FolderBuffer):
 def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
     """Bring a nested dict of tensors to a device; None is wherever they are."""
     return tree if device is None else map_leaves(lambda leaf: leaf.to(device, non_blocking=True), tree)
+
+
+def _accepted_share(numbers: Mapping[str, Any]) -> float:
+    """Give the share of candidates that were accepted lately."""
+    share = float(numbers.get("accepted_share", 1.0))
+    if not 0 < share <= 1:
+        raise SchemaError("load a state", "", "an accepted_share above 0, at most 1", str(share))
+    return max(share, 1e-3)  # no smaller one is ever saved
+
+
+def _oldest_ages(numbers: Mapping[str, Any], num_lanes: int, most: int) -> torch.Tensor:
+    """Give the ages of each lane's oldest row; in saves without them it begins its trajectory."""
+    ages = torch.tensor(numbers.get("oldest_ages", [0] * num_lanes), device="cpu")
+    if ages.dtype is not torch.int64 or ages.shape != (num_lanes,) or not bool(((ages >= 0) & (ages <= most)).all()):
+        expected = f"oldest_ages of {num_lanes} lanes, 0 to {most}"
+        raise SchemaError("load a state", "", expected, repr(numbers["oldest_ages"])[:100])
+    return ages

@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..core import arguments
 from ..core.fields import Schema
-from ..core.records import Key, flat_name, is_count, names_below
+from ..core.records import Key, flat_name, names_below
 from ..core.tree import unflatten
 from ..errors import SchemaError, UsageError
-from ..ring.end_flags import Places
-from ..ring.final_rows import FinalRows, may_follow, put_finals
+from ..ring.ends import FinalRows, Places, may_follow, put_finals
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries, Rule
-from .buffer_files import can_load
 from .dict_buffer import DictBuffer
 
 #: Fields that end trajectories unless `end_key` says otherwise: those of these that there are.
@@ -28,7 +27,6 @@ _START_MODES = ("uniform", "trajectory")
 _ACTION = "sample windows"
 
 
-@can_load
 class TrajectoryDictBufferMultiDim(DictBuffer):
     """A ring of rows of one or many environments, sampled as windows of consecutive rows.
 
@@ -82,7 +80,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         if options.get("num_envs", 1) != 1:
             raise UsageError("create a buffer", "", "n_dim=2 for several environments", "num_envs")
         check_length(seq_length)
-        if is_count(capacity) and seq_length > capacity:
+        if arguments.is_whole(capacity) and seq_length > capacity:
             raise UsageError("create a buffer", "", f"a seq_length of at most capacity, {capacity}", str(seq_length))
         self.n_dim = n_dim
         self._has_lane_axis = n_dim == 2
@@ -140,9 +138,9 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             lane, last = self._boundaries.list_all(1 + offset)
             return self._given(unflatten(self._gather(self._ring, lane, last - offset, 1)))
 
-    def _config(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in self._ARGUMENTS}
-        shared = super()._config()
+        shared = super()._arguments()
         del shared["num_envs"]
         return {**shared, **own}
 
@@ -247,15 +245,14 @@ def as_list(keys: Sequence[Key]) -> list[str]:
     return [flat_name(key) for key in ([keys] if isinstance(keys, str) else keys)]
 
 
-def check_length(length: Any) -> None:
+def check_length(length: Any) -> int:
     """Refuse what is not a number of rows."""
-    if not is_count(length):
-        raise UsageError(_ACTION, "", "seq_length >= 1", repr(length))
+    return arguments.whole(_ACTION, "seq_length", length, 1)
 
 
 def count_windows(batch_size: int, length: int) -> int:
     """Say how many windows of `length` rows make `batch_size` rows."""
-    check_length(length)
-    if not is_count(batch_size, length) or batch_size % length:
+    length = check_length(length)
+    if not arguments.is_whole(batch_size) or batch_size < length or batch_size % length:
         raise UsageError(_ACTION, "", f"a batch_size that is a multiple of seq_length {length}", repr(batch_size))
-    return int(batch_size) // int(length)
+    return int(batch_size) // length

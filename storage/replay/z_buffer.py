@@ -5,30 +5,27 @@ One rule: it is a ring with one field; whatever is added is detached and cast.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..core.durable import existing_folder
+from ..core import arguments
 from ..core.fields import DTYPES, Field, Schema, dtype_name
-from ..core.modes import lasting
-from ..core.records import as_tensor, is_count
+from ..core.records import as_tensor
 from ..core.samplers import generator_on, uniform
 from ..core.stream_order import StreamOrder
-from ..errors import BufferEmptyError, CorruptFileError, SchemaError, UsageError
+from ..errors import BufferEmptyError, SchemaError
 from ..ring.ring import RingStore
-from ..saving.column_files import COLUMNS_NAME, SAVE_ID, device_for, open_columns
-from .buffer_files import FolderBuffer, all_or_nothing, can_load, restore_generator, save_buffer
+from ..saving.buffer_store import ROWS, BufferStore, rows_written
+from ..saving.columns import Table
+from ..saving.store import State
 
-_Self = TypeVar("_Self", bound="ZBuffer")
 _NAME = "z"
 
 
-@can_load
-class ZBuffer(FolderBuffer):
+class ZBuffer(BufferStore):
     """The last `capacity` vectors.
 
     Args:
@@ -39,6 +36,8 @@ class ZBuffer(FolderBuffer):
         generator: As for `DictBuffer`.
     """
 
+    _REQUIRED = ("capacity", "dim", "dtype", "total")
+
     def __init__(
         self,
         capacity: int,
@@ -48,10 +47,9 @@ class ZBuffer(FolderBuffer):
         *,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        for name, value in (("capacity", capacity), ("dim", dim)):
-            if not is_count(value):
-                raise UsageError("create a z buffer", "", f"{name} >= 1", repr(value))
-        self.capacity, self.dim, self.dtype = int(capacity), int(dim), dtype
+        self.capacity = arguments.whole("create a z buffer", "capacity", capacity, 1)
+        self.dim = arguments.whole("create a z buffer", "dim", dim, 1)
+        self.dtype = dtype
         self.device = torch.device(device)
         self.generator = generator_on(generator, self.device)
         schema = Schema([Field(_NAME, (dim,), dtype_name(dtype))])
@@ -77,8 +75,7 @@ class ZBuffer(FolderBuffer):
     @torch.no_grad()
     def sample(self, num: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Draw `[num, dim]` uniformly with replacement, on `device` or the buffer's own."""
-        if not is_count(num):
-            raise UsageError("sample vectors", "", "num >= 1", repr(num))
+        num = arguments.whole("sample vectors", "num", num, 1)
         with self._lock:
             if self.empty():
                 raise BufferEmptyError("sample vectors", "", "vectors", "none", "Call add() first")
@@ -93,63 +90,31 @@ class ZBuffer(FolderBuffer):
         with self._lock:
             self._ring.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copy everything."""
-        with self._lock:
-            rows = self._ring.copy_slots(0, len(self))[_NAME].squeeze(1)
-            return {**self._config(), "generator": self.generator.get_state().clone(), _NAME: rows}
-
-    @lasting
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` of an equal buffer gave; nothing is changed if it does not fit.
-
-        Raises:
-            SchemaError: It does not fit.
-        """
-        with self._lock, all_or_nothing(self):
-            for key in ("capacity", "dim", "dtype"):
-                if state[key] != self._config()[key]:
-                    raise SchemaError("load a state", "", f"{key}={self._config()[key]!r}", repr(state[key]))
-            rows, total = state[_NAME], int(state["total"])
-            if tuple(rows.shape) != (min(total, self.capacity), self.dim) or rows.dtype is not self.dtype:
-                expected = f"{self.dtype} of shape {[min(total, self.capacity), self.dim]}"
-                raise SchemaError("load a state", f"with {_NAME!r}", expected, f"{rows.dtype} {list(rows.shape)}")
-            self.generator.set_state(state["generator"].cpu())
-            self._ring.put_slots(0, {_NAME: rows.unsqueeze(1)})
-            self._ring.total = total
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write everything to a folder, atomically; one that exists is replaced."""
-        with self._lock:
-            save_buffer(self, folder, self._config(), self._ring)
+    @classmethod
+    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
+        dtype = DTYPES[arguments["dtype"]][0]
+        return cls(arguments["capacity"], arguments["dim"], device, dtype, generator=0)
 
     @classmethod
-    def _of_save(
-        cls: type[_Self], path: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
-    ) -> _Self:
-        for key in ("capacity", "dim", "dtype", "total"):
-            if key not in config:
-                raise CorruptFileError("load", repr(str(path)), f"{key!r} in its config.json", "none")
-        capacity, dim = config["capacity"], config["dim"]
-        with open_columns(existing_folder(path) / COLUMNS_NAME, "-", config.get(SAVE_ID)) as file:
-            if list(file.shapes.items()) != [(_NAME, (min(config["total"], capacity), dim))]:
-                expected = f"{min(config['total'], capacity)} vectors of {dim} numbers"
-                raise SchemaError("load", repr(str(path)), expected, str(file.shapes))
-            place = device_for(config.get("device"), device)
-            made = cls(capacity, dim, place, DTYPES[config["dtype"]][0])
-            for first, rows in file.chunks(_NAME):
-                made._ring.put_slots(first, {_NAME: rows.unsqueeze(1)})
-        made._ring.total = int(config["total"])
-        restore_generator(made.generator, config.get("generator", ""))
-        return made
+    def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: config[name] for name in ("capacity", "dim", "dtype")}
 
-    def _recipe(self) -> dict[str, Any]:
-        return {"capacity": self.capacity, "dim": self.dim, "device": self.device, "dtype": self.dtype}
+    def _get_state(self) -> State:
+        self._order.wait(is_write=False)
+        arguments = {"capacity": self.capacity, "dim": self.dim, "dtype": dtype_name(self.dtype)}
+        numbers = {"total": self._ring.total, "_idx": self._ring.cursor, "_is_full": len(self) == self.capacity}
+        rows = self._ring.slots_view(_NAME)[: len(self), 0]
+        return State(arguments, numbers, {"rng": self.generator.get_state(), f"{ROWS}/{_NAME}": rows})
 
-    @classmethod
-    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
-        return cls(**recipe, generator=0)  # the random state comes next
+    def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        table = tables[ROWS]
+        total = rows_written(numbers, table.num_rows, self.capacity, 1)
+        if table.schema(1) != self._ring.schema:
+            raise SchemaError("load vectors", expected=repr(self._ring.schema), got=repr(table.schema(1)))
+        ring = RingStore(self.capacity, 1, self._ring.schema, self.device, num_guards=0)
+        for first, part in table.rows():
+            ring.put_slots(first, {_NAME: part[_NAME].unsqueeze(1)})
+        ring.total, self._ring = total, ring
 
-    def _config(self) -> dict[str, Any]:
-        sizes = {"capacity": self.capacity, "dim": self.dim, "dtype": dtype_name(self.dtype)}
-        return {**sizes, "total": self._ring.total, "_idx": self._ring.cursor, "_is_full": len(self) == self.capacity}
+    def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._of_earlier({**state, "columns": {_NAME: state[_NAME]}})

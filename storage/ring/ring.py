@@ -17,20 +17,20 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from ..core.buffer_pool import BufferPool
+from ..core.buffer_pool import MIN_POOLED_BYTES, BufferPool
 from ..core.fields import Schema
 from ..core.host_arrays import zeroed
 from ..core.modes import lasting
 from ..core.records import names_below
-from ..core.row_cut import RowCut, Rows, Target
-from ..core.row_layout import Group, lay_out
+from ..core.rows import Cut, Group, Target, lay_out
 from ..errors import UsageError
-from .held_steps import HeldSteps
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
 _MIN_TORCH_BYTES = 256 * 1024
-#: So many ways of cutting rows are remembered, with the memory that is ready for them.
+#: So many ways of cutting rows are remembered.
 _MAX_CUTS = 8
+#: What is gathered before the same is gathered again a row later: a good half of a processor's own cache.
+_TURN_BYTES = 3 << 19
 
 
 class RingStore:
@@ -51,34 +51,33 @@ class RingStore:
         if num_slots < 1 or num_lanes < 1:
             raise UsageError("create a ring", "", "at least one slot and one lane", f"{num_slots} and {num_lanes}")
         self.num_slots, self.num_lanes = int(num_slots), int(num_lanes)
-        self.schema = schema
+        self.schema, self.names = schema, tuple(schema)
         self.device = torch.device(device)
+        self._is_on_cpu = self.device.type == "cpu"
         self.num_guards = min(int(num_guards), self.num_slots)
         #: Rows per lane that were ever written.
         self.total = 0
         self.groups: list[Group] = lay_out(schema)
         #: Rows of one lane in memory.
         self.stride = self.num_slots + self.num_guards
-        self._pool = BufferPool()
+        self._pool = BufferPool(max(8, 2 * len(self.groups)))
         self._bases = [
             zeroed((self.num_lanes, self.stride, group.width), group.unit, self.device) for group in self.groups
         ]
         self._sources: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._cuts: dict[Any, RowCut] = {}
+        self._cuts: dict[Any, Cut] = {}
         found: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             found.update(group.views(base))
+        #: `[lanes, stride, *event]`, and time first for writing; as arrays where numpy can.
         self._columns = {name: found[name] for name in schema}
-        self.names = tuple(schema)
-        self._arrays = [_array(column) for column in self._columns.values()]
-        #: Whether `write_arrays` may be used: the memory is on the CPU, and numpy knows every dtype.
+        self._slots = [column.transpose(0, 1) for column in self._columns.values()]
+        self._arrays: list[Any] = [_array(slots) for slots in self._slots]
+        #: Whether arrays can be written: the memory is on the CPU, and numpy knows every dtype.
         self.takes_arrays = all(array is not None for array in self._arrays)
-        self._known_arrays = [array for array in self._arrays if array is not None]
-        self._lane_arrays = [array[0] for array in self._known_arrays]
-        self._has_scalars = any(array.ndim == 1 for array in self._lane_arrays)
-        #: The newest steps of many lanes, where side by side they take fewer writes than fields.
-        takes_steps = num_lanes > 1 and self.takes_arrays and len(self.groups) < len(schema)
-        self._held = HeldSteps(schema, self.groups, self._bases) if takes_steps else None
+        self._row_arrays = [
+            array[:, 0] if array is not None and self.num_lanes == 1 else array for array in self._arrays
+        ]
 
     @property
     def num_live(self) -> int:
@@ -98,72 +97,38 @@ class RingStore:
     @property
     def num_bytes(self) -> int:
         """Memory that is reserved for rows."""
-        held_bytes = self._held.num_bytes if self._held is not None else 0
-        return held_bytes + sum(base.numel() * base.element_size() for base in self._bases)
+        return sum(base.numel() * base.element_size() for base in self._bases)
 
-    def write(self, tensors: list[torch.Tensor]) -> None:
-        """Write checked leaves, `[n, lanes, *event]` in the schema's order; any n, the last slots win."""
-        self.settle()
-        num_rows = len(tensors[0]) if tensors else 0
-        first = max(0, num_rows - self.num_slots)
+    def spans(self, num_rows: int) -> list[tuple[slice, slice]]:
+        """Say where the next rows go: (slots, which of the rows), twice where the ring closes; the last rows win."""
+        found, first = [], max(0, num_rows - self.num_slots)
         while first < num_rows:
-            slot = self.slot(self.total + first)
-            last = min(num_rows, first + self.num_slots - slot)
-            stop = slot + last - first
-            for column, array, leaf in zip(self._columns.values(), self._arrays, tensors, strict=True):
-                _copy(column, array, slot, stop, leaf[first:last])
-            self._copy_guards(slot, stop)
-            first = last
-        self.total += num_rows
+            slot = (self.total + first) % self.num_slots
+            count = min(num_rows - first, self.num_slots - slot)
+            found.append((slice(slot, slot + count), slice(first, first + count)))
+            first += count
+        return found
 
-    def write_arrays(self, leaves: list[npt.NDArray[Any]]) -> None:
-        """Write leaves of the right dtypes: `[n, *event]` in a ring of one lane, else `[n, lanes, *event]`.
+    def write(self, leaves: Sequence[Any]) -> None:
+        """Write checked leaves, `[n, lanes, *event]` in the schema's order; any n, the last slots win.
 
-        n is at most `num_slots`.
+        They are tensors, or, if `takes_arrays`, arrays, which in a ring of one lane are `[n, *event]`.
         """
-        num_rows, slot = len(leaves[0]), self.total % self.num_slots
-        if slot + num_rows > self.num_slots:
-            num_first = self.num_slots - slot
-            self.write_arrays([leaf[:num_first] for leaf in leaves])
-            self.write_arrays([leaf[num_first:] for leaf in leaves])
-            return
-        if self.num_lanes == 1:
-            # A number takes half the time of a slice, but numpy puts no array of one item in the place of a scalar.
-            into = slot if num_rows == 1 and not self._has_scalars else slice(slot, slot + num_rows)
-            for array, leaf in zip(self._lane_arrays, leaves, strict=True):
-                array[into] = leaf
-        elif num_rows == 1 and self._held is not None:
-            self._held.add(slot, leaves)
-            # The first slots are kept twice, and after the last one the next step lies elsewhere.
-            if self._held.num >= self._held.most or slot < self.num_guards or slot == self.num_slots - 1:
-                self._held.settle()
-        else:
-            self.settle()
-            for array, leaf in zip(self._known_arrays, leaves, strict=True):
-                array[:, slot : slot + num_rows] = leaf.swapaxes(0, 1)
-        if slot < self.num_guards:
-            self._copy_guards(slot, slot + num_rows)
+        num_rows = len(leaves[0]) if leaves else 0
+        for slots, rows in self.spans(num_rows):
+            parts = leaves if rows.stop - rows.start == num_rows else [leaf[rows] for leaf in leaves]
+            if isinstance(parts[0], torch.Tensor):
+                for column, array, part in zip(self._slots, self._arrays, parts, strict=True):
+                    _write(column, array, slots, part)
+            else:
+                for array, part in zip(self._row_arrays, parts, strict=True):
+                    array[slots] = part
+            if slots.start < self.num_guards:
+                self._copy_guards(slots.start, slots.stop)
         self.total += num_rows
-
-    def settle(self) -> None:
-        """Write the steps that are held back; whoever reads memory calls it first."""
-        if self._held is not None and self._held.num:
-            self._held.settle()
-
-    def _settle_for(self, places: torch.Tensor, length: int) -> None:
-        """Write the steps that are held back if windows of so many rows reach them."""
-        held = self._held
-        if held is not None and held.num and held.touches(places.numpy() % self.stride, length):
-            held.settle()
-
-    def hold_nothing_back(self) -> None:
-        """From now on write every step at once: somebody outside sees the memory."""
-        if self._held is not None:
-            self._held.most = 1
 
     def clear(self) -> None:
         """Forget every row; the memory stays."""
-        self.settle()
         self.total = 0
 
     def slot(self, row_id: Any) -> Any:
@@ -190,7 +155,7 @@ class RingStore:
         contiguous: bool = False,
         nested: bool = True,
         apart: bool = False,
-    ) -> RowCut:
+    ) -> Cut:
         """Give what cuts the fields of some keys, and below `next` those of some one row later; planned once."""
         asked = tuple(keys), tuple(next_keys), contiguous, nested, apart
         found = self._cuts.get(asked)
@@ -206,24 +171,21 @@ class RingStore:
             found = self._cuts[asked] = self.cut(targets, contiguous, nested, apart)
         return found
 
-    def cut(
-        self, targets: Sequence[Target], contiguous: bool = False, nested: bool = True, apart: bool = False
-    ) -> RowCut:
+    def cut(self, targets: Sequence[Target], contiguous: bool = False, nested: bool = True, apart: bool = False) -> Cut:
         """Make what cuts `rows`, or with `apart` those of `windows`, into fields; once for many samples."""
         if not apart and not self.num_guards and any(target.row for target in targets):
             raise UsageError("cut rows", "and those that follow", "a ring with guards", "one without")
-        return RowCut(self.groups, targets, contiguous, nested, self.device, apart, self._pool)
+        return Cut(self.groups, targets, contiguous, nested, apart)
 
-    def rows(self, places: torch.Tensor, cut: RowCut) -> list[Rows | None]:
+    def rows(self, places: torch.Tensor, cut: Cut) -> list[torch.Tensor | None]:
         """Copy what `cut` needs of rows, and of those that follow them: of each group, packed."""
-        if self._held is not None:
-            self._settle_for(places, cut.reach)
         return [
-            cut.gather(place, self._source(place, width), places) if width else None
-            for place, width in enumerate(cut.widths)
+            self._take(self._source(place, width), places) if width else None for place, width in enumerate(cut.widths)
         ]
 
-    def windows(self, places: torch.Tensor, length: int, cut: RowCut, never_wraps: bool = False) -> list[Rows | None]:
+    def windows(
+        self, places: torch.Tensor, length: int, cut: Cut, never_wraps: bool = False
+    ) -> list[torch.Tensor | None]:
         """Copy what `cut`, made with `apart`, needs of windows, and of the same windows one row later.
 
         Args:
@@ -237,34 +199,39 @@ class RingStore:
         """
         reach = length + cut.reach - 1
         is_one_piece = never_wraps or reach <= self.num_guards + 1
-        if is_one_piece:
-            self._settle_for(places, reach)
-            starts = [places, places]
-        else:
-            self.settle()
+        starts = [places, places]
+        if not is_one_piece:
             rows_of = self._unrolled(places, reach)
             starts = [rows_of[:, :length].flatten(), rows_of[:, reach - length :].flatten()]
-        found: list[Rows | None] = [None] * (2 * len(self.groups))
+        found: list[torch.Tensor | None] = [None] * (2 * len(self.groups))
         for place, (group, wanted) in enumerate(zip(self.groups, cut.wanted, strict=True)):
-            rows = [row for row in (0, 1) if wanted[row]]
-            if rows:
-                units = (length if is_one_piece else 1) * group.width
-                # To look a row later at the same places takes less time than to count the places up.
-                sources = [self._source(place, units, skipped=row if is_one_piece else 0) for row in rows]
-                at = [place + row * len(self.groups) for row in rows]
-                moved = cut.gather_near(at, sources, [starts[row] for row in rows])
-                for one, part in zip(at, moved, strict=True):
-                    found[one] = part
+            units = (length if is_one_piece else 1) * group.width
+            # To look a row later at the same places takes less time than to count the places up.
+            sources = {row: self._source(place, units, row * is_one_piece) for row in (0, 1) if wanted[row]}
+            for row, rows in self._take_near(sources, starts).items():
+                found[place + row * len(self.groups)] = rows.view(-1, group.width)
         return found
+
+    def _take_near(self, sources: Mapping[int, torch.Tensor], starts: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Copy rows of two sources; those at one position of their indices lie near each other in memory."""
+        num_rows, num_units = starts[0].shape[0], max((source.shape[1] for source in sources.values()), default=0)
+        per_turn = max(1, _TURN_BYTES // max(1, 4 * num_units))
+        if len(sources) < 2 or num_rows <= per_turn:
+            return {row: self._take(source, starts[row]) for row, source in sources.items()}
+        # In turns of so many as stay in a processor's cache, so that memory is waited for once.
+        rooms = {row: self._room(num_rows, source) for row, source in sources.items()}
+        for first in range(0, num_rows, per_turn):
+            turn = slice(first, first + per_turn)
+            for row, source in sources.items():
+                torch.index_select(source, 0, starts[row][turn], out=rooms[row][turn])
+        return rooms
 
     def column(self, name: str) -> torch.Tensor:
         """Give a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
-        self.settle()
         return self._columns[name].flatten(0, 1)
 
     def slots_view(self, name: str) -> torch.Tensor:
         """Show the slots of a field, `[num_slots, lanes, *event]`, sharing memory."""
-        self.settle()
         return self._columns[name][:, : self.num_slots].transpose(0, 1)
 
     def ids(self) -> torch.Tensor:
@@ -317,15 +284,28 @@ class RingStore:
             self._sources[place, units, skipped] = found
         return found
 
+    def _take(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Copy rows of `source`."""
+        if not self._is_on_cpu or index.shape[0] * source.shape[1] * source.itemsize < MIN_POOLED_BYTES:
+            return source.index_select(0, index)
+        return torch.index_select(source, 0, index, out=self._room(index.shape[0], source))
 
-def _array(column: torch.Tensor) -> npt.NDArray[Any] | None:
-    return None if column.device.type != "cpu" or column.dtype is torch.bfloat16 else column.numpy()
+    def _room(self, num_rows: int, source: torch.Tensor) -> torch.Tensor:
+        """Give memory for rows like those of `source`; large memory on the CPU is used again when nobody holds it."""
+        shape = num_rows, source.shape[1]
+        if self._is_on_cpu:
+            return self._pool.empty(shape, source.dtype)
+        return torch.empty(shape, dtype=source.dtype, device=self.device)
 
 
-def _copy(column: torch.Tensor, array: npt.NDArray[Any] | None, slot: int, stop: int, leaf: torch.Tensor) -> None:
-    """Write `[n, lanes, *event]` into slots of a `[lanes, slots, *event]` column."""
+def _array(slots: torch.Tensor) -> npt.NDArray[Any] | None:
+    return None if slots.device.type != "cpu" or slots.dtype is torch.bfloat16 else slots.numpy()
+
+
+def _write(column: torch.Tensor, array: npt.NDArray[Any] | None, slots: slice, leaf: torch.Tensor) -> None:
+    """Write `[n, lanes, *event]` into slots of a column that is seen time first."""
     is_small = leaf.device.type == "cpu" and leaf.dtype is column.dtype and leaf.nbytes < _MIN_TORCH_BYTES
     if array is not None and is_small:
-        array[:, slot:stop] = leaf.numpy().swapaxes(0, 1)
-        return
-    column[:, slot:stop].copy_(leaf.transpose(0, 1), non_blocking=leaf.device.type == "cuda")
+        array[slots] = leaf.numpy()
+    else:
+        column[slots].copy_(leaf, non_blocking=leaf.device.type == "cuda")

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ..core import arguments
 from ..core.fields import Schema
-from ..core.records import Key, is_count, names_below
+from ..core.records import Key, names_below
 from ..core.tree import unflatten
 from ..errors import FieldTypeError, SchemaError, UsageError
-from .final_rows import FinalRows, may_follow, put_finals
+from .ends import FinalRows, may_follow, put_finals
 from .ring import RingStore
 from .windows import Boundaries, Rule
 
@@ -53,8 +54,7 @@ class TransitionRequest:
         keys = (self.next_keys,) if isinstance(self.next_keys, str) else tuple(self.next_keys)
         object.__setattr__(self, "next_keys", keys)
         for name, value in (("num_steps", self.num_steps), ("num_frames", self.num_frames)):
-            if not is_count(value):
-                raise UsageError(_ACTION, "", f"{name} >= 1", repr(value))
+            arguments.whole(_ACTION, name, value, 1)
         if self.at_end not in ("exclude", "mark"):
             raise UsageError(_ACTION, "", "at_end 'exclude' or 'mark'", repr(self.at_end))
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import DictBuffer, UsageError
-from storage.ring.windows import Boundaries
 
 NUM_DRAWS = 3000
 
@@ -104,26 +102,3 @@ def _drawn(buffer: DictBuffer) -> set[tuple[int, int, int]]:
     assert torch.equal(found["env"], found["next"]["env"])
     columns = (found["env"], found["x"], found["next"]["x"])
     return set(zip(*(column.flatten().int().tolist() for column in columns), strict=True))
-
-
-@pytest.mark.parametrize("share", [0.02, 0.5, 0.9, 0.999])
-def test_one_round_is_nearly_always_enough_whatever_share_is_valid(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_rows, num_more_rounds, draw = 20_000, 0, Boundaries.draw
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal num_more_rounds
-        num_more_rounds += 1
-        return draw(*arguments)
-
-    is_end = torch.rand(num_rows, 1, generator=torch.Generator().manual_seed(1)) >= share
-    buffer = DictBuffer(capacity=num_rows, end_key="done", generator=0)
-    buffer.extend({"x": torch.arange(num_rows).view(-1, 1), "done": is_end})
-    for _ in range(40):  # until the share is known
-        buffer.sample_transitions(256, next_keys="x")
-    monkeypatch.setattr(Boundaries, "draw", counted)
-    for _ in range(200):
-        drawn = buffer.sample_transitions(256, next_keys="x")
-        assert torch.equal(drawn["next"]["x"], drawn["x"] + 1) and not bool(drawn["done"].any())
-    assert num_more_rounds <= 2

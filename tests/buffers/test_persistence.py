@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import threading
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,9 @@ from storage import (
     load_buffer,
 )
 from storage.errors import DataFileError
-from storage.saving import column_files
 from tests.saved import config_of
 
+from .every_store import in_child
 from .streams import rows
 
 
@@ -243,39 +241,35 @@ def test_every_flipped_byte_of_the_rows_is_reported(tmp_path: Path) -> None:
             load_buffer(tmp_path / "b")
 
 
-def test_saving_takes_the_memory_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(column_files, "CHUNK_BYTES", 64 << 10)
-    buffer = DictBuffer(capacity=20_000)
-    buffer.extend({"x": torch.randn(20_000, 64)})
-    sizes: list[int] = []
-    inner = column_files._as_array
-
-    def watched(part: torch.Tensor) -> np.ndarray:
-        array = inner(part)
-        sizes.append(array.nbytes)
-        return array
-
-    monkeypatch.setattr(column_files, "_as_array", watched)
-    tracemalloc.start()
-    buffer.save(tmp_path / "b")
-    assert tracemalloc.get_traced_memory()[1] < 2 << 20
-    tracemalloc.stop()
-    assert max(sizes) <= 64 << 10 and sum(sizes) == 20_000 * 64 * 4
-    assert torch.equal(load_buffer(tmp_path / "b").storage["x"], buffer.storage["x"])
+def save_and_load_with_little_memory(folder: Path) -> None:
+    torch.set_num_threads(1)
+    small, buffer = DictBuffer(capacity=2), DictBuffer(capacity=500_000)
+    for each in (small, buffer):
+        each.extend({"x": torch.ones(each.capacity, 64), "y": torch.zeros(each.capacity, 1)})
+    small.save(folder / "small")
+    load_buffer(folder / "small")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    buffer.save(folder / "b")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
+    loaded = load_buffer(folder / "b")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (50 + 135) << 10
+    assert torch.equal(loaded.storage["x"], buffer.storage["x"])
 
 
-def test_a_buffer_of_many_fields_loads_with_few_files_and_threads(tmp_path: Path) -> None:
+def test_saving_and_loading_take_the_memory_of_some_chunks(tmp_path: Path) -> None:
+    code = "from tests.buffers.test_persistence import save_and_load_with_little_memory as run\n"
+    in_child(code + "run(Path(sys.argv[1]))", tmp_path)
+
+
+def test_a_buffer_of_many_fields_loads_with_few_files(tmp_path: Path) -> None:
     buffer = DictBuffer(capacity=4)
     buffer.extend({"x": {str(place): torch.full((3, 1), float(place)) for place in range(100)}})
     buffer.save(tmp_path / "b")
-    num_open, num_threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    num_open = len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 30, hard))
     try:
         loaded = load_buffer(tmp_path / "b")
-        with column_files.open_columns(tmp_path / "b" / "buffer.hdf5", "-") as file:
-            for _ in file.rows():
-                assert threading.active_count() <= num_threads + 8
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert all((leaf[:3] == float(name)).all() for name, leaf in loaded.storage["x"].items())
@@ -313,14 +307,11 @@ def test_saving_over_a_folder_of_something_else_is_refused(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_compressed_and_big_endian_columns_of_other_writers_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(column_files, "CHUNK_BYTES", 64)
-    values = np.arange(40, dtype=np.float32).reshape(10, 4)
+def test_compressed_and_big_endian_columns_of_other_writers_load(tmp_path: Path) -> None:
+    values = np.arange(10 << 17).reshape(10, 1 << 17).astype(np.float32) % 1000  # more than one chunk of memory
     with h5py.File(tmp_path / "buffer.hdf5", "w") as file:
         file["plain"], file["big"] = values, values.astype(">f4")
-        file.create_dataset("packed", data=values, compression="gzip", chunks=(3, 4))
+        file.create_dataset("packed", data=values, compression="gzip", chunks=(3, 1 << 17))
         file["flag"], file["half"] = values > 20, values.astype(np.float16)
         file.create_dataset("unwritten", (10, 2), np.int32)
     config = {"capacity": 12, "_idx": 10, "_is_full": False, "__target__": "old.DictBuffer"}
@@ -349,28 +340,3 @@ def test_references_are_not_taken_for_rows(tmp_path: Path) -> None:
         file.create_dataset(name, data=["x"] * num_rows, dtype=h5py.string_dtype())
     with pytest.raises(RolloutDataError):
         load_buffer(tmp_path / "b")
-
-
-def test_a_full_disk_while_writing_is_reported_and_keeps_the_old_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dict_buffer(3).save(tmp_path / "b")
-    buffer = DictBuffer(capacity=1000)
-    buffer.extend({"x": torch.randn(1000, 64)})
-    monkeypatch.setattr(column_files, "CHUNK_BYTES", 4096)
-    write, num_calls = column_files.os.pwrite, []
-
-    def full(handle: int, data: Any, place: int) -> int:
-        num_calls.append(place)
-        if len(num_calls) > 20:
-            raise OSError(28, "No space left on device")
-        return write(handle, data[:1000], place)  # and writes may be short
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        patch.setattr(column_files.os, "pwrite", full)
-        buffer.save(tmp_path / "b")
-    assert len(load_buffer(tmp_path / "b")) == 3 and [path.name for path in tmp_path.iterdir()] == ["b"]
-    monkeypatch.setattr(column_files, "_FLUSH_BYTES", 8192)
-    monkeypatch.setattr(column_files.os, "pwrite", lambda handle, data, place: write(handle, data[:1000], place))
-    buffer.save(tmp_path / "b")
-    assert torch.equal(load_buffer(tmp_path / "b").storage["x"], buffer.storage["x"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 import torch
@@ -13,9 +11,9 @@ from hypothesis import strategies as st
 from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
 from storage.core.fields import Schema
 from storage.core.records import make_field
-from storage.core.row_cut import RowCut, Target
+from storage.core.rows import Target
 from storage.errors import SchemaError, UsageError
-from storage.ring.end_flags import array_ends, row_ends, tensor_ends
+from storage.ring.ends import find_ends
 from storage.ring.ring import RingStore
 from storage.ring.windows import Boundaries
 
@@ -64,26 +62,22 @@ def test_every_way_out_of_a_ring_keeps_every_bit(
         assert not contiguous or gathered[name].is_contiguous()
     if ring.num_guards:
         targets = [*(Target(0, name, name) for name in schema), *(Target(1, name, f"next/{name}") for name in names)]
-        for device in ("cpu", "cuda"):  # how rows of a GPU are cut, here of the same rows
-            cut = RowCut(ring.groups, targets, contiguous, device=device)
-            pairs = cut(ring.rows(places, cut))
-            assert list(pairs) == [*schema, "next"] if names else list(schema)
-            for name, leaf in rows.items():
-                assert same_bits(pairs[name], leaf[row, lane])
-                assert not contiguous or pairs[name].is_contiguous()
-            for name in names:
-                assert same_bits(pairs["next"][name], rows[name][row + 1, lane])
-    for device in ("cpu", "cuda"):
-        targets = [*(Target(0, name, name) for name in schema), *(Target(1, name, f"next/{name}") for name in names)]
-        cut = RowCut(ring.groups, targets, contiguous, nested=False, device=device, apart=True)
-        with patch("storage.core.row_cut._TURN_BYTES", data.draw(st.sampled_from([1, 200, 1 << 20]))):
-            moved = ring.windows(ring.place(lane[:2], torch.tensor([0, 2])), 2, cut)
-        windows = cut(moved)
+        cut = ring.cut(targets, contiguous)
+        pairs = cut(ring.rows(places, cut))
+        assert list(pairs) == [*schema, "next"] if names else list(schema)
         for name, leaf in rows.items():
-            assert same_bits(windows[name], torch.cat([leaf[[0, 1], lanes - 1], leaf[[2, 3], 0]]))
-            assert not contiguous or windows[name].is_contiguous()
+            assert same_bits(pairs[name], leaf[row, lane])
+            assert not contiguous or pairs[name].is_contiguous()
         for name in names:
-            assert same_bits(windows[f"next/{name}"], torch.cat([rows[name][[1, 2], lanes - 1], rows[name][[3, 4], 0]]))
+            assert same_bits(pairs["next"][name], rows[name][row + 1, lane])
+    targets = [*(Target(0, name, name) for name in schema), *(Target(1, name, f"next/{name}") for name in names)]
+    cut = ring.cut(targets, contiguous, nested=False, apart=True)
+    windows = cut(ring.windows(ring.place(lane[:2], torch.tensor([0, 2])), 2, cut))
+    for name, leaf in rows.items():
+        assert same_bits(windows[name], torch.cat([leaf[[0, 1], lanes - 1], leaf[[2, 3], 0]]))
+        assert not contiguous or windows[name].is_contiguous()
+    for name in names:
+        assert same_bits(windows[f"next/{name}"], torch.cat([rows[name][[1, 2], lanes - 1], rows[name][[3, 4], 0]]))
 
 
 def buffers() -> dict:
@@ -115,42 +109,38 @@ def test_a_sample_may_be_changed_in_place_also_by_what_has_gradients(name: str) 
 @given(
     slots=st.integers(1, 9),
     lanes=st.integers(1, 3),
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8),
     seed=st.integers(0, 999),
-    keeps_segments=st.booleans(),
+    is_array=st.booleans(),
 )
-def test_ages_noted_as_arrays_equal_those_noted_as_tensors(
-    slots: int, lanes: int, sizes: list[int], seed: int, keeps_segments: bool
+def test_ages_count_the_rows_since_a_trajectory_began(
+    slots: int, lanes: int, sizes: list[int], seed: int, is_array: bool
 ) -> None:
-    rings = [RingStore(slots, lanes, Schema([make_field("x", (1,), "float32")])) for _ in range(2)]
-    by_arrays, by_tensors = (Boundaries(ring, keeps_segments) for ring in rings)
-    generator = torch.Generator().manual_seed(seed)
+    ring = RingStore(slots, lanes, Schema([make_field("x", (1,), "float32")]))
+    boundaries = Boundaries(ring)
+    generator, model = torch.Generator().manual_seed(seed), torch.zeros(0, lanes, dtype=torch.bool)
     for size in sizes:
-        size = min(size, slots)
         ends = torch.rand(size, lanes, generator=generator) < 0.3
-        if size == lanes == 1 and seed % 2:
-            by_arrays.note_row(bool(ends))
-        else:
-            by_arrays.note_arrays(ends.numpy()[:, 0] if lanes == 1 else ends.numpy())
-        by_tensors.note(ends)
-        for ring in rings:
-            ring.total += size
-        assert torch.equal(by_arrays.ages, by_tensors.ages) and torch.equal(by_arrays.next_ages, by_tensors.next_ages)
-        if keeps_segments:
-            assert torch.equal(by_arrays.segments.listed(), by_tensors.segments.listed())
+        boundaries.note(ends.numpy() if is_array else ends)
+        ring.total += size
+        model = torch.cat([model, ends])
+        for lane in range(lanes):
+            begun = [0, *(row + 1 for row in range(len(model)) if model[row, lane])]
+            expected = [row - max(first for first in begun if first <= row) for row in range(len(model) + 1)]
+            ids = torch.arange(ring.oldest, ring.total + 1)
+            assert boundaries.age(torch.full_like(ids, lane), ids).tolist() == expected[ring.oldest :]
 
 
 @pytest.mark.parametrize("width", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
-def test_ends_of_one_row_are_those_of_many(width: int, dtype: torch.dtype) -> None:
+def test_any_flag_that_is_not_zero_ends_a_trajectory(width: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    flags = [(torch.rand(50, width, generator=generator) < 0.2).to(dtype) for _ in range(2)]
-    arrays, places = [torch.zeros(50, 3).numpy(), *(leaf.numpy() for leaf in flags)], [(1, width), (2, width)]
-    expected = tensor_ends([torch.zeros(50, 1, 3), *(leaf.unsqueeze(1) for leaf in flags)], places, 1)[:, 0].tolist()
-    assert array_ends(arrays, places, 1).tolist() == expected
-    one_by_one = [row_ends([array[row : row + 1] for array in arrays], places) for row in range(50)]
-    assert one_by_one == (expected if width == 1 else [None] * 50)
-    assert not array_ends(arrays, [], 1).any() and not tensor_ends([torch.zeros(50, 2, 3)], [], 2).any()
+    flags = [(torch.rand(50, 2, width, generator=generator) < 0.2).to(dtype) for _ in range(2)]
+    leaves, places = [torch.zeros(50, 2, 3), *flags], [(1, width), (2, width)]
+    expected = [[any(bool(x.any()) for x in (flags[0][i, j], flags[1][i, j])) for j in range(2)] for i in range(50)]
+    assert find_ends(leaves, places).tolist() == expected
+    assert find_ends([leaf.numpy() for leaf in leaves], places).tolist() == expected
+    assert not find_ends(leaves, []).any() and not find_ends([leaf.numpy() for leaf in leaves], []).any()
 
 
 def test_a_cut_nests_and_orders_as_asked_and_refuses_names_that_clash() -> None:

@@ -132,7 +132,8 @@ def test_priorities_of_any_finite_size_are_scaled_to_a_sum_of_one(tmp_path: Path
     before = plain(buffer.state_dict())
     for wrong in ([1.0, float("inf"), 0.0], [1.0, -1.0, 0.0], [float("nan")] * 3):
         with pytest.raises(SchemaError, match="finite priorities >= 0"):
-            buffer.load_state_dict({**buffer.state_dict(), "priorities": torch.tensor(wrong)})
+            state = buffer.state_dict()
+            buffer.load_state_dict({**state, "numbers": {**state["numbers"], "priorities": wrong}})
     assert plain(buffer.state_dict()) == before
     buffer.save(tmp_path / "b")
     path = tmp_path / "b" / "config.json"

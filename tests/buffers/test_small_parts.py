@@ -324,7 +324,7 @@ def test_arrays_that_torch_cannot_view_are_taken_everywhere(make: Any, tmp_path:
     motions = load_expert_trajectories(tmp_path / "list.txt", tmp_path, 1, "cpu")
     found = [
         buffer.get_full_buffer()["image"],
-        vectors.state_dict()["z"],
+        vectors.state_dict()["tensors"]["buffer/z"],
         items.sample(1)[0]["x"],
         storage.observations[0],
         motions.get_full_buffer()["observation"],

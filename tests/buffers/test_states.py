@@ -18,8 +18,6 @@ import torch
 
 from storage import DictBuffer, SchemaError, TrajectoryDictBuffer, ZBuffer, load_buffer
 from storage.errors import CorruptFileError, RolloutDataError
-from storage.replay import buffer_files
-from storage.saving import column_files
 from tests.saved import config_of
 
 from .test_persistence import MAKERS
@@ -33,36 +31,19 @@ def equal(one: Any, other: Any) -> bool:
     return one == other
 
 
-def leaf_of(state: dict) -> dict:
-    """Give the mapping that holds the rows, and so any tensor of them."""
-    return state.get("columns", state)
+def change_rows(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], None]:
+    def changed(tensors: dict) -> None:
+        name = next(name for name in tensors if name.startswith("buffer/"))
+        tensors[name] = change(tensors[name])
+
+    return changed
 
 
-def cut_rows(state: dict) -> None:
-    rows = leaf_of(state)
-    name = next(name for name, leaf in rows.items() if isinstance(leaf, torch.Tensor) and leaf.dim() > 1)
-    rows[name] = rows[name][:-1]
-
-
-def add_rows(state: dict) -> None:
-    rows = leaf_of(state)
-    name = next(name for name, leaf in rows.items() if isinstance(leaf, torch.Tensor) and leaf.dim() > 1)
-    rows[name] = torch.cat([rows[name]] * 9)
-
-
-def drop(key: str) -> Callable[[dict], None]:
-    return lambda state: state.pop(key)
-
-
-def spoil_generator(state: dict) -> None:
-    state["generator"] = torch.zeros(3, dtype=torch.uint8)
-
-
-WRONG = {
-    "rows missing": cut_rows,
-    "rows too many": add_rows,
-    "generator": spoil_generator,
-    "no generator": drop("generator"),
+WRONG: dict[str, Callable[[dict], Any]] = {
+    "rows missing": change_rows(lambda rows: rows[:-1]),
+    "rows too many": change_rows(lambda rows: torch.cat([rows] * 9)),
+    "generator": lambda tensors: tensors.update(rng=torch.zeros(3, dtype=torch.uint8)),
+    "no generator": lambda tensors: tensors.pop("rng"),
 }
 
 
@@ -71,7 +52,7 @@ WRONG = {
 def test_a_state_that_does_not_fit_changes_nothing(name: str, wrong: str) -> None:
     buffer = MAKERS[name]()
     state = copy.deepcopy(MAKERS[name]().state_dict())
-    WRONG[wrong](state)
+    WRONG[wrong](state["tensors"])
     before = buffer.state_dict()
     with pytest.raises(SchemaError):
         buffer.load_state_dict(state)
@@ -155,7 +136,8 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
 def test_a_share_of_accepted_draws_that_cannot_be_is_refused(tmp_path: Path, share: float) -> None:
     buffer = MAKERS["DictBuffer"]()
     with pytest.raises(SchemaError, match="accepted_share above 0, at most 1"):
-        buffer.load_state_dict({**buffer.state_dict(), "accepted_share": share})
+        state = buffer.state_dict()
+        buffer.load_state_dict({**state, "numbers": {**state["numbers"], "accepted_share": share}})
     buffer.save(tmp_path / "b")
     path = tmp_path / "b" / "config.json"
     config = config_of(path)
@@ -189,11 +171,12 @@ WRONG_FINALS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tenso
 def test_final_rows_that_are_not_of_these_rows_are_refused(tmp_path: Path, wrong: str) -> None:
     buffer = MAKERS["DictBuffer"]()
     state = buffer.state_dict()
-    keys, rows = state["final_keys"], state["final_columns"]["observation/a"]
+    keys, rows = state["tensors"]["finals/row_key"].squeeze(1), state["tensors"]["finals/observation/a"]
     assert len(keys) > 1
     keys, rows = WRONG_FINALS[wrong](keys, rows)
     with pytest.raises(SchemaError):
-        buffer.load_state_dict({**state, "final_keys": keys, "final_columns": {"observation/a": rows}})
+        finals = {"finals/row_key": keys.unsqueeze(1), "finals/observation/a": rows}
+        buffer.load_state_dict({**state, "tensors": {**state["tensors"], **finals}})
     assert equal(buffer.state_dict(), state)
     buffer.save(tmp_path / "b")
     with h5py.File(tmp_path / "b" / "finals.hdf5", "r+") as file:
@@ -211,26 +194,6 @@ def of_one_value(value: float, ends: list[int]) -> DictBuffer:
     return buffer
 
 
-@pytest.mark.parametrize("when", ["buffer.hdf5", "finals.hdf5"])
-@pytest.mark.parametrize("has_finals", [True, False])
-def test_a_save_while_another_process_loads_is_loaded_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, has_finals: bool
-) -> None:
-    of_one_value(1.0, [0, 1, 0, 0]).save(tmp_path / "b")
-    newer = of_one_value(2.0, [0, 1, 0, 0, 0, int(has_finals)])
-    inner, num_saves = buffer_files.open_columns, []
-
-    def later(path: Path, *arguments: Any) -> Any:
-        if path.name == when and not num_saves:
-            num_saves.append(1)
-            newer.save(tmp_path / "b")
-        return inner(path, *arguments)
-
-    monkeypatch.setattr(buffer_files, "open_columns", later)
-    loaded = load_buffer(tmp_path / "b")
-    assert num_saves and equal(loaded.state_dict(), newer.state_dict())
-
-
 @pytest.mark.parametrize("name", ["buffer.hdf5", "finals.hdf5"])
 def test_a_file_of_another_save_is_refused_and_files_of_unknown_ones_load(tmp_path: Path, name: str) -> None:
     mine, other = of_one_value(1.0, [0, 1, 0, 0]), of_one_value(2.0, [0, 1, 0, 0])
@@ -245,20 +208,6 @@ def test_a_file_of_another_save_is_refused_and_files_of_unknown_ones_load(tmp_pa
     (tmp_path / "b" / "finals.hdf5").unlink()
     with pytest.raises(RolloutDataError, match="finals"):
         load_buffer(tmp_path / "b")
-
-
-def test_a_folder_that_is_replaced_while_its_config_is_read_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_one_value(1.0, [0, 1, 0, 0]).save(tmp_path / "b")
-    inner, num_asked = column_files.existing_folder, []
-
-    def moved_at_first(folder: Any) -> Path:
-        num_asked.append(1)
-        return inner(folder) if len(num_asked) > 1 else tmp_path / ".b.previous"
-
-    monkeypatch.setattr(column_files, "existing_folder", moved_at_first)
-    assert len(load_buffer(tmp_path / "b")) == 4
 
 
 def test_a_buffer_that_was_cleared_is_loaded_empty_and_goes_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.core.buffer_pool import MIN_HUGE_BYTES, MIN_POOLED_BYTES, BufferPool, Reused
+from storage.core.buffer_pool import MIN_HUGE_BYTES, MIN_POOLED_BYTES, BufferPool
 
 SIZE = MIN_POOLED_BYTES
 
@@ -79,58 +79,6 @@ def test_an_array_is_not_reused_while_anything_over_it_lives(hold):
     del held
     assert pool.num_lent == 0
     assert pool.array((8, SIZE // 16), np.dtype("i4")).dtype == np.int32 and pool.num_allocated == 2
-
-
-def reused(num_bytes: int, max_buffers: int = 8) -> Reused[list[np.ndarray]]:
-    """Memory seen as two halves of float32, of which tensors are made."""
-
-    def make(memory: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        rows = memory.view(np.float32).reshape(8, -1)
-        halves = [rows[:, : rows.shape[1] // 2], rows[:, rows.shape[1] // 2 :]]
-        return halves, halves
-
-    return Reused(num_bytes, make, max_buffers)
-
-
-@pytest.mark.parametrize("size", [512, SIZE, MIN_HUGE_BYTES])
-@pytest.mark.parametrize(
-    "hold",
-    [
-        torch.from_numpy,
-        lambda half: torch.from_numpy(half)[1:, 2:3],
-        lambda half: torch.from_numpy(half).view(torch.int32).unsqueeze(0),
-        lambda half: torch.from_numpy(half).numpy()[::2],
-        lambda half: torch.from_numpy(half).untyped_storage(),
-        lambda half: torch.from_dlpack(torch.from_numpy(half)),
-        lambda half: torch.nn.Parameter(torch.from_numpy(half)),
-        lambda half: torch.from_numpy(half[1:]),
-        lambda half: half.view(np.uint8),
-    ],
-)
-def test_what_was_made_is_not_handed_out_again_while_anything_made_of_it_lives(hold, size):
-    memory = reused(size)
-    first = memory.take()
-    assert memory.take() is first
-    held = [hold(half) for half in first]
-    second = memory.take()
-    assert second is not first
-    assert not any(np.shares_memory(one, other) for one in first for other in second)
-    del held[0]
-    assert memory.take() is second
-    held.clear()
-    gc.collect()
-    assert memory.take() is first
-
-
-def test_no_more_is_kept_ready_than_allowed():
-    memory = reused(SIZE, max_buffers=2)
-    held = [[torch.from_numpy(half) for half in memory.take()] for _ in range(4)]
-    assert len({leaf.data_ptr() for one in held for leaf in one}) == 8
-    kept = [held[0][0].data_ptr(), held[1][0].data_ptr()]
-    held.clear()
-    assert memory.take()[0].ctypes.data == kept[0]
-    held.append([torch.from_numpy(memory.take()[1])])
-    assert memory.take()[0].ctypes.data == kept[1]
 
 
 def test_a_small_array_is_no_buffer_of_the_pool():

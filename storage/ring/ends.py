@@ -1,26 +1,60 @@
-"""`FinalRows`: the true last observations of trajectories, kept apart because they are few.
+"""Ends of trajectories: which rows are one, and what was observed after them.
 
-One rule: a final row belongs to the row that ended a trajectory, named by lane and id, and dies
-with it. Keys grow with every append, so that finding one is a binary search.
+One rule: any value that is not 0, in any field that `end_key` names, ends a trajectory. What follows from an end is
+decided in `windows.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.fields import Schema, signed
 from ..core.modes import lasting
+from ..core.records import listed, names_below
 from ..errors import SchemaError
 from .ring import RingStore
 from .windows import Boundaries
 
+#: Of each field that ends trajectories: its place among the fields, and how many values it has.
+Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
 
 
+def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
+    """Find the fields that end trajectories; a key that names none is an error that lists what there is."""
+    names = list(schema)
+    found = [name for key in listed(end_key) for name in names_below(schema, key, "find the end flag")]
+    return [(names.index(name), schema[name].num_elements) for name in found]
+
+
+def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
+    """Say which rows end a trajectory: `[n, lanes]` bool, from checked leaves `[n, lanes, *event]`.
+
+    Arrays give an array, tensors a tensor. With `num_lead=1` there is no axis of lanes.
+    """
+    found: Any = None
+    for place, width in places:
+        leaf = leaves[place]
+        lead = leaf.shape[:num_lead]
+        flags = leaf.reshape(lead) if width == 1 else (leaf.reshape((*lead, width)) != 0).any(-1)
+        flags = flags if flags.dtype in (bool, torch.bool) else flags != 0
+        found = flags if found is None else found | flags
+    if found is None:
+        like, shape = leaves[0], tuple(leaves[0].shape[:num_lead])
+        is_array = isinstance(like, np.ndarray)
+        return np.zeros(shape, np.bool_) if is_array else like.new_zeros(shape, dtype=torch.bool)
+    return found
+
+
 class FinalRows:
-    """A sparse side store beside a ring.
+    """The true last observations of trajectories, beside a ring, because they are few.
+
+    A final row belongs to the row that ended a trajectory, named by lane and id, and dies with it. Keys grow with
+    every append, so that finding one is a binary search.
 
     Args:
         ring: The ring that the rows belong to.
@@ -52,21 +86,17 @@ class FinalRows:
         num_new = len(lane)
         if self._last + num_new > len(self._keys):
             self._move(num_new)
-        self._keys[self._last : self._last + num_new] = self.key(lane, row_id)
+        self._keys[self._last : self._last + num_new] = self._key(lane, row_id)
         for name, leaf in leaves.items():
             self._columns[name][self._last : self._last + num_new] = leaf
         self._last += num_new
-
-    def key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        """Give the key of a row of the ring."""
-        return row_id * self._ring.num_lanes + lane
 
     def find(self, lane: torch.Tensor, row_id: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Look rows up: (whether there is a final row, where it lies), both shaped like `lane`."""
         keys = self._keys[self._first : self._last]
         if not len(keys):
             return torch.zeros_like(lane, dtype=torch.bool), torch.zeros_like(lane)
-        wanted = self.key(lane, row_id)
+        wanted = self._key(lane, row_id)
         place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
         return keys[place] == wanted, place + self._first
 
@@ -83,10 +113,10 @@ class FinalRows:
         self._first, self._last = 0, 0
 
     def live(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Copy what is live: keys and fields."""
+        """Show what is live: keys and fields, sharing memory."""
         self._drop_dead()
         kept = slice(self._first, self._last)
-        return self._keys[kept].clone(), {name: x[kept].clone() for name, x in self._columns.items()}
+        return self._keys[kept], {name: x[kept] for name, x in self._columns.items()}
 
     def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor], boundaries: Boundaries) -> None:
         """Take back what `live` gave.
@@ -110,20 +140,23 @@ class FinalRows:
         self.clear()
         self.append(lane, row_id, leaves)
 
+    def _key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
+        return row_id * self._ring.num_lanes + lane
+
     def _drop_dead(self) -> None:
         keys = self._keys[self._first : self._last]
         self._first += int(torch.searchsorted(keys, self._ring.oldest * self._ring.num_lanes))
 
     @lasting
     def _move(self, num_new: int) -> None:
-        self._drop_dead()
-        kept, num_more = slice(self._first, self._last), max(_FIRST_ROOM, len(self) + 2 * num_new)
+        keys, columns = self.live()
+        num_kept, num_more = len(keys), max(_FIRST_ROOM, len(keys) + 2 * num_new)
 
         def moved(x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([x[kept], x.new_zeros((num_more, *x.shape[1:]))])
+            return torch.cat([x, x.new_zeros((num_more, *x.shape[1:]))])
 
-        keys, columns = moved(self._keys), {name: moved(x) for name, x in self._columns.items()}
-        self._keys, self._columns, self._first, self._last = keys, columns, 0, len(self)
+        self._keys, self._columns = moved(keys), {name: moved(x) for name, x in columns.items()}
+        self._first, self._last = 0, num_kept
 
 
 def may_follow(finals: FinalRows | None, is_marked: bool, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:

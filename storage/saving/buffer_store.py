@@ -1,0 +1,219 @@
+"""`BufferStore`: a `Store` whose folders hold `config.json` and `buffer.hdf5`, as those of earlier systems do.
+
+One rule: the config is flat and names the class by the last part of `__target__`; rows are written as they lie, one
+dataset per field. What earlier systems do not say in their configs is found out here.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from ..core.durable import existing_folder
+from ..errors import CorruptFileError, ForeignFileError, RolloutDataWarning, SchemaError
+from .columns import SAVE_ID, Table, TensorTable, open_columns
+from .folder import CONFIG_NAME, device_for, write_folder
+from .store import Store
+
+FORMAT, VERSION = "rollout-data buffer", 1
+#: Tables of rows, and of final observations; the column that says to which rows these belong.
+ROWS, FINALS, ROW_KEY = "buffer", "finals", "row_key"
+_OWN_NAMES = frozenset({CONFIG_NAME, f"{ROWS}.hdf5", f"{FINALS}.hdf5"})
+_Self = TypeVar("_Self", bound="BufferStore")
+
+
+class BufferStore(Store):
+    """A store of rows whose state has tensors `buffer/...`, and perhaps `finals/...`.
+
+    A subclass implements `_get_state`, `_set_tables` and, for earlier saves, `_of_flat`.
+
+    Attributes:
+        generator: Draws the samples.
+        nested_key_separator: Joins the levels of a key in saved files.
+    """
+
+    #: Entries of `config.json` without which it is not of this class.
+    _REQUIRED: ClassVar[tuple[str, ...]] = ()
+    generator: torch.Generator
+    nested_key_separator: str = "-"
+
+    @property
+    def rng(self) -> torch.Generator:  # type: ignore[override]
+        """The generator, by the name that every store has for it."""
+        return self.generator
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows that are held."""
+
+    def size(self) -> int:
+        """Rows that are held."""
+        return len(self)
+
+    def empty(self) -> bool:
+        """Tell whether nothing is held."""
+        return len(self) == 0
+
+    def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
+        """Write everything to a folder, atomically; one that exists is replaced.
+
+        Other threads wait meanwhile, so that what is written is one moment; little memory is taken.
+
+        Args:
+            folder: Gets `buffer.hdf5` and `config.json`.
+            nested_key_separator: Joins levels of keys, instead of the buffer's own.
+
+        Raises:
+            SchemaError: A key cannot be written.
+            DataFileError: There is a file, or a folder with anything else in it.
+            OSError: The disk is full; the earlier save stays.
+        """
+        separator = nested_key_separator or self.nested_key_separator
+        if not isinstance(separator, str) or not separator or "/" in separator:
+            raise SchemaError("save columns", "", "a separator that is not empty and has no '/'", repr(separator))
+        with self._lock:
+            state = self._get_state()
+            tables = {
+                table: dict(zip(_file_keys(columns, separator, table), columns.values(), strict=True))
+                for table, columns in _tables(state.tensors).items()
+            }
+            about = {
+                "__target__": f"{type(self).__module__}.{type(self).__qualname__}",
+                "device": str(self.device),
+                "format": FORMAT,
+                "version": VERSION,
+                **state.numbers,
+                **state.arguments,
+                "nested_key_separator": separator,
+                "generator": self.rng.get_state().numpy().tobytes().hex(),
+            }
+            write_folder(folder, tables, lambda sums: about, _OWN_NAMES)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, from any device; nothing is changed if it does not fit.
+
+        Raises:
+            SchemaError: The state is of another class or version, or of a buffer made with other arguments.
+        """
+        if isinstance(state, Mapping) and "tensors" not in state:
+            state = self._of_earlier(state)
+        super().load_state_dict(state)
+
+    @classmethod
+    @abstractmethod
+    def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Pick `State.arguments` from a flat config; those of earlier systems have fewer."""
+
+    @abstractmethod
+    def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        """Take over a state with equal arguments; what does not fit raises. Only attributes are replaced."""
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._set_tables(numbers, {name: TensorTable(columns) for name, columns in _tables(tensors).items()})
+
+    def _onto_device(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor  # its rows are copied once, into the memory of the buffer
+
+    def _recipe(self) -> dict[str, Any]:
+        return {**super()._recipe(), "nested_key_separator": self.nested_key_separator}
+
+    @classmethod
+    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
+        made = super()._from_recipe(recipe)
+        made.nested_key_separator = recipe["nested_key_separator"]
+        return made
+
+    @classmethod
+    def _of_save(
+        cls: type[_Self], folder: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
+    ) -> _Self:
+        if config.get("format", FORMAT) != FORMAT or config.get("version", VERSION) != VERSION:
+            got = f"{config.get('format')} {config.get('version')}"
+            raise ForeignFileError("load", repr(str(folder)), f"{FORMAT} {VERSION}", got, "Update this package")
+        for name in cls._REQUIRED:
+            if name not in config:
+                raise CorruptFileError("load", repr(str(folder)), f"{name!r} in its config.json", "none")
+        made: _Self = cls._from_arguments(cls._of_flat(config), device_for(config.get("device"), device))
+        made.nested_key_separator = config.get("nested_key_separator", "-")
+        path = existing_folder(folder)
+        # Only a buffer that never held a row is saved without rows.
+        names = [] if "format" in config and not config.get("num_lanes") and not config.get("total", 1) else [ROWS]
+        names = names or [ROWS] * (path / f"{ROWS}.hdf5").exists()
+        if names and config.get("has_finals", (path / f"{FINALS}.hdf5").exists()):
+            names.append(FINALS)
+        with ExitStack() as files:
+            tables: dict[str, Table] = {
+                name: files.enter_context(
+                    open_columns(
+                        path / f"{name}.hdf5",
+                        config.get(SAVE_ID),
+                        separator=made.nested_key_separator,
+                        unsplit=ROW_KEY if name == FINALS else None,
+                    )
+                )
+                for name in names
+            }
+            made._set_tables(config, tables)
+        drawn = torch.tensor(list(bytes.fromhex(config.get("generator", ""))), dtype=torch.uint8, device="cpu")
+        if drawn.shape == made.rng.get_state().shape:  # a state of CUDA's generator is not one of the CPU's
+            made.rng.set_state(drawn)
+        return made
+
+    def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Bring a state dict of an earlier release, which was flat, into today's form."""
+        flat = {**state, **state.get("config", {})}
+        tensors = {"rng": state["generator"]} if "generator" in state else {}
+        for table, key in ((ROWS, "columns"), (FINALS, "final_columns")):
+            tensors |= {f"{table}/{name}": rows for name, rows in state.get(key, {}).items()}
+        if "final_keys" in state:
+            tensors[f"{FINALS}/{ROW_KEY}"] = state["final_keys"].unsqueeze(1)
+        return {"class": type(self).__name__, "arguments": self._of_flat(flat), "numbers": flat, "tensors": tensors}
+
+
+def rows_written(numbers: Mapping[str, Any], num_live: int, num_slots: int, rows_per_slot: int) -> int:
+    """Say how many slots were ever written; earlier systems only say where the next row goes, or not even that."""
+    cursor = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
+    total = int(numbers.get("total", num_live if num_live < num_slots else num_slots + (cursor or 0)))
+    if cursor is None and "total" not in numbers:
+        slot = total % num_slots
+        text = f"the config does not say where the next row goes; slot {slot} follows from its number of rows"
+        warnings.warn(text, RolloutDataWarning, stacklevel=5)
+    if total < 0 or min(total, num_slots) != num_live or cursor not in (None, total % num_slots):
+        expected = f"counts that fit {num_live} rows in {num_slots} slots"
+        raise SchemaError("load rows", expected=expected, got=f"total {total} and _idx {numbers.get('_idx')}")
+    return total
+
+
+def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Sort the tensors of a state by the first part of their names; those without a second part are no rows."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        table, _, column = name.partition("/")
+        if column:
+            found.setdefault(table, {})[column] = tensor
+    return found
+
+
+def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
+    """Join the levels of names by `separator`. Ambiguity is an error."""
+    keys: list[str] = []
+    for name in names:
+        key = name.replace("/", separator)
+        if table == FINALS and name == ROW_KEY:
+            key = name
+        elif any(separator in part for part in name.split("/")):
+            expected = f"keys without the separator {separator!r}"
+            raise SchemaError("save the field", repr(name), expected, repr(name), "Give another separator")
+        # HDF5 would end the first too early, take the second for the folder itself, and knows no others.
+        if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
+            raise SchemaError("save the field", repr(name), "a key that is text, not '.', without null", repr(key))
+        if key in keys:
+            raise SchemaError("save final rows", "", f"fields of other names than {ROW_KEY!r}", "one of that name")
+        keys.append(key)
+    return keys

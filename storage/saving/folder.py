@@ -1,0 +1,121 @@
+"""The folder of one save: `config.json` and one HDF5 file per table, replaced as a whole and read as a whole.
+
+One rule: all files of a folder carry the id of one save. A folder that another process replaces while it is read is
+read again, and whatever is wrong with its content is reported with its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from ..core.durable import existing_folder, replace_folder
+from ..errors import CorruptFileError, DataFileError, RolloutDataError, RolloutDataWarning
+from .columns import SAVE_ID, write_columns
+from .plain_files import read_json, write_json
+
+CONFIG_NAME = "config.json"
+#: What values of wrong kinds make Python and torch raise.
+NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+#: A folder that is saved anew each time while it is read is read so often; a read takes about as long as a save.
+_MAX_READS, _MAX_LOOKS = 1000, 10
+_Made = TypeVar("_Made")
+
+
+class MissingFolderError(DataFileError, FileNotFoundError):
+    """A folder that should be loaded is not there."""
+
+    __str__ = DataFileError.__str__
+
+
+def write_folder(
+    folder: str | os.PathLike[str],
+    tables: Mapping[str, Mapping[str, torch.Tensor]],
+    config: Callable[[dict[str, dict[str, int]]], dict[str, Any]],
+    own_names: frozenset[str],
+) -> None:
+    """Write a folder; it takes the place of an earlier save.
+
+    Args:
+        folder: The folder.
+        tables: Name of a file without its ending -> its columns.
+        config: Checksums of the columns of each table -> the content of `config.json`.
+        own_names: Files that an earlier save may have left there.
+
+    Raises:
+        DataFileError: There is a file, or a folder with anything else in it.
+        OSError: The disk is full.
+    """
+    save_id = secrets.token_hex(8)
+    with replace_folder(folder, own_names) as new:
+        sums = {name: write_columns(new / f"{name}.hdf5", columns, save_id) for name, columns in tables.items()}
+        write_json(new / CONFIG_NAME, {**config(sums), SAVE_ID: save_id})
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a folder's `config.json`."""
+    for _ in range(_MAX_LOOKS):
+        try:
+            return read_json(existing_folder(folder) / CONFIG_NAME)
+        except FileNotFoundError as error:  # perhaps it was replaced at this moment: look again
+            cause = error
+    raise MissingFolderError("load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none") from cause
+
+
+def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]], _Made]) -> _Made:
+    """Load a folder by its config; again, as long as another process saves meanwhile and the files are not of one save.
+
+    Args:
+        path: The folder.
+        load: Loads what a config says; raises if a file is of another save.
+    """
+    config = read_config(path)
+    for _ in range(_MAX_READS):
+        place = existing_folder(path)
+        try:
+            with as_damage(path):
+                return load(config)
+        except (RolloutDataError, OSError):
+            is_there = existing_folder(path) == place  # not between the two renames of a saver
+            newer = read_config(path)
+            if is_there and newer.get(SAVE_ID) == config.get(SAVE_ID):
+                raise
+            config = newer
+    with as_damage(path):
+        return load(config)
+
+
+@contextmanager
+def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Report what a folder's content makes Python raise as damage to the folder, and name it in every error."""
+    try:
+        yield
+    except RolloutDataError as error:
+        if str(path) not in error.where:
+            error.where = f"{error.where} from {str(path)!r}".strip()
+        raise
+    except (*NONSENSE, OSError) as cause:
+        is_no_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM  # mapping so much was refused
+        is_damage = is_no_memory or isinstance(cause, NONSENSE)
+        if not is_damage or isinstance(cause, torch.cuda.OutOfMemoryError):
+            raise
+        got = f"{type(cause).__name__}: {cause}"
+        raise CorruptFileError("load", repr(str(path)), "what save() wrote", got) from cause
+
+
+def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
+    """Choose where to load to: the argument wins; a device that is not here becomes the CPU, with a warning."""
+    if wanted is not None:
+        return torch.device(wanted)
+    found = torch.device(saved if isinstance(saved, str) else "cpu")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        warnings.warn(f"{saved!r} is not here; the buffer is loaded onto the CPU", RolloutDataWarning, stacklevel=3)
+        return torch.device("cpu")
+    return found

@@ -1,0 +1,310 @@
+"""`Store`: state, folders, pickles and copies of anything that holds rows; and the one registry of classes.
+
+One rule: a store says what its state is and takes one back; everything else happens here. `BufferStore` is a `Store`
+whose folders are laid out as those of earlier systems.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import isabstract
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from ..core.durable import existing_folder
+from ..core.modes import lasting
+from ..errors import CorruptFileError, ForeignFileError, MissingFieldError, RolloutDataError, SchemaError, nearest
+from .columns import SAVE_ID, open_columns
+from .folder import CONFIG_NAME, NONSENSE, device_for, load_one_save, read_config, write_folder
+
+FORMAT, VERSION = "rollout-data snapshot", 1
+_COLUMNS = "columns"
+_OWN_NAMES = frozenset({CONFIG_NAME, f"{_COLUMNS}.hdf5"})
+_Store = TypeVar("_Store", bound="Store")
+
+#: Name -> class, for everything that can be loaded by `load_store`; classes are added as they are defined.
+STORES: dict[str, type[Store]] = {}
+
+
+class UnknownBufferError(ForeignFileError, ValueError):
+    """A folder holds a store of a class that is not known here."""
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a store is, taken apart.
+
+    Attributes:
+        arguments: JSON-able keywords that make an equal, empty store.
+        numbers: JSON-able counters and flags.
+        tensors: By name, levels joined by "/"; `rng` is the state of the random generator.
+    """
+
+    arguments: dict[str, Any]
+    numbers: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+class Store(ABC):
+    """Gives a store `state_dict`, `load_state_dict`, `save`, `load`, pickling and copies.
+
+    A subclass has the attributes below and implements `_get_state` and `_set_state`; the lock is held during both.
+    If its constructor does not take `State.arguments`, `device` and `generator`, it overrides `_from_arguments` too.
+    Copies are made from the state, so that attributes that a subclass adds are copied only if its state has them.
+
+    Attributes:
+        device: Where the rows are.
+        rng: Draws the samples.
+        _lock: Held by every method that reads or writes rows.
+    """
+
+    #: Whether all of its memory is in its state, also rows that were not yet written.
+    _is_saved_whole: ClassVar[bool] = False
+    device: torch.device
+    rng: torch.Generator
+    _lock: threading.RLock
+
+    def __init_subclass__(cls, is_saved_whole: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._is_saved_whole |= is_saved_whole
+        STORES[cls.__name__] = cls
+
+    @abstractmethod
+    def _get_state(self) -> State:
+        """Take this apart; the tensors may share memory with it, and be views."""
+
+    @abstractmethod
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over a state with equal arguments; the tensors are on this device and ours to keep.
+
+        What does not fit raises. Attributes that were replaced by then get their old values back, so that a method
+        either replaces attributes only, or checks everything before it writes to memory.
+        """
+
+    @classmethod
+    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
+        """Make an equal, empty store without drawing from torch's own generator; its random state comes next."""
+        make: Any = cls
+        return make(**arguments, device=device, generator=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy everything, the random state too; tensors stay on this device."""
+        return {"class": type(self).__name__, "version": VERSION, **vars(self.copy_state())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, from any device; nothing is changed if it does not fit.
+
+        Raises:
+            SchemaError: The state is of another class or version, or of a store made with other arguments.
+        """
+        if not isinstance(state, Mapping):
+            raise SchemaError("load a state", "", "a mapping", type(state).__name__)
+        if state.get("version", VERSION) != VERSION:
+            raise SchemaError("load a state", "", f"version {VERSION}", repr(state["version"]))
+        for key in ("class", "arguments", "numbers", "tensors"):
+            if key not in state:
+                raise MissingFieldError("load a state", "", f"the key {key!r}", ", ".join(map(repr, state)))
+            if key != "class" and not isinstance(state[key], Mapping):
+                raise SchemaError("load a state", f"with {key!r}", "a mapping", type(state[key]).__name__)
+        self.check_equal(state["class"], state["arguments"])
+        self._take_state(state["numbers"], state["tensors"])
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write everything into `folder`, atomically; an earlier save there is replaced.
+
+        Other threads wait meanwhile, so that what is written is one moment; little memory is taken.
+
+        Raises:
+            DataFileError: There is a file, or a folder with anything else in it.
+            OSError: The disk is full; the earlier save stays.
+        """
+        with self._lock:
+            state = self._get_state()
+            about = {"format": FORMAT, "version": VERSION, "class": type(self).__name__, "device": str(self.device)}
+            about |= {"arguments": state.arguments, "numbers": state.numbers}
+
+            def config(sums: dict[str, dict[str, int]]) -> dict[str, Any]:
+                columns = [
+                    {"name": name, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+                    | {"crc32": sums[_COLUMNS][name]}
+                    for name, x in state.tensors.items()
+                ]
+                return {**about, "columns": columns}
+
+            write_folder(folder, {_COLUMNS: state.tensors}, config, _OWN_NAMES)
+
+    @classmethod
+    def load(cls: type[_Store], folder: str | os.PathLike[str], device: torch.device | str | None = None) -> _Store:
+        """Make a store from what `save` wrote.
+
+        Args:
+            folder: What was given to `save`.
+            device: Where to keep it; None for where it was, or the CPU if that is not here.
+
+        Raises:
+            DataFileError: The folder is missing, damaged, of another format or of another class.
+        """
+        return load_one_save(folder, lambda config: cls._of_save(folder, config, device))
+
+    def copy_state(self) -> State:
+        """Copy everything as it is at one moment, on this device."""
+        with self._lock:
+            state = self._get_state()
+            tensors = {
+                name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in state.tensors.items()
+            }
+            return State(state.arguments, state.numbers, tensors)
+
+    def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """Raise `SchemaError` if a state is of another class than this, or of a store made with other arguments."""
+        if name != type(self).__name__:
+            raise SchemaError("load a state", "", f"one of {type(self).__name__}", f"one of {name}")
+        mine = self._get_state().arguments
+        for key in (*mine, *arguments):
+            if mine.get(key) != arguments.get(key):
+                got = repr(arguments.get(key))
+                raise SchemaError("load a state", "", f"one with {key}={mine.get(key)!r}", got, "Make an equal store")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with self._lock:
+            return _remade, (type(self), self._recipe(), vars(self.copy_state()))
+
+    def _recipe(self) -> dict[str, Any]:
+        """Say what makes an equal, empty store."""
+        recipe = {"arguments": self._get_state().arguments, "device": self.device}
+        return recipe | {"output_device": vars(self).get("output_device")}
+
+    @classmethod
+    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
+        made = cls._from_arguments(recipe["arguments"], recipe["device"])
+        if recipe["output_device"] is not None:
+            made.output_device = recipe["output_device"]
+        return made
+
+    @classmethod
+    def _of_save(
+        cls: type[_Store], folder: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
+    ) -> _Store:
+        where = repr(str(folder))
+        _check_config(where, config)
+        kind = STORES.get(config["class"])
+        if kind is None or not issubclass(kind, cls):
+            options = nearest(config["class"], (name for name, known in STORES.items() if issubclass(known, cls)))
+            raise ForeignFileError("load a store from", where, options, repr(config["class"]))
+        try:
+            tensors = _read_tensors(folder, config)
+            if kind._is_saved_whole:
+                kind._check_sizes(config["arguments"], tensors)
+            made: Any = kind._from_arguments(config["arguments"], device_for(config["device"], device))
+            made._take_state(config["numbers"], tensors)
+        except SchemaError as cause:
+            raise CorruptFileError("load a store from", where, "a whole state", str(cause)) from cause
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def _check_sizes(cls, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise before memory is taken for an empty store that would be larger than the filled one in the file."""
+        empty = cls._from_arguments(arguments, torch.device("meta"))._get_state().tensors
+        num_bytes, most = (sum(x.nbytes for x in found.values()) for found in (empty, tensors))
+        if num_bytes > most:
+            raise SchemaError("load a state", "", f"arguments of a store of at most {most} bytes", str(num_bytes))
+
+    @lasting
+    def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over a state whose arguments were checked; nothing is changed if it is not whole."""
+        with self._lock:
+            before, drawn = dict(vars(self)), self.rng.get_state()
+            try:
+                for name, tensor in tensors.items():
+                    if not isinstance(tensor, torch.Tensor):
+                        raise SchemaError("load a state", f"with {name!r}", "a tensor", type(tensor).__name__)
+                torch.Generator(self.rng.device).set_state(tensors["rng"].cpu())
+                self._set_state(numbers, {name: self._onto_device(name, x) for name, x in tensors.items()})
+                self.rng.set_state(tensors["rng"].cpu())
+            except BaseException as cause:
+                object.__setattr__(self, "__dict__", before)
+                self.rng.set_state(drawn)
+                if isinstance(cause, RolloutDataError) or not isinstance(cause, NONSENSE):
+                    raise
+                if isinstance(cause, KeyError):
+                    raise MissingFieldError("load a state", f"without {cause}") from cause
+                expected, got = "what state_dict() of an equal store gave", f"{type(cause).__name__}: {cause}"
+                raise SchemaError("load a state", "", expected, got) from cause
+
+    def _onto_device(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy to where the rows are; random states stay on the CPU."""
+        return tensor.detach().clone() if name == "rng" else tensor.detach().to(self.device, copy=True)
+
+
+def load_store(folder: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
+    """Load whatever buffer or storage was saved in a folder, here or, as a buffer, by an earlier system.
+
+    `load_buffer` is the same function.
+
+    Args:
+        folder: The folder.
+        device: Where to keep it; None for where it was, or the CPU if that is not here.
+
+    Raises:
+        UnknownBufferError: The folder names no class, or one that is not known (a `ValueError`).
+        DataFileError: It is missing, or damaged.
+    """
+    config = read_config(folder)
+    target = config.get("class", config.get("__target__"))
+    name = target.rsplit(".", 1)[-1] if isinstance(target, str) else ""
+    if name not in STORES:
+        got = f"the class {target!r}" if target else "no '__target__' and no 'class' in its config.json"
+        known = nearest(name, (name for name, kind in STORES.items() if not isabstract(kind)))
+        raise UnknownBufferError("load a store from", repr(str(folder)), known, got)
+    return STORES[name].load(folder, device)
+
+
+load_buffer = load_store
+
+
+def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    """Give a count of a loaded state; raise `SchemaError` if it is no int from `low` to `high`."""
+    count = numbers[name]
+    if not isinstance(count, int) or isinstance(count, bool) or not low <= count <= high:
+        raise SchemaError("load a state", f"with {name!r}", f"an int from {low} to {high}", repr(count))
+    return count
+
+
+def _remade(kind: type[Store], recipe: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+    made = kind._from_recipe(recipe)
+    made._take_state(state["numbers"], state["tensors"])
+    return made
+
+
+def _check_config(where: str, config: dict[str, Any]) -> None:
+    """Check what a folder's `config.json` says of itself."""
+    if config.get("format") != FORMAT or config.get("version") != VERSION:
+        got = f"{config.get('format')} {config.get('version')}"
+        raise ForeignFileError("load a store from", where, f"{FORMAT} {VERSION}", got)
+    config.setdefault("device", "cpu")
+    for key, kind in {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}.items():
+        if not isinstance(config.get(key), kind):
+            got = type(config[key]).__name__ if key in config else "none"
+            raise CorruptFileError("read", f"{CONFIG_NAME} in {where}", f"{key!r} as a {kind.__name__}", got)
+
+
+def _read_tensors(folder: str | os.PathLike[str], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Read all tensors of a folder onto the CPU; sizes are checked before anything is allocated."""
+    path, found = existing_folder(folder) / f"{_COLUMNS}.hdf5", {}
+    columns = {column["name"]: column for column in config["columns"]}
+    with open_columns(path, config.get(SAVE_ID), list(columns)) as file:
+        for name, column in columns.items():
+            dtype = file.dtype(name)
+            is_old = column["dtype"] == "bfloat16" and dtype == "uint16"  # earlier saves do not mark them
+            if list(file.shapes[name]) != column["shape"] or not (is_old or dtype == column["dtype"]):
+                where, got = f"{name!r} of {str(path)!r}", f"{dtype} of shape {list(file.shapes[name])}"
+                raise CorruptFileError("read", where, f"{column['dtype']} of shape {column['shape']}", got)
+            found[name] = file.read(name, column["crc32"])
+            if is_old:
+                found[name] = found[name].view(torch.bfloat16)
+    return found
