@@ -1,8 +1,8 @@
 """PPO: what a learner's storage does between two updates: add steps, estimate advantages, draw mini-batches.
 
 A rollout has 24 steps of 4096 environments; an observation 48 floats, the critic's 120, an action 12, with mean and
-deviation, one reward. The limit of adding is to copy the same tensors into the same places; of mini-batches, one
-gather per batch out of one packed row per transition, into one reused output, with the permutations given; of
+deviation, one reward. The limit of adding is to copy the same tensors into the same places; of mini-batches, to lay
+the fields of all rows side by side, draw the permutations, and gather each batch into two reused outputs in turn; of
 advantages, one pass in C over the same arrays (skipped where there is no compiler). SB3 keeps neither a second
 observation nor the distribution, so its one observation is as wide as both.
 """
@@ -32,11 +32,11 @@ GAMMA, LAM = 0.99, 0.95
 #: Steps of different content that are added in turn, so that they do not all come from the cache.
 NUM_SOURCES = 4
 #: (T, N) -> time over the compiled pass that we promise.
-REACH_GAE = {(24, 4096): 2.0, (1000, 1): 20.0, (1000, 64): 6.0}
+REACH_GAE = {(24, 4096): 8.0, (1000, 1): 10.0, (1000, 64): 20.0}
 
 _C_PASS = """
-void gae(long T, long N, const float* r, const float* v, const float* last, const unsigned char* d,
-         float g, float l, float* adv, float* ret) {
+void gae(long T, long N, const float* restrict r, const float* restrict v, const float* restrict last,
+         const unsigned char* restrict d, float g, float l, float* restrict adv, float* restrict ret) {
   for (long n = 0; n < N; ++n) adv[(T - 1) * N + n] = 0;
   for (long t = T - 1; t >= 0; --t) {
     const float* next_v = t == T - 1 ? last : v + (t + 1) * N;
@@ -57,6 +57,7 @@ def cases(quick: bool) -> Iterator[Case]:
     T, N = (4, 64) if quick else (24, 4096)
     yield adding(T, N)
     yield drawing(T, N)
+    yield using(T, N)
     for num_steps in (24, 100) if quick else (24, 64, 1000, 2048):
         for num_envs in (1, 64) if quick else (1, 64, 4096):
             yield estimating(num_steps, num_envs)
@@ -125,24 +126,14 @@ def adding(num_steps: int, num_envs: int) -> Case:
 def drawing(num_steps: int, num_envs: int) -> Case:
     """Draw all mini-batches of all epochs of one update.
 
-    The limit writes into one output; who holds a batch while asking for the next needs two in turn. Where 40 MB of
-    outputs and 82 MB of rows leave the cache (Xeon, 2 cores of a shared machine) that alone takes 61 instead of 51 ms,
-    laying rows side by side 15 ms, as long as copying them once, and five permutations 2.3 ms: 1.5 of the limit in
-    one thread. Ours packs and gathers in two threads where it finds that faster; the limit is what one call does.
+    Who holds a batch while asking for the next needs two outputs; the caches hold neither 40 MB of outputs nor 82 MB
+    of rows.
     """
     width, num_rows = OBS + CRITIC + 3 * ACTIONS + 4, num_steps * num_envs
-    size = num_rows // NUM_MINI_BATCHES
 
     def limit() -> Call:
-        packed, out = torch.randn(num_rows, width), torch.empty(size, width)
-        orders = [torch.randperm(num_rows) for _ in range(NUM_EPOCHS)]
-
-        def gather() -> None:
-            for order in orders:
-                for start in range(0, size * NUM_MINI_BATCHES, size):
-                    torch.index_select(packed, 0, order[start : start + size], out=out)
-
-        return gather
+        draw = _gathering(num_rows, [OBS, CRITIC, ACTIONS, ACTIONS, ACTIONS, 1, 1, 1, 1])
+        return lambda: _exhaust(draw())
 
     def ours(**options: Any) -> Call:
         storage = filled(num_steps, num_envs)
@@ -152,7 +143,7 @@ def drawing(num_steps: int, num_envs: int) -> Case:
     return Case(
         f"mini-batches {NUM_MINI_BATCHES}x{NUM_EPOCHS} T={num_steps} N={num_envs}",
         (
-            Contender("gather packed rows", limit, LIMIT),
+            Contender("pack rows, gather them", limit, LIMIT),
             Contender("new permutation per epoch", ours, OURS, reach=1.35 if is_wide else None),
             Contender("shuffled once", lambda: ours(reshuffle="once"), OURS, reach=0.35 if is_wide else None),
             Contender("our adapter for rsl_rl", lambda: _rsl_drawing(num_steps, num_envs, is_ours=True), OURS),
@@ -161,6 +152,47 @@ def drawing(num_steps: int, num_envs: int) -> Case:
             Contender("torchrl", lambda: _torchrl_drawing(num_steps, num_envs), PEER),
         ),
         num_bytes=NUM_EPOCHS * num_rows * width * 4,
+    )
+
+
+def using(num_steps: int, num_envs: int) -> Case:
+    """Draw all mini-batches of all epochs, and put both observations of each through one `Linear`."""
+    num_rows = num_steps * num_envs
+    actor, critic = torch.nn.Linear(OBS, 64), torch.nn.Linear(CRITIC, 64)
+
+    def limit() -> Call:
+        draw = _gathering(num_rows, [OBS, CRITIC, ACTIONS, ACTIONS, ACTIONS, 1, 1, 1, 1])
+        obs, critic_obs = (
+            torch.randn(num_rows // NUM_MINI_BATCHES, OBS),
+            torch.randn(num_rows // NUM_MINI_BATCHES, CRITIC),
+        )
+
+        @torch.no_grad()
+        def draw_and_use() -> None:
+            for _ in draw():
+                actor(obs), critic(critic_obs)
+
+        return draw_and_use
+
+    def ours(contiguous: bool) -> Call:
+        storage = filled(num_steps, num_envs)
+
+        @torch.no_grad()
+        def draw_and_use() -> None:
+            for batch in storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS):
+                actor(batch.obs.contiguous() if contiguous else batch.obs)
+                critic(batch.critic_obs.contiguous() if contiguous else batch.critic_obs)
+
+        return draw_and_use
+
+    return Case(
+        f"mini-batches {NUM_MINI_BATCHES}x{NUM_EPOCHS} through one Linear T={num_steps} N={num_envs}",
+        (
+            Contender("pack rows, gather them, contiguous input", limit, LIMIT),
+            Contender("mini_batch_generator", lambda: ours(False), OURS),
+            Contender("the same, made contiguous first", lambda: ours(True), OURS),
+        ),
+        num_bytes=NUM_EPOCHS * num_rows * (OBS + CRITIC) * 4,
     )
 
 
@@ -215,6 +247,22 @@ def _add_all(storage: RolloutStorage, steps: list[Transition]) -> None:
     storage.clear()
     for t in range(storage.num_transitions_per_env):
         storage.add_transitions(steps[t % NUM_SOURCES])
+
+
+def _gathering(num_rows: int, widths: list[int]) -> Callable[[], Iterator[torch.Tensor]]:
+    """Draw mini-batches with the fewest moves in one thread."""
+    size = num_rows // NUM_MINI_BATCHES
+    columns = [torch.randn(num_rows, width) for width in widths]
+    packed, outputs = torch.empty(num_rows, sum(widths)), torch.empty(2, size, sum(widths))
+
+    def draw() -> Iterator[torch.Tensor]:
+        torch.cat(columns, 1, out=packed)
+        for _ in range(NUM_EPOCHS):
+            order = torch.randperm(num_rows, dtype=torch.int32)
+            for i in range(NUM_MINI_BATCHES):
+                yield torch.index_select(packed, 0, order[i * size : (i + 1) * size], out=outputs[i % 2])
+
+    return draw
 
 
 def _exhaust(batches: Iterator[Any]) -> None:

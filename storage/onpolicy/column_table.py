@@ -74,6 +74,7 @@ class ColumnTable:
         self._inputs = [self._input(column, field) for column in columns if column.source for field in column.fields]
         self._lazy = [field for column in columns if column.is_lazy for field in column.fields]
         self._sources = {x.source for x in columns if x.source and (x.fields or x.is_ignorable)}
+        self._batch_fields = [(column.batch, column.fallback) for column in columns if column.batch]
         self._rows: list[tuple[tuple[torch.Tensor, ...], ...]] | None = None
         for name in self.schema:
             if above := [other for other in self.schema if name.startswith(other + "/")]:
@@ -289,9 +290,9 @@ class ColumnTable:
     def fill_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Nest what `batch_columns` named, and add what it could not give: the fallback, or None."""
         found = unflatten(batch) if any("/" in name for name in batch) else dict(batch)
-        for column in self.columns.values():
-            if column.batch and column.batch not in found:
-                found[column.batch] = found[column.fallback] if column.fallback else None
+        for name, fallback in self._batch_fields:
+            if name not in found:
+                found[name] = found[fallback] if fallback else None
         return found
 
 

@@ -61,8 +61,13 @@ class RowGather:
         self._is_live = any(x.numel() for x in self._wide.values())
         # The largest items first, so that each stands aligned to its own size.
         narrow = [(name, x) for name, x in columns.items() if name not in self._wide]
-        self._narrow = sorted(narrow, key=lambda item: -item[1].element_size())
-        self._packed = self._pack([x for _, x in self._narrow]) if narrow else None
+        narrow.sort(key=lambda item: -item[1].element_size())
+        self._packed = self._pack([x for _, x in narrow]) if narrow else torch.empty(0)
+        # Where each of them stands in a row, and what it looks like.
+        self._widths = [_row_bytes(x) // self._packed.element_size() for _, x in narrow]
+        self._layout = [(name, x.dtype, x.shape[1:]) for name, x in narrow]
+        if padding := self._packed.shape[-1] - sum(self._widths):
+            self._widths.append(padding)
 
     def gather(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
         """Give `[len(index), ...]` of every column; narrow ones are strided views of one new tensor."""
@@ -70,13 +75,11 @@ class RowGather:
             expected = "the rollout as it was when the first mini-batch was drawn"
             raise UsageError(GENERATE, "", expected, "one that was changed", "Draw all of them before you add steps")
         found = {name: self._select(x, index) for name, x in self._wide.items()}
-        if self._packed is not None:
-            rows, first = self._select(self._packed, index), 0
-            for name, x in self._narrow:
-                last = first + _row_bytes(x) // rows.element_size()
-                part = rows[:, first:last]
-                found[name] = (part if part.dtype is x.dtype else part.view(x.dtype)).view(len(index), *x.shape[1:])
-                first = last
+        if self._layout:
+            parts = self._select(self._packed, index).split_with_sizes(self._widths, 1)
+            for part, (name, dtype, shape) in zip(parts, self._layout, strict=False):
+                typed = part if part.dtype is dtype else part.view(dtype)
+                found[name] = typed if len(shape) == 1 else typed.view(len(index), *shape)
         return {name: found[name] for name in self._names}
 
     def _pack(self, columns: Sequence[torch.Tensor]) -> torch.Tensor:
