@@ -1,7 +1,7 @@
 """Chunk tables: where the chunks of a coded component lie in a block, and how they become rows.
 
 One rule: a table is checked whole before a chunk is read, so that no chunk lies outside the file, belongs to
-two fragments, or declares more rows than its bytes can hold. Which rows are wanted is decided elsewhere.
+two fragments, or declares more rows than its bytes can hold.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,8 +18,6 @@ from storage.codecs.codecs import AUTO, codec_of, most_chunk_frames
 from storage.core.checksums import crc32
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError
-
-from .schema import Column, RowLayout
 
 #: Names of the datasets of a coded component; older blocks do not have the last one.
 CHUNKS, OFFSETS, CHUNK_CHECKSUMS = "chunks", "offsets", "checksums"
@@ -140,8 +139,8 @@ class ChunkTable:
         """
         first, last = np.searchsorted(self.rows, [start, stop]).tolist()
         places = (self.places[first : last + 1] - self.places[first]).tolist()
-        for number, low, high in zip(range(first, last), places[:-1], places[1:], strict=True):
-            check_sum(data[low:high], int(self.sums[number]), f" of chunk {number}")
+        for number, bounds in enumerate(pairwise(places), first):
+            check_sum(data[slice(*bounds)], int(self.sums[number]), f" of chunk {number}")
 
     def decode(self, chunk: np.ndarray, out: np.ndarray) -> None:
         """Decode a chunk's bytes to rows: `[rows, row_bytes]` uint8, contiguous.
@@ -164,12 +163,9 @@ class ChunkTable:
         `read_bytes` gives the bytes `start:stop` of the file.
         """
         rows = np.zeros((stop - start, self.row_bytes), np.uint8)
-        if start == stop:
-            return rows
         first = int(np.searchsorted(self.rows, start, "right")) - 1
-        for number in range(first, int(np.searchsorted(self.rows, stop))):
-            low, high = int(self.rows[number]), int(self.rows[number + 1])
-            place, end = int(self.places[number]), int(self.places[number + 1])
+        for number in range(first, int(np.searchsorted(self.rows, stop))) if start < stop else ():
+            low, high, place, end = (int(part[number + k]) for part in (self.rows, self.places) for k in (0, 1))
             if place == end:
                 continue
             decoded, chunk = np.empty((high - low, self.row_bytes), np.uint8), read_bytes(place, end)
@@ -184,18 +180,3 @@ def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:
     """Compare a chunk's bytes with their CRC-32 (-1: unknown); `CorruptFileError`, without the place, if it differs."""
     if expected >= 0 and (got := crc32(chunk)) != expected:
         raise CorruptFileError("decode a chunk", "", f"checksum {expected:08x}{where}", f"{got:08x}")
-
-
-def table_of(
-    coding: Coding, layout: RowLayout, column: Column, offsets: np.ndarray, place: int, sums: np.ndarray | None
-) -> ChunkTable:
-    """Make a table of what stands in a file.
-
-    Args:
-        offsets: int64 `[C + 1, 2]` of (first row, first byte).
-        place: Where the chunks begin in the file.
-        sums: `[C]`, CRC-32 of each chunk, or None.
-    """
-    rows, first = (np.ascontiguousarray(offsets[:, part].astype(np.int64)) for part in (0, 1))
-    known = np.full(len(rows) - 1, -1) if sums is None else sums.astype(np.int64)
-    return ChunkTable(chain_of(coding), layout.stored[column.name], column.row_bytes, rows, first + place, known)

@@ -1,14 +1,14 @@
-"""The header of a block file: its tables, their checks, and where the rows lie.
+"""Reading a block: its header with all checks, its rows and their checksums.
 
-One rule: nothing from a file is believed before it was checked against the file's length and
-against itself. Rows are not read here; `FORMAT.md` is the specification.
+One rule: nothing from a file is used before it was checked against the file's length and against itself.
+`FORMAT.md` is the specification, `write.py` the writing side.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from storage.core.fields import Schema
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 from storage.saving.hdf5 import attribute, member, open_hdf5
 
-from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, read_codings, table_of
+from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, chain_of, read_codings
 from .schema import RowLayout
 
 FORMAT_NAME = "rollout-data"
@@ -125,6 +125,7 @@ class BlockHeader:
 
     @property
     def num_frames(self) -> int:
+        """How many frames its fragments have in all."""
         return int(self.fragments["length"].sum())
 
     def read_rows(self, table: str, column: str, start: int, stop: int) -> np.ndarray:
@@ -134,8 +135,7 @@ class BlockHeader:
         if not 0 <= start <= stop <= num_rows:
             raise CorruptFileError(f"read rows {start}:{stop} of", repr(str(self.path)), f"rows in 0:{num_rows}")
         if column not in self.chunks[table]:
-            data = self.read_bytes(offset + start * row_bytes, offset + stop * row_bytes)
-            return data.reshape(stop - start, row_bytes)
+            return self.read_bytes(offset + start * row_bytes, offset + stop * row_bytes).reshape(-1, row_bytes)
         try:
             return self.chunks[table][column].read(start, stop, self.read_bytes)
         except CorruptFileError as cause:
@@ -143,34 +143,20 @@ class BlockHeader:
 
     def read_bytes(self, start: int, stop: int) -> np.ndarray:
         """Read bytes `start:stop` of the file: a new uint8 array."""
-        wanted = stop - start
-        with open(self.path, "rb", buffering=0) as file:
-            data = bytearray(wanted)
-            view, done = memoryview(data), 0
-            file.seek(start)
-            while done < wanted and (count := file.readinto(view[done:])):
-                done += count
-        if done < wanted:
-            raise corrupt(self.path, f"{wanted} bytes at {start}", f"{done}")
-        return np.frombuffer(data, np.uint8)
-
-    def read_stored(self, table: str, column: str, start: int, stop: int) -> np.ndarray:
-        """Read what is under the checksum of a fragment with the rows `start:stop`: rows, or its chunks' bytes."""
-        if column not in self.chunks[table]:
-            return self.read_rows(table, column, start, stop)
-        first, end = self.chunks[table][column].byte_ranges(np.array([start]), np.array([stop]))
-        return self.read_bytes(int(first[0]), int(end[0]))
+        data = np.fromfile(self.path, np.uint8, stop - start, offset=start)
+        if len(data) < stop - start:
+            raise corrupt(self.path, f"{stop - start} bytes at {start}", f"{len(data)}")
+        return data
 
 
 def header_crc(
     fragments: np.ndarray, reward_sums: np.ndarray, about: Iterable[object], offsets: Iterable[np.ndarray] = ()
 ) -> int:
     """CRC-32 of the fragment table, the reward sums, the attributes in `ABOUT`, and what coded fields add."""
-    text = "\n".join(map(str, about)).encode()
-    crc = crc32(np.ascontiguousarray(reward_sums), crc32(np.ascontiguousarray(fragments)))
-    crc = crc32(text, crc)
-    for table in offsets:
-        crc = crc32(np.ascontiguousarray(table), crc)
+    text = np.frombuffer("\n".join(map(str, about)).encode(), np.uint8)
+    crc = 0
+    for part in (fragments, reward_sums, text, *offsets):
+        crc = crc32(np.ascontiguousarray(part), crc)
     return crc
 
 
@@ -252,12 +238,14 @@ def _read_chunks(
     offsets = tables.read(f"{place}/{OFFSETS}", np.dtype("<i8"), (-1, 2))
     if not len(offsets):
         raise _wrong(f"offsets of {place}", "none")
-    first, num_bytes = tables.locate(f"{place}/{CHUNKS}", np.dtype("u1"))
-    sums = None  # older blocks have none
+    start, num_bytes = tables.locate(f"{place}/{CHUNKS}", np.dtype("u1"))
+    sums = np.full(len(offsets) - 1, -1)  # older blocks have none
     if CHUNK_CHECKSUMS in tables.file[place]:
-        sums = tables.read(f"{place}/{CHUNK_CHECKSUMS}", np.dtype("<u4"), (len(offsets) - 1,))
-    found = table_of(coding, layout, layout.columns[place.partition("/")[2]], offsets, first, sums)
-    if wrong := found.check(*ranges, coding.frames_per_chunk, first, num_bytes):
+        sums = tables.read(f"{place}/{CHUNK_CHECKSUMS}", np.dtype("<u4"), (len(offsets) - 1,)).astype(np.int64)
+    column = layout.columns[place.partition("/")[2]]
+    rows, places = np.ascontiguousarray(offsets.T, np.int64)
+    found = ChunkTable(chain_of(coding), layout.stored[column.name], column.row_bytes, rows, places + start, sums)
+    if wrong := found.check(*ranges, coding.frames_per_chunk, start, num_bytes):
         raise _wrong(f"{wrong} in {place}", "another table")
     return found
 
@@ -309,6 +297,51 @@ class _Tables:
         return int(offset), num_rows
 
 
+def open_block(path: Path, verify: bool = False) -> BlockHeader:
+    """Read and check a block's header (see `read_header`); with `verify` check all its rows too."""
+    header = read_header(path)
+    if verify:
+        for _, error in damaged_fragments(header):
+            raise error
+    return header
+
+
+def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileError]]:
+    """Check every checksum of a block; yield (fragment number, error) for each that is wrong."""
+    advice = f"Run 'rollout-data verify --repair {header.path.parent}' to keep the intact trajectories"
+    for table, columns in header.locations.items():
+        ranges = list(zip(*(bound.tolist() for bound in row_ranges(table, header.fragments)), strict=True))
+        for column, sums in zip(columns, header.checksums[table].T, strict=True):
+            for number, (rows, expected) in enumerate(zip(ranges, sums.tolist(), strict=True)):
+                if rows[0] < rows[1] and (wrong := _wrong_sum(header, table, column, rows, expected)) is not None:
+                    fragment = header.fragments[number]
+                    first = int(fragment["start"])
+                    frames = f"{first}:{first + int(fragment['length'])}" if table == DATA else "after the last"
+                    action = f"read frames {frames} of trajectory {int(fragment['trajectory'])}"
+                    where = f"in {str(header.path)!r}, column {table}/{column}"
+                    yield number, CorruptFileError(action, where, *wrong, advice)
+
+
+def _wrong_sum(
+    header: BlockHeader, table: str, column: str, rows: tuple[int, int], expected: int
+) -> tuple[str, str] | None:
+    """Check what a fragment has in one column, and each of its chunks: (expected, got) if it is wrong."""
+    chunks = header.chunks[table].get(column)
+    if chunks is None:
+        data = header.read_rows(table, column, *rows)
+    else:
+        first, end = chunks.byte_ranges(*np.array(rows)[:, None])
+        data = header.read_bytes(int(first[0]), int(end[0]))
+    if (got := crc32(data.data)) != expected:
+        return f"checksum {expected:08x}", f"{got:08x}"
+    try:
+        if chunks is not None:
+            chunks.check_chunks(*rows, data)
+    except CorruptFileError as error:
+        return error.expected, error.got
+    return None
+
+
 def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First row and end of every fragment in one of the two tables; equal where it has none."""
     if table == DATA:
@@ -333,18 +366,24 @@ def _read_attributes(path: Path, file: h5py.File) -> tuple[Schema, dict[str, Cod
     return schema, read_codings(texts["codecs"], schema)
 
 
+def stray_fragments(fragments: np.ndarray, num_rows: int | np.ndarray, num_finals: int | np.ndarray) -> np.ndarray:
+    """bool `[F]`: the fragment does not lie inside tables of this size, or of these sizes, int64 `[F]`."""
+    row, length, final = fragments["row"], fragments["length"], fragments["final_row"]
+    is_stray: np.ndarray = (row < 0) | (length < 0) | (row > num_rows - length) | (final < -1) | (final >= num_finals)
+    return is_stray
+
+
 def _check_fragments(fragments: np.ndarray, locations: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
     """Check that every fragment lies inside the tables of its own block."""
     sizes = {table: {rows for _, rows in columns.values()} for table, columns in locations.items()}
     if any(len(counts) > 1 for counts in sizes.values()):
         raise _wrong("as many rows in every column", sizes)
     num_rows, num_finals = (next(iter(sizes[table]), 0) for table in (DATA, FINAL))
-    row, length, final = fragments["row"], fragments["length"], fragments["final_row"]
-    is_wrong = (row < 0) | (length < 0) | (row > num_rows - length) | (final < -1) | (final >= num_finals)
+    is_wrong = stray_fragments(fragments, num_rows, num_finals)
     is_wrong |= (fragments["start"] < 0) | (fragments["env"] < 0) | (fragments["trajectory"] < 0)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
         expected = f"fragments within {num_rows} rows and {num_finals} final rows"
         raise _wrong(expected, f"{fragments[first]} at {first}")
-    if int(length.sum()) > num_rows:
-        raise _wrong(f"each of {num_rows} rows in one fragment", f"{int(length.sum())} frames")
+    if (num_frames := int(fragments["length"].sum())) > num_rows:
+        raise _wrong(f"each of {num_rows} rows in one fragment", f"{num_frames} frames")

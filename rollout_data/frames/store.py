@@ -1,15 +1,12 @@
-"""Frame stores: rows of frames as tensors, from mapped files or from memory.
+"""Frame stores: rows of frames as tensors, from mapped files, from files read one by one, or from memory.
 
-One rule: integers come in, rows go out; which frames a batch needs was decided elsewhere. A
-window that lies in consecutive rows is moved in one piece; only the others are put together
-from their runs.
+One rule: integers come in, rows go out; which frames a batch needs was decided elsewhere. A file that was there
+when the index was made and cannot be read any more is a `LostBlockError`; other errors may pass, and lose nothing.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import lcm
 from pathlib import Path
 
@@ -17,18 +14,24 @@ import numpy as np
 import torch
 
 from storage.core.buffer_pool import BufferPool
+from storage.core.threads import each
 from storage.core.work_split import WorkSplit
-from storage.errors import UsageError
+from storage.errors import DataFileError, UsageError
 
 from ..format.header import DATA, FINAL
 from ..format.schema import RowLayout
 from ..index.index import Block, Identity, Int64s, Runs, TrajectoryIndex
 from . import arena
 from .arena import PAGE_BYTES, Arena
-from .coded import CHUNK_CACHE_BYTES, ChunkCache, ChunkFiles, MappedFile
+from .coded import CHUNK_CACHE_BYTES, ChunkFiles, MappedFile, RowCache
 
 #: (table, column): one kind of row.
 Place = tuple[str, str]
+#: Gives all rows of a block: `[num_rows, row_bytes]` uint8.
+ReadRows = Callable[[Block, Place], np.ndarray]
+#: What a file raises that is gone, or is another's now.
+GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_CPU = torch.device("cpu")
 #: Measured with rows of 2 KB: moving a piece costs as much as this many bytes more (a window of 25
 #: rows 1.02 of a memcpy, one row 1.57), and moving a broken one again this many times its bytes.
 _BYTES_A_PIECE = 1100
@@ -143,7 +146,7 @@ class FrameStore:
         is_lost: bool `[M]`, trajectories that could not be read: their rows are asked for no more.
     """
 
-    def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device) -> None:
+    def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU) -> None:
         self.index, self.layouts, self.device = index, layouts, device
         self.is_lost = np.zeros(len(index), bool)
 
@@ -164,9 +167,8 @@ class FrameStore:
 
     def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
         """Final observation rows `[K, row_bytes]` uint8 of trajectories that have one; new memory."""
-        count = np.ones(len(trajectories), np.int64)
         block, row = self.index.final_block[trajectories], self.index.final_row[trajectories]
-        runs = Runs(np.arange(len(trajectories)), block, row, count)
+        runs = Runs(np.arange(len(trajectories)), block, row, np.ones(len(trajectories), np.int64))
         width = self.layouts[FINAL].columns[column].row_bytes // 4
         out = torch.empty((len(trajectories), width), dtype=torch.int32, device=self.device)
         self.copy((FINAL, column), runs, 1, out)
@@ -194,7 +196,7 @@ class FileMap:
         self.layouts = layouts
         self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
         coded = [(table, column) for table, column in self.places if layouts[table].columns[column].is_coded]
-        cache, splits = ChunkCache(chunk_cache_bytes), WorkSplit()
+        cache, splits = RowCache(chunk_cache_bytes), WorkSplit()
         self.chunks = {place: ChunkFiles(place, self._row_bytes(place), cache, splits) for place in coded}
         plain = [place for place in self.places if place not in self.chunks]
         self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain}
@@ -257,12 +259,10 @@ class MappedFrames(FrameStore):
     """
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap) -> None:
-        super().__init__(index, layouts, torch.device("cpu"))
+        super().__init__(index, layouts)
         self.files = files
         self._first_rows, self._num_unmapped = files.first_rows(index.blocks), -1
         self._is_unmapped: np.ndarray | None = None  # of each block, if one is
-        self._advisers: ThreadPoolExecutor | None = None
-        self._advisers_pid = 0
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
         if self._num_unmapped != self.files.num_unmapped:
@@ -277,22 +277,11 @@ class MappedFrames(FrameStore):
             super().copy(place, runs, length, out)
 
     def will_need(self, runs: Runs) -> None:
-        if len(runs.row) <= _FEW_RUNS:
-            for place in self.files.places:
-                if place[0] == DATA:
-                    self._advise(place, runs)
-            return
-        if self._advisers is None or self._advisers_pid != os.getpid():  # a fork leaves the threads behind
-            # Asking takes the kernel about 0.1 ms for 256 KiB that are not in memory: more threads, more in flight.
-            self._advisers, self._advisers_pid = ThreadPoolExecutor(_NUM_ADVISERS, "read-ahead"), os.getpid()
-        jobs = [
-            self._advisers.submit(self._advise, place, Runs(*(column[first::_NUM_ADVISERS] for column in runs)))
-            for place in self.files.places
-            if place[0] == DATA
-            for first in range(_NUM_ADVISERS)
-        ]
-        for job in jobs:
-            job.result()
+        # Asking takes the kernel about 0.1 ms for 256 KiB that are not in memory: more threads, more in flight.
+        num_parts = 1 if len(runs.row) <= _FEW_RUNS else _NUM_ADVISERS
+        parts = [Runs(*(column[first::num_parts] for column in runs)) for first in range(num_parts)]
+        jobs = [(place, part) for place in self.files.places if place[0] == DATA for part in parts]
+        each(lambda job: self._advise(*job), jobs, num_parts)
 
     def _advise(self, place: Place, runs: Runs) -> None:
         if place in self.files.chunks:
@@ -309,13 +298,56 @@ class MappedFrames(FrameStore):
         index = self.index
         fragment = np.searchsorted(index.fragment_frame, frames, side="right") - 1
         row = index.fragment_row[fragment] + frames - index.fragment_frame[fragment]
-        return self._first_rows[place][index.fragment_block[fragment]] + row
+        rows: Int64s = self._first_rows[place][index.fragment_block[fragment]] + row
+        return rows
 
     def _words(self, place: Place) -> torch.Tensor:
         return self.files.arenas[place].words_view
 
     def _first(self, place: Place, runs: Runs) -> Int64s:
         return self._first_rows[place][runs.block] + runs.row
+
+
+class FileFrames(FrameStore):
+    """Rows that are read file by file and kept while they are in use: foreign files, other systems.
+
+    Args:
+        read_rows: Reads all rows of one kind of one block.
+        losses: What it raises where a file is lost for good; a `LostBlockError` is made of it.
+        max_cached_bytes: How much of what was read is kept.
+    """
+
+    def __init__(
+        self,
+        index: TrajectoryIndex,
+        layouts: Mapping[str, RowLayout],
+        read_rows: ReadRows,
+        losses: tuple[type[Exception], ...] = GONE,
+        max_cached_bytes: int = 1 << 30,
+    ) -> None:
+        super().__init__(index, layouts)
+        self._read_rows, self._losses = read_rows, losses
+        self._cache = RowCache(max_cached_bytes, keeps_last=True)
+
+    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        windows = as_windows(out, 0).view(torch.uint8).numpy()
+        for to, block, row, count in zip(*(column.tolist() for column in runs), strict=True):
+            rows = self._cache.get((block, place))
+            if rows is None:
+                rows = self._read(block, place)
+                self._cache.put((block, place), rows)
+            window, begin = divmod(to, windows.shape[1])
+            windows[window, begin : begin + count] = rows[row : row + count]
+
+    def _read(self, block: int, place: Place) -> np.ndarray:
+        try:
+            return self._read_rows(self.index.blocks[block], place)
+        except self._losses as cause:
+            raise self.index.lost_block(block, _in_words(cause)) from cause
+        except OSError as cause:
+            lost = self.index.lost_block(block, _in_words(cause))
+            advice = "Try again, or reset these envs"
+            raise DataFileError(lost.action, lost.where, lost.expected, lost.got, advice) from cause
 
 
 class CachedFrames(FrameStore):
@@ -362,14 +394,9 @@ class CachedFrames(FrameStore):
 
     def _check_fits(self, num_rows: int) -> None:
         needed = num_rows * self.layouts[DATA].frame_bytes
-        if self.device.type == "cpu" and (free := _free_memory_bytes()) is not None and needed > 0.9 * free:
-            raise UsageError(
-                "cache the dataset in memory",
-                "",
-                f"at most 90 % of the free {free / 2**30:.1f} GiB",
-                f"{needed / 2**30:.1f} GiB",
-                "Use cache='none'",
-            )
+        if self.device.type == "cpu" and (free := free_memory_bytes()) is not None and needed > 0.9 * free:
+            expected, got = f"at most 90 % of the free {free / 2**30:.1f} GiB", f"{needed / 2**30:.1f} GiB"
+            raise UsageError("cache the dataset in memory", "", expected, got, "Use cache='none'")
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
         return Runs(target, np.zeros_like(target), self._first_row[trajectory] + frame, count)
@@ -382,7 +409,7 @@ class CachedFrames(FrameStore):
         return self._rows[place]
 
 
-def _free_memory_bytes() -> int | None:
+def free_memory_bytes() -> int | None:
     """Memory that can be had without swapping, or None where the system does not say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -391,3 +418,9 @@ def _free_memory_bytes() -> int | None:
     except OSError:
         pass
     return None
+
+
+def _in_words(cause: Exception) -> str:
+    if isinstance(cause, DataFileError) and cause.expected:
+        return f"{cause.got or 'nothing'} instead of {cause.expected}"
+    return (cause.strerror if isinstance(cause, OSError) else None) or str(cause)

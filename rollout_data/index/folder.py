@@ -12,7 +12,7 @@ import stat
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,23 @@ from storage.core.durable import as_path
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
-from ..format.block_file import TEMPORARY_PREFIX, open_block
-from ..format.header import DATA, FINAL, FRAGMENT_DTYPE, MAX_METADATA_BYTES, METADATA_NAME, layouts_of
-from .index import Block, TrajectoryIndex
+from ..format.header import DATA, FINAL, FRAGMENT_DTYPE, METADATA_NAME, layouts_of, open_block, stray_fragments
+from ..format.write import TEMPORARY_PREFIX
+from .index import Block, Int64s, TrajectoryIndex
+from .metadata import BAD_METADATA, Metadata, load_metadata, read_document
 
 INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 2
 #: What a damaged cache makes the readers of zip, npy and JSON raise; RuntimeError covers odd zip members.
-_BAD_CACHE = (
-    OSError, LookupError, ValueError, TypeError, AttributeError, EOFError, ArithmeticError, MemoryError, RuntimeError,
-    zipfile.BadZipFile, zlib.error, RolloutDataError,
-)  # fmt: skip
-
-
+_BAD_CACHE = (*BAD_METADATA, EOFError, ArithmeticError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
+#: Arrays of the cache beside those of the index: of B blocks with C columns and F fragments in all.
+_CACHED = {
+    "fragments": "`[F]` of `FRAGMENT_DTYPE`",
+    "bounds": "int64 `[B + 1]`, first fragment of each block",
+    "places": "int64 `[B, C, 2]`, (byte offset, number of rows)",
+    "stamps": "int64 `[B, 2]`, a `FileStamp`",
+    "sequences": "int64 `[B]`",
+}
 #: Size in bytes and time of the last change in ns: by these a file is known again.
 FileStamp = tuple[int, int]
 
@@ -147,8 +151,7 @@ class BlockFolder:
             schema, block = opened[name]
             key = block.writer, block.sequence
             try:
-                self._check_schema(block.path, schema)
-                _check_unique(block.path, held.get(key))
+                self._check_fits(schema, block, held.get(key))
             except DataFileError as problem:
                 self.problems[name] = problem
             else:
@@ -166,7 +169,7 @@ class BlockFolder:
             except OSError as error:
                 self.problems[name] = _as_problem(path, error)
                 continue
-            if stamp is None:  # opening a pipe would wait for ever
+            if stamp is None:  # opening a pipe would wait
                 self.problems[name] = CorruptFileError("read the block", repr(str(path)), "a file", "no file")
             else:
                 stamps[name] = stamp
@@ -176,40 +179,37 @@ class BlockFolder:
         """The fields that metadata.json declares, and what is wrong with it; (None, None) if there is none."""
         path = self.data_dir / METADATA_NAME
         try:
-            if (stamp := stamp_of(path)) is None or stamp[0] > MAX_METADATA_BYTES:
-                raise ValueError(f"no file, or one of more than {MAX_METADATA_BYTES} bytes")
-            return Schema.from_json(json.loads(path.read_text(encoding="utf-8"))["fields"]) or None, None
+            return Schema.from_json(read_document(path)["fields"]) or None, None
         except FileNotFoundError:
             return None, None
-        except (OSError, LookupError, ValueError, TypeError, OverflowError, RecursionError, RolloutDataError) as cause:
+        except BAD_METADATA as cause:
             problem = _unlike_blocks(path, f"{type(cause).__name__}: {cause}"[:300])
             problem.__cause__ = cause
             return None, problem
 
     def _open(self, name: str, stamp: FileStamp) -> tuple[Schema, Block] | None:
         """Open a file; None if it is gone, or a problem now."""
+        path = self.data_dir / name
         try:
-            header = open_block(self.data_dir / name, verify=self.verify_on_open)
+            header = open_block(path, verify=self.verify_on_open)
         except FileNotFoundError:
             return None
         except (RolloutDataError, OSError) as error:
-            self.problems[name] = (
-                error if isinstance(error, RolloutDataError) else _as_problem(self.data_dir / name, error)
-            )
+            self.problems[name] = error if isinstance(error, RolloutDataError) else _as_problem(path, error)
             return None
         places = {(table, column): at for table, columns in header.locations.items() for column, at in columns.items()}
         writer = self.label + header.writer
         return header.schema, Block(header.path, writer, header.sequence, header.fragments, places, *stamp)
 
-    def _check_schema(self, path: Path, schema: Schema) -> None:
+    def _check_fits(self, schema: Schema, block: Block, other: Block | None) -> None:
+        """Raise unless a block has the fields of this folder, and is not a copy of another one."""
+        where = repr(str(block.path))
         if self.schema is not None and (difference := self.schema.difference(schema)):
-            raise DataFileError(
-                "read the block",
-                repr(str(path)),
-                "the fields of the blocks beside it",
-                difference,
-                "Move it to a folder of its own",
-            )
+            expected, advice = "the fields of the blocks beside it", "Move it to a folder of its own"
+            raise DataFileError("read the block", where, expected, difference, advice)
+        if other is not None:
+            copy = f"a second copy of {other.path.name!r}"
+            raise DataFileError("read the block", where, "each block once", copy, "Remove one of them")
 
     def _load_cache(self, found: Mapping[str, FileStamp]) -> None:
         """Take what the cache knows of files that are still there; a bad cache is no cache."""
@@ -223,36 +223,31 @@ class BlockFolder:
                 about = json.loads(bytes(cache["about"]))
                 if about["version"] != _CACHE_VERSION:
                     return
-                schema = Schema.from_json(about["schema"])
-                places = [(table, column) for table, column in about["places"]]
-                blocks = self._cached_blocks(cache, about["names"], places, found)
-                _check_places(blocks.values(), schema)
+                schema, places = Schema.from_json(about["schema"]), [(table, name) for table, name in about["places"]]
+                arrays = {name: cache[name] for name in _CACHED}
+                num_rows = _num_rows(schema, places, arrays)
+                columns = (
+                    json.loads(bytes(cache["writers"])),
+                    arrays["sequences"].tolist(),
+                    np.split(arrays["fragments"], arrays["bounds"][1:-1]),
+                    [dict(zip(places, map(tuple, at), strict=True)) for at in arrays["places"].tolist()],
+                    map(tuple, arrays["stamps"].tolist()),
+                )
+                blocks = {
+                    name: Block(self.data_dir / name, self.label + writer, sequence, part, at, *stamp)
+                    for name, writer, sequence, part, at, stamp in zip(about["names"], *columns, strict=True)
+                    if found.get(name) == stamp
+                }
                 if list(blocks) == about["names"] and len(blocks) == len(found):
                     built = {name: cache[name] for name in about["index"]}
-                    _check_built(list(blocks.values()), built)
+                    if not TrajectoryIndex(list(blocks.values()), built).check_valid(*num_rows)[0]:
+                        return
                     self.built = built
         except _BAD_CACHE:
             self.built = None
             return
         self.schema, self.blocks = schema, blocks
         self._stamps = {name: found[name] for name in blocks}
-
-    def _cached_blocks(
-        self, cache: Any, names: list[str], places: list[tuple[str, str]], found: Mapping[str, FileStamp]
-    ) -> dict[str, Block]:
-        fragments, bounds, at = cache["fragments"], cache["bounds"].tolist(), cache["places"].tolist()
-        stamps, sequences = list(map(tuple, cache["stamps"].tolist())), cache["sequences"].tolist()
-        writers = json.loads(bytes(cache["writers"]))
-        if fragments.dtype != FRAGMENT_DTYPE or not len(names) == len(writers) == len(stamps) == len(bounds) - 1:
-            raise CorruptFileError("use the index cache", repr(str(self.data_dir)))
-        blocks = {}
-        for k, name in enumerate(names):
-            if found.get(name) == stamps[k]:
-                spots = {place: (int(at[k][c][0]), int(at[k][c][1])) for c, place in enumerate(places)}
-                part = fragments[bounds[k] : bounds[k + 1]]
-                writer = self.label + writers[k]
-                blocks[name] = Block(self.data_dir / name, writer, sequences[k], part, spots, *stamps[k])
-        return blocks
 
 
 def unlisted(path: Path, cause: OSError) -> DataFileError:
@@ -266,45 +261,49 @@ def _unlike_blocks(path: Path, got: str) -> CorruptFileError:
     return CorruptFileError("use the metadata", repr(str(path)), "the fields of the blocks beside it", got, advice)
 
 
-def _check_unique(path: Path, other: Block | None) -> None:
-    if other is not None:
-        copy = f"a second copy of {other.path.name!r}"
-        raise DataFileError("read the block", repr(str(path)), "each block once", copy, "Remove one of them")
+def _num_rows(schema: Schema, places: list[tuple[str, str]], arrays: Mapping[str, np.ndarray]) -> list[Int64s]:
+    """Count the rows in the two tables of each cached block, int64 `[B]`.
 
-
-def _check_places(blocks: Iterable[Block], schema: Schema) -> None:
-    """Raise unless the rows of cached blocks lie within their files, and the fragments within the rows."""
-    layouts = layouts_of(schema)
-    for block in blocks:
-        num_rows: dict[str, set[int]] = {DATA: set(), FINAL: set()}
-        for (table, column), (offset, rows) in block.places.items():
-            num_rows[table].add(rows)
-            layout = layouts[table].columns[column]
-            num_bytes = 0 if layout.is_coded else rows * layout.row_bytes  # of chunks the file itself tells more
-            if min(offset, rows) < 0 or offset + num_bytes > block.file_bytes:
-                raise CorruptFileError("use the index cache", repr(str(block.path)), "rows within the file")
-        part = block.fragments
-        rows, finals = (max(num_rows[table], default=0) for table in (DATA, FINAL))
-        is_wrong = (part["row"] < 0) | (part["length"] < 0) | (part["row"] > rows - part["length"])
-        if (is_wrong | (part["final_row"] >= finals) | (part["final_row"] < -1)).any() or len(num_rows[DATA]) > 1:
-            raise CorruptFileError("use the index cache", repr(str(block.path)), "fragments within the rows")
-
-
-def _check_built(blocks: list[Block], built: Mapping[str, np.ndarray]) -> None:
-    """Raise unless the cached index arrays agree with their blocks."""
-    rows = {
-        table: np.array([max((n for (t, _), (_, n) in b.places.items() if t == table), default=0) for b in blocks], int)
-        for table in (DATA, FINAL)
-    }
-    ok, reason = TrajectoryIndex(blocks, built).check_valid(rows[DATA], rows[FINAL])
-    if not ok:
-        raise CorruptFileError("use the index cache", "", reason, "something else")
+    Raises:
+        CorruptFileError: Rows lie outside their file, or fragments outside the rows.
+    """
+    fragments, bounds, at = arrays["fragments"], arrays["bounds"], arrays["places"]
+    columns = [layouts_of(schema)[table].columns[name] for table, name in places]
+    row_bytes = np.array([0.0 if column.is_coded else column.row_bytes for column in columns])  # a product may not wrap
+    is_right = (at >= 0).all() and (at[..., 0] + at[..., 1] * row_bytes <= arrays["stamps"][:, :1]).all()
+    tables = [at[:, [place[0] == table for place in places], 1] for table in (DATA, FINAL)]
+    num_rows = [table.max(axis=1, initial=0) for table in tables]
+    block = np.repeat(np.arange(len(at)), np.diff(bounds))
+    is_right &= fragments.dtype == FRAGMENT_DTYPE and bounds[0] == 0 and (tables[0] == num_rows[0][:, None]).all()
+    if not is_right or stray_fragments(fragments, *(count[block] for count in num_rows)).any():
+        raise CorruptFileError("use the index cache", "", "rows within their files, fragments within the rows")
+    return num_rows
 
 
 def _as_problem(path: Path, error: OSError) -> CorruptFileError:
     problem = CorruptFileError("read the block", repr(str(path)), "a readable file", str(error))
     problem.__cause__ = error
     return problem
+
+
+def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a folder's metadata as a plain dict with the established keys.
+
+    `total_timesteps` and `total_trajectories` are counted in the blocks, over the trajectories
+    that a reader would get; damaged blocks do not count.
+
+    Raises:
+        DataFileError: There is neither a usable metadata.json nor a readable block.
+    """
+    metadata = load_metadata(data_dir)
+    if metadata is None:
+        raise DataFileError("read the metadata of", repr(str(data_dir)), f"a {METADATA_NAME} or a block", "neither")
+    folder = BlockFolder(data_dir)
+    folder.refresh()
+    if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
+        metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right
+    index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
+    return {**metadata.to_json(), "total_timesteps": index.num_frames, "total_trajectories": len(index)}
 
 
 def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> None:
@@ -321,14 +320,8 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
     if folder.schema is None or not blocks:
         return
     index: dict[str, Any] = TrajectoryIndex(blocks).arrays()
-    places = list(blocks[0].places)
-    about = {
-        "version": _CACHE_VERSION,
-        "schema": folder.schema.to_json(),
-        "names": names,
-        "places": places,
-        "index": list(index),
-    }
+    about: dict[str, Any] = {"version": _CACHE_VERSION, "schema": folder.schema.to_json(), "names": names}
+    about |= {"places": (places := list(blocks[0].places)), "index": list(index)}
     path = folder.data_dir / INDEX_CACHE_NAME
     temporary = path.with_name(f"{TEMPORARY_PREFIX}rollout_{writer}_index_{os.getpid()}_{id(folder):x}")
     try:

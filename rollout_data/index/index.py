@@ -2,7 +2,7 @@
 
 One rule: arrays, never a Python object per trajectory or frame. All trajectories stand one after
 the other in a virtual frame axis, in the order in which they were completed; a prefix sum over
-fragments turns virtual frames into rows. Finding the blocks is `folder.py`'s work.
+fragments turns virtual frames into rows. `folder.py` finds the blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,25 +23,34 @@ from storage.errors import DataFileError
 from ..format.header import COMPLETE, DROPPED, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
-#: Of a file: its path, size and time of the last change in ns.
-Identity = tuple[Path, int, int]
+#: Of a block: its file, and its name in there; "" if it is the whole file.
+Key = tuple[Path, str]
+#: What is the same only as long as the block is the same: its key, size and time of the last change in ns.
+Identity = tuple[Key, int, int]
 _NUM_NAMED = 3
 
 
+class End(IntEnum):
+    """How a trajectory ended: UNKNOWN if it is in progress, was cut off, or its file does not tell."""
+
+    UNKNOWN, TERMINATED, TRUNCATED = 0, 1, 2
+
+
 class LostBlockError(DataFileError):
-    """A file that an index knows is gone or damaged: its trajectories cannot be played to their end.
+    """A block that an index knows is gone or damaged: its trajectories cannot be played to their end.
 
     Attributes:
-        path: The file.
+        key: The block's.
         block: Its number in the index that knows it.
     """
 
-    path, block = Path(), -1
+    key: Key = Path(), ""
+    block = -1
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """What the index and the frame stores need to know of one file.
+    """What the index and the frame stores need to know of one file, or of a part of one.
 
     Attributes:
         path: The file.
@@ -49,6 +60,7 @@ class Block:
         places: (table, column) -> (byte offset, number of rows); empty for foreign files.
         file_bytes: Size of the file.
         mtime_ns: When it was last written: with the size, what tells it from another file of the same name.
+        name: Tells it from the other blocks of its file.
     """
 
     path: Path
@@ -58,11 +70,17 @@ class Block:
     places: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     file_bytes: int = 0
     mtime_ns: int = 0
+    name: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Where it is."""
+        return self.path, self.name
 
     @property
     def identity(self) -> Identity:
-        """What is the same only as long as the file is the same."""
-        return self.path, self.file_bytes, self.mtime_ns
+        """What is the same only as long as the block is the same."""
+        return self.key, self.file_bytes, self.mtime_ns
 
 
 class Runs(NamedTuple):
@@ -92,7 +110,9 @@ _ARRAYS = [
     "final_row",
 ]
 
-_ALL = slice(None)
+#: What the index needs of a fragment.
+_COLUMNS = ("trajectory", "env", "flags", "start", "length", "row", "final_row", "end_time_ns")
+_ALL, _TERMINATED = slice(None), int(End.TERMINATED)
 
 
 class TrajectoryIndex:
@@ -102,6 +122,7 @@ class TrajectoryIndex:
         blocks: The files, in the numbering of `fragment_block` and `final_block`.
         first_frame: int64 `[M + 1]`, where each trajectory starts on the virtual frame axis.
         flags: uint32 `[M]`, the flags of `format/header.py` of all its fragments together.
+        end: uint8 `[M]`, an `End`.
         env, number, end_time_ns: int64 `[M]`, recorded env, number within the writer, end.
         writer: int64 `[M]`, position in `writers`.
         final_block, final_row: int64 `[M]`, where the true final observation lies, -1 if nowhere.
@@ -120,69 +141,51 @@ class TrajectoryIndex:
         self.num_present = len(self.blocks) if num_present is None else num_present
         self.writers = sorted({block.writer for block in self.blocks})
         self._broken_writers = np.zeros(0, np.int64)
-        if built is not None:
+        if built is None:
+            self._build(_fragments_of(self.blocks, self.writers))
+        else:
             vars(self).update({name: built[name] for name in _ARRAYS})
             self.num_dropped, self.num_broken = map(int, built["counts"])
-            return
-        writer_number = {writer: number for number, writer in enumerate(self.writers)}
-        parts = [block.fragments for block in self.blocks]
-        sizes = [len(part) for part in parts]
-        fragments = np.concatenate(parts) if parts else np.zeros(0, FRAGMENT_DTYPE)
-        block_of = np.repeat(np.arange(len(parts)), sizes)
-        writer_of = np.repeat(np.array([writer_number[block.writer] for block in self.blocks], np.int64), sizes)
-        self._build(_Fragments.of(fragments, block_of, writer_of))
+        is_terminated = np.where(self.flags & TERMINATED, np.uint8(End.TERMINATED), np.uint8(End.UNKNOWN))
+        self.end = np.where(self.flags & TRUNCATED, np.uint8(End.TRUNCATED), is_terminated)
 
-    def _build(self, parts: _Fragments) -> None:
-        parts = parts.take(np.lexsort((parts.end_time_ns, parts.start, parts.trajectory, parts.writer)))
-        is_new = np.ones(len(parts.start), bool)
-        is_new[1:] = (np.diff(parts.writer) != 0) | (np.diff(parts.trajectory) != 0)
-        first = np.flatnonzero(is_new)
-        group = np.cumsum(is_new) - 1
-        if not len(first):
-            self._keep(parts, first, first, np.zeros(0, np.uint32), first, first)
-            return
+    def _build(self, parts: SimpleNamespace) -> None:
+        """Choose the trajectories and their order; lay their frames one after the other."""
+        parts = _taken(parts, np.lexsort((parts.end_time_ns, parts.start, parts.trajectory, parts.writer)))
+        is_head = _changes(parts.writer, parts.trajectory)
+        first, group = np.flatnonzero(is_head), np.cumsum(is_head) - 1
         flags = np.bitwise_or.reduceat(parts.flags, first)
         lengths = np.add.reduceat(parts.length, first)
         ends = np.maximum.reduceat(parts.end_time_ns, first)
         finals = np.maximum.reduceat(np.where(parts.final_row >= 0, np.arange(len(group)), -1), first)
         before = np.cumsum(parts.length) - parts.length
         is_gap = (parts.length > 0) & (parts.start != before - before[first][group])
-        is_broken = np.logical_or.reduceat(is_gap, first)
         is_dropped = (flags & DROPPED) > 0
-        self._broken_writers = np.unique(parts.writer[first[is_broken & ~is_dropped]])
+        is_broken = np.logical_or.reduceat(is_gap, first) & ~is_dropped
         is_undecided = ((flags & TENTATIVE) > 0) & ((flags & (TERMINATED | TRUNCATED)) == 0)
-        self.num_dropped = int(is_dropped.sum())
-        self.num_broken = int((is_broken & ~is_dropped).sum())
+        self._broken_writers = np.unique(parts.writer[first[is_broken]])
+        self.num_dropped, self.num_broken = int(is_dropped.sum()), int(is_broken.sum())
         kept = np.flatnonzero(~is_broken & ~is_dropped & ~is_undecided & (lengths > 0))
-        writer, number = parts.writer[first[kept]], parts.trajectory[first[kept]]
-        kept = kept[np.lexsort((number, writer, ends[kept]))]
+        kept = kept[np.lexsort((parts.trajectory[first[kept]], parts.writer[first[kept]], ends[kept]))]
+        heads, finals = first[kept], finals[kept]
+        self.flags, self.end_time_ns = flags[kept], ends[kept]
+        self.env, self.writer, self.number = parts.env[heads], parts.writer[heads], parts.trajectory[heads]
+        self.final_block = np.where(finals >= 0, parts.block[finals], -1)
+        self.final_row = np.where(finals >= 0, parts.final_row[finals], -1)
         rank = np.full(len(first), -1, np.int64)
         rank[kept] = np.arange(len(kept))
-        self._keep(parts, rank[group], first[kept], flags[kept], ends[kept], finals[kept])
-
-    def _keep(self, parts: _Fragments, rank: Int64s, heads: Int64s, flags: Any, ends: Int64s, finals: Int64s) -> None:
-        """Store trajectories `0..M` with their fragments; `rank` -1 leaves a fragment out."""
-        if not len(rank):
-            self.num_dropped = self.num_broken = 0
-        self.flags, self.end_time_ns = flags, ends
-        self.env, self.writer, self.number = parts.env[heads], parts.writer[heads], parts.trajectory[heads]
-        has_final = finals >= 0
-        self.final_block = np.where(has_final, parts.block[finals] if len(parts.block) else finals, -1)
-        self.final_row = np.where(has_final, parts.final_row[finals] if len(parts.block) else finals, -1)
+        rank = rank[group]
         used = np.flatnonzero((rank >= 0) & (parts.length > 0))
         used = used[np.argsort(rank[used], kind="stable")]
-        parts, rank = parts.take(used), rank[used]
+        parts, rank = _taken(parts, used), rank[used]
         # Fragments that follow each other in a trajectory and in a block are one.
-        is_start = np.ones(len(rank), bool)
-        is_start[1:] = (np.diff(rank) != 0) | (np.diff(parts.block) != 0)
-        is_start[1:] |= parts.row[1:] != parts.row[:-1] + parts.length[:-1]
-        ends_of_frames = np.cumsum(parts.length)
-        starts_of_frames = ends_of_frames - parts.length
+        is_head = _changes(rank)
+        is_start = is_head | _changes(parts.block, parts.row - np.cumsum(parts.length) + parts.length)
+        frame = np.cumsum(parts.length) - parts.length
+        num_frames = int(parts.length.sum())
         self.fragment_block, self.fragment_row = parts.block[is_start], parts.row[is_start]
-        self.fragment_frame = np.append(starts_of_frames[is_start], ends_of_frames[-1:] if len(rank) else 0)
-        is_head = np.ones(len(rank), bool)
-        is_head[1:] = np.diff(rank) != 0
-        self.first_frame = np.append(starts_of_frames[is_head], ends_of_frames[-1:] if len(rank) else 0)
+        self.fragment_frame = np.append(frame[is_start], num_frames)
+        self.first_frame = np.append(frame[is_head], num_frames)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All that was computed, in the form that `__init__` takes as `built` for the same blocks."""
@@ -264,21 +267,36 @@ class TrajectoryIndex:
         played = np.searchsorted(self.first_frame, frames, side="right") - 1
         return np.union1d(played, np.flatnonzero(np.isin(self.final_block, blocks)))
 
+    def blocks_of(self, trajectories: Int64s) -> list[Block]:
+        """The blocks that hold frames or final observations of these trajectories."""
+        bounds = np.searchsorted(self.fragment_frame, self.first_frame)
+        parts = [self.fragment_block[bounds[t] : bounds[t + 1]] for t in np.unique(trajectories).tolist()]
+        finals = self.final_block[trajectories]
+        used = np.unique(np.concatenate([finals[finals >= 0], *parts]))
+        return [self.blocks[block] for block in used.tolist()]
+
+    def writers_upto(self) -> dict[str, int]:
+        """Writer -> the last sequence number among the blocks that are present."""
+        found: dict[str, int] = {}
+        for block in self.blocks[: self.num_present]:
+            found[block.writer] = max(found.get(block.writer, -1), block.sequence)
+        return found
+
     def lost_block(self, block: int, got: str) -> LostBlockError:
         """Build the error for a block that cannot be read any more; it names the trajectories."""
-        path, keys = self.blocks[block].path, self.keys(self.trajectories_in([block]))
+        keys = self.keys(self.trajectories_in([block]))
         named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
         named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
         action, expected = f"play trajectory {', '.join(named)}", "the file as it was when it was found"
         advice = "A stream goes on with other trajectories; for windows, open the dataset again"
-        lost = LostBlockError(action, f"in {str(path)!r}", expected, got, advice)
-        lost.path, lost.block = path, block
+        lost = LostBlockError(action, f"in {str(self.blocks[block].path)!r}", expected, got, advice)
+        lost.key, lost.block = self.blocks[block].key, block
         return lost
 
     def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
-        """bool, for each of these: it was truncated, or the recording was cut without an end."""
-        flags = self.flags[trajectories]
-        return ((flags & TRUNCATED) > 0) | ((flags & TERMINATED) == 0)
+        """bool, for each of these: the value after its last frame counts, as far as is known."""
+        is_timeout: np.ndarray = self.end[trajectories] != _TERMINATED
+        return is_timeout
 
     def random_keys(self, trajectories: Int64s, seed: int, with_folder: bool = True) -> np.ndarray:
         """uint64, a random number for each of these: see `random_keys`.
@@ -351,32 +369,30 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
+    mixed: np.ndarray = x ^ x >> np.uint64(31)
+    return mixed
 
 
 def _within(values: Int64s, stop: int) -> bool:
     return bool(((values >= 0) & (values < stop)).all())
 
 
-@dataclass(frozen=True, eq=False)
-class _Fragments:
-    """The fragments of all blocks as plain columns, with the numbers of their block and writer."""
+def _fragments_of(blocks: Sequence[Block], writers: Sequence[str]) -> SimpleNamespace:
+    """The fragments of all blocks as columns `[F]`, with the numbers of their block and writer."""
+    sizes = np.array([len(block.fragments) for block in blocks], np.int64)
+    number = {name: number for number, name in enumerate(writers)}
+    table = np.concatenate([np.zeros(0, FRAGMENT_DTYPE), *(block.fragments for block in blocks)])
+    columns = {name: np.ascontiguousarray(table[name]) for name in _COLUMNS}
+    writer = np.array([number[block.writer] for block in blocks], np.int64)
+    return SimpleNamespace(block=np.repeat(np.arange(len(blocks)), sizes), writer=np.repeat(writer, sizes), **columns)
 
-    block: Int64s
-    writer: Int64s
-    trajectory: Int64s
-    env: Int64s
-    flags: Any
-    start: Int64s
-    length: Int64s
-    row: Int64s
-    final_row: Int64s
-    end_time_ns: Int64s
 
-    @classmethod
-    def of(cls, table: np.ndarray, block: Int64s, writer: Int64s) -> _Fragments:
-        names = ("trajectory", "env", "flags", "start", "length", "row", "final_row", "end_time_ns")
-        return cls(block=block, writer=writer, **{name: np.ascontiguousarray(table[name]) for name in names})
+def _taken(columns: SimpleNamespace, order: Int64s) -> SimpleNamespace:
+    return SimpleNamespace(**{name: column[order] for name, column in vars(columns).items()})
 
-    def take(self, order: Int64s) -> _Fragments:
-        return _Fragments(**{name: column[order] for name, column in vars(self).items()})
+
+def _changes(*columns: Int64s) -> np.ndarray:
+    """bool, the row differs from the one before it in one of the columns; True for the first."""
+    is_new = np.ones(len(columns[0]), bool)
+    is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return is_new

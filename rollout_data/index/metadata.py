@@ -1,7 +1,7 @@
 """metadata.json: the schema and the context of a data folder, written once.
 
-One rule: whoever comes first writes it, atomically and exclusively; whoever comes later must
-match it. What grows (totals) is derived from the blocks when read, never written.
+One rule: the first writer writes it, atomically and exclusively; all later ones must match it. What grows
+(totals) is counted in the blocks when it is read (`folder.py`), never written.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from storage.core.durable import sync_path
 from storage.core.fields import Schema
-from storage.errors import DataFileError, RolloutDataError, SchemaError
+from storage.errors import RolloutDataError, SchemaError
 from storage.saving.plain_files import read_text
 
-from ..format.block_file import TEMPORARY_PREFIX
 from ..format.header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
+from ..format.write import TEMPORARY_PREFIX
 
 _OBSERVATION = "observation/"
 #: What file systems without hard links say.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+#: What reading a damaged metadata.json raises.
+BAD_METADATA = (
+    OSError, LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, RolloutDataError,
+)  # fmt: skip
 #: Keys that are ours to fill; the context of a caller cannot set them.
 RESERVED_KEYS = (
     "format",
@@ -57,11 +61,8 @@ class Metadata:
     @classmethod
     def of_schema(cls, schema: Schema, context: Mapping[str, Any] | None = None) -> Metadata:
         """Derive segments and codecs from the fields below "observation"."""
-        components = {
-            name.removeprefix(_OBSERVATION): item
-            for name, item in schema.below("observation").items()
-            if name.startswith(_OBSERVATION)
-        }
+        below = {name: item for name, item in schema.items() if name.startswith(_OBSERVATION)}
+        components = {name.removeprefix(_OBSERVATION): item for name, item in below.items()}
         segments = {name: item.shape for name, item in components.items()}
         codecs = {name: item.codec for name, item in components.items() if item.codec != "raw"}
         return cls(schema, segments, codecs, dict(context or {}))
@@ -91,37 +92,15 @@ def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
     Returns:
         None if there is neither a usable metadata.json nor a readable block.
     """
-    folder = Path(data_dir)
-    found = _from_file(folder / METADATA_NAME)
+    found = _from_file(Path(data_dir) / METADATA_NAME)
     if found is not None and len(found.schema):
         return found
-    rebuilt = _from_blocks(folder)
-    if rebuilt is None:
-        return found
-    return replace(rebuilt, context=found.context if found else {})
-
-
-def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a folder's metadata as a plain dict with the established keys.
-
-    `total_timesteps` and `total_trajectories` are counted in the blocks, over the trajectories
-    that a reader would get; damaged blocks do not count.
-
-    Raises:
-        DataFileError: There is neither a usable metadata.json nor a readable block.
-    """
-    from .folder import BlockFolder
-    from .index import TrajectoryIndex
-
-    metadata = load_metadata(data_dir)
-    if metadata is None:
-        raise DataFileError("read the metadata of", repr(str(data_dir)), f"a {METADATA_NAME} or a block", "neither")
-    folder = BlockFolder(data_dir)
-    folder.refresh()
-    if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
-        metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right
-    index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
-    return {**metadata.to_json(), "total_timesteps": index.num_frames, "total_trajectories": len(index)}
+    for path in sorted(Path(data_dir).glob("rollout_*.h5")):
+        try:
+            return Metadata.of_schema(read_header(path).schema, found.context if found else {})
+        except (RolloutDataError, OSError):
+            continue
+    return found
 
 
 def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: bool = True) -> Metadata:
@@ -148,7 +127,7 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
             if durable:
                 os.fsync(file.fileno())
         if os.path.lexists(path) and _schema_of(path) is None:
-            os.replace(temporary, path)  # a damaged one, or a link to nothing, helps nobody; none is half-written
+            os.replace(temporary, path)  # a damaged one, or a link to nothing
         elif not _link(temporary, path):
             return publish_metadata(folder, metadata, writer, durable)  # another writer was faster: match it
     finally:
@@ -186,26 +165,29 @@ def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
             raise SchemaError("record", where, f"{name} {dict(there)}", str(dict(here)), advice)
 
 
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a metadata.json as it is.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        One of `BAD_METADATA`: It is no JSON object, or too large.
+    """
+    document = json.loads(read_text(path, max_bytes=MAX_METADATA_BYTES))
+    if not isinstance(document, dict):
+        raise ValueError("no JSON object")
+    return document
+
+
 def _from_file(path: Path) -> Metadata | None:
     try:
-        document = json.loads(read_text(path, max_bytes=MAX_METADATA_BYTES))
-        return Metadata.from_json(document) if isinstance(document, dict) else None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError, RolloutDataError):
+        return Metadata.from_json(read_document(path))
+    except BAD_METADATA:
         return None
 
 
 def _schema_of(path: Path) -> Schema | None:
     found = _from_file(path)
     return found.schema if found is not None and len(found.schema) else None
-
-
-def _from_blocks(folder: Path) -> Metadata | None:
-    for path in sorted(folder.glob("rollout_*.h5")):
-        try:
-            return Metadata.of_schema(read_header(path).schema)
-        except (RolloutDataError, OSError):
-            continue
-    return None
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

@@ -20,8 +20,7 @@ from tqdm import tqdm
 
 from storage.errors import DataFileError, UsageError, WaitTimeoutError
 
-from ..frames.source_base import BlocksInUse, Source
-from ..frames.sources import blocks_of
+from ..frames.source import BlocksInUse, Source
 from ..frames.store import CachedFrames, FrameStore
 from ..index.agreement import Agree
 from ..index.index import Int64s, LostBlockError, TrajectoryIndex, random_keys
@@ -221,7 +220,7 @@ class Dealer:
     def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
         """Look for new trajectories and order a pass; blocks that are in use stay readable."""
         index = before.source.index if before is not None else None
-        blocks_in_use = partial(blocks_of, index, in_use) if index is not None else tuple
+        blocks_in_use = partial(index.blocks_of, in_use) if index is not None else tuple
         self.source.adopt(self.agree(number, partial(self._look, self.options.keep_latest_n_trajs, blocks_in_use)))
         store = self.source.snapshot()
         if index is not None and index is not store.index:
@@ -264,7 +263,7 @@ def leave_out(source: Source, store: FrameStore, trajectories: Int64s, problem: 
         DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True.
     """
     if isinstance(problem, LostBlockError):
-        blocks = [number for number, block in enumerate(store.index.blocks) if block.path == problem.path]
+        blocks = [number for number, block in enumerate(store.index.blocks) if block.key == problem.key]
         lost = store.index.trajectories_in(blocks)
     else:
         lost = np.array([one for one in trajectories.tolist() if skips and not _can_read(store, one)], np.int64)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..frames.sources import writers_upto
 from ..index.index import TrajectoryIndex
 from .cursor import Deal, StreamState
 from .passes import Dealer, Name, PassOptions, num_dealt
@@ -45,7 +44,7 @@ def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, 
         "settings": {"num_envs": len(keys), **_settings(options)},
         "epoch": epoch,
         "pass": deal.number,
-        "upto": writers_upto(index),
+        "upto": index.writers_upto(),
         "bounds": [index.name(int(deal.order.min())), index.name(int(deal.order.max()))],
         "dealt": index.name(int(deal.order[state.position - 1])) if state.position else None,
         "writers": writers,

@@ -16,7 +16,7 @@ from storage.core.arguments import choice, flag, real, whole
 from storage.errors import UsageError
 
 from ..frames.coded import CHUNK_CACHE_BYTES
-from ..frames.source_base import DataDirs, absolute_paths
+from ..frames.source import DataDirs, absolute_paths
 from ..frames.store import FrameStore
 from ..index.sharding import ShardChoice, checked_shard
 from ..transition import Transition

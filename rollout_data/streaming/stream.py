@@ -19,8 +19,8 @@ from storage.core.arguments import whole
 from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError
 from storage.live.prefetch import PrefetchedItems
 
-from ..frames.source_base import Source
-from ..frames.sources import blocks_of, open_source
+from ..frames.source import Source
+from ..frames.sources import open_source
 from ..index.agreement import Agree, Board, agreement_of, alone, refuse_second_split
 from ..index.sharding import ALONE, Shard, current_shard, current_worker, is_in_worker
 from ..transition import Transition
@@ -273,7 +273,7 @@ class RolloutStream(RolloutFileBase):
         self._state, self._deal = position
         self._saved, self._is_used = None, True
         index, played = position.deal.source.index, position.state.trajectory
-        self.source.release(lambda: blocks_of(index, played[played >= 0]))
+        self.source.release(lambda: index.blocks_of(played[played >= 0]))
 
     def next_position(self) -> Position | None:
         """Plan the next batch of iteration without reading it: the position behind it, None if there is none."""

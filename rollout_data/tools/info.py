@@ -13,10 +13,10 @@ import numpy as np
 from storage.core.fields import Schema
 from storage.errors import DataFileError
 
-from ..format.header import DATA, OPEN, TERMINATED, TRUNCATED, read_header
+from ..format.header import DATA, METADATA_NAME, OPEN, TERMINATED, TRUNCATED, read_header
 from ..index.folder import BlockFolder
 from ..index.index import TrajectoryIndex
-from ..index.metadata import METADATA_NAME, load_metadata
+from ..index.metadata import load_metadata
 from .repair import check_is_folder
 
 #: How trajectories end: name -> flag.

@@ -18,9 +18,9 @@ import numpy as np
 from storage.core.durable import as_path
 from storage.errors import DataFileError, UsageError
 
-from ..format.block_file import BlockContent, open_block, write_block
-from ..format.coded_rows import gathered
-from ..format.header import DATA, DROPPED, ENDS, FIRST, OPEN, TENTATIVE, BlockHeader
+from ..format.header import DATA, DROPPED, ENDS, FIRST, OPEN, TENTATIVE, BlockHeader, open_block
+from ..format.rows import gathered
+from ..format.write import BlockContent, write_block
 from ..index.folder import BlockFolder, save_index_cache
 from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata, publish_metadata

@@ -15,9 +15,9 @@ import numpy as np
 from storage.core.durable import as_path
 from storage.errors import RolloutDataError, UsageError
 
-from ..format.block_file import BlockContent, damaged_fragments, write_block
-from ..format.coded_rows import gathered
-from ..format.header import DROPPED, METADATA_NAME, read_header
+from ..format.header import DROPPED, METADATA_NAME, damaged_fragments, read_header
+from ..format.rows import gathered
+from ..format.write import BlockContent, write_block
 from ..index.folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata, publish_metadata

@@ -24,10 +24,10 @@ from storage.core.durable import replace_file
 from storage.core.tree import unflatten
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError, nearest
 
-from ..format.block_file import BlockContent, damaged_fragments, write_block
-from ..format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, read_header
-from ..format.row_source import ArrayRows
+from ..format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, damaged_fragments, layouts_of, read_header
+from ..format.rows import ArrayRows
 from ..format.schema import RowLayout
+from ..format.write import BlockContent, write_block
 from ..index.index import Block
 from .rows import Rows, Trajectory, layout_for, take_apart, unpack
 

@@ -19,8 +19,8 @@ from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, 
 from ..format.header import DATA
 from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.cut import Allocate
-from ..frames.source_base import DataDirs, Source, absolute_paths
-from ..frames.sources import BlockSource, open_source, writers_upto
+from ..frames.source import DataDirs, Source, absolute_paths
+from ..frames.sources import BlockSource, open_source
 from ..frames.store import FrameStore
 from ..index.index import Int64s
 from .fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
@@ -122,7 +122,7 @@ class WindowDataset(WindowBatches):
         if not len(self._store.layouts[DATA].schema):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
             raise UsageError("read windows", f"of {self.data_dir!r}", "recorded trajectories", found)
-        upto = writers_upto(self._store.index) if isinstance(self._source, BlockSource) else None
+        upto = self._store.index.writers_upto() if isinstance(self._source, BlockSource) else None
         self.opened_as = [upto, _fingerprint(self._store, self.trajectories)]
         if before is not None and self.opened_as[1] != before[1]:
             what, expected = f"of {self.data_dir!r}", "the trajectories that it was opened with"

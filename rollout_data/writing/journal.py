@@ -20,7 +20,7 @@ from pathlib import Path
 
 from storage.errors import UsageError
 
-from ..format.block_file import TEMPORARY_PREFIX, block_name
+from ..format.write import TEMPORARY_PREFIX, block_name
 
 _MAGIC = b"rdjournl"
 _COUNTS = struct.Struct("<8sqqq")  # magic, frames accepted, frames published, wall-clock time in ns

@@ -21,10 +21,10 @@ from storage.core.fields import Schema
 from storage.core.threads import Worker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, SchemaError, UsageError
 
-from ..format.block_file import write_block
 from ..format.chunk_table import Coding, codings_text
 from ..format.header import METADATA_NAME, layouts_of, read_header
 from ..format.schema import PACKED
+from ..format.write import write_block
 from ..index.folder import save_index_cache
 from .cut import Carry
 from .journal import Journal

@@ -19,10 +19,10 @@ from storage.core.buffer_pool import BufferPool
 from storage.core.fields import Field, Schema
 from storage.errors import RolloutDataWarning
 
-from ..format.block_file import BlockContent
 from ..format.header import DATA, DROPPED, ENDS, FINAL, layouts_of
-from ..format.row_source import RowSource
+from ..format.rows import RowSource
 from ..format.schema import Column, RowLayout
+from ..format.write import BlockContent
 from .cut import PRESENT, Carry, Marks, cut
 from .record import REWARD, Rollout, ends_of
 

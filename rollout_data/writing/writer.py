@@ -2,7 +2,7 @@
 
 One rule: check the whole record, then copy it into staging memory, then count it; a background
 thread turns full staging memory into blocks. What a record means is decided in `record.py`, which
-fragments come of it in `cut.py`, and how a block is written in `format/block_file.py`.
+fragments come of it in `cut.py`, and how a block is written in `format/write.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Recordings that several test files look at."""
+"""Recordings that several test files look at, and machines that this one is not.
+
+What this machine can do and has is faked here, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -21,3 +24,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def folder(folders: tuple[Path, Path], tmp_path: Path) -> Path:
     """A copy of the coded recording, to be changed."""
     return shutil.copytree(folders[0], tmp_path / "data")
+
+
+@pytest.fixture
+def without_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that cannot map files side by side."""
+    monkeypatch.setattr("rollout_data.frames.arena.is_supported", False)
+
+
+@pytest.fixture
+def cold_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are not in memory, as far as the system tells."""
+    monkeypatch.setattr("rollout_data.frames.arena.Arena.is_resident", lambda arena, row: False)
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 bytes of free memory."""
+    monkeypatch.setattr("rollout_data.frames.store.free_memory_bytes", lambda: 100)

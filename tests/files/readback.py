@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_data.format.block_file import open_block
-from rollout_data.format.header import DROPPED, ENDS, FIRST, OPEN, TENTATIVE, TERMINATED, TRUNCATED, BlockHeader
+from rollout_data.format.header import (
+    DROPPED,
+    ENDS,
+    FIRST,
+    OPEN,
+    TENTATIVE,
+    TERMINATED,
+    TRUNCATED,
+    BlockHeader,
+    open_block,
+)
 
 
 @dataclass

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import rollout_data
-from rollout_data.format.block_file import open_block
-from rollout_data.index.metadata import read_metadata
+from rollout_data.format.header import open_block
+from rollout_data.index.folder import read_metadata
 from rollout_data.writing.writer import RolloutWriter
 from storage.core.tree import flatten
 from tests.files import golden

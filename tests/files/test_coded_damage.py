@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, WindowDataset
-from rollout_data.format.block_file import open_block
-from rollout_data.format.header import ABOUT, CODECS, DATA, header_crc, read_header
+from rollout_data.format.header import ABOUT, CODECS, DATA, header_crc, open_block, read_header
 from rollout_data.tools.command import main
 from storage.codecs import packers
 from storage.errors import CorruptFileError, RolloutDataError, RolloutDataWarning, UsageError

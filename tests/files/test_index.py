@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_data.format.header import DROPPED, FIRST, FRAGMENT_DTYPE, OPEN, TENTATIVE, TERMINATED, TRUNCATED
-from rollout_data.index.index import Block, TrajectoryIndex
+from rollout_data.format.header import (
+    DATA,
+    DROPPED,
+    FIRST,
+    FRAGMENT_DTYPE,
+    OPEN,
+    TENTATIVE,
+    TERMINATED,
+    TRUNCATED,
+    layouts_of,
+)  # fmt: skip
+from rollout_data.frames.store import FileFrames
+from rollout_data.index.index import Block, End, LostBlockError, TrajectoryIndex
+from storage.core.fields import Field, Schema
 
 
 def block(number, rows, writer="w"):
@@ -110,6 +124,35 @@ def test_a_missing_end_leaves_an_open_trajectory():
     assert index.lengths.tolist() == [3]
     assert index.is_complete().tolist() == [False]
     assert index.is_timeout().tolist() == [True]
+
+
+def test_an_unknown_end_is_told_from_a_timeout_and_plays_as_one():
+    flags = [TERMINATED, TRUNCATED, OPEN, 0, TERMINATED | TRUNCATED]
+    rows = [(number, 0, 2, FIRST | flag, number) for number, flag in enumerate(flags)]
+    index = TrajectoryIndex([block(0, rows)])
+    assert index.end.tolist() == [End.TERMINATED, End.TRUNCATED, End.UNKNOWN, End.UNKNOWN, End.TRUNCATED]
+    assert index.is_timeout().tolist() == [False, True, True, True, True]
+    assert TrajectoryIndex(index.blocks, index.arrays()).end.tolist() == index.end.tolist()
+
+
+def test_blocks_of_one_file_are_told_apart_by_their_names():
+    first, second = block(0, [(0, 0, 3, FIRST | TERMINATED, 1)]), block(1, [(1, 0, 2, FIRST | TERMINATED, 2)])
+    blocks = [replace(one, path=Path("many.h5"), name=name) for one, name in ((first, "demo_0"), (second, "demo_1"))]
+    assert len({one.key for one in blocks}) == len({one.identity for one in blocks}) == 2
+
+    def read(block, place):
+        if block.name == "demo_1":
+            raise FileNotFoundError
+        return np.arange(3, dtype=np.float32)[:, None].repeat(2, 1).view(np.uint8)
+
+    index = TrajectoryIndex(blocks)
+    store = FileFrames(index, layouts_of(Schema([Field("observation", (2,))])), read)
+    out, zero = torch.zeros(2, 2, dtype=torch.int32), np.zeros(1, np.int64)
+    store.copy((DATA, "frames"), index.locate(zero, zero + 1, zero + 2, zero), 0, out)
+    assert out.view(torch.float32).tolist() == [[1, 1], [2, 2]]
+    with pytest.raises(LostBlockError, match="play trajectory 1 of writer 'w'") as lost:
+        store.copy((DATA, "frames"), index.locate(zero + 1, zero, zero + 1, zero), 0, out)
+    assert lost.value.key == (Path("many.h5"), "demo_1") and lost.value.block == 1
 
 
 def test_tombstones_and_undecided_trajectories_do_not_exist():

@@ -98,6 +98,15 @@ def test_an_undecided_source_is_empty_and_says_so(tmp_path):
         WindowDataset(tmp_path)
 
 
+def test_an_undecided_source_passes_on_what_it_finds(tmp_path):
+    source = open_source(tmp_path)
+    record(tmp_path, [4])
+    (tmp_path / "text.h5").write_text("hello")
+    with pytest.warns(RolloutDataWarning, match="text.h5"):
+        source.refresh()
+    assert source.num_problems == len(source.problems) == 1
+
+
 def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
     folder = NaiveFolder(tmp_path / "data")
     folder.chunk(0, 0, 3, done=True)
@@ -239,9 +248,9 @@ def test_a_source_is_decided_by_its_own_refresh(tmp_path):
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, monkeypatch, is_mapped):
+def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, request, is_mapped):
     if not is_mapped:
-        monkeypatch.setattr("rollout_data.frames.sources.can_map", lambda blocks: False)
+        request.getfixturevalue("without_maps")
     record(tmp_path, [4])
     dataset = opened(tmp_path, dataset_loops=2)
     dataset.get_batch(2)
@@ -254,9 +263,9 @@ def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, monke
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_a_block_that_another_replaces_under_its_name_is_read_at_the_next_pass(tmp_path, monkeypatch, is_mapped):
+def test_a_block_that_another_replaces_under_its_name_is_read_at_the_next_pass(tmp_path, request, is_mapped):
     if not is_mapped:
-        monkeypatch.setattr("rollout_data.frames.sources.can_map", lambda blocks: False)
+        request.getfixturevalue("without_maps")
     record(tmp_path / "data", [4], writer_name="w")
     record(tmp_path / "other", [2, 3], first_number=5, writer_name="w")
     dataset = opened(tmp_path / "data", dataset_loops=2)

@@ -197,10 +197,8 @@ def test_a_prefetching_thread_goes_on_too(five):
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-def test_blocks_that_are_read_file_by_file_are_gone_on_without(tmp_path, monkeypatch):
+def test_blocks_that_are_read_file_by_file_are_gone_on_without(tmp_path, without_maps):
     record(tmp_path, [4] * 4, flush_every=4)
-    # Other systems than Linux cannot map files side by side.
-    monkeypatch.setattr("rollout_data.frames.sources.can_map", lambda blocks: False)
     dataset = opened(tmp_path, 1, dataset_loops=2)
     dataset.get_batch(2)
     for path in sorted(tmp_path.glob("rollout_*.h5"))[1:3]:

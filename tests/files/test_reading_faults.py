@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
-from rollout_data.format.block_file import open_block
+from rollout_data.format.header import open_block
+from rollout_data.frames.sources import open_source
 from rollout_data.index.folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import drain, frames_of, record
@@ -131,19 +132,13 @@ def test_a_block_with_other_fields_is_left_out(tmp_path):
         assert numbers_of(opened(tmp_path / "a")) == [0, 1, 2]
 
 
-def test_a_block_that_vanishes_between_listing_and_opening_is_skipped(tmp_path, monkeypatch):
-    record_blocks(tmp_path)
-    map_file = __import__("rollout_data.frames.arena", fromlist=["Arena"]).Arena.map_file
-
-    def vanish(self, path, *place):
-        if path.name.endswith("000001.h5"):
-            path.unlink(missing_ok=True)
-        return map_file(self, path, *place)
-
-    monkeypatch.setattr("rollout_data.frames.arena.Arena.map_file", vanish)
-    dataset = opened(tmp_path)
-    assert numbers_of(dataset) == [0, 2]
-    assert dataset.source.num_vanished_blocks == 1
+def test_a_block_that_vanishes_between_listing_and_opening_is_skipped(tmp_path):
+    paths = record_blocks(tmp_path)
+    source = open_source(tmp_path)
+    source.refresh()
+    paths[1].unlink()
+    assert source.snapshot().index.number.tolist() == [0, 2]
+    assert source.num_vanished_blocks == 1
 
 
 def test_blocks_removed_while_they_are_played_are_played_to_their_end(tmp_path):
@@ -235,31 +230,27 @@ def test_reading_leaves_the_folder_as_it_was(tmp_path):
     assert {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("variant", ["no maps", "cold", "ram"])
-def test_every_way_of_reading_gives_the_same_batches(tmp_path, monkeypatch, variant):
+@pytest.mark.parametrize("variant", ["without_maps", "cold_files", "ram"])
+def test_every_way_of_reading_gives_the_same_batches(tmp_path, request, variant):
     record(tmp_path, [9, 1, 30, 4, 17, 2, 8], num_envs=2, flush_every=5, with_final=True)
     arguments = {"dataset_loops": 3, "random_shuffle_traj_order": True, "starting_frame_range": (0, 4)}
     expected = drain(opened(tmp_path, 3, **arguments), 6)
-    if variant == "no maps":
-        monkeypatch.setattr("rollout_data.frames.sources.can_map", lambda blocks: False)
-    if variant == "cold":
-        monkeypatch.setattr("rollout_data.frames.arena.Arena.is_resident", lambda arena, row: False)
+    if variant != "ram":
+        request.getfixturevalue(variant)
     dataset = opened(tmp_path, 3, cache="ram" if variant == "ram" else "none", **arguments)
     for batch, other in zip(expected, drain(dataset, 6), strict=True):
         for one, two in zip(batch, other, strict=True):
             assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
-def test_a_dataset_larger_than_memory_is_not_cached(tmp_path, monkeypatch):
+def test_a_dataset_larger_than_memory_is_not_cached(tmp_path, little_memory):
     record_blocks(tmp_path)
-    monkeypatch.setattr("rollout_data.frames.store._free_memory_bytes", lambda: 100)
     with pytest.raises(UsageError, match="Use cache='none'"):
         opened(tmp_path, cache="ram").reset()
 
 
-def test_workers_forked_from_a_process_that_reads_ahead_read_ahead_themselves(tmp_path, monkeypatch):
+def test_workers_forked_from_a_process_that_reads_ahead_read_ahead_themselves(tmp_path, cold_files):
     record(tmp_path, [9] * 6)
-    monkeypatch.setattr("rollout_data.frames.arena.Arena.is_resident", lambda arena, row: False)
     dataset = opened(tmp_path, num_transitions_per_env=4)
     dataset.get_batch(4)
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")

@@ -12,7 +12,7 @@ import torch
 
 from rollout_data import RolloutWriter
 from rollout_data.format.header import FINAL_OBSERVATION_ONLY
-from rollout_data.index.metadata import read_metadata
+from rollout_data.index.folder import read_metadata
 from storage import QueueRolloutStorage
 from storage.errors import FieldTypeError, SchemaError, UsageError
 from tests.files.readback import blocks_of, end_of, trajectories_of

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from rollout_data import RolloutDataWarning, RolloutWriter
-from rollout_data.index.metadata import Metadata, publish_metadata, read_metadata
+from rollout_data.index.folder import read_metadata
+from rollout_data.index.metadata import Metadata, publish_metadata
 from storage.core.fields import Field, Schema
 from storage.errors import BackgroundError, DataFileError, RolloutDataError, SchemaError, UsageError
 from tests.files.readback import blocks_of, trajectories_of

@@ -1,7 +1,7 @@
-"""What every source of trajectories has: its folders, its fields, what was lost and reported.
+"""A source of trajectories: one or several data folders, what was lost in them and what was reported.
 
-One rule: a problem is reported once, by name, and a loss counted once; what the folders hold is
-the subclasses' business.
+One rule: a problem is reported once, by name, and a loss counted once; the subclasses in `sources.py` know what
+the folders hold.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
 from ..index.folder import unlisted
-from ..index.index import Block, LostBlockError
+from ..index.index import Block, Key, LostBlockError
 from .coded import CHUNK_CACHE_BYTES
 from .store import FrameStore
 
@@ -45,18 +46,17 @@ def as_paths(data_dir: DataDirs) -> list[Path]:
         raise UsageError("open the dataset", "", "at least one data folder", "none")
     for path in paths:
         try:
-            is_folder = stat.S_ISDIR(os.stat(path).st_mode)
-            found = "a file"
+            found = "a folder" if stat.S_ISDIR(os.stat(path).st_mode) else "a file"
         except (FileNotFoundError, NotADirectoryError):
-            is_folder, found = False, "nothing there"
+            found = "nothing there"
         except OSError as cause:
             raise unlisted(path, cause) from cause
-        if not is_folder:
+        if found != "a folder":
             raise UsageError("open the dataset", repr(str(path)), "a folder", found)
     return paths
 
 
-class Source:
+class Source(ABC):
     """The blocks of one or several data folders.
 
     Attributes:
@@ -73,36 +73,39 @@ class Source:
         self.problems: list[RolloutDataError] = []
         self.num_problems = self.num_vanished_blocks = self.num_lost_trajectories = 0
         self._reported: dict[int, None] = {}
-        self._lost: set[Path] = set()  # counted already
+        self._lost: set[Key] = set()  # counted already
         self._verify_on_open, self._chunk_cache_bytes = verify_on_open, chunk_cache_bytes
         self._schema: Schema | None = None
         self._open_folders()
 
+    @abstractmethod
     def _open_folders(self) -> None:
-        raise UsageError("open the dataset", "", "a known kind of folder", type(self).__name__)
+        """Begin with the folders as they are."""
 
     @property
+    @abstractmethod
     def metadata(self) -> dict[str, Any]:
         """Contents of the first folder's metadata.json, with the established totals."""
-        return {}
 
+    @abstractmethod
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
         """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
 
-    def release(self, in_use: BlocksInUse = tuple) -> None:
+    def release(self, in_use: BlocksInUse = tuple) -> None:  # noqa: B027 - most have nothing to unmap
         """Unmap blocks that are gone and not `in_use`, which gives the disk their room back; for between batches.
 
         Cheap: it seldom looks at the folders. Reading such a block from an earlier snapshot is a `LostBlockError`.
         """
 
+    @abstractmethod
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
         """Give what is there now; with `upto` only blocks up to this sequence number of each writer."""
-        raise UsageError("open the dataset", "", "a known kind of folder", type(self).__name__)
 
+    @abstractmethod
     def sight(self) -> Any:
         """Say what `refresh` has found, so that `adopt` gives another process the same; the same object if it is."""
-        return None
 
+    @abstractmethod
     def adopt(self, sight: Any) -> None:
         """Take what another process has seen for what is there; None changes nothing."""
 
@@ -110,14 +113,8 @@ class Source:
         """Report trajectories that cannot be read; a lost block is left out from the next refresh on."""
         self.num_lost_trajectories += num_trajectories
         if isinstance(problem, LostBlockError):
-            self._count_lost([problem.path])
+            self._count_lost([problem.key])
         self.report(problem)
-
-    def _count_lost(self, paths: Iterable[Path], present: Collection[Path] = ()) -> None:
-        """Count blocks that are gone, once until they are `present` again."""
-        new = set(paths) - self._lost
-        self.num_vanished_blocks += len(new)
-        self._lost = (self._lost | new) - set(present)
 
     def report(self, problem: RolloutDataError) -> None:
         """Warn of a problem, once."""
@@ -131,15 +128,16 @@ class Source:
             del self.problems[:-MAX_PROBLEMS]
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
 
+    def _count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
+        """Count blocks that are gone, once until they are `present` again."""
+        new = set(keys) - self._lost
+        self.num_vanished_blocks += len(new)
+        self._lost = (self._lost | new) - set(present)
+
     def _check_schema(self, schema: Schema, where: str) -> None:
         """Raise unless the folders have the same fields."""
         if self._schema is None:
             self._schema = schema
         elif difference := self._schema.difference(schema):
-            raise DataFileError(
-                "open the folders together",
-                repr(where),
-                f"the fields of {str(self.paths[0])!r}",
-                difference,
-                "Open them as separate datasets",
-            )
+            expected, advice = f"the fields of {str(self.paths[0])!r}", "Open them as separate datasets"
+            raise DataFileError("open the folders together", repr(where), expected, difference, advice)

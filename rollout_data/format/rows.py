@@ -1,4 +1,4 @@
-"""Coded rows: the chunks of a column on their way into a block, from frames or from other blocks.
+"""The rows of a block while it is written: from memory or from other blocks, and as chunks where they are coded.
 
 One rule: chunks follow the order of rows and end where fragments end; chunks that exist are copied, never
 decoded, unless two blocks of one field were coded differently. Where they are written is decided elsewhere.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -19,11 +20,37 @@ from storage.core.work_split import WorkSplit
 
 from .chunk_table import ChunkTable, Coding, chain_of
 from .header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ranges
-from .row_source import ArrayRows, RowSource
 from .schema import Column, RowLayout
 
 #: Chunks that "auto" tries.
 _NUM_SAMPLES = 8
+
+
+class RowSource(Protocol):
+    """The rows of one column of a block, read part by part, so that a block never exists twice; by several threads.
+
+    Attributes:
+        num_rows: How many there are.
+        row_bytes: Bytes of each.
+    """
+
+    num_rows: int
+    row_bytes: int
+
+    def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+        """Give the rows `start:stop` as C-contiguous uint8 `[stop - start, row_bytes]`: in `out`, or a view."""
+        ...
+
+
+class ArrayRows:
+    """Rows that are in memory as they will be in the file: uint8 `[R, row_bytes]`, C-contiguous."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows
+        self.num_rows, self.row_bytes = rows.shape
+
+    def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+        return self._rows[start:stop]
 
 
 class CodedRows:
@@ -42,9 +69,13 @@ class CodedRows:
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         return self.data[start:stop, None]
 
-    def decoded(self) -> np.ndarray:
-        """Decode all rows: `[rows, row_bytes]` uint8."""
-        return self.table.read(0, int(self.table.rows[-1]), lambda start, stop: self.data[start:stop])
+
+def _decoded(source: RowSource) -> RowSource:
+    """Give rows as they are before coding."""
+    if not isinstance(source, CodedRows):
+        return source
+    table, data = source.table, source.data
+    return ArrayRows(table.read(0, int(table.rows[-1]), lambda start, stop: data[start:stop]))
 
 
 @dataclass(frozen=True)
@@ -90,27 +121,28 @@ def code_tables(
     coded = {table: dict(columns) for table, columns in tables.items()}
     codings = {}
     for name, field in schema.items():
-        codec = codec_of(field)
+        codec, error = codec_of(field), options.max_errors.get(name, 0.0)
         if codec.chunks is None:
             if not codec.is_lossless:
-                codings[name] = Coding(codec.name, options.max_errors.get(name, 0.0))
+                codings[name] = Coding(codec.name, error)
             continue
         own = {table: columns[name] for table, columns in coded.items() if name in columns}
-        copied = {source.coding.codec for source in own.values() if isinstance(source, CodedRows)}
-        if len(copied) > 1 or (copied and any(s.num_rows for s in own.values() if not isinstance(s, CodedRows))):
-            copied = set()  # a field has one codec in both tables: what was coded otherwise is decoded and coded anew
+        names = {source.coding.codec for source in own.values() if isinstance(source, CodedRows)}
+        if len(names) != 1 or any(rows.num_rows for rows in own.values() if not isinstance(rows, CodedRows)):
+            # A field has one codec in both tables: what was coded otherwise is decoded and coded anew.
+            names, own = set(), {table: _decoded(rows) for table, rows in own.items()}
         frames = {}
-        for table, source in own.items():
-            if not (copied and isinstance(source, CodedRows)):
+        for table, rows in own.items():
+            if not isinstance(rows, CodedRows):
                 layout = layouts_of(schema)[table]
-                rows = ArrayRows(source.decoded()) if isinstance(source, CodedRows) else source
                 per_chunk = options.per_chunk(table, codec.name, layout.stored[name].row_bytes)
                 frames[table] = _Frames(rows, layout, layout.columns[name], row_ranges(table, fragments), per_chunk)
-        chosen = copied.pop() if copied else _chosen(codec.name, name, frames.values(), options.chosen)
+        chosen = names.pop() if names else _chosen(codec.name, name, frames.values(), options.chosen)
         for table, part in frames.items():
-            coding = Coding(chosen, options.max_errors.get(name, 0.0), part.per_chunk)
-            own[table] = coded[table][name] = part.coded(coding, splits)
-        codings[name] = _common([source.coding for source in own.values() if isinstance(source, CodedRows)])
+            own[table] = part.coded(Coding(chosen, error, part.per_chunk), splits)
+        for table, rows in own.items():
+            coded[table][name] = rows
+        codings[name] = _common([rows.coding for rows in own.values() if isinstance(rows, CodedRows)])
     return coded, codings
 
 
@@ -133,7 +165,7 @@ def _common(codings: Sequence[Coding]) -> Coding:
 
 
 class _Frames:
-    """The rows of a column as frames, cut into chunks."""
+    """The rows of a column as frames, cut into chunks at fragments and within them; `ranges` are their rows."""
 
     def __init__(
         self,
@@ -143,85 +175,43 @@ class _Frames:
         ranges: tuple[np.ndarray, np.ndarray],
         per_chunk: int,
     ) -> None:
-        self._source = source
+        self._source, self.per_chunk = source, per_chunk
         self._field, self._row_bytes = layout.stored[column.name], column.row_bytes
-        self.per_chunk = per_chunk
-        self.rows, self.is_used = _bounds(source.num_rows, ranges, per_chunk)
+        #: First row of each chunk, and the end; which chunks a fragment names.
+        self._bounds, self._used = [0], list[int]()
+        for low, high in sorted({(int(a), int(b)) for a, b in zip(*ranges, strict=True) if b > a}):
+            self._bounds += [low] if low > self._bounds[-1] else []
+            cuts = [*range(low + per_chunk, high, per_chunk), high]
+            self._used += range(len(self._bounds) - 1, len(self._bounds) - 1 + len(cuts))
+            self._bounds += cuts
+        self._bounds += [source.num_rows] if source.num_rows > self._bounds[-1] else []
 
     def read(self, number: int) -> np.ndarray:
         """Read the frames of a chunk: `[n, *shape]`."""
-        low, high = self.rows[number], self.rows[number + 1]
+        low, high = self._bounds[number : number + 2]
         rows = self._source.read(low, high, np.empty((high - low, self._row_bytes), np.uint8))
         values = np.ascontiguousarray(rows[:, : self._field.row_bytes])
         return values.reshape(-1).view(self._field.numpy_dtype).reshape(high - low, *self._field.shape)
 
     def sample(self) -> list[np.ndarray]:
         """Read some chunks, spread evenly."""
-        used = np.flatnonzero(self.is_used)
-        return [self.read(int(number)) for number in used[:: -(-len(used) // _NUM_SAMPLES) or 1]]
+        return [self.read(number) for number in self._used[:: -(-len(self._used) // _NUM_SAMPLES) or 1]]
 
     def coded(self, coding: Coding, splits: WorkSplit) -> CodedRows:
         chain = chain_of(coding)
-        chunks = [b""] * len(self.is_used)
+        chunks = [b""] * (len(self._bounds) - 1)
         errors = np.zeros(len(chunks))
-        used = np.flatnonzero(self.is_used).tolist()
 
         def code(start: int, stop: int) -> None:
-            for number in used[start:stop]:
+            for number in self._used[start:stop]:
                 chunks[number], errors[number] = chain.encode(self.read(number))
 
-        splits.run(code, len(used), self.rows[-1] * self._row_bytes, ("code", coding.codec))
-        places = np.cumsum([0, *map(len, chunks)])
+        splits.run(code, len(self._used), self._bounds[-1] * self._row_bytes, ("code", coding.codec))
+        rows, places = np.array(self._bounds, np.int64), np.cumsum([0, *map(len, chunks)])
         sums = np.array([*map(crc32, chunks)], np.int64)
-        table = ChunkTable(chain, self._field, self._row_bytes, np.array(self.rows, np.int64), places, sums)
-        error = max(coding.max_error, float(errors.max(initial=0.0)))
-        return CodedRows(replace(coding, max_error=error), table, np.frombuffer(b"".join(chunks), np.uint8))
-
-
-def _bounds(num_rows: int, ranges: tuple[np.ndarray, np.ndarray], per_chunk: int) -> tuple[list[int], np.ndarray]:
-    """Cut rows at fragments and within them: (first row of each chunk and the end, whether a fragment names it)."""
-    first, stop = ranges
-    bounds, used = [0], []
-    for low, high in sorted({(int(a), int(b)) for a, b in zip(first, stop, strict=True) if b > a}):
-        if low > bounds[-1]:
-            bounds.append(low)
-            used.append(False)
-        cuts = [*range(low + per_chunk, high, per_chunk), high]
-        bounds += cuts
-        used += [True] * len(cuts)
-    if num_rows > bounds[-1]:
-        bounds.append(num_rows)
-        used.append(False)
-    return bounds, np.array(used, bool)
-
-
-def rows_as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> RowSource:
-    """Read the rows `start:stop`, which are whole fragments, of a column: its chunks, where it is coded."""
-    if column not in header.chunks[table]:
-        return ArrayRows(header.read_rows(table, column, start, stop))
-    found = header.chunks[table][column]
-    low, high = np.searchsorted(found.rows, [start, stop]) if stop > start else (0, 0)
-    places = found.places[low : high + 1]
-    data, bounds = header.read_bytes(int(places[0]), int(places[-1])), (places - places[0]).tolist()
-    sums = found.sums[low:high]
-    if (sums < 0).any():  # of an older block
-        sums = np.array([crc32(data[a:b]) for a, b in pairwise(bounds)], np.int64)
-    rows = found.rows[low : high + 1] - found.rows[low]
-    return CodedRows(header.codings[column], replace(found, rows=rows, places=np.array(bounds), sums=sums), data)
-
-
-def joined(parts: Sequence[RowSource], column: Column) -> RowSource:
-    """Put rows one after the other; chunks stay as they are if all are coded alike, otherwise all are decoded."""
-    coded = [part for part in parts if isinstance(part, CodedRows)]
-    if coded and len({part.coding.codec for part in coded}) == 1:
-        rows = np.cumsum([0, *(count for part in coded for count in np.diff(part.table.rows).tolist())])
-        places = np.cumsum([0, *(size for part in coded for size in np.diff(part.table.places).tolist())])
-        sums = np.concatenate([part.table.sums for part in coded])
-        table = replace(coded[0].table, rows=rows, places=places, sums=sums)
-        return CodedRows(_common([part.coding for part in coded]), table, np.concatenate([p.data for p in coded]))
-    empty = np.zeros((0, column.row_bytes), np.uint8)
-    arrays = [part.decoded() if isinstance(part, CodedRows) else part.read(0, part.num_rows, empty) for part in parts]
-    return ArrayRows(np.concatenate([empty, *arrays]))
+        table = ChunkTable(chain, self._field, self._row_bytes, rows, places, sums)
+        coding = replace(coding, max_error=max(coding.max_error, float(errors.max(initial=0.0))))
+        return CodedRows(coding, table, np.frombuffer(b"".join(chunks), np.uint8))
 
 
 def gathered(parts: Sequence[tuple[BlockHeader, np.void]]) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
@@ -232,10 +222,40 @@ def gathered(parts: Sequence[tuple[BlockHeader, np.void]]) -> tuple[dict[str, di
         bounds = [bound.tolist() for bound in row_ranges(table, fragments)]
         ranges = [(header, a, b) for (header, _), a, b in zip(parts, *bounds, strict=True) if b > a]
         tables[table] = {
-            name: joined([rows_as_stored(header, table, name, a, b) for header, a, b in ranges], column)
+            name: _joined([_as_stored(header, table, name, a, b) for header, a, b in ranges], column)
             for name, column in layout.columns.items()
         }
     fragments["row"] = np.cumsum(fragments["length"]) - fragments["length"]
     finals = np.flatnonzero(fragments["final_row"] >= 0)
     fragments["final_row"][finals] = np.arange(len(finals))
     return tables, fragments
+
+
+def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> RowSource:
+    """Read the rows `start:stop`, which are whole fragments, of a column: its chunks, where it is coded."""
+    if column not in header.chunks[table]:
+        return ArrayRows(header.read_rows(table, column, start, stop))
+    found = header.chunks[table][column]
+    low, high = np.searchsorted(found.rows, [start, stop])
+    places = found.places[low : high + 1]
+    data, bounds = header.read_bytes(int(places[0]), int(places[-1])), places - places[0]
+    sums = found.sums[low:high]
+    if (sums < 0).any():  # of an older block
+        sums = np.array([crc32(data[a:b]) for a, b in pairwise(bounds.tolist())], np.int64)
+    part = replace(found, rows=found.rows[low : high + 1] - found.rows[low], places=bounds, sums=sums)
+    return CodedRows(header.codings[column], part, data)
+
+
+def _joined(parts: Sequence[RowSource], column: Column) -> RowSource:
+    """Put rows one after the other; chunks stay as they are if all are coded alike, otherwise all are decoded."""
+    coded = [part for part in parts if isinstance(part, CodedRows)]
+    if coded and len({part.coding.codec for part in coded}) == 1:
+        tables = [part.table for part in coded]
+        rows, places = (
+            np.append(0, np.cumsum(np.concatenate([np.diff(getattr(table, name)) for table in tables])))
+            for name in ("rows", "places")
+        )
+        table = replace(tables[0], rows=rows, places=places, sums=np.concatenate([one.sums for one in tables]))
+        return CodedRows(_common([part.coding for part in coded]), table, np.concatenate([p.data for p in coded]))
+    empty = np.zeros((0, column.row_bytes), np.uint8)
+    return ArrayRows(np.concatenate([empty, *(part.read(0, part.num_rows, empty) for part in map(_decoded, parts))]))

@@ -1,0 +1,336 @@
+"""Write one block and publish it.
+
+One rule: a block is complete or absent. Its bytes go to a temporary name and are flushed; a rename publishes
+them, and nothing is modified afterwards. `FORMAT.md` is the specification, `header.py` the reading side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+from storage.core.checksums import crc32
+from storage.core.durable import sync_path
+from storage.core.fields import Schema
+from storage.core.work_split import WorkSplit
+from storage.errors import UsageError
+from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
+
+from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, Coding, codings_text
+from .header import ABOUT, CODECS, FORMAT_NAME, FORMAT_VERSION, header_crc, layouts_of, row_ranges
+from .rows import CodedRows, CodingOptions, RowSource, code_tables
+
+#: Rows start at a multiple of this, so that files can be mapped side by side.
+DATA_ALIGNMENT = 4096
+TEMPORARY_PREFIX = ".tmp_"
+_SYNC_FILE_RANGE_WRITE = 2
+#: Rows are gathered, checked and written in parts that stay in the second-level cache meanwhile: parts of 4 MiB
+#: took a third longer.
+PART_BYTES = 1 << 20
+
+
+@dataclass
+class BlockContent:
+    """What goes into one block.
+
+    Attributes:
+        schema: All fields, as users see them.
+        writer: Who writes; with `sequence` it names the block.
+        sequence: Position among the writer's blocks.
+        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        reward_sums: `[F, R]` float64; R = 0 without rewards.
+        rows: Table -> column -> its rows; a column that is kept in chunks is coded when the block is
+            written, unless it comes as `CodedRows`.
+        max_errors: Field -> largest error that a codec made of the values that are in `rows`.
+        codecs: Field that is coded "auto" -> its codec. The first block that is written with such a
+            mapping decides; the writer keeps it.
+        frames_per_chunk: Frames of a chunk at most, where columns are coded; None is what suits the codec.
+    """
+
+    schema: Schema
+    writer: str
+    sequence: int
+    fragments: np.ndarray
+    reward_sums: np.ndarray
+    rows: Mapping[str, Mapping[str, RowSource]]
+    max_errors: Mapping[str, float] = field(default_factory=dict)
+    codecs: MutableMapping[str, str] = field(default_factory=dict)
+    frames_per_chunk: int | None = None
+
+
+def block_name(writer: str, sequence: int) -> str:
+    """File name of a block; names of one writer sort by sequence."""
+    return f"rollout_{writer}_{sequence:06d}.h5"
+
+
+def write_block(
+    folder: Path, content: BlockContent, durable: bool = True, in_haste: bool | Callable[[], bool] = True
+) -> Path:
+    """Write a block into `folder` and publish it in one step.
+
+    Args:
+        folder: An existing folder.
+        content: What to write; not changed.
+        durable: Flush the file before and the folder after the rename. Without, publishing is
+            still atomic for a crash of the process, but not for one of the machine.
+        in_haste: Use a second thread if torch may use several; or a function that is asked before each part and
+            says from when on.
+
+    Returns:
+        The path of the published block.
+
+    Raises:
+        OSError: The disk is full, the folder is gone or read-only. Nothing is left behind.
+    """
+    path = folder / block_name(content.writer, content.sequence)
+    if path.exists():
+        advice = "Use another writer name"
+        raise UsageError("publish the block", repr(str(path)), "a free name", "an existing file", advice)
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    try:
+        _write_file(temporary, content, durable, in_haste if callable(in_haste) else lambda: in_haste)
+        os.rename(temporary, path)
+    except BaseException:  # Ctrl-C too: nothing is left behind
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_path(folder)
+    return path
+
+
+def _write_file(path: Path, content: BlockContent, durable: bool, is_in_haste: Callable[[], bool]) -> None:
+    splits = WorkSplit(None if is_in_haste() else 1)
+    options = CodingOptions(content.codecs, content.max_errors, content.frames_per_chunk)
+    coded, codings = code_tables(content.schema, content.fragments, content.rows, options, splits)
+    content, header = replace(content, rows=coded), SparseFile()
+    with begin_file(header, DATA_ALIGNMENT) as file, open(path, "xb", buffering=0) as out:
+        offsets = _reserve_tables(file, content)
+        _write_tables(file, content, codings)
+        file.close()
+        header.write_to(out.fileno())
+        pieces = _Pieces(content, offsets, starts_writeback=durable)
+        pieces.write_all(out.fileno(), is_in_haste)
+        tables = {f"checksums/{table}": values for table, values in pieces.checksums.items()}
+        for name, values in (tables | _plain_tables(content)).items():
+            write_at(out.fileno(), np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, offsets[name])
+        if durable:
+            os.fsync(out.fileno())
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Rows `start:stop` of a column whose first row is at byte `offset` of the file, and the fragments in them.
+
+    `spans` are the rows of these fragments, `checksums[places]` receives their CRC-32.
+    """
+
+    source: RowSource
+    offset: int
+    start: int
+    stop: int
+    spans: list[tuple[int, int]]
+    checksums: np.ndarray
+    places: list[int]
+
+    def write(self, descriptor: int, memory: np.ndarray, starts_writeback: bool) -> None:
+        """Gather, check and write the rows, a part after the other; `memory` holds at least one row."""
+        row_bytes, sums = self.source.row_bytes, [0] * len(self.spans)
+        rows_a_part = len(memory) // row_bytes
+        for low in range(self.start, self.stop, rows_a_part):
+            high = min(self.stop, low + rows_a_part)
+            out = memory[: (high - low) * row_bytes].reshape(high - low, row_bytes)
+            part = self.source.read(low, high, out).reshape(-1).data
+            for number, (first, last) in enumerate(self.spans):
+                begin, end = max(first, low) - low, min(last, high) - low
+                if begin < end:
+                    sums[number] = crc32(part[begin * row_bytes : end * row_bytes], sums[number])
+            write_at(descriptor, part, self.offset + low * row_bytes)
+            if starts_writeback:  # at once, so that the flush has little left to do
+                _hasten("sync_file_range", descriptor, self.offset + low * row_bytes, len(part), _SYNC_FILE_RANGE_WRITE)
+        self.checksums[self.places] = sums
+
+
+class _Pieces:
+    """The rows of a block, in pieces that one or two threads write.
+
+    Attributes:
+        checksums: Table -> `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks; filled by `write_all`.
+    """
+
+    def __init__(self, content: BlockContent, offsets: Mapping[str, int], starts_writeback: bool) -> None:
+        self._starts_writeback = starts_writeback
+        self._waiting: deque[_Piece] = deque()
+        self._columns: list[tuple[int, int]] = []
+        self._part_bytes = PART_BYTES
+        self._helper: Future[None] | None = None
+        self.checksums: dict[str, np.ndarray] = {}
+        for table, columns in content.rows.items():
+            values = self.checksums[table] = np.zeros((len(content.fragments), len(columns)), "<u4")
+            for position, (name, source) in enumerate(columns.items()):
+                ranges = row_ranges(table, content.fragments)
+                if isinstance(source, CodedRows):
+                    ranges = source.table.byte_ranges(*ranges)
+                self._part_bytes = max(self._part_bytes, source.row_bytes)
+                offset = offsets[f"{table}/{name}"]
+                self._columns.append((offset, source.num_rows * source.row_bytes))
+                self._waiting += _cut(source, offset, ranges, values[:, position])
+
+    def write_all(self, descriptor: int, is_in_haste: Callable[[], bool]) -> None:
+        """Write all pieces; from when it `is_in_haste`, a second thread writes some of them."""
+        for offset, num_bytes in self._columns:
+            # The disk's blocks are allocated at once, which makes writing a tenth faster. Not `os.posix_fallocate`,
+            # which writes to every block where the file system cannot do better.
+            if num_bytes >= PART_BYTES:
+                _hasten("fallocate64", descriptor, 0, offset, num_bytes)
+        self._write(descriptor, lambda: torch.get_num_threads() > 1 and is_in_haste())
+        if self._helper is not None:
+            self._helper.result()
+
+    def _write(self, descriptor: int, is_helped: Callable[[], bool]) -> None:
+        memory = np.empty(self._part_bytes, np.uint8)
+        try:
+            while (piece := self._next()) is not None:
+                if self._helper is None and self._waiting and is_helped():
+                    self._helper = self._begin_helper(os.dup(descriptor))
+                piece.write(descriptor, memory, self._starts_writeback)
+        except BaseException:  # Ctrl-C too: the other thread must not go on
+            self._waiting.clear()
+            raise
+
+    def _next(self) -> _Piece | None:
+        try:
+            return self._waiting.popleft()
+        except IndexError:  # the other thread took the last one
+            return None
+
+    def _begin_helper(self, descriptor: int) -> Future[None] | None:
+        """Start a second thread. It closes its descriptor itself: after Ctrl-C it may outlive that of the block."""
+
+        def work() -> None:
+            try:
+                self._write(descriptor, lambda: False)
+            finally:
+                os.close(descriptor)
+
+        pool = ThreadPoolExecutor(1, "block")
+        try:
+            return pool.submit(work)
+        except RuntimeError:  # the interpreter exits, or the system has no thread left: one does all
+            os.close(descriptor)
+            return None
+        finally:
+            pool.shutdown(wait=False)
+
+
+def _cut(source: RowSource, offset: int, ranges: tuple[np.ndarray, np.ndarray], checksums: np.ndarray) -> list[_Piece]:
+    """Cut the rows of a column at starts of fragments, into pieces of a part at most, or of one fragment."""
+    if not source.num_rows:
+        return []
+    first, last = ranges
+    order = np.flatnonzero(last > first)
+    order = order[np.argsort(first[order], kind="stable")]
+    spans, ends = list(zip(first[order].tolist(), last[order].tolist(), strict=True)), last[order].tolist()
+    places, rows_a_part = order.tolist(), max(1, PART_BYTES // source.row_bytes)
+    numbers, rows = [0], [0]
+    while numbers[-1] < len(spans):
+        number = max(numbers[-1] + 1, bisect_right(ends, rows[-1] + rows_a_part))
+        numbers.append(number)
+        rows.append(spans[number][0] if number < len(spans) else source.num_rows)
+    if not spans:
+        numbers, rows = [0, 0], [0, source.num_rows]
+    return [
+        _Piece(source, offset, start, stop, spans[a:b], checksums, places[a:b])
+        for (start, stop), (a, b) in zip(pairwise(rows), pairwise(numbers), strict=True)
+    ]
+
+
+def _hasten(name: str, *numbers: int) -> None:
+    """Call a function of Linux for which Python has no name, if it is there.
+
+    What it returns does not matter: it only hastens what follows, which reports errors.
+    """
+    if (function := _system_call(name)) is not None:
+        function(*map(ctypes.c_int64, numbers))
+
+
+@lru_cache(maxsize=2)
+def _system_call(name: str) -> Callable[..., object] | None:
+    is_known = sys.platform.startswith("linux") and ctypes.sizeof(ctypes.c_void_p) == 8
+    return getattr(ctypes.CDLL(None), name, None) if is_known else None
+
+
+def _plain_tables(content: BlockContent) -> dict[str, np.ndarray]:
+    return {"fragments": content.fragments, "reward_sums": content.reward_sums}
+
+
+def _reserve_tables(file: h5py.File, content: BlockContent) -> dict[str, int]:
+    """Make room for fragments, rows and checksums, which HDF5 does not write; give the file offsets."""
+    offsets = {name: reserve(file, name, one.dtype, one.shape) for name, one in _plain_tables(content).items()}
+    for table, layout in layouts_of(content.schema).items():
+        for name, column in layout.columns.items():
+            shape, place = (content.rows[table][name].num_rows,), f"{table}/{name}"
+            inner = f"{place}/{CHUNKS}" if column.is_coded else place
+            dtype = np.dtype("u1") if column.is_coded else layout.numpy_dtype(column)
+            offsets[place] = reserve(file, inner, dtype, shape)
+        num_checksums = (len(content.fragments), len(layout.columns))
+        offsets[f"checksums/{table}"] = reserve(file, f"checksums/{table}", np.dtype("<u4"), num_checksums)
+    return offsets
+
+
+def _write_tables(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> None:
+    """Write what describes the rows: attributes and tables of chunks."""
+    values = (_text_of(content.schema), content.writer, content.sequence, time.time_ns())
+    about: dict[str, str | int] = dict(zip(ABOUT, values, strict=True))
+    about |= {CODECS: codings_text(codings)} if codings else {}
+    offsets = _write_offsets(file, content, codings)
+    crc = header_crc(content.fragments, content.reward_sums, about.values(), offsets)
+    for name, value in {"format": FORMAT_NAME, "version": FORMAT_VERSION, **about, "header_crc": crc}.items():
+        # A quarter of the time of `file.attrs[name] = value`.
+        dtype = h5py.string_dtype() if isinstance(value, str) else np.dtype("<i8")
+        h5py.h5a.create(file.id, name.encode(), kind_of(dtype), _scalar()).write(np.array(value, dtype))
+
+
+def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> list[np.ndarray]:
+    """Write the tables of chunks; give what `header_crc` covers: where chunks lie, not their checksums."""
+    offsets = []
+    for table, columns in content.rows.items():
+        for name, source in columns.items():
+            if isinstance(source, CodedRows):
+                offsets.append(source.table.offsets)
+                file.create_dataset(f"{table}/{name}/{OFFSETS}", data=offsets[-1])
+                file.create_dataset(f"{table}/{name}/{CHUNK_CHECKSUMS}", data=source.table.sums.astype("<u4"))
+                schema_field, coding = content.schema[name], codings[name]
+                file[f"{table}/{name}"].attrs.update(
+                    codec=coding.codec,
+                    dtype=schema_field.dtype,
+                    frame_shape=np.array(schema_field.shape, "<i8"),
+                    frames_per_chunk=coding.frames_per_chunk,
+                    max_error=coding.max_error,
+                )
+    return offsets
+
+
+@lru_cache(maxsize=64)
+def _text_of(schema: Schema) -> str:
+    return json.dumps(schema.to_json())
+
+
+@lru_cache(maxsize=1)
+def _scalar() -> Any:
+    return h5py.h5s.create_simple(())

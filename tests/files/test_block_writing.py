@@ -1,0 +1,158 @@
+"""Writing a block: its rows and checksums, however fragments lie, and a second thread that helps."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_data.format.header import DATA, FINAL, FRAGMENT_DTYPE, layouts_of, open_block
+from rollout_data.format.rows import ArrayRows
+from rollout_data.format.write import BlockContent, write_block
+from storage.core.fields import Field, Schema
+
+NUM_FRAGMENTS, LENGTH = 30, 50
+SMALL = Schema([Field("observation", (500,), "float32"), Field("action", (2,), "float32")])
+#: Three rows of the image are a part of what is written at a time.
+LARGE = Schema([Field("image", (300, 1024), "uint8"), Field("action", (2,), "float32")])
+
+
+class CopiedRows(ArrayRows):
+    """Rows that are put together in the memory that the block gives."""
+
+    def read(self, start, stop, out):
+        out[:] = super().read(start, stop, out)
+        return out
+
+
+class ReadBesides(ArrayRows):
+    """Rows that call `then` when another thread than the main one reads them, or keep the main one until it did."""
+
+    def __init__(self, rows, then=lambda: None):
+        super().__init__(rows)
+        self._then, self._has_helped = then, threading.Event()
+
+    def read(self, start, stop, out):
+        if threading.current_thread() is threading.main_thread():
+            assert self._has_helped.wait(60)
+        else:
+            self._has_helped.set()
+            self._then()
+        return super().read(start, stop, out)
+
+
+def content(schema=SMALL, spans=None, num_rows=NUM_FRAGMENTS * LENGTH, rows=ArrayRows, seed=0):
+    """A block of random rows, of which the fragments hold these spans."""
+    spans = [(k * LENGTH, (k + 1) * LENGTH) for k in range(NUM_FRAGMENTS)] if spans is None else spans
+    fragments = np.zeros(len(spans), FRAGMENT_DTYPE)
+    fragments["trajectory"], fragments["flags"] = np.arange(len(spans)), 1 | 2
+    fragments["row"], fragments["length"] = [a for a, _ in spans], [b - a for a, b in spans]
+    fragments["final_row"] = fragments["policy_version"] = -1
+    generator, sizes = np.random.default_rng(seed), {DATA: num_rows, FINAL: 0}
+    tables = {
+        table: {
+            name: rows(generator.integers(0, 256, (sizes[table], column.row_bytes), np.uint8))
+            for name, column in layout.columns.items()
+        }
+        for table, layout in layouts_of(schema).items()
+    }
+    return BlockContent(schema, "w", 0, fragments, np.zeros((len(spans), 0)), tables)
+
+
+def check(path, expected):
+    """Compare the rows of a block, which its checksums must fit, with those of a content."""
+    header = open_block(path, verify=True)
+    for name, source in expected.rows[DATA].items():
+        found = header.read_rows(DATA, name, 0, source.num_rows)
+        assert np.array_equal(found, ArrayRows.read(source, 0, source.num_rows, found))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=9),
+    seed=st.integers(0, 99),
+    hastes_after=st.sampled_from([0, 1, 4, 1000]),
+    rows=st.sampled_from([ArrayRows, CopiedRows]),
+)
+def test_rows_and_checksums_do_not_depend_on_parts_and_threads(tmp_path_factory, lengths, seed, hastes_after, rows):
+    """Of the lengths, those marked are fragments; the others are rows that no fragment names."""
+    generator = np.random.default_rng(seed)
+    ends = np.cumsum([length for length, _ in lengths], dtype=np.int64)
+    spans = [(int(end) - length, int(end)) for end, (length, is_named) in zip(ends, lengths, strict=True) if is_named]
+    spans = [spans[place] for place in generator.permutation(len(spans))]
+    made = content(LARGE, spans, sum(length for length, _ in lengths), rows, seed)
+    asked = iter(range(1 << 30))
+    path = write_block(tmp_path_factory.mktemp("rows"), made, False, lambda: next(asked) >= hastes_after)
+    check(path, made)
+
+
+def test_a_block_that_two_threads_wrote_is_that_of_one(tmp_path):
+    check(write_block(tmp_path, content(rows=ReadBesides), durable=False), content())
+
+
+def test_one_thread_writes_where_torch_is_told_to_use_one(tmp_path):
+    readers = set()
+
+    class Watched(ArrayRows):
+        def read(self, start, stop, out):
+            readers.add(threading.current_thread())
+            return super().read(start, stop, out)
+
+    torch.set_num_threads(1)
+    try:
+        check(write_block(tmp_path, content(rows=Watched), durable=False), content())
+    finally:
+        torch.set_num_threads(2)
+    assert readers == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), MemoryError("rows")])
+def test_what_stops_the_helper_stops_the_block(tmp_path, error):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        write_block(tmp_path, content(rows=lambda rows: ReadBesides(rows, fail)), durable=False)
+    assert caught.value is error and not list(tmp_path.iterdir())
+
+
+def test_after_ctrl_c_the_helper_writes_to_no_other_file(tmp_path):
+    """It may end after its block was given up, when the number of its file is that of another one."""
+    has_begun, may_go_on, has_read = threading.Event(), threading.Event(), threading.Event()
+
+    class Interrupted(ArrayRows):
+        def read(self, start, stop, out):
+            if threading.current_thread() is threading.main_thread():
+                assert has_begun.wait(60)
+                raise KeyboardInterrupt
+            has_begun.set()
+            assert may_go_on.wait(60)
+            has_read.set()
+            return super().read(start, stop, out)
+
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        write_block(tmp_path, content(rows=Interrupted), durable=False)
+    assert not list(tmp_path.iterdir())
+    others = [open(tmp_path / f"other{number}", "xb") for number in range(4)]  # noqa: SIM115 - closed below
+    may_go_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert has_read.is_set()
+    for other in others:
+        other.close()
+        assert os.path.getsize(other.name) == 0
