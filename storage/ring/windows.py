@@ -84,7 +84,7 @@ class Boundaries:
             slot = ring.total % ring.num_slots
             self._ages[slot] = self._next_ages
             self._next_ages += 1
-            if ring.num_lanes > 1 or ends.item():
+            if not is_cpu or ring.num_lanes > 1 or ends.item():  # a question to a GPU would wait for it
                 self._next_ages *= ~ends[0]
             if not slot:
                 self.next_ages.clamp_(max=_MAX_AGE)
