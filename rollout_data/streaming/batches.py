@@ -110,7 +110,7 @@ class BatchReader:
 
     def _allocate(self, num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" and self.options.device.type != "cuda":
-            return torch.from_numpy(self._pool.array((num_rows, num_words), np.dtype(np.int32)))
+            return self._pool.empty((num_rows, num_words), torch.int32)
         return torch.empty((num_rows, num_words), dtype=torch.int32, device=device, pin_memory=device.type == "cpu")
 
     def _put_finals(self, part: Part, nexts: dict[str, Any], has_own: set[str], without_time: bool) -> None:

@@ -38,7 +38,6 @@ Int64s = npt.NDArray[np.int64]
 CACHED, MAPPED, ELSEWHERE = range(3)
 #: Of a trajectory: its steps, its layout, where its rows are, and the first of them in the cache (0 if not cached).
 _NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first", "i8")])
-_WORD = np.dtype(np.int32)
 _FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
 #: A process may have 65,530 mappings, one for each column. Beyond this all files are unmapped, and mapped when needed.
 MAX_MAPPED_FILES = 20_000
@@ -318,7 +317,7 @@ class LiveTrajectories:
         return files
 
     def _select(self, words: torch.Tensor, rows: Int64s) -> torch.Tensor:
-        out = torch.from_numpy(self.pool.array((len(rows), words.shape[1]), _WORD))
+        out = self.pool.empty((len(rows), words.shape[1]), torch.int32)
         return torch.index_select(words, 0, torch.from_numpy(rows), out=out)
 
 

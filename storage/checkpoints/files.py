@@ -23,9 +23,12 @@ import numpy.typing as npt
 import torch
 
 from ..codecs.lz4 import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
+from ..core import arguments
+from ..core.arguments import whole
 from ..core.checksums import crc32
-from ..core.durable import as_path, replace_file
-from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError, UsageError
+from ..core.durable import replace_file
+from ..core.threads import num_processors
+from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 
 #: Added to the path of a compressed checkpoint.
 SUFFIX = ".lz4"
@@ -133,10 +136,8 @@ def load_checkpoint_parallel(
     None takes as many threads as this process may use processors, 8 at most.
     """
     if num_threads is None:
-        num_threads = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
-        raise UsageError("load a checkpoint", repr(str(path)), "num_threads >= 1", repr(num_threads))
-    return _load(path, map_location, weights_only, num_threads)
+        num_threads = min(8, num_processors())
+    return _load(path, map_location, weights_only, whole("load a checkpoint", "num_threads", num_threads, 1))
 
 
 def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
@@ -187,7 +188,7 @@ def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, n
 
 def _find(path: str | os.PathLike[str]) -> Path:
     """Say which file a checkpoint is in: the newer of the plain and the compressed one."""
-    plain = as_path(path, "load the checkpoint")
+    plain = arguments.path("load the checkpoint", "", path)
     candidates = [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
     found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]
     if not found:

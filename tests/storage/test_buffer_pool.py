@@ -53,40 +53,6 @@ def test_a_buffer_is_not_reused_while_anything_over_it_lives(hold):
     assert pool.num_lent == 0
 
 
-@pytest.mark.parametrize(
-    "hold",
-    [
-        lambda rows: rows,
-        lambda rows: rows[1:, 2:5],
-        lambda rows: rows.view(np.uint8)[:, 3:4],
-        lambda rows: torch.from_numpy(rows),
-        lambda rows: torch.from_numpy(rows.view(np.uint8)[:, 3:4]),
-        lambda rows: torch.from_numpy(rows[:, 1:3].reshape(-1, 2, 1))[1:].view(torch.int32),
-    ],
-)
-def test_an_array_is_not_reused_while_anything_over_it_lives(hold):
-    pool = BufferPool()
-    rows = pool.array((8, SIZE // 16), np.dtype("f4"))
-    assert rows.shape == (8, SIZE // 16) and rows.dtype == np.float32 and rows.flags.c_contiguous
-    rows[...] = 3
-    held = hold(rows)
-    del rows
-    assert pool.num_lent == 1
-    pool.array((8, SIZE // 16), np.dtype("f4"))[...] = 7
-    assert pool.num_allocated == 2
-    whole = hold(np.full((8, SIZE // 16), 3, np.float32))
-    assert np.array_equal(np.asarray(held), np.asarray(whole))
-    del held
-    assert pool.num_lent == 0
-    assert pool.array((8, SIZE // 16), np.dtype("i4")).dtype == np.int32 and pool.num_allocated == 2
-
-
-def test_a_small_array_is_no_buffer_of_the_pool():
-    pool = BufferPool()
-    assert pool.array((2, 3), np.dtype("u1")).shape == (2, 3)
-    assert pool.array((SIZE,), np.dtype("f4"), least=1 << 30).nbytes == 4 * SIZE and pool.num_kept == 0
-
-
 def test_an_autograd_graph_keeps_its_buffer():
     pool = BufferPool()
     weight = torch.ones(4, SIZE // 16, requires_grad=True)
