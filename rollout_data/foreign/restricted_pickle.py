@@ -31,7 +31,7 @@ from .pickled_arrays import (
     pairs,
     set_state,
     unsafe_pickle,
-)  # fmt: skip
+)
 
 #: A chunk of arrays needs some hundred operations; more is another kind of data, or an attack.
 MAX_OPERATIONS = 100_000

@@ -36,7 +36,7 @@ from .trajectory_chunks import (
     join_chunks,
     open_chunk,
     scan_chunk,
-)  # fmt: skip
+)
 from .trajectory_fields import build_schema, difference, key_of, most_common_signature
 from .trajectory_listing import METADATA_NAME, ChunkFile, list_trajectory_folders, read_metadata
 

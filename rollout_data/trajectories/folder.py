@@ -36,7 +36,7 @@ from .files import (
     read_rows,
     read_trajectory,
     write_trajectory,
-)  # fmt: skip
+)
 from .rows import Rows, layout_of
 
 INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
@@ -219,7 +219,7 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         is_ours = index.get("format") == _FORMAT
         summary = dict((index.get("counters") if is_ours else about.exists() and read_json(about)) or {})
         items = index["trajectory_index"]
-        ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # whatever it names twice is one
+        ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # each once
         file_format = str(summary.get("trajectory_format"))
         file_format = file_format if file_format in FORMATS else FORMATS[0]
         seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))

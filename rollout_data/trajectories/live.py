@@ -1,8 +1,8 @@
 """Which trajectories are live, oldest first, where their rows lie, and samples of their steps.
 
-One rule: a few numbers per trajectory, noted when its rows move, say where they are, so that adding one takes the same
-Python however many there are. A sample searches in the running sum of lengths, then gathers rows once per place and
-layout. One that raises leaves the random state as it was.
+One rule: a few numbers per trajectory, noted when its rows move, say where they are, so that adding one takes equally
+long however many there are. A sample searches in the running sum of lengths, then gathers rows once per place and
+layout. A sample that raises leaves the random state as it was.
 """
 
 from __future__ import annotations
