@@ -1,41 +1,143 @@
-"""The command `rollout-data`: one file per subcommand, found through one table.
+"""The command `rollout-data`, and every subcommand of it.
 
-One rule: a subcommand parses, calls the library, prints, and returns an exit code; these files
-are the only ones that print.
+One rule: a subcommand is a function of the parsed options that calls the library, prints, and returns an exit code;
+its line in `COMMANDS` is all that makes it a subcommand, and its docstring is its help. Only this file prints.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
-from storage.errors import RolloutDataError
+from storage.errors import RolloutDataError, UsageError
 
-from . import info, pack, prune, verify
+from ..writing.retention import LIMITS
+from ..writing.retention import prune as prune_folder
+from .info import as_text, describe, strict_json
+from .packing import pack_dataset
+from .repair import DAMAGED_FOLDER, FolderReport, check_folder, check_is_folder, repair_folder
 
-#: Name -> module with a docstring, `add_arguments(parser)` and `run(options) -> exit code`.
-COMMANDS = {"info": info, "verify": verify, "pack": pack, "prune": prune}
+
+def info(options: argparse.Namespace) -> int:
+    """Say what a data folder holds."""
+    about = describe(options.data_dir)
+    if options.json:
+        print(strict_json(about))
+    else:
+        _print(*as_text(about))
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Check every block with all its checksums; repair on request."""
+    path = check_is_folder(options.data_dir)
+    report = repair_folder(path) if options.repair else check_folder(path)
+    for name, problem in report.problems.items():
+        _print(f"{name}: {problem}")
+        if name in report.salvaged:
+            _print(f"  kept all but {report.salvaged[name]} of its trajectories")
+    for dead in report.dead_writers:
+        _print(f"writer {dead.writer} died; {dead.num_lost_frames} frames that it had not published are lost")
+    _print(*(f"moved to {moved}" for moved in report.moved), _summary(report))
+    return 1 if report.problems or report.num_broken else 0
+
+
+def pack(options: argparse.Namespace) -> int:
+    """Rewrite a finished dataset into a few large blocks with contiguous trajectories."""
+    if bool(options.out_dir) == options.in_place:
+        got = "both" if options.in_place else "neither"
+        raise UsageError("pack", repr(options.data_dir), "either OUT_DIR or --in-place", got)
+    summary = pack_dataset(options.data_dir, options.out_dir, options.block_mb << 20)
+    packed = f"{summary.num_trajectories:,} trajectories, {summary.num_frames:,} frames"
+    _print(f"{packed}: {summary.num_blocks_before:,} blocks became {summary.num_blocks_after:,}")
+    return 0
+
+
+def prune(options: argparse.Namespace) -> int:
+    """Delete the oldest blocks, down to so many trajectories, frames or bytes."""
+    limits = {name: getattr(options, name) for name in LIMITS}
+    paths = prune_folder(options.data_dir, dry_run=options.dry_run, **limits)
+    _print(*map(str, paths), f"{len(paths):,} blocks {'would be' if options.dry_run else 'were'} deleted")
+    return 0
+
+
+#: Subcommand -> its function, and its arguments besides the data folder as `add_argument` takes them.
+COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], Mapping[str, Mapping[str, Any]]]] = {
+    "info": (
+        info,
+        {"--json": {"action": "store_true", "help": "print one JSON object; null where a number is not finite"}},
+    ),
+    "verify": (
+        verify,
+        {
+            "--repair": {
+                "action": "store_true",
+                "help": f"move damaged and foreign files to {DAMAGED_FOLDER}/, keep their intact trajectories, "
+                "renew the index",
+            }
+        },
+    ),
+    "pack": (
+        pack,
+        {
+            "out_dir": {"nargs": "?", "help": "a new folder for the result"},
+            "--in-place": {"action": "store_true", "help": "replace the blocks of DATA_DIR"},
+            "--block-mb": {"type": int, "default": 1024, "help": "size of a block at most (default: %(default)s)"},
+        },
+    ),
+    "prune": (
+        prune,
+        {
+            **{
+                f"--{name}": {"type": int, "metavar": "N", "help": f"keep the newest N {name} and what shares blocks"}
+                for name in LIMITS
+            },
+            "--dry-run": {"action": "store_true", "help": "say what would be deleted, and delete nothing"},
+        },
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `rollout-data`; 0 if all is well, 1 if the data are not, 2 if the call is wrong."""
     parser = argparse.ArgumentParser(prog="rollout-data", description="Look at, check and rewrite recorded rollouts.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").split("\n")[0]
-        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    for name, (function, further) in COMMANDS.items():
+        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
+        command.add_argument("data_dir", help="the data folder")
+        for argument, about in further.items():
+            command.add_argument(argument, **about)
     options = parser.parse_args(arguments)
     try:
-        code = COMMANDS[options.command].run(options)
+        code = COMMANDS[options.command][0](options)
         sys.stdout.flush()  # a full disk, or a reader that has left, is told here
         return code
     except (RolloutDataError, OSError) as error:
-        print(info.escaped(f"rollout-data {options.command}: {error}"), file=sys.stderr)
+        print(_escaped(f"rollout-data {options.command}: {error}"), file=sys.stderr)
     with suppress(OSError):
         try:
             sys.stdout.flush()
         except OSError:  # otherwise the interpreter tries again, and complains, when it exits
             sys.stdout.close()
     return 1
+
+
+def _print(*lines: str) -> None:
+    for line in lines:
+        print(_escaped(line))
+
+
+def _escaped(text: str) -> str:
+    """Escape what a terminal would obey, line ends, and what cannot be encoded."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def _summary(report: FolderReport) -> str:
+    """Count what is intact and what is not."""
+    counts = f"{report.num_blocks:,} blocks, {report.num_trajectories:,} trajectories, {report.num_frames:,} frames"
+    broken = f", {report.num_broken:,} trajectories with a missing part" if report.num_broken else ""
+    files = len(report.problems)
+    return f"{counts} intact; {files:,} damaged or foreign {'file' if files == 1 else 'files'}{broken}"

@@ -1,8 +1,7 @@
-"""Say what a data folder holds."""
+"""What a data folder holds, as a dict and as text; only headers are read."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -23,37 +22,8 @@ from .repair import check_is_folder
 ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data_dir", help="the data folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object; null where a number is not finite")
-
-
-def run(options: argparse.Namespace) -> int:
-    about = describe(options.data_dir)
-    if options.json:
-        print(json.dumps(_strict(about), indent=2, default=str, allow_nan=False).replace("\x7f", "\\u007f"))
-        return 0
-    for line in as_text(about):
-        print(escaped(line))
-    return 0
-
-
-def escaped(text: str) -> str:
-    """Escape what a terminal would obey, line ends, and what cannot be encoded."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-
-
-def _strict(value: Any) -> Any:
-    """Replace the numbers that JSON does not have, NaN and infinities, by None."""
-    if isinstance(value, dict):
-        return {key: _strict(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def describe(data_dir: str) -> dict[str, Any]:
-    """Collect what `info` prints; reads headers only."""
+    """Collect counts, fields, codecs, metadata and problems of a data folder."""
     path = check_is_folder(data_dir)
     folder = BlockFolder(path)
     folder.refresh()
@@ -74,7 +44,9 @@ def describe(data_dir: str) -> dict[str, Any]:
         "total_trajectories": len(index),
         "total_timesteps": index.num_frames,
         "ends": {**ends, "in_progress": int((~index.is_complete()).sum())},
-        "lengths": _lengths(lengths),
+        "lengths": {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())}
+        if len(lengths)
+        else {},
         "with_final_observation": int((index.final_block >= 0).sum()),
         "num_dropped": index.num_dropped,
         "num_broken": index.num_broken,
@@ -105,12 +77,6 @@ def _coded(paths: list[Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _lengths(lengths: np.ndarray) -> dict[str, float]:
-    if not len(lengths):
-        return {}
-    return {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())}
-
-
 def as_text(about: dict[str, Any]) -> list[str]:
     """Lay `describe`'s answer out for people."""
     ends = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in about["ends"].items() if count)
@@ -139,6 +105,20 @@ def as_text(about: dict[str, Any]) -> list[str]:
         lines.append(f"  {len(about['problems'])} files left out; `rollout-data verify` says why:")
         lines += [f"    {name}" for name in about["problems"]]
     return lines
+
+
+def strict_json(about: Any) -> str:
+    """Write JSON; null stands for NaN and infinities, which it does not have."""
+    text = json.dumps(_strict(about), indent=2, default=str, allow_nan=False)
+    return text.replace("\x7f", "\\u007f")
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(value: Any) -> str:

@@ -80,9 +80,8 @@ def pack_dataset(
 def _open_all(folder: Path) -> list[BlockHeader]:
     recover_dead_writers(folder)
     if alive := sorted(folder.glob(".rollout_*.journal")):
-        raise UsageError(
-            "pack", repr(str(folder)), "a folder that nobody records into", f"a writer with {alive[0].name!r}"
-        )
+        expected, got = "a folder that nobody records into", f"a writer with {alive[0].name!r}"
+        raise UsageError("pack", repr(str(folder)), expected, got)
     report = check_folder(folder)
     if report.problems:
         name, problem = next(iter(report.problems.items()))
@@ -91,25 +90,18 @@ def _open_all(folder: Path) -> list[BlockHeader]:
     return [open_block(path) for path in sorted(folder.glob("rollout_*.h5"))]
 
 
-class _Source:
-    """The fragments of all blocks, by trajectory."""
-
-    def __init__(self, headers: list[BlockHeader]) -> None:
-        self.headers = headers
-        self._parts: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for place, header in enumerate(headers):
-            for number, trajectory in enumerate(header.fragments["trajectory"].tolist()):
-                self._parts.setdefault((header.writer, trajectory), []).append((place, number))
-
-    def trajectories(self) -> Iterator[list[tuple[BlockHeader, int]]]:
-        """Yield the fragments of each trajectory in order, trajectories in the order of completion."""
-        folder = BlockFolder(self.headers[0].path.parent)
-        folder.refresh()
-        index = TrajectoryIndex(list(folder.blocks.values()))
-        for writer, number in zip(index.writer.tolist(), index.number.tolist(), strict=True):
-            name = index.writers[writer].rpartition(":")[2]
-            parts = [(self.headers[place], one) for place, one in self._parts[(name, number)]]
-            yield sorted(parts, key=lambda part: (part[0].fragments[part[1]]["start"], part[0].sequence))
+def _trajectories(headers: list[BlockHeader]) -> Iterator[list[tuple[BlockHeader, int]]]:
+    """Yield the fragments of each trajectory in order, trajectories in the order of completion."""
+    parts: dict[tuple[str, int], list[tuple[BlockHeader, int]]] = {}
+    for header in headers:
+        for number, trajectory in enumerate(header.fragments["trajectory"].tolist()):
+            parts.setdefault((header.writer, trajectory), []).append((header, number))
+    folder = BlockFolder(headers[0].path.parent)
+    folder.refresh()
+    index = TrajectoryIndex(list(folder.blocks.values()))
+    for writer, number in zip(index.writer.tolist(), index.number.tolist(), strict=True):
+        name = index.writers[writer].rpartition(":")[2]
+        yield sorted(parts[name, number], key=lambda part: (part[0].fragments[part[1]]["start"], part[0].sequence))
 
 
 @dataclass
@@ -171,7 +163,7 @@ def _write_packed(headers: list[BlockHeader], target: Path, writer: str, block_b
     packed = _Packed(writer)
     frame_bytes = headers[0].layouts[DATA].frame_bytes
     num_trajectories = num_frames = 0
-    for parts in _Source(headers).trajectories():
+    for parts in _trajectories(headers):
         length = sum(int(header.fragments[one]["length"]) for header, one in parts)
         if packed.num_rows and (packed.num_rows + length) * frame_bytes > block_bytes:
             packed.write(target)

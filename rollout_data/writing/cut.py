@@ -149,7 +149,8 @@ def _without_dropped(
     table["start"][tombs] = carry.length[table["env"][tombs]]
     table["flags"][tombs] = DROPPED | (table["flags"][tombs] & TENTATIVE)
     keep[tombs] = True
-    return table[keep]
+    kept: np.ndarray = table[keep]
+    return kept
 
 
 def _next_carry(carry: Carry, table: np.ndarray, next_trajectory: int) -> Carry:

@@ -51,7 +51,7 @@ _STORAGE_FIELDS = ["observations", "critic_observations", "actions", "rewards", 
 
 def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
     """Give the keyword values of `RolloutWriter.add` that were given, from its locals."""
-    extras = given.pop("extras")
+    extras: dict[str, Any] = given.pop("extras")
     del given["self"], given["transition"]
     return {name: value for name, value in given.items() if value is not None and name != "include"} | extras
 

@@ -294,7 +294,7 @@ def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, int]) -> np.ndarra
         if ((terminated | truncated) & present != done & present).any():
             where = "with done, terminated and truncated"
             raise UsageError(_ADD, where, "done = terminated | truncated", "a contradiction")
-    marks = terminated * np.uint8(TERMINATED) | truncated * np.uint8(TRUNCATED) | np.uint8(PRESENT)
+    marks: np.ndarray = terminated * np.uint8(TERMINATED) | truncated * np.uint8(TRUNCATED) | np.uint8(PRESENT)
     marks *= present
     return marks
 
