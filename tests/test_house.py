@@ -53,9 +53,9 @@ ROOT_FILES = {"__init__.py", "py.typed"}
 #: Imports, of a module by a module, that cross or close a circle today, and are to go.
 NOT_YET: set[tuple[str, str]] = set()
 #: Folder -> how many files it has today, if more than `MAX_FILES`. Is to shrink.
-TOO_MANY_FILES = {"storage/core": 18, "storage/managed": 15}
+TOO_MANY_FILES = {"storage/core": 18}
 #: Room -> import levels of its files today, if more than `MAX_IMPORT_LEVELS`. Is to shrink.
-TOO_DEEP = {"managed": 7}
+TOO_DEEP: dict[str, int] = {}
 #: What the floors may import when they are imported; anything else is optional and imported where it is used.
 CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
 OPTIONAL_MODULES = ("blosc2", "gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "zarr", "zstandard")

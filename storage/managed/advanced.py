@@ -1,29 +1,47 @@
 """`AdvancedReplayBuffer`: items drawn by priority, with importance weights, and limits of age and use.
 
-One rule: checking and drawing are one step under one lock. What is drawn, and why something is not,
-is decided in `prioritized_store.py`; here are the two fronts, lists of items and batches of tensors.
+One rule: checking and drawing are one step under one lock, and an item that is stale or used up is removed before
+the next draw. Items and batches of tensors are two forms of the same rows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from math import inf
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isinf
 from typing import Any
 
 import torch
 
-from ..core.arguments import check_count
-from ..core.host_arrays import float32_tensor, own, tensor_of
+from ..core import arguments
+from ..core.host_arrays import own, tensor_of
+from ..core.tree import map_leaves
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..live.rates import RateLimitedError
-from ..prioritized.limits import RowLimits
-from ..prioritized.rows import PrioritizedRows, PriorityRule
+from ..prioritized.limits import UNKNOWN, RowLimits
+from ..prioritized.ring import Draw, PrioritizedRing, Update
+from ..prioritized.rows import PriorityRule
 from ..saving.store import State
 from .buffer import ManagedBuffer
-from .item_ids import UNIQUE_ID, check_iteration, finite_or_none, listed, without_given
-from .prioritized_store import Draw, PrioritizedStore, Push
+from .ids import UNIQUE_ID, Request, earliest, leading_size, listed, plain_number, without_given
+from .items import Items, from_json, put_leaf, to_json
 from .used_data import UsedData, UsedQueue, checked_data_id
+
+
+@dataclass(frozen=True)
+class Push:
+    """Checked items, and their priorities and iterations; None where none was given.
+
+    Attributes:
+        items: The items.
+        given: Priorities `[n]` as `own` gives them, and the largest.
+        collected: `[n]` int64.
+    """
+
+    items: Items
+    given: tuple[Any, float] | None
+    collected: torch.Tensor | None
 
 
 class AdvancedReplayBuffer(ManagedBuffer):
@@ -36,7 +54,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         max_staleness: An item is removed when the learner is so many iterations past its `collect_iter`.
         min_sample_ratio: Items there must be, for each that is asked for.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
-        enable_track_used_data: Whether `used_data()` tells which `data_id`s nobody needs any more.
+        enable_track_used_data: Whether `used_data()` tells which `data_id`s are not needed any more.
         **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`, `monitor`,
             `rate_limiter`.
 
@@ -64,33 +82,33 @@ class AdvancedReplayBuffer(ManagedBuffer):
         **options: Any,
     ) -> None:
         super().__init__(replay_buffer_size, **options)
-        self.replay_start_size = check_count("create a buffer", "replay_start_size", replay_start_size, 0)
-        is_number = isinstance(min_sample_ratio, (int, float)) and not isinstance(min_sample_ratio, bool)
-        if not is_number or not 0 <= min_sample_ratio < inf:
-            raise UsageError("create a buffer", "", "min_sample_ratio >= 0", repr(min_sample_ratio))
-        self.min_sample_ratio = float(min_sample_ratio)
+        self.replay_start_size = arguments.whole("create a buffer", "replay_start_size", replay_start_size, 0)
+        self.min_sample_ratio = arguments.real(
+            "create a buffer", "min_sample_ratio", min_sample_ratio, ">= 0", lambda ratio: 0 <= ratio < inf
+        )
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
-        self._limits_given = (max_use, max_staleness)
-        self._data = self._make_data(UsedData() if enable_track_used_data else None)
+        self._limits_given = {"max_use": max_use, "max_staleness": max_staleness}
+        self._ring = self._make_ring()
+        self._used = UsedData() if enable_track_used_data else None
 
     @property
     def max_priority(self) -> float:
         """The largest priority so far, without eps; 1 at first."""
-        return self._data.rows.max_priority
+        return self._ring.rows.max_priority
 
     @property
     def beta(self) -> float:
         """Exponent of the next draw's importance weights."""
-        return self._data.rows.beta
+        return self._ring.rows.beta
 
     @property
     def num_dead_updates(self) -> int:
         """Updates so far of items that were gone."""
-        return self._data.num_dead_updates
+        return self._ring.num_dead_updates
 
     def count(self) -> int:
         """Items that are neither overwritten nor removed."""
-        return self._data.limits.num_valid
+        return len(self._ring)
 
     @torch.no_grad()
     def extend_tensors(
@@ -101,20 +119,23 @@ class AdvancedReplayBuffer(ManagedBuffer):
         Args:
             batch: Nested mapping of `[n, *event]` tensors or arrays; copied.
             priorities: `[n]` or one number; None for the largest so far.
-            collect_iter: `[n]` integers, or one for all; None if nobody knows.
+            collect_iter: `[n]` integers, or one for all; None if that is not known.
 
         Returns:
             `[min(n, size)]` int64, the ids of those that stay.
         """
         if not isinstance(batch, Mapping):
             raise SchemaError("add a batch", "", "a mapping", type(batch).__name__)
-        start_s, num_rows = time.perf_counter(), _leading_size(batch)
-        with self._admitted(num_rows, is_push=True):
-            read = self._data.read_batch(batch, priorities, collect_iter)
-            ids = self._data.write(read)
-        if self.monitor is not None:
-            self.monitor.note_push(num_rows, time=time.perf_counter() - start_s, **self._push_values(read))
-        return ids
+        start_s, num_rows = time.monotonic(), leading_size(batch)
+
+        def work() -> tuple[Push, torch.Tensor]:
+            read = self._read_batch(batch, priorities, collect_iter)
+            return read, self.write(read)
+
+        done = self._when_admitted(num_rows, True, work)
+        assert done is not None
+        self.note_push(num_rows, done[0], start_s)
+        return done[1]
 
     @torch.no_grad()
     def sample(
@@ -130,37 +151,35 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
         Returns:
             Copies of items, each with `replay_unique_id`, `replay_buffer_idx`, `priority`, `use` (with this
-            draw and the copies before it in the list), `staleness` (-1 if nobody knows) and `IS`, the
+            draw and the copies before it in the list), `staleness` (-1 if that is not known) and `IS`, the
             importance weight in (0, 1]. None if there are not enough items, or the rate limiter refuses.
         """
         return super().sample(size, cur_learner_iter, sample_range, replace)
 
-    def _has(self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False) -> bool:
-        self._data.drop_stale(iteration)
-        if size == 0:
+    def has(self, request: Request) -> bool:
+        self._drop(self._ring.limits.stale(request.iteration))
+        if request.size == 0:
             return True
-        if sample_range is None:
-            return self._is_enough(size, self.count()) and self._data.rows.total > 0
-        slots = self._data.slots_in(sample_range)
-        return self._is_enough(size, len(slots)) and self._data.rows.has_mass(slots)
+        if request.sample_range is None:
+            return self._is_enough(request, self.count()) and self._ring.rows.total > 0
+        slots = self._slots_in(request)
+        return self._is_enough(request, len(slots)) and self._ring.rows.has_mass(slots)
 
-    def _take(
-        self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False
-    ) -> list[dict[str, Any]] | None:
-        start_s = time.perf_counter()
-        drawn = self._draw(size, iteration, sample_range)
-        if drawn is None or not size:
-            return None if drawn is None else []
-        slots = drawn.slots
+    def take(self, request: Request) -> list[Any] | None:
+        start_s = time.monotonic()
+        drawn = None if request.size == 0 else self._draw(request)
+        if drawn is None:
+            return [] if request.size == 0 else None
+        slots, limits = drawn.places, self._ring.limits
         extra = {
-            **self._ids_of(slots),
-            "priority": self._data.rows.priorities.index_select(0, slots).tolist(),
-            "use": self._data.uses_with(slots).tolist(),
-            "staleness": self._data.limits.staleness(slots, iteration).tolist(),
+            **self._ids_of(drawn.ids, slots),
+            "priority": self._ring.rows.priorities[slots].tolist(),
+            "use": limits.uses_with(slots).tolist(),
+            "staleness": limits.staleness(slots, request.iteration).tolist(),
             "IS": drawn.importance.tolist(),
         }
         found = self._store.items(slots, extra, self.output_device)
-        self._finish(drawn, iteration, start_s)
+        self._finish(drawn, request, start_s)
         return found
 
     def sample_tensors(
@@ -176,29 +195,26 @@ class AdvancedReplayBuffer(ManagedBuffer):
         Raises:
             BufferEmptyError: There are not enough items, or the rate limiter refuses (a `ValueError`).
         """
-        check_count("sample", "batch_size", batch_size, 1)
-        check_iteration(cur_learner_iter)
-        if self.rate_limiter is None:  # nothing to take back
-            with self._lock:
-                self._check_open("sample from")
-                return self._take_tensors(batch_size, cur_learner_iter)
+        request = Request.checked(batch_size, cur_learner_iter, least=1)
         try:
-            with self._admitted(batch_size, is_push=False):
-                return self._take_tensors(batch_size, cur_learner_iter)
+            found = self._when_admitted(request.size, False, lambda: self.take_tensors(request))
         except RateLimitedError:
             expected, got = "draws that the rate limiter lets pass", f"a batch of {batch_size}"
             raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first") from None
-
-    def _take_tensors(self, batch_size: int, iteration: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-        start_s = time.perf_counter()
-        drawn = self._draw(batch_size, iteration, None)
-        if drawn is None:
+        if found is None:
             expected, got = f"items for a batch of {batch_size}", f"{self.count()} of {self.push_count} that were added"
             raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first")
-        ids = tensor_of(self._store.ids(drawn.places))
-        batch = self._data.batch(drawn.slots, self.output_device)
-        self._finish(drawn, iteration, start_s)
-        weights = float32_tensor(drawn.importance)
+        return found
+
+    def take_tensors(self, request: Request) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor] | None:
+        """Do what `sample_tensors` does; None if there are not enough. The lock is held, the limiter was asked."""
+        start_s = time.monotonic()
+        drawn = self._draw(request)
+        if drawn is None:
+            return None
+        batch = self._batch(drawn.places)
+        self._finish(drawn, request, start_s)
+        weights, ids = drawn.importance.float(), drawn.ids
         if self.output_device is not None:
             ids, weights = ids.to(self.output_device), weights.to(self.output_device)
         return batch, weights, ids
@@ -231,135 +247,199 @@ class AdvancedReplayBuffer(ManagedBuffer):
             As for `update`.
         """
         with self._lock:
-            return self._data.update(*self._read_priorities(ids, priorities))
-
-    def _read_priorities(self, ids: Any, priorities: Any) -> tuple[torch.Tensor, Any, float]:
-        if type(ids) is torch.Tensor and ids.dtype is torch.int64 and ids.dim() == 1 and ids.device == self.device:
-            return ids, *self._data.rows.checked_own(priorities, ids.shape[0])
-        rows = torch.as_tensor(ids, device=self.device)
-        if rows.dim() != 1 or (rows.shape[0] and (rows.is_floating_point() or rows.dtype is torch.bool)):
-            raise UsageError("update priorities", "", "ids [n] of integers", f"{rows.dtype} {list(rows.shape)}")
-        return rows.long(), *self._data.rows.checked_own(priorities, rows.shape[0])
+            return self.apply_update(self.read_priorities(ids, priorities))
 
     def used_data(self) -> UsedQueue:
-        """Give the queue of `data_id`s that nobody needs any more; each comes once.
+        """Give the queue of `data_id`s that no item and no sample needs any more; each comes once.
 
         Raises:
             UsageError: Not created with `enable_track_used_data`.
         """
-        if self._data.used is None:
+        if self._used is None:
             raise UsageError("track used data", f"of {self.name!r}", "enable_track_used_data=True", "False")
-        return self._data.used.queue
+        return self._used.queue
 
     def check_valid(self) -> tuple[bool, str]:
         """Check what must always hold: (whether it does, what does not)."""
         with self._lock:
-            return self._data.check_valid()
+            ids = self._ring.limits.row_ids[self._ring.limits.valid_slots()]
+            if bool(((ids < self._store.oldest) | (ids >= self._store.total)).any()):
+                return False, "an item that is overwritten counts"
+            return self._ring.check_valid()
 
-    def _make_data(self, used: UsedData | None) -> PrioritizedStore:
-        size = self.replay_buffer_size
-        limits = RowLimits(size, *self._limits_given, self.device)
-        return PrioritizedStore(self._store, PrioritizedRows(size, self.rule, self.device), limits, used)
+    # Coming and going.
+
+    def read(self, items: Sequence[Any]) -> Push:
+        plain, priorities, iterations = [], [], []
+        for item in items:
+            if not isinstance(item, Mapping):
+                raise SchemaError("add an item", "", "a mapping", type(item).__name__)
+            one = dict(without_given(item))
+            priorities.append(one.pop("priority", None))
+            if "collect_iter" in one:  # a number in any form; never a column
+                one["collect_iter"] = plain_number(one["collect_iter"])
+            iterations.append(earliest(one.get("collect_iter")))
+            if self._used is not None and "data_id" in one:
+                one["data_id"] = checked_data_id(one["data_id"])
+            plain.append(one)
+        is_known = any(iteration != UNKNOWN for iteration in iterations)
+        collected = torch.tensor(iterations, dtype=torch.int64, device=self.device) if is_known else None
+        return Push(self._store.read_items(plain), self._filled_in(priorities), collected)
+
+    def write(self, read: Push) -> torch.Tensor:
+        """Add checked items; give the ids of those that stay."""
+        items, num_passed = read.items, max(0, read.items.num_rows - self.replay_buffer_size)
+        slots = self._store.slots(self._store.next_ids(items.num_rows))
+        gone = self._store.values(slots, "data_id")  # overwritten
+        ids = self._store.write(items)
+        given = None if read.given is None else (read.given[0][num_passed:], read.given[1])
+        self._ring.register(ids, given, None if read.collected is None else read.collected[num_passed:])
+        if self._used is not None:
+            first = (items.objects or [])[:num_passed]  # overwritten by others of the same push
+            passed = [one["data_id"] for one in first if one.get("data_id") is not None]
+            self._used.replace(gone + passed, passed + self._store.values(slots, "data_id"))
+        return ids
+
+    def read_update(self, info: Mapping[str, Any]) -> tuple[Update, list[Any]]:
+        if not isinstance(info, Mapping):
+            raise UsageError("update", repr(self.name), "a mapping", type(info).__name__)
+        rows, priorities = self._rows_of(info.get(UNIQUE_ID)), info.get("priority")
+        update = self._ring.checked_update(*([], []) if priorities is None else (rows, priorities))
+        return update, [checked_data_id(one) for one in listed(info.get("used_id"))]
+
+    def read_priorities(self, ids: Any, priorities: Any) -> tuple[Update, list[Any]]:
+        """Check what `update_priorities` is given; give what `apply_update` takes."""
+        return self._ring.checked_update(ids, priorities), []
+
+    def apply_update(self, read: tuple[Update, list[Any]]) -> int:
+        update, used = read
+        if self._used is not None:
+            self._used.release(used)
+        return self._ring.update(update)
+
+    def _read_batch(self, batch: Mapping[str, Any], priorities: Any, collect_iter: Any) -> Push:
+        items = self._store.read_batch(batch)
+        given = None if priorities is None else self._ring.rows.checked(priorities, items.num_rows)
+        if collect_iter is None:
+            return Push(items, given, None)
+        collected = torch.as_tensor(collect_iter, device=self.device)
+        if collected.is_floating_point() or collected.dtype is torch.bool:
+            raise UsageError("add a batch", "", "collect_iter of integers", str(collected.dtype))
+        if collected.dim() > 1 or (collected.dim() and len(collected) != items.num_rows):
+            expected = f"a collect_iter, or {items.num_rows} of them"
+            raise UsageError("add a batch", "", expected, f"shape {list(collected.shape)}")
+        return Push(items, given, collected.long().expand(items.num_rows))
+
+    def _filled_in(self, priorities: list[Any]) -> tuple[Any, float] | None:
+        """Check priorities of items; those that are None become the largest so far."""
+        known = [plain_number(value) for value in priorities if value is not None]
+        if not known:
+            return None
+        _, largest = self._ring.rows.checked(known, len(known))
+        highest, values = self.max_priority, []
+        for value in priorities:
+            values.append(highest if value is None else float(value))
+            highest = max(highest, values[-1])
+        return own(torch.tensor(values, dtype=torch.float64, device=self.device)), largest
+
+    def _push_values(self, read: Push) -> dict[str, Any]:
+        return {"priority": self.max_priority if read.given is None else read.given[0]}
+
+    def _drop(self, slots: torch.Tensor | None) -> None:
+        """Remove the items in some slots, those that are still there; None is none."""
+        if slots is None:
+            return
+        found = self._ring.drop(slots)
+        if self._used is not None:
+            self._used.replace(self._store.values(found, "data_id"), ())
+        self._store.forget_objects(found)
 
     def _clear(self) -> None:
-        self._data.clear()
+        if self._used is not None:
+            self._used.replace(self._store.values(self._ring.limits.valid_slots(), "data_id"), ())
+        super()._clear()
+        self._ring.clear()
 
     def _release(self) -> None:
         super()._release()
-        self._data = self._make_data(self._data.used)
+        self._ring = self._make_ring()
 
-    def _read(self, items: Sequence[Any]) -> Push:
-        return self._data.read_items([without_given(item) for item in items])
+    def _make_ring(self) -> PrioritizedRing:
+        size = self.replay_buffer_size
+        return PrioritizedRing(
+            size, 1, self.rule, self.device, RowLimits(size, **self._limits_given, device=self.device)
+        )
 
-    def _write(self, read: Push) -> None:
-        self._data.write(read)
+    # Drawing.
 
-    def _push_values(self, read: Push) -> dict[str, Any]:
-        return {"priority": self.max_priority if read.priorities is None else read.priorities}
+    def _is_enough(self, request: Request, num_rows: int) -> bool:
+        return num_rows >= self.min_sample_ratio * request.size and self.push_count >= self.replay_start_size
 
-    def _is_enough(self, size: int, num_rows: int) -> bool:
-        return num_rows >= self.min_sample_ratio * size and self.push_count >= self.replay_start_size
+    def _slots_in(self, request: Request) -> torch.Tensor:
+        """List the slots of the items in a range by age, oldest first."""
+        ids = torch.arange(self._store.oldest, self._store.total, device=self.device)
+        slots = self._store.slots(ids)
+        slots = slots[tensor_of(self._ring.limits.holds(own(slots), own(ids)))]
+        return slots[list(request.among(len(slots)))]
 
-    def _draw(self, size: int, iteration: int, sample_range: slice | None) -> Draw | None:
-        """Check and draw; None if there is not enough. Everything after this is certain to happen."""
-        self._data.drop_stale(iteration)
-        if size == 0:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            return Draw(nothing, own(nothing), own(nothing.double()))
-        among = None if sample_range is None else self._data.slots_in(sample_range)
-        if not self._is_enough(size, self.count() if among is None else len(among)):
+    def _draw(self, request: Request) -> Draw | None:
+        """Remove what is stale, and draw; None if there is not enough."""
+        self._drop(self._ring.limits.stale(request.iteration))
+        among = None if request.sample_range is None else self._slots_in(request)
+        if not self._is_enough(request, self.count() if among is None else len(among)):
             return None
-        return self._data.draw(size, among, self.rng)
+        return self._ring.draw(request.size, self.rng, among)
 
-    def _finish(self, drawn: Draw, iteration: int, start_s: float) -> None:
+    def _finish(self, drawn: Draw, request: Request, start_s: float) -> None:
         """Count the uses of what was drawn, and remove what was used up."""
-        slots = drawn.slots
-        if self.monitor is not None and len(slots):
-            staleness = self._data.limits.staleness(slots, iteration)
+        slots, limits = drawn.places, self._ring.limits
+        if self.monitor is not None:
+            staleness = limits.staleness(slots, request.iteration)
             self.monitor.note_sample(
                 len(slots),
-                time=time.perf_counter() - start_s,
-                use=self._data.uses_with(slots),
-                priority=self._data.rows.priorities.index_select(0, slots),
+                time=time.monotonic() - start_s,
+                use=limits.uses_with(slots),
+                priority=self._ring.rows.priorities[slots],
                 staleness=staleness[staleness >= 0],
             )
-        self._data.use(slots)
+        used_up = limits.use(slots)
+        if self._used is not None:
+            self._used.hold(self._store.values(slots, "data_id"))
+        self._drop(used_up)
 
-    def _read_update(self, info: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Check an update; give what `_apply_update` takes."""
-        if not isinstance(info, Mapping):
-            raise UsageError("update", repr(self.name), "a mapping", type(info).__name__)
-        rows = torch.tensor(self._rows_of(info.get(UNIQUE_ID)), dtype=torch.int64, device=self.device)
-        priorities = info.get("priority")
-        used = [checked_data_id(one) for one in listed(info.get("used_id"))]
-        if priorities is None:
-            return rows[:0], *self._data.rows.checked_own([], 0), used
-        return rows, *self._data.rows.checked_own(priorities, len(rows)), used
+    def _batch(self, slots: torch.Tensor) -> dict[str, Any]:
+        """Gather slots as a nested dict of tensors; objects that are numbers become tensors, others lists."""
+        device, objects = self.output_device, self._store.objects(slots)
+        batch = self._store.columns(slots, nested=True)
+        if device is not None:
+            batch = map_leaves(lambda leaf: leaf.to(device, non_blocking=True), batch)
+        for name in dict.fromkeys(name for one in objects or () for name in one):
+            values = [one.get(name) for one in objects or ()]
+            is_number = all(isinstance(value, (bool, int, float)) for value in values)
+            put_leaf(batch, name, torch.tensor(values, device=device or self.device) if is_number else values)
+        return batch
 
-    def _apply_update(self, read: tuple[Any, ...]) -> int:
-        *update, used = read
-        if self._data.used is not None:
-            self._data.used.release(used)
-        return self._data.update(*update)
+    # Saving.
 
     def _arguments(self) -> dict[str, Any]:
-        rule, (max_use, max_staleness) = self.rule, self._limits_given
-        return {
-            **super()._arguments(),
-            "replay_start_size": self.replay_start_size,
-            "max_use": finite_or_none(max_use),
-            "max_staleness": finite_or_none(max_staleness),
-            "min_sample_ratio": self.min_sample_ratio,
-            "alpha": rule.alpha,
-            "beta": rule.beta,
-            "anneal_step": rule.anneal_step,
-            "eps": rule.eps,
-            "enable_track_used_data": self._data.used is not None,
-        }
+        limits = {name: None if x is None or isinf(x) else x for name, x in self._limits_given.items()}
+        found = super()._arguments() | {"replay_start_size": self.replay_start_size, **limits, **vars(self.rule)}
+        tracking = {"enable_track_used_data": self._used is not None}
+        return found | {"min_sample_ratio": self.min_sample_ratio, **tracking}
 
     def _get_state(self) -> State:
-        numbers, tensors = self._store_state(self._store)
-        own_numbers, own_tensors = self._data.state()
-        return State(self._arguments(), {**numbers, **own_numbers}, {**tensors, **own_tensors})
+        numbers, tensors = self._ring.state(self._store.num_live)
+        used = None if self._used is None else to_json(self._used.to_json(), "that are data_ids").decode()
+        return self._state_with(self._store, {**numbers, "used_data": used}, tensors)
 
-    def _prepare(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        store = self._checked_store(numbers, tensors, self.replay_buffer_size)
-        data = self._data.checked_state(min(store[0], self.replay_buffer_size), numbers, tensors)
-
-        def take_over() -> None:
-            self._restore_counts(numbers, tensors)
-            self._store.restore(*store)
-            self._data.restore(data, numbers)
-
-        return take_over
-
-
-def _leading_size(batch: Mapping[str, Any]) -> int:
-    """Say how many rows a batch has, before it is checked."""
-    leaf: Any = batch
-    while isinstance(leaf, Mapping):
-        leaf = next(iter(leaf.values()), ())
-    try:
-        return len(leaf)
-    except TypeError:
-        return 0
+    def _built(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        store, ring, text = (
+            self._store_of(self.replay_buffer_size, numbers, tensors),
+            self._make_ring(),
+            numbers["used_data"],
+        )
+        ring.restore(store.num_live, numbers, tensors)
+        if (text is None) != (self._used is None):
+            raise SchemaError("load a state", "", f"tracked data: {self._used is not None}", f"{text is not None}")
+        used = None if text is None else UsedData.from_json(from_json(text.encode(), "that are data_ids"))
+        return {"_store": store, "_ring": ring, "_used": used}

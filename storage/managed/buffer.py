@@ -1,7 +1,7 @@
-"""`ManagedBuffer`: what all buffers of a manager share: checked pushes, ids, rates, monitors, saved state.
+"""`ManagedBuffer`: what all buffers share: checked pushes, uniform samples, ids, rates, monitors, saved state.
 
-One rule: a push is read and checked whole, then written; both under the buffer's lock. Who is drawn
-is each buffer's own affair.
+One rule: a call is checked as a whole, and let pass by the rate limiter, before anything is changed; all of that
+under the buffer's lock. A manager does the same with several buffers at once, by `try_together`.
 """
 
 from __future__ import annotations
@@ -9,29 +9,27 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 
-from ..core.arguments import check_count
-from ..core.fields import Field, Schema
-from ..core.records import COMPLEX_DTYPES, make_field
-from ..core.samplers import generator_on
-from ..errors import ClosedError, CorruptFileError, SchemaError, UsageError
+from ..core import arguments
+from ..core.samplers import distinct, generator_on, uniform
+from ..errors import ClosedError, UsageError
 from ..live.rates import RateLimitedError, RateLimiter
-from ..saving.store import Store
-from .item_ids import SLOT, UNIQUE_ID, UnknownNameError, as_items, check_iteration, check_range, split_unique_id
-from .item_leaves import from_json, to_json
+from ..saving.store import State, Store
+from .ids import SLOT, UNIQUE_ID, Request, UnknownNameError, as_items, split_unique_id
 from .items import ItemStore
 from .monitor import BufferMonitor
 
 _Self = TypeVar("_Self", bound="ManagedBuffer")
+_Found = TypeVar("_Found")
 
 
 class ManagedBuffer(Store):
-    """Items by row, under one lock.
+    """Items by row, under one lock, drawn uniformly unless a subclass overrides `has` and `take`.
 
     Args:
         replay_buffer_size: Items that fit, at least 1.
@@ -40,7 +38,7 @@ class ManagedBuffer(Store):
         output_device: Where samples are given; None for where they are kept.
         generator: Draws the samples: a `torch.Generator` on `device`, a seed, or None for one of its
             own that is seeded once from torch's.
-        monitor: Is told what comes and goes; None for nobody.
+        monitor: Is told of pushes and samples; None for no monitor.
         rate_limiter: Lets pushes and samples pass, wait, or not; or the arguments of one.
     """
 
@@ -55,7 +53,7 @@ class ManagedBuffer(Store):
         monitor: BufferMonitor | None = None,
         rate_limiter: RateLimiter | Mapping[str, Any] | None = None,
     ) -> None:
-        self.replay_buffer_size = check_count("create a buffer", "replay_buffer_size", replay_buffer_size, 1)
+        self.replay_buffer_size = arguments.whole("create a buffer", "replay_buffer_size", replay_buffer_size, 1)
         if not isinstance(name, str) or not name:
             raise UsageError("create a buffer", "", "a name that is a non-empty str", repr(name))
         self.name = name
@@ -64,11 +62,9 @@ class ManagedBuffer(Store):
         self.rng = generator_on(generator, self.device)
         self.monitor = monitor
         self.rate_limiter = RateLimiter(**rate_limiter) if isinstance(rate_limiter, Mapping) else rate_limiter
-        self._store = self._make_store()
         self._lock = threading.RLock()
         self._is_closed = False
-
-    # What comes in.
+        self._store = ItemStore(self.replay_buffer_size, self.device)
 
     def push(self, data: Any) -> None:
         """Add an item, or a list of items; copies are kept.
@@ -79,8 +75,7 @@ class ManagedBuffer(Store):
             RateLimitedError: The rate limiter did not let it pass.
             ClosedError: After `close`.
         """
-        items = as_items(data)
-        self._add(items, len(items))
+        self._push(self.as_list(data))
 
     def append(self, data: Any) -> None:
         """Add one item."""
@@ -90,12 +85,9 @@ class ManagedBuffer(Store):
         """Add several items."""
         self.push(list(data))
 
-    # What is there.
-
     def count(self) -> int:
         """Items that can be given."""
-        with self._lock:
-            return self._store.num_live
+        return self._store.num_live
 
     def __len__(self) -> int:
         return self.count()
@@ -109,11 +101,10 @@ class ManagedBuffer(Store):
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
     ) -> bool:
         """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
-        size, cur_learner_iter = check_count("sample", "size", size, 0), check_iteration(cur_learner_iter)
-        check_range(sample_range)
+        request = Request.checked(size, cur_learner_iter, sample_range, replace)
         with self._lock:
-            passes = self.rate_limiter is None or self.rate_limiter.may_sample(size)
-            return self._has(size, cur_learner_iter, sample_range, replace) and passes and not self._is_closed
+            passes = self.rate_limiter is None or self.rate_limiter.may_sample(request.size)
+            return self.has(request) and passes and not self._is_closed
 
     def sample(
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
@@ -130,31 +121,16 @@ class ManagedBuffer(Store):
         Returns:
             A list of copies; None if there are fewer than `size`, or none, or the rate limiter refuses.
         """
-        size, cur_learner_iter = check_count("sample", "size", size, 0), check_iteration(cur_learner_iter)
-        check_range(sample_range)
+        request = Request.checked(size, cur_learner_iter, sample_range, replace)
         try:
-            with self._admitted(size, is_push=False):
-                found = self._take(size, cur_learner_iter, sample_range, replace)
-                if found is None:
-                    self._undo(size, is_push=False)
-                return found
+            return self._when_admitted(request.size, False, lambda: self.take(request))
         except RateLimitedError:
             return None
 
     def update(self, info: Mapping[str, Any]) -> int:
         """Take what a learner found; gives the number of items that it was applied to."""
         with self._lock:
-            return self._apply_update(self._read_update(info))
-
-    def _read_update(self, info: Mapping[str, Any]) -> Any:
-        """Check an update; give what `_apply_update` takes."""
-        if isinstance(info, Mapping):
-            self._rows_of(info.get(UNIQUE_ID))
-        return None
-
-    def _apply_update(self, read: Any) -> int:
-        """Take a checked update."""
-        return 0
+            return self.apply_update(self.read_update(info))
 
     def clear(self) -> None:
         """Forget every item; ids count from 0 again."""
@@ -163,14 +139,12 @@ class ManagedBuffer(Store):
             if self.rate_limiter is not None:
                 self.rate_limiter.reset()
 
-    # Its life.
-
     def start(self) -> None:
         """Do nothing: no buffer needs a thread. For callers that start what they use."""
 
     def close(self) -> None:
-        """Let go of all items and of whoever waits; pushing and sampling raise from now on. May be called twice."""
-        self._is_closed = True  # first: whoever the limiter lets go of must see it
+        """Release all items and threads that wait; pushing and sampling raise from now on. May be called twice."""
+        self._is_closed = True  # first: threads that the limiter releases must see it
         if self.rate_limiter is not None:
             self.rate_limiter.close()
         with self._lock:
@@ -184,72 +158,95 @@ class ManagedBuffer(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # For the manager, which checks all of its buffers before any of them is changed.
+    # The steps of a call, for `try_together` and the manager. The lock is held in all but `wait`.
 
-    def _admit(self, num_items: int, is_push: bool) -> bool:
-        """Count what the limiter lets pass at once; False if it does not. The lock is held."""
-        self._check_open("push into" if is_push else "sample from")
+    @property
+    def lock(self) -> threading.RLock:
+        """Lock of all methods."""
+        return self._lock
+
+    def admit(self, num_items: int, is_push: bool) -> bool:
+        """Count what the limiter lets pass at once; False if it does not."""
+        self._check_open(is_push)
         limiter = self.rate_limiter
         return limiter is None or (limiter.insert if is_push else limiter.sample)(num_items, waits=False)
 
-    def _undo(self, num_items: int, is_push: bool) -> None:
-        """Take back what `_admit` counted. The lock is still held, so that no other thread went by it."""
+    def undo(self, num_items: int, is_push: bool) -> None:
+        """Take back what `admit` counted."""
         if self.rate_limiter is not None:
             self.rate_limiter.undo(*((num_items, 0) if is_push else (0, num_items)))
 
-    def _await(self, num_items: int, is_push: bool, start_s: float) -> None:
+    def wait(self, num_items: int, is_push: bool, start_s: float) -> None:
         """Wait until the limiter would let it pass, or raise `RateLimitedError`. No lock is held."""
         if self.rate_limiter is None or self.rate_limiter.wait(num_items, is_push, start_s):
             return
-        self._check_open("push into" if is_push else "sample from")
+        self._check_open(is_push)
         advice = "Sample first, or raise the tolerance"
         raise RateLimitedError("push into", repr(self.name), "draws to keep up", f"{num_items} more items", advice)
 
-    @contextmanager
-    def _admitted(self, num_items: int, is_push: bool) -> Iterator[None]:
-        """Hold the lock, when the limiter has let it pass; take that back if the block raises."""
-        start_s = time.monotonic()
-        while True:
-            with self._lock:
-                if self._admit(num_items, is_push):
-                    try:
-                        yield
-                    except BaseException:  # Ctrl-C too: the other side would wait for what never was
-                        self._undo(num_items, is_push)
-                        raise
-                    return
-            self._await(num_items, is_push, start_s)
-
-    def _has(self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False) -> bool:
-        """Tell whether there are enough for `_take`. The lock is held."""
-        return size == 0 or len(range(self.count())[sample_range or slice(None)]) >= (1 if replace else size)
+    def as_list(self, data: Any) -> list[Any]:
+        """List what was pushed: one item, or several."""
+        return as_items(data)
 
     @abstractmethod
-    def _take(
-        self, size: int, iteration: int, sample_range: slice | None = None, replace: bool = False
-    ) -> list[Any] | None:
-        """Check and draw; None if there are not enough. The lock is held, the limiter has let it pass."""
+    def read(self, items: Sequence[Any]) -> Any:
+        """Check items; give what `write` takes."""
 
     @abstractmethod
-    def _read(self, items: Sequence[Any]) -> Any:
-        """Check items; give what `_write` takes."""
-
-    @abstractmethod
-    def _write(self, read: Any) -> None:
+    def write(self, read: Any) -> Any:
         """Add checked items."""
 
-    def _add(self, items: Sequence[Any], num_items: int) -> None:
-        start_s = time.perf_counter()
-        with self._admitted(num_items, is_push=True):
-            read = self._read(items)
-            self._write(read)
+    def note_push(self, num_items: int, read: Any, start_s: float) -> None:
+        """Tell the monitor of a push that began at `start_s` of `time.monotonic()`."""
         if self.monitor is not None:
-            self.monitor.note_push(num_items, time=time.perf_counter() - start_s, **self._push_values(read))
+            self.monitor.note_push(num_items, time=time.monotonic() - start_s, **self._push_values(read))
 
-    # For buffers.
+    def has(self, request: Request) -> bool:
+        """Tell whether there are enough for `take`."""
+        return request.size == 0 or len(request.among(self.count())) >= (1 if request.replace else request.size)
 
-    def _make_store(self) -> ItemStore:
-        return ItemStore(self.replay_buffer_size, self.device)
+    def take(self, request: Request) -> list[Any] | None:
+        """Check and draw; None if there are not enough."""
+        if request.size == 0 or not self.has(request):
+            return [] if request.size == 0 else None
+        start_s, ages = time.monotonic(), request.among(self.count())
+        drawn = (uniform if request.replace else distinct)(len(ages), request.size, self.rng)
+        found = self._items_at(ages.start + drawn * ages.step)
+        if self.monitor is not None:
+            self.monitor.note_sample(request.size, time=time.monotonic() - start_s)
+        return found
+
+    def read_update(self, info: Mapping[str, Any]) -> Any:
+        """Check an update; give what `apply_update` takes."""
+        if isinstance(info, Mapping):
+            self._rows_of(info.get(UNIQUE_ID))
+
+    def apply_update(self, read: Any) -> int:
+        """Take a checked update."""
+        return 0
+
+    def built(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Build new contents, attribute by attribute, from a state; raise if it does not fit. Nothing is changed."""
+        torch.Generator(self.rng.device).set_state(self._rng_state(tensors))
+        if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
+            RateLimiter(**self.rate_limiter.to_json()).load_state_dict(numbers["rate_limiter"])
+        return self._built(numbers, tensors)
+
+    def adopt(self, built: Mapping[str, Any], numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the contents, the limiter's counts and the random state by those of a state; cannot fail."""
+        if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
+            self.rate_limiter.load_state_dict(numbers["rate_limiter"])
+        self.rng.set_state(self._rng_state(tensors))
+        vars(self).update(built)
+
+    # For subclasses.
+
+    def _items_at(self, ages: torch.Tensor) -> list[Any]:
+        """Copy the items of `[n]` ages, 0 for the oldest."""
+        raise NotImplementedError
+
+    def _built(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {"_store": self._store_of(self.replay_buffer_size, numbers, tensors)}
 
     def _push_values(self, read: Any) -> dict[str, Any]:
         """Say what a monitor is told of a push."""
@@ -259,96 +256,78 @@ class ManagedBuffer(Store):
         self._store.clear()
 
     def _release(self) -> None:
-        """Let go of the memory."""
-        self._store = self._make_store()
+        """Free the memory."""
+        self._store = ItemStore(self.replay_buffer_size, self.device)
 
-    def _check_open(self, action: str) -> None:
+    def _push(self, items: Sequence[Any]) -> None:
+        start_s = time.monotonic()
+
+        def work() -> tuple[Any]:
+            read = self.read(items)
+            self.write(read)
+            return (read,)
+
+        (read,) = self._when_admitted(len(items), True, work) or (None,)
+        self.note_push(len(items), read, start_s)
+
+    def _when_admitted(self, number: int, is_push: bool, work: Callable[[], _Found | None]) -> _Found | None:
+        """Do `together` with this buffer alone."""
+        if self.rate_limiter is not None:
+            return together({self: number}, is_push, work)
+        with self._lock:
+            self._check_open(is_push)
+            return work()
+
+    def _check_open(self, is_push: bool) -> None:
         if self._is_closed:
+            action = "push into" if is_push else "sample from"
             raise ClosedError(action, repr(self.name), "an open buffer", "a closed one", "Make a new one")
 
-    def _ids_of(self, slots: torch.Tensor) -> dict[str, list[Any]]:
-        """Name the items in some slots, as samples do."""
+    def _ids_of(self, ids: torch.Tensor, slots: torch.Tensor) -> dict[str, list[Any]]:
+        """Name items as samples do."""
         prefix = self.name + "_"
-        return {UNIQUE_ID: [f"{prefix}{row}" for row in self._store.ids(slots).tolist()], SLOT: slots.tolist()}
+        return {UNIQUE_ID: [f"{prefix}{row}" for row in ids.tolist()], SLOT: slots.tolist()}
 
     def _rows_of(self, unique_ids: Any) -> list[int]:
         """Give the row ids that are in unique ids (None is none); raise if one is of another buffer."""
         rows: list[int] = []
-        if unique_ids is None:
-            return rows
-        for unique_id in [unique_ids] if isinstance(unique_ids, str) else list(unique_ids):
+        for unique_id in [unique_ids] if isinstance(unique_ids, str) else [] if unique_ids is None else unique_ids:
             name, row = split_unique_id(unique_id)
             if name != self.name:
                 raise UnknownNameError("update", "a buffer", f"ids of {self.name!r}", repr(unique_id))
             rows.append(row)
         return rows
 
-    def _store_state(self, store: ItemStore) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Take the store and the limiter apart: numbers and tensors. Objects become JSON."""
-        schema = None if store.schema is None else store.schema.to_json()
-        columns = store.live_columns()
-        objects = store.live_objects_view()
-        tensors = {f"column/{place}": leaf for place, leaf in enumerate(columns.values())}
-        if objects is not None:
-            text = to_json(objects, f"of {self.name!r}")
-            tensors["objects"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        limiter = None if self.rate_limiter is None else self.rate_limiter.state_dict()
-        numbers = {"total": store.total, "schema": schema, "arrays": sorted(store.arrays), "rate_limiter": limiter}
-        return numbers, {**tensors, "rng": self.rng.get_state()}
-
-    def _checked_store(
-        self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], capacity: int
-    ) -> tuple[int, Schema | None, frozenset[str], dict[str, torch.Tensor], Any]:
-        """Check what `_store_state` gave; give what `ItemStore.restore` takes. Nothing is changed."""
-        total = numbers["total"]
-        schema = None if numbers["schema"] is None else _schema_of(numbers["schema"])
-        if not isinstance(total, int) or not 0 <= total < 1 << 62:
-            raise SchemaError("load a state", "", "a total >= 0", repr(total))
-        live = min(total, capacity)
-        columns = {}
-        for place, (name, field) in enumerate((schema or {}).items()):
-            leaf = tensors[f"column/{place}"]
-            if leaf.dtype != field.torch_dtype or leaf.shape != (live, *field.shape):
-                expected = f"{field.dtype} {[live, *field.shape]}"
-                raise SchemaError("load a state", f"with {name!r}", expected, f"{leaf.dtype} {list(leaf.shape)}")
-            columns[name] = leaf
-        objects = None
-        if "objects" in tensors:
-            objects = from_json(tensors["objects"].cpu().numpy().tobytes(), f"of {self.name!r}")
-            if not isinstance(objects, list) or len(objects) != live or not all(isinstance(x, dict) for x in objects):
-                raise CorruptFileError("read objects", f"of {self.name!r}", f"{live} of them", "others")
-        return total, schema, frozenset(numbers["arrays"]), columns, objects
-
-    def _restore_counts(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over the limiter's counts and the random state."""
-        if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
-            self.rate_limiter.load_state_dict(numbers["rate_limiter"])
-        self.rng.set_state(tensors["rng"].cpu())
-
-    @abstractmethod
-    def _prepare(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Check a state; give what takes it over and cannot fail."""
-
-    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        self._prepared(numbers, tensors)()
-
-    def _prepared(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Do what `_prepare` does, and see to the random state."""
+    def _rng_state(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Give the saved random state, or the own one if it is of a generator on another kind of device."""
         own = self.rng.get_state()
-        if tensors["rng"].shape != own.shape:  # of a generator on another kind of device
-            tensors = {**tensors, "rng": own}
-        torch.Generator(self.rng.device).set_state(tensors["rng"].cpu())
-        return self._prepare(numbers, tensors)
+        return tensors["rng"].cpu() if tensors["rng"].shape == own.shape else own
+
+    def _store_of(self, capacity: int, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ItemStore:
+        return ItemStore.of_state(capacity, self.device, numbers, tensors, f"of {self.name!r}")
 
     def _arguments(self) -> dict[str, Any]:
         """Give the arguments that make an equal buffer, as JSON."""
         limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
         return {"replay_buffer_size": self.replay_buffer_size, "name": self.name, "rate_limiter": limiter}
 
+    def _state_with(self, store: ItemStore, *more: Mapping[str, Any]) -> State:
+        """Give the state of items, the limiter and the generator, and more numbers and tensors."""
+        limiter = None if self.rate_limiter is None else self.rate_limiter.state_dict()
+        numbers, tensors = store.state(f"of {self.name!r}")
+        more_numbers, more_tensors = more or ({}, {})
+        numbers |= {"rate_limiter": limiter, **more_numbers}
+        return State(self._arguments(), numbers, {**tensors, "rng": self.rng.get_state(), **more_tensors})
+
+    def _get_state(self) -> State:
+        return self._state_with(self._store)
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self.adopt(self.built(numbers, tensors), numbers, tensors)
+
     def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        own, given = self.rng.get_state(), tensors.get("rng")
-        if isinstance(given, torch.Tensor) and given.shape != own.shape:  # of a generator on another kind of device
-            tensors = {**tensors, "rng": own}
+        if isinstance(tensors.get("rng"), torch.Tensor):
+            tensors = {**tensors, "rng": self._rng_state(tensors)}
         super()._take_state(numbers, tensors)
 
     @classmethod
@@ -357,11 +336,44 @@ class ManagedBuffer(Store):
         return made(**arguments, device=device, generator=0)  # the saved random state comes next
 
 
-def _schema_of(items: Iterable[Mapping[str, Any]]) -> Schema:
-    """Build a schema from `to_json`'s form, of any dtype that a buffer can hold."""
-    return Schema(
-        make_field(item["name"], item["shape"], item["dtype"])
-        if item.get("dtype") in COMPLEX_DTYPES
-        else Field.from_json(item)
-        for item in items
-    )
+def try_together(
+    numbers: Mapping[ManagedBuffer, int], is_push: bool, work: Callable[[], _Found | None]
+) -> tuple[_Found | None, ManagedBuffer | None]:
+    """Do `work` under the locks of some buffers if all of their limiters let so many items of each pass at once.
+
+    What they counted is taken back, before the locks are released, if `work` raises or gives None.
+
+    Args:
+        numbers: Items of each buffer; in the same order in every thread.
+        is_push: Whether they are pushed or sampled.
+        work: What is to be done.
+
+    Returns:
+        What `work` gave, and the buffer whose limiter does not let it pass, or None.
+    """
+    with ExitStack() as locks, ExitStack() as undo:
+        for buffer in numbers:
+            locks.enter_context(buffer.lock)
+        for buffer, number in numbers.items():
+            if not buffer.admit(number, is_push):
+                return None, buffer
+            undo.callback(buffer.undo, number, is_push)
+        found = work()
+        if found is not None:
+            undo.pop_all()
+        return found, None
+
+
+def together(numbers: Mapping[ManagedBuffer, int], is_push: bool, work: Callable[[], _Found | None]) -> _Found | None:
+    """Do what `try_together` does, waiting, with no lock held, for limiters that let others wait.
+
+    Raises:
+        RateLimitedError: A limiter refuses, or its time is over.
+        ClosedError: A buffer is closed.
+    """
+    start_s = time.monotonic()
+    while True:
+        found, refusing = try_together(numbers, is_push, work)
+        if refusing is None:
+            return found
+        refusing.wait(numbers[refusing], is_push, start_s)

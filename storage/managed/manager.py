@@ -1,34 +1,42 @@
 """`BufferManager`: several buffers under one front: push by name, sample by ratio, update by id.
 
-One rule: a call concerns all of its buffers or none. Everything is checked in each of them, under
-all of their locks, before any of them is changed. What a buffer does is its own affair.
+One rule: a call concerns all of its buffers or none. Everything is checked in each of them, under all of their
+locks, before any of them is changed.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from ..core import arguments
 from ..core.samplers import generator_on
 from ..errors import ClosedError, UsageError, nearest
 from ..live.rates import RateLimitedError
 from ..saving.store import State, Store
 from .advanced import AdvancedReplayBuffer
-from .buffer import ManagedBuffer
-from .config import KINDS, arguments_of, make_buffers, part_of_state
+from .buffer import ManagedBuffer, together, try_together
 from .episodes import EpisodeReplayBuffer
-from .item_ids import UnknownNameError, as_items, check_iteration
-from .sample_shares import SampleShares
-from .update_shares import share_out_update
+from .ids import Request, as_items, checked_iteration, raise_unknown
+from .naive import NaiveReplayBuffer
+from .shares import checked_ratio, checked_sizes, share_out_sample, share_out_update
 from .used_data import UsedQueue
 
 _Self = TypeVar("_Self", bound="BufferManager")
+
+_KINDS: dict[str, type[ManagedBuffer]] = {
+    "advanced": AdvancedReplayBuffer,
+    "naive": NaiveReplayBuffer,
+    "episode": EpisodeReplayBuffer,
+}
+#: Names in a configuration that are not those of buffers.
+_RESERVED = ("buffer_name", "sample_ratio")
 
 
 class BufferManager(Store):
@@ -56,10 +64,13 @@ class BufferManager(Store):
         self.device = torch.device(device)
         self.rng = generator_on(generator, torch.device("cpu"))
         self._lock = threading.RLock()
-        #: Choosing buffers, and being let pass by their limiters at once; not held while a limiter waits.
+        #: Held while buffers are chosen and their limiters asked; not while a limiter lets a thread wait.
         self._choice_lock = threading.Lock()
-        self._buffers = make_buffers(cfg, self.device)
-        self._shares_of_samples = SampleShares(self.buffer_name, self._buffer, cfg.get("sample_ratio"))
+        self._buffers = _make_buffers(cfg, self.device)
+        ratio = cfg.get("sample_ratio")
+        if ratio is None and len(self._buffers) == 1:
+            ratio = dict.fromkeys(self._buffers, 1.0)
+        self._ratio = None if ratio is None else checked_ratio(ratio, self._buffers)
         self._is_closed = False
 
     @property
@@ -69,9 +80,8 @@ class BufferManager(Store):
 
     @property
     def sample_ratio(self) -> dict[str, float] | None:
-        """The configured shares, a copy; None if there are several buffers and nobody said."""
-        ratio = self._shares_of_samples.ratio
-        return None if ratio is None else dict(ratio)
+        """The configured shares, a copy; None if there are several buffers and none were given."""
+        return None if self._ratio is None else dict(self._ratio)
 
     def __getitem__(self, name: str) -> Any:
         """Give the buffer of a name."""
@@ -94,21 +104,18 @@ class BufferManager(Store):
         """
         self._check_open("push data")
         start_s = time.monotonic()
-        shares = self._shares(data, buffer_name)
-        numbers = {name: len(items) for name, items in shares.items()}
+        given = self._routed(data, buffer_name)
+        shares = {buffer: given[name] for name, buffer in self._buffers.items() if name in given}
+        numbers = {buffer: len(items) for buffer, items in shares.items()}
 
-        def write() -> dict[str, Any]:
-            read = {name: self._buffers[name]._read(items) for name, items in shares.items()}
-            for name, one in read.items():
-                self._buffers[name]._write(one)
+        def work() -> list[Any]:
+            read = [buffer.read(items) for buffer, items in shares.items()]
+            for buffer, one in zip(shares, read, strict=True):
+                buffer.write(one)
             return read
 
-        while isinstance(found := self._in_all(numbers, True, write), str):
-            self._buffers[found]._await(numbers[found], True, start_s)
-        for name, one in (found or {}).items():
-            buffer = self._buffers[name]
-            if buffer.monitor is not None:
-                buffer.monitor.note_push(numbers[name], time=time.monotonic() - start_s, **buffer._push_values(one))
+        for buffer, one in zip(shares, together(numbers, True, work) or (), strict=True):
+            buffer.note_push(numbers[buffer], one, start_s)
 
     def push(self, data: Any, buffer_name: str | Sequence[str] | None = None) -> None:
         """Do what `push_data` does."""
@@ -131,10 +138,10 @@ class BufferManager(Store):
         sample_ratio: Mapping[str, float] | None = None,
     ) -> bool:
         """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
-        cur_learner_iter = check_iteration(cur_learner_iter)
+        cur_learner_iter = checked_iteration(cur_learner_iter)
         with self._choice_lock:
             before = self.rng.get_state()
-            _, sizes = self._shares_of_samples.share_out(batch_size, sample_ratio, self.rng)
+            _, sizes = self._shared_out(batch_size, sample_ratio)
             self.rng.set_state(before)  # the next sample shares out alike
             with self._locked(sizes):
                 found = [self._buffers[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
@@ -162,7 +169,7 @@ class BufferManager(Store):
             KeyError: No buffer is called so.
             ValueError: The shares are negative, or do not sum to 1.
         """
-        order, found = self._drawn(batch_size, cur_learner_iter, sample_ratio, "_take")
+        order, found = self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=False)
         if found is None or order is None:
             return found
         items = [item for part in found.values() for item in part]
@@ -180,7 +187,7 @@ class BufferManager(Store):
             Name -> (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each buffer that gives
             a row; `update_priorities` takes the ids. None if a buffer refuses.
         """
-        return self._drawn(batch_size, cur_learner_iter, sample_ratio, "_take_tensors")[1]
+        return self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=True)[1]
 
     # What a learner found.
 
@@ -197,27 +204,24 @@ class BufferManager(Store):
             ValueError: A priority is negative or not finite, or there are not as many.
         """
         tracking = [name for name, buffer in self._buffers.items() if isinstance(buffer, AdvancedReplayBuffer)]
-        parts = share_out_update(info, self._buffer, tracking)
+        parts = share_out_update(info, self._buffers, tracking)
         with self._locked(parts):
-            read = {name: self._buffers[name]._read_update(part) for name, part in parts.items()}
-            return sum(self._buffers[name]._apply_update(one) for name, one in read.items())
+            read = {name: self._buffers[name].read_update(part) for name, part in parts.items()}
+            return sum(self._buffers[name].apply_update(one) for name, one in read.items())
 
     def update_priorities(self, ids: Mapping[str, Any], priorities: Mapping[str, Any]) -> int:
         """Set priorities of rows by name of the buffer, as `sample_tensors` gave them; gives how many were applied."""
         if set(ids) != set(priorities):
             raise UsageError("update priorities", "", f"priorities of {sorted(ids)}", str(sorted(priorities)))
-        self._check_prioritized(ids)
+        buffers = {name: self._prioritized(name) for name in ids}
         with self._locked(ids):
-            buffers: dict[str, Any] = {name: self._buffers[name] for name in ids}
-            read = {name: one._read_priorities(ids[name], priorities[name]) for name, one in buffers.items()}
-            return sum(int(buffers[name]._data.update(*one)) for name, one in read.items())
+            read = {name: buffer.read_priorities(ids[name], priorities[name]) for name, buffer in buffers.items()}
+            return sum(buffers[name].apply_update(one) for name, one in read.items())
 
     def used_data(self, buffer_name: str | None = None) -> UsedQueue:
-        """Give a buffer's queue of `data_id`s that nobody needs any more; None is the only buffer."""
-        buffer = self._buffer(self._only("track used data") if buffer_name is None else buffer_name)
-        if not isinstance(buffer, AdvancedReplayBuffer):
-            raise UsageError("track used data", f"of {buffer.name!r}", "a buffer of type 'advanced'", "another")
-        return buffer.used_data()
+        """Give a buffer's queue of `data_id`s that are not needed any more; None is the only buffer."""
+        name = self._only("track used data") if buffer_name is None else buffer_name
+        return self._prioritized(name, "track used data of").used_data()
 
     # What is there.
 
@@ -268,14 +272,11 @@ class BufferManager(Store):
             return
         its = state["arguments"]["cfg"]
         with self._locked(self._buffers):
-            ready = []
-            for place, name in enumerate(its["buffer_name"]):
-                if name in self._buffers:
-                    buffer = self._buffers[name]
-                    buffer.check_equal(type(buffer).__name__, arguments_of(its[name], name))
-                    ready.append(buffer._prepared(*part_of_state(state["numbers"], state["tensors"], place, name)))
-            for take_over in ready:
-                take_over()
+            places = {name: place for place, name in enumerate(its["buffer_name"]) if name in self._buffers}
+            for name in places:
+                arguments = {key: value for key, value in its[name].items() if key != "type"}
+                self._buffers[name].check_equal(type(self._buffers[name]).__name__, {**arguments, "name": name})
+            self._set_buffers(places, state["numbers"], state["tensors"])
 
     def _get_state(self) -> State:
         cfg: dict[str, Any] = {"buffer_name": self.buffer_name, "sample_ratio": self.sample_ratio}
@@ -283,8 +284,8 @@ class BufferManager(Store):
         with self._choice_lock, self._locked(self._buffers):
             tensors = {"rng": self.rng.get_state()}
             for place, (name, buffer) in enumerate(self._buffers.items()):
-                state = buffer.copy_state()  # before the locks are let go
-                kind = next(kind for kind, its in KINDS.items() if type(buffer) is its)
+                state = buffer.copy_state()  # before the locks are released
+                kind = next(kind for kind, its in _KINDS.items() if type(buffer) is its)
                 cfg[name] = {"type": kind, **{key: x for key, x in state.arguments.items() if key != "name"}}
                 numbers[name] = state.numbers
                 tensors.update({f"buffer/{place}/{key}": x for key, x in state.tensors.items()})
@@ -292,13 +293,21 @@ class BufferManager(Store):
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._locked(self._buffers):
-            ready = [
-                buffer._prepared(*part_of_state(numbers, tensors, place, name))
-                for place, (name, buffer) in enumerate(self._buffers.items())
-            ]
+            self._set_buffers({name: place for place, name in enumerate(self._buffers)}, numbers, tensors)
             self.rng.set_state(tensors["rng"])
-            for take_over in ready:
-                take_over()
+
+    def _set_buffers(
+        self, places: Mapping[str, int], numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Load some buffers, all or none; `places` are their numbers in the state."""
+        parts = {}
+        for name, place in places.items():
+            prefix = f"buffer/{place}/"
+            own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+            parts[name] = numbers["buffers"][name], own
+        built = {name: self._buffers[name].built(*part) for name, part in parts.items()}
+        for name, part in parts.items():
+            self._buffers[name].adopt(built[name], *part)
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
@@ -307,9 +316,13 @@ class BufferManager(Store):
     # Inside.
 
     def _buffer(self, name: Any) -> ManagedBuffer:
-        if name not in self._buffers:
-            raise UnknownNameError("find a buffer", "", nearest(str(name), self._buffers), repr(name))
-        return self._buffers[name]
+        return self._buffers[name] if name in self._buffers else raise_unknown(name, self._buffers)
+
+    def _prioritized(self, name: str, action: str = "use tensors of") -> AdvancedReplayBuffer:
+        buffer = self._buffer(name)
+        if not isinstance(buffer, AdvancedReplayBuffer):
+            raise UsageError(action, repr(name), "a buffer of type 'advanced'", "another")
+        return buffer
 
     def _only(self, action: str) -> str:
         if len(self._buffers) > 1:
@@ -321,89 +334,104 @@ class BufferManager(Store):
         if self._is_closed:
             raise ClosedError(action, "", "an open manager", "a closed one", "Make a new one")
 
-    def _check_prioritized(self, names: Iterable[str]) -> None:
-        for name in names:
-            if not isinstance(self._buffer(name), AdvancedReplayBuffer):
-                raise UsageError("use tensors of", repr(name), "a buffer of type 'advanced'", "another")
-
     @contextmanager
     def _locked(self, names: Iterable[str]) -> Iterator[None]:
-        """Hold the locks of some buffers, taken in one order by everybody."""
+        """Hold the locks of some buffers, taken in the same order by all threads."""
         wanted = set(names)
         with ExitStack() as stack:
             for name, buffer in self._buffers.items():
                 if name in wanted:
-                    stack.enter_context(buffer._lock)
+                    stack.enter_context(buffer.lock)
             yield
 
-    def _shares(self, data: Any, buffer_name: str | Sequence[str] | None) -> dict[str, list[Any]]:
+    def _routed(self, data: Any, buffer_name: str | Sequence[str] | None) -> dict[str, list[Any]]:
         """Say which buffer gets which items."""
         if buffer_name is not None:
-            names = _names(buffer_name)
-            for name in names:
-                self._buffer(name)
-            return {name: self._items(name, data) for name in names}
-        if len(self._buffers) == 1:
-            only = next(iter(self._buffers))
-            if not any(isinstance(item, Mapping) and item.get("buffer_name") is not None for item in as_items(data)):
-                return {only: self._items(only, data)}
+            return {name: self._buffer(name).as_list(data) for name in _names(buffer_name)}
+        names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in as_items(data)]
+        if len(self._buffers) == 1 and all(name is None for name in names):
+            return {name: buffer.as_list(data) for name, buffer in self._buffers.items()}
         shares: dict[str, list[Any]] = {}
-        for item in as_items(data):
-            own = item.get("buffer_name") if isinstance(item, Mapping) else None
+        for item, own in zip(as_items(data), names, strict=True):
             for name in [self._only("push data")] if own is None else _names(own):
                 self._buffer(name)
                 shares.setdefault(name, []).append(item)
         return shares
 
-    def _items(self, name: str, data: Any) -> list[Any]:
-        buffer = self._buffers[name]
-        return buffer.as_episodes(data) if isinstance(buffer, EpisodeReplayBuffer) else as_items(data)
+    def _shared_out(
+        self, batch_size: int | Mapping[str, int], ratio: Mapping[str, float] | None
+    ) -> tuple[list[int] | None, dict[str, int]]:
+        """Give the order of all items, None if sizes were given by name; and the size by name."""
+        if isinstance(batch_size, Mapping):
+            return None, checked_sizes(batch_size, self._buffers)
+        size = arguments.whole("sample", "batch_size", batch_size, 0)
+        shares = self._ratio if ratio is None else checked_ratio(ratio, self._buffers)
+        if shares is None:
+            advice = "Give it here or in the configuration"
+            raise UsageError("share out a sample", "", "a sample_ratio", "none", advice)
+        return share_out_sample(size, shares, self.rng)
 
     def _drawn(
-        self, batch_size: Any, iteration: int, ratio: Mapping[str, float] | None, method: str
+        self, batch_size: Any, iteration: int, ratio: Mapping[str, float] | None, are_tensors: bool
     ) -> tuple[list[int] | None, dict[str, Any] | None]:
-        """Draw from all buffers or from none: their order, and what `method` of each gives; (None, None) if none."""
-        iteration, start_s = check_iteration(iteration), time.monotonic()
+        """Draw from all buffers or from none: the order of the items, and samples by name; (None, None) if none."""
+        iteration, start_s = checked_iteration(iteration), time.monotonic()
         while True:
             self._check_open("sample")
             with self._choice_lock:
                 before = self.rng.get_state()
-                order, sizes = self._shares_of_samples.share_out(batch_size, ratio, self.rng)
-                if method == "_take_tensors":
+                order, sizes = self._shared_out(batch_size, ratio)
+                if are_tensors:
                     sizes = {name: size for name, size in sizes.items() if size}
-                    self._check_prioritized(sizes)
-                found = self._in_all(sizes, False, partial(self._taken, sizes, iteration, method))
-                if isinstance(found, dict):
+                numbers = {one: sizes[name] for name, one in self._buffers.items() if name in sizes}
+                found, refusing = try_together(numbers, False, partial(self._taken, sizes, iteration, are_tensors))
+                if found is not None:
                     return order, found
                 self.rng.set_state(before)
-            # Nothing is held or counted here: who waits must not keep others from what it waits for.
-            if found is None:
+            # Nothing is held or counted here, so that other threads can do what this one waits for.
+            if refusing is None:
                 return None, None
             try:
-                self._buffers[found]._await(sizes[found], False, start_s)
+                refusing.wait(numbers[refusing], False, start_s)
             except RateLimitedError:
                 return None, None
 
-    def _in_all(
-        self, numbers: Mapping[str, int], is_push: bool, work: Callable[[], dict[str, Any] | None]
-    ) -> dict[str, Any] | str | None:
-        """Do `work` for so many items of each buffer; or give the name of one whose limiter does not let it pass."""
-        with self._locked(numbers), ExitStack() as undo:
-            for name, number in numbers.items():
-                if not self._buffers[name]._admit(number, is_push):
-                    return name
-                undo.callback(self._buffers[name]._undo, number, is_push)
-            found = work()
-            if found is not None:
-                undo.pop_all()
-        return found
+    def _taken(self, sizes: Mapping[str, int], iteration: int, are_tensors: bool) -> dict[str, Any] | None:
+        """Draw from all buffers or from none. Each is asked, so that all remove what is stale."""
+        requests = {name: Request(size, iteration) for name, size in sizes.items()}
+        take = {
+            name: self._prioritized(name).take_tensors if are_tensors else self._buffers[name].take for name in sizes
+        }
+        answers = [self._buffers[name].has(request) for name, request in requests.items()]
+        return {name: take[name](request) for name, request in requests.items()} if all(answers) else None
 
-    def _taken(self, sizes: Mapping[str, int], iteration: int, method: str) -> dict[str, Any] | None:
-        """Draw from all buffers or from none. Each is asked, so that all let go of what is stale."""
-        answers = [self._buffers[name]._has(size, iteration) for name, size in sizes.items()]
-        if not all(answers):
-            return None
-        return {name: getattr(self._buffers[name], method)(size, iteration) for name, size in sizes.items()}
+
+def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
+    """Make the buffers of a configuration, by name; see `BufferManager`."""
+    action = "make a buffer manager"
+    names = cfg.get("buffer_name") if isinstance(cfg, Mapping) else None
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise UsageError(action, "", "a mapping with 'buffer_name', a list of names", repr(names))
+    made: dict[str, ManagedBuffer] = {}
+    for name in names:
+        if not isinstance(name, str) or not name or name in made or name in _RESERVED:
+            expected = f"names that are different non-empty str and not one of {', '.join(_RESERVED)}"
+            raise UsageError(action, "", expected, repr(name))
+        options = cfg.get(name)
+        if not isinstance(options, Mapping):
+            raise UsageError(action, "", f"the arguments of {name!r} under its name", repr(options))
+        options = {"device": device, **options}
+        kind = options.pop("type", "advanced")
+        if kind not in _KINDS:
+            raise UsageError(action, f"with {name!r}", f"type {nearest(str(kind), _KINDS)}", repr(kind))
+        try:
+            made[name] = _KINDS[kind](**options, name=name)
+        except TypeError as cause:
+            raise UsageError(action, f"with {name!r}", f"arguments of {_KINDS[kind].__name__}", str(cause)) from cause
+    unknown = sorted(set(map(str, cfg)) - set(made) - set(_RESERVED))
+    if unknown:
+        raise UsageError(action, "", nearest(unknown[0], [*made, *_RESERVED]), repr(unknown[0]))
+    return made
 
 
 def _names(given: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""`BufferMonitor`: the monitors of one buffer, told by the buffer, asked by whoever logs.
+"""`BufferMonitor`: the monitors of one buffer, told by the buffer, read by the user.
 
 One rule: it passes on; what is measured how is in `live/monitors.py`.
 """
@@ -25,6 +25,12 @@ class BufferMonitor:
     def __init__(self, window_s: float = 10.0, window: int = 100) -> None:
         self.pushed, self.sampled = NaturalMonitor(window_s), NaturalMonitor(window_s)
         self.in_ticks, self.out_ticks = InTickMonitor(window), OutTickMonitor(window)
+        self._parts: dict[str, Any] = {
+            "pushed": self.pushed,
+            "sampled": self.sampled,
+            "in": self.in_ticks,
+            "out": self.out_ticks,
+        }
 
     def note_push(self, num_items: int, **values: Any) -> None:
         """Note a push; `values` as `InTickMonitor.record` takes them."""
@@ -38,15 +44,13 @@ class BufferMonitor:
 
     def snapshot(self) -> dict[str, int | float]:
         """Give the numbers of all four monitors: `pushed/rate`, `out/staleness_max`, ..."""
-        parts = {"pushed": self.pushed, "sampled": self.sampled, "in": self.in_ticks, "out": self.out_ticks}
-        return {f"{part}/{name}": value for part, it in parts.items() for name, value in it.snapshot().items()}
+        return {f"{part}/{name}": x for part, one in self._parts.items() for name, x in one.snapshot().items()}
 
     def text(self) -> str:
         """Give one line."""
-        parts = {"pushed": self.pushed, "sampled": self.sampled, "in": self.in_ticks, "out": self.out_ticks}
-        return "; ".join(f"{part}: {it.text()}" for part, it in parts.items())
+        return "; ".join(f"{part}: {one.text()}" for part, one in self._parts.items())
 
     def reset(self) -> None:
         """Forget everything."""
-        for part in (self.pushed, self.sampled, self.in_ticks, self.out_ticks):
-            part.reset()
+        for one in self._parts.values():
+            one.reset()

@@ -1,7 +1,7 @@
-"""`UsedData`: which data nobody needs any more: removed from the buffer, and in no sample at work.
+"""`UsedData`: which data is not needed any more: in no item of the buffer, and in no sample at work.
 
 One rule: an id of data is given out once, when the last item with it is gone and the last sample that
-holds it was released. What is done with the data, for example deleting its file, is the caller's.
+holds it was released. What is done with the data, for example deleting its file, is up to the caller.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from .item_ids import plain_number
+from .ids import plain_number
 
 
 class UsedQueue(queue.Queue[Any]):
@@ -35,7 +35,9 @@ class UsedQueue(queue.Queue[Any]):
         with self.mutex:
             self.unfinished_tasks -= self.queue.pop(data_id, 0)
 
-    def _init(self, maxsize: int) -> None:  # what `queue.Queue` asks of a kind of queue, under its lock
+    # What `queue.Queue` asks of a kind of queue, under its lock.
+
+    def _init(self, maxsize: int) -> None:
         self.queue: Any = OrderedDict()
 
     def _put(self, item: Any) -> None:
@@ -46,7 +48,7 @@ class UsedQueue(queue.Queue[Any]):
 
 
 class UsedData:
-    """Count who needs which data. Not locked: the buffer's lock is held."""
+    """Count the users of data. Not locked: the buffer's lock is held."""
 
     def __init__(self) -> None:
         self.queue = UsedQueue()
@@ -64,18 +66,15 @@ class UsedData:
             self._waiting.pop(data_id, None)
             self.queue.withdraw(data_id)
         for data_id in gone:
-            self._remove(data_id)
-
-    def _remove(self, data_id: Any) -> None:
-        self._stored[data_id] -= 1
-        if self._stored[data_id] > 0:
-            return
-        del self._stored[data_id]
-        if self._held[data_id] > 0:
-            self._waiting[data_id] = None
-        else:
-            del self._held[data_id]
-            self.queue.put(data_id)
+            self._stored[data_id] -= 1
+            if self._stored[data_id] > 0:
+                continue
+            del self._stored[data_id]
+            if self._held[data_id] > 0:
+                self._waiting[data_id] = None
+            else:
+                del self._held[data_id]
+                self.queue.put(data_id)
 
     def hold(self, data_ids: Iterable[Any]) -> None:
         """Note a sample that holds these data, each once however often it is in the sample."""

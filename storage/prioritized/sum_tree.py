@@ -1,20 +1,19 @@
-"""`SumTree`, `MinTree`, `MaxTree`: one number per row, and what all of them come to, kept up to date.
+"""`SumTree`, `MinTree`, `MaxTree`: one number per row, and the sum, least or largest of all, kept up to date.
 
-One rule: a leaf is written exactly as it was given, and every block above it is reduced anew from
-what lies below it. No difference is ever added to a sum, so that nothing drifts, however large the
-numbers that were there before.
+One rule: a leaf is written exactly as given, and every block above it is reduced anew from the numbers
+below it. No difference is ever added to a sum, so that rounding errors do not accumulate.
 
-Blocks are 16 wide, and levels are added until the top has at most 2**12 of them; its running sum is
-taken anew at each draw. Chosen by measurement of a whole sample and update of `AdvancedReplayBuffer` (two
-busy cores, 10^6 rows, batches of 256 / 4096, one thread, microseconds), by the size of the top:
+Blocks are 16 wide; levels are added until the top has at most 2**12 numbers, whose running sum is computed
+at each draw. Measured for a whole sample and update of `AdvancedReplayBuffer` (10^6 rows, batches of 256 /
+4096, one thread, microseconds), by the size of the top:
 
     62500 (one level)  277 / 1498    3907 (two)  206 / 1217    245 (three)  213 / 1322
 
-and, when a draw was slower, by width: 16 with two levels 384 / 1420, 32 with one 440 / 1619, with two 416 /
-1618. A draw and a write alone (`python -m benchmarks prioritized --only structure`) took 86 / 539 then, a
-heap of pairs in numpy 217 / 1020, rejection 51 / 270 where weights are even and 382 / 10200 where they are
-skewed; rejection also draws independently, not one from each of n strata. At 256 more than half goes to
-the calls, not to the numbers: fewer calls count for more than less arithmetic.
+A draw and a write alone took 86 / 539, a heap of pairs in numpy 217 / 1020, rejection 51 / 270 where weights
+are even and 382 / 10200 where they are skewed; rejection also draws independently, not one per stratum.
+
+Most time goes to the number of calls, not to arithmetic. So on the CPU memory is handled as arrays of numpy
+(`own` in `core/host_arrays.py`); variables named `own_...` share the memory of the tensor.
 """
 
 from __future__ import annotations
@@ -27,91 +26,125 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..core.host_arrays import column_of, library, own, take_rows, tensor_of
+from ..core import arguments
+from ..core.host_arrays import column_of, own, take_rows, tensor_of
 from ..core.modes import lasting
-from ..errors import UsageError
-from .tree_scratch import WIDTH, Scratch, Strata
 
+#: Numbers that are reduced to one.
+WIDTH = 16
 _SHIFT = WIDTH.bit_length() - 1
-#: Leaves are a whole number of these, for who looks at them in larger pieces.
+#: Levels are a whole number of these, for code that looks at leaves in larger pieces.
 BLOCK = 128
-#: Levels are added until no more than so many blocks are left.
-MAX_TOP = 1 << 12
-#: Blocks that are looked at together, which bounds the memory for that.
-_MAX_ROWS = 1 << 14
-#: Where more than one place in so many is written, reducing everything is quicker.
-_MANY = 16
-#: From so many points on their strata tell where most of them are; looking for each takes three times as long.
+#: Multiplying by this adds all bytes into the highest, which this shift leaves.
+_EVERY_BYTE, _TOP_BYTE = np.uint64(0x0101010101010101), np.uint64(56)
+#: From so many points on their strata tell where most of them are.
 _MANY_POINTS = 1 << 10
+#: Levels are added until the top has at most so many numbers.
+MAX_TOP = 1 << 12
+
+
+class _Memory:
+    """Memory for looking at `num` blocks, kept for calls of the same size; fresh memory costs more than the work.
+
+    Args:
+        num: Blocks.
+        device: Where they are.
+    """
+
+    @lasting
+    def __init__(self, num: int, device: torch.device) -> None:
+        self.num = num
+        self.rows, self.sums = torch.empty((2, num, WIDTH), dtype=torch.float64, device=device)
+        self.own_rows, self.own_sums = own(self.rows), own(self.sums)
+        self.first_column, self.last_sums = self.own_rows[:, 0], self.own_sums[:, -1]
+        self.flat_sums = self.own_sums.reshape(-1)
+        #: Where each row starts in `flat_sums`.
+        self.starts = own(torch.arange(0, num * WIDTH, WIDTH, device=device))
+        #: A point for each block, and 0, 1, ...
+        self.points = torch.empty(num, dtype=torch.float64, device=device)
+        self.own_points = own(self.points)
+        self.numbers = own(torch.arange(num, dtype=torch.float64, device=device))
+        self._is_below = np.empty((num, WIDTH), np.bool_)
+        self._last_is_below = self._is_below[:, -1]
+        self._first_eight, self._second_eight = self._is_below.view(np.uint64).T
+        self._count = np.empty(num, np.int64)
+        self._words = self._count.view(np.uint64)
+
+    def first_above_zero(self) -> Any:
+        """Find in each row the first running sum that is above 0, or the last one: `[num]`, for `own` code.
+
+        Flags are bytes: one multiplication adds up eight of them, without the jumps of a search that processors
+        guess wrongly. A draw of 4096 takes 1.7 times as long with a search.
+        """
+        if isinstance(self.own_sums, torch.Tensor):
+            return (self.own_sums[:, :-1] <= 0).sum(1)
+        np.less_equal(self.own_sums, 0.0, out=self._is_below)
+        self._last_is_below.fill(False)
+        words = self._words
+        np.add(self._first_eight, self._second_eight, out=words)
+        words *= _EVERY_BYTE
+        words >>= _TOP_BYTE
+        return self._count
 
 
 class WideTree:
-    """A number per place, all reduced by one operation; float64.
+    """A float64 number per place, all reduced by one operation.
 
     Args:
         capacity: Places, numbered from 0.
-        device: Where the numbers are; the code is the same everywhere.
+        device: Where the numbers are.
 
-    Indices are int64 tensors on `device`, in range: whoever calls has checked them.
+    Indices are int64 tensors on `device`, in range; they are not checked here.
     """
 
-    #: Value of places that nobody wrote; leaves any result as it is.
+    #: Value of places that were never written; leaves any result as it is.
     NEUTRAL: ClassVar[float]
     _along: ClassVar[Callable[..., torch.Tensor]]
-    _along_own: ClassVar[Callable[..., Any]]
+    #: Reduces the rows of an array.
+    _along_rows: ClassVar[Callable[..., Any]]
 
     @lasting
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
-        if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
-            raise UsageError("create a tree", "", "a capacity >= 1", repr(capacity))
-        self.capacity = capacity
+        self.capacity = arguments.whole("create a tree", "capacity", capacity, 1)
         self.device = torch.device(device)
-        self._is_on_cpu = self.device.type == "cpu"
         sizes = [capacity]
         while sizes[-1] > MAX_TOP:
             sizes.append(-(-sizes[-1] // WIDTH))
         #: The leaves first, the top last; each but the top is a whole number of blocks.
         places = [-(-size // BLOCK) * BLOCK for size in sizes]
         self._levels = [column_of(size, self.NEUTRAL, torch.float64, self.device) for size in places]
-        self._blocks = [level.view(-1, WIDTH) for level in self._levels[:-1]]
-        self._own_blocks = [own(blocks) for blocks in self._blocks]
         self._own_levels = [own(level) for level in self._levels]
-        self._leaves = self._own_levels[0]
-        #: Blocks of each level but the top, with the numbers above them that they come to.
-        self._steps_up = list(zip(self._own_blocks, self._own_levels[1:], strict=True))
-        self._max_refreshed = self._levels[0].shape[0] // _MANY
-        self._scratch = self._memory = Scratch(0, self.device)
+        #: `[num, WIDTH]` blocks of each level but the top, from the leaves up.
+        self._blocks = [level.reshape(-1, WIDTH) for level in self._own_levels[:-1]]
+        self._memory = _Memory(0, self.device)
 
     def leaves_view(self) -> torch.Tensor:
         """Show all numbers, `[capacity]` float64, sharing memory; not to be written to."""
         return self._levels[0][: self.capacity]
 
     def blocks_view(self) -> torch.Tensor:
-        """Show the numbers in blocks, `[num, BLOCK]`, sharing memory; what is behind the last place is neutral."""
+        """Show the leaves as `[num, BLOCK]`, sharing memory; neutral behind the last place."""
         return self._levels[0].view(-1, BLOCK)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
-        """Give the numbers at `[n]` places."""
+        """Copy the numbers at `[n]` places."""
         return self._levels[0].index_select(0, index)
 
     def write(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Set `[n]` places to `[n]` float64 values; where a place is named twice the last value counts."""
-        self.exchange(own(index), own(values))
+        """Set `[n]` places to `[n]` float64 values; of a place that is named twice the last value stays."""
+        self.exchange(own(index), last_copies(own(index), own(values), self.capacity))
 
     def exchange(self, index: Any, values: Any) -> Any:
-        """Do what `write` does, with what `own` gives; give the numbers before."""
-        leaves = self._leaves
+        """Set `[n]` places to values of `last_copies`, or to one value; give the numbers before, as `own` does."""
+        leaves = self._own_levels[0]
         before = leaves[index]
-        if isinstance(leaves, torch.Tensor):
-            values = _last_values(leaves, index, values)
-        leaves[index] = values  # numpy writes in order
+        leaves[index] = values
         self._refresh(index)
         return before
 
     def fill(self, index: torch.Tensor, value: float) -> None:
         """Set `[n]` places to one value."""
-        self._levels[0].index_fill_(0, index, value)
-        self._refresh(own(index))
+        self.exchange(own(index), value)
 
     def clear(self) -> None:
         """Set every place to the neutral value."""
@@ -121,7 +154,8 @@ class WideTree:
     def rebuild(self, values: torch.Tensor) -> None:
         """Set all places, `[capacity]`, at once."""
         self._levels[0][: self.capacity].copy_(values)
-        self._refresh_all()
+        for blocks, above in zip(self._blocks, self._own_levels[1:], strict=True):
+            above[: len(blocks)] = self._reduced(blocks)
 
     def reduce(self, start: int = 0, stop: int | None = None) -> float:
         """Reduce places `start` to `stop`; the neutral value if there are none."""
@@ -140,75 +174,60 @@ class WideTree:
         return float(self._along(found, 0)) if len(found) else self.NEUTRAL
 
     def check_valid(self) -> tuple[bool, str]:
-        """Tell whether every block is what lies below it, and where it is not."""
-        for number, (blocks, above) in enumerate(self._steps_up):
-            wrong = tensor_of(self._reduced(blocks) != above[: blocks.shape[0]]).nonzero()
+        """Tell whether every number above the leaves is that of its block, and which is not."""
+        for level, (blocks, above) in enumerate(zip(self._blocks, self._own_levels[1:], strict=True)):
+            wrong = tensor_of(self._reduced(blocks) != above[: len(blocks)]).nonzero()
             if len(wrong):
-                return False, f"block {int(wrong[0])} of level {number} is not what lies below it"
+                return False, f"block {int(wrong[0])} of level {level} is not what lies below it"
         return True, ""
 
     def _reduced(self, blocks: Any) -> Any:
-        """Reduce each block, always in the same order; as `own` gives them."""
-        return self._along(blocks, 1) if isinstance(blocks, torch.Tensor) else self._along_own(blocks)
+        """Reduce each block, always in the same order."""
+        return self._along(blocks, 1) if isinstance(blocks, torch.Tensor) else self._along_rows(blocks)
 
     def _refresh(self, index: Any) -> None:
-        """Reduce anew all blocks above some places; blocks that are named twice come out the same twice."""
-        num_places = index.shape[0]
-        if num_places > self._max_refreshed:
-            self._refresh_all()
-            return
-        for blocks, above in self._steps_up:
+        """Reduce all blocks above some places anew; of a block that is named twice both results are the same."""
+        for blocks, above in zip(self._blocks, self._own_levels[1:], strict=True):
             index = index >> _SHIFT
-            if num_places >= blocks.shape[0]:  # in order, each once
-                above[: blocks.shape[0]] = self._reduced(blocks)
-                continue
-            for start in range(0, num_places, _MAX_ROWS):
-                part = index[start : start + _MAX_ROWS] if num_places > _MAX_ROWS else index
-                rows = self._scratch_for(part.shape[0]).own_rows
-                take_rows(blocks, part, rows)
-                above[part] = self._reduced(rows)
+            if len(index) >= len(blocks):  # in order, each once
+                above[: len(blocks)] = self._reduced(blocks)
+            else:
+                rows = self._memory_for(len(index)).own_rows
+                take_rows(blocks, index, rows)
+                above[index] = self._reduced(rows)
 
-    def _refresh_all(self) -> None:
-        for blocks, above in self._steps_up:
-            above[: blocks.shape[0]] = self._reduced(blocks)
-
-    def _scratch_for(self, num_rows: int) -> Scratch:
-        """Give memory for so many blocks; fresh memory of this size would cost more than all the rest."""
-        if self._scratch.num_rows != num_rows:
-            if self._memory.num_rows < num_rows:
-                self._memory = Scratch(num_rows, self.device)
-            self._scratch = self._memory.first(num_rows)
-        return self._scratch
+    def _memory_for(self, num: int) -> _Memory:
+        if self._memory.num != num:
+            self._memory = _Memory(num, self.device)
+        return self._memory
 
 
 class SumTree(WideTree):
     """Weights >= 0 per place, and draws in proportion to them.
 
-    A place of weight 0 is never found, whatever rounding does: at each level the first running sum
-    *above* the mass is taken, and the mass is kept below the last one.
+    A place of weight 0 is never found, whatever rounding does.
     """
 
     NEUTRAL = 0.0
     _along = staticmethod(torch.sum)
     #: A third of the time that `np.sum` takes for short rows.
-    _along_own = staticmethod(partial(np.einsum, "ij->i"))
+    _along_rows = staticmethod(partial(np.einsum, "ij->i"))
 
     @lasting
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         super().__init__(capacity, device)
         #: 0, then the running sums of the top.
-        self._sums = torch.zeros(self._levels[-1].shape[0] + 1, dtype=torch.float64, device=self.device)
+        self._sums = torch.zeros(len(self._levels[-1]) + 1, dtype=torch.float64, device=self.device)
         self._top_sums = self._sums[1:]
         self._own_sums, self._own_top_sums = own(self._sums), own(self._top_sums)
-        self._zero = own(self._sums.new_zeros(()))
         #: Blocks of each level but the top, with their numbers in one row, from the top down.
-        self._steps_down = list(zip(self._own_blocks, self._own_levels[:-1], strict=True))[::-1]
-        self._strata = Strata(0, self.device)
+        self._steps_down = list(zip(self._blocks, self._own_levels[:-1], strict=True))[::-1]
 
     def find(self, masses: torch.Tensor) -> torch.Tensor | None:
         """Find where the running sum of weights first exceeds `[n]` masses in [0, total]; None if all are 0."""
         total = self._add_up()
-        return tensor_of(self._descend(own(masses.clamp(max=nextafter(total, 0))))) if total > 0 else None
+        masses = masses.clamp(max=nextafter(total, 0))
+        return tensor_of(self._descend(own(masses), is_careful=True)) if total > 0 else None
 
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor | None:
         """Draw one place from each of `num_draws` intervals of equal mass; `[num_draws]`, ascending.
@@ -224,118 +243,106 @@ class SumTree(WideTree):
         total = self._add_up()
         if total <= 0:
             return None
-        if self._strata.num_points != num_draws:
-            self._strata = Strata(num_draws, self.device)
-        points = self._strata.draw(total, generator)
-        is_quick = self._is_on_cpu and 0 < num_draws <= _MAX_ROWS
-        if not is_quick or points[-1] >= total:  # they ascend
-            points = points.clip(max=nextafter(total, 0))
-        if is_quick:
-            places = self._descend_quickly(points)
-            weights = self._leaves[places]
-            if np.minimum.reduce(weights) > 0:
-                return places, weights
-        places = self._descend(points)
-        return places, self._leaves[places]
+        memory = self._memory_for(num_draws)
+        memory.points.uniform_(generator=generator)
+        masses = memory.own_points
+        masses += memory.numbers
+        masses *= total / max(1, num_draws)
+        if num_draws and masses[-1] >= total:  # they ascend
+            masses = masses.clip(max=nextafter(total, 0))
+        places = self._descend(masses, is_careful=False)
+        weights = self._own_levels[0][places]
+        if num_draws and not weights.min() > 0:
+            places = self._descend(masses, is_careful=True)
+            weights = self._own_levels[0][places]
+        return places, weights
 
     def _add_up(self) -> float:
-        """Take the running sums of the top anew; give the last."""
+        """Compute the running sums of the top; give the last."""
         torch.cumsum(self._levels[-1], 0, out=self._top_sums)
         return float(self._own_sums[-1])
 
-    def _descend_quickly(self, masses: Any) -> Any:
-        """Do what `_descend` does, on the CPU; where rounding puts a mass behind its block the last place is found.
+    def _descend(self, masses: Any, is_careful: bool) -> Any:
+        """Find places from the running sums of the top down: in each block the first sum above what is left of a mass.
 
-        That place may have no weight: whoever calls must look. Running sums start at minus what is left of the
-        mass, never below 0 but for rounding: up to the place before the one that is found they are not above 0.
+        Running sums start at minus what is left. Rounding may keep all of them below 0, or begin above; then the last
+        or first place of the block is found, which may have no weight, or, with `is_careful`, another that has one.
+        Without `is_careful` there is one mass in each of as many intervals of equal length.
         """
-        node = self._search_top(masses)
+        sums_of_top = self._own_top_sums
+        if isinstance(sums_of_top, torch.Tensor):
+            node = torch.searchsorted(sums_of_top, masses, right=True)
+        elif not is_careful and len(masses) >= _MANY_POINTS:
+            node = self._search_strata(masses)
+        else:
+            node = sums_of_top.searchsorted(masses, "right")
         left = self._own_sums[node]
-        left -= masses
-        memory = self._scratch_for(masses.shape[0])
+        left -= masses  # below 0 from here on
+        memory = self._memory_for(len(masses))
+        first_column, rows, sums = memory.first_column, memory.rows, memory.sums
         for blocks, level in self._steps_down:
-            blocks.take(node, 0, memory.own_rows, "clip")
-            memory.first_column += left
-            torch.cumsum(memory.rows, 1, out=memory.sums)
-            place = memory.count_not_above_zero()
+            take_rows(blocks, node, memory.own_rows)
+            first_column += left
+            torch.cumsum(rows, 1, out=sums)
+            place = memory.first_above_zero()
+            if is_careful:
+                is_behind = memory.last_sums <= 0
+                has_weight = tensor_of(blocks[node[is_behind]]) > 0
+                place[is_behind] = own((has_weight * torch.arange(WIDTH, device=self.device)).amax(1))
             node <<= _SHIFT
             node += place
-            if level is not self._leaves:
+            if level is not self._own_levels[0]:
                 place += memory.starts
                 left = memory.flat_sums[place]
                 left -= level[node]
+                if is_careful:
+                    left[left > 0] = 0
         return node
 
-    def _search_top(self, points: Any) -> Any:
-        """Count the running sums of the top that are at most each point, one point in each stratum, on the CPU."""
-        num_points, sums = points.shape[0], self._own_top_sums
-        if num_points < _MANY_POINTS:
-            return sums.searchsorted(points, "right")
-        # A sum is in one stratum: above all points before it, below all behind. Rounding may mistake the next for it.
+    def _search_strata(self, points: Any) -> Any:
+        """Count the running sums of the top that are at most each point, one point in each stratum, on the CPU.
+
+        A sum is in one stratum: above all points before it, below all behind; rounding may mistake the next for it.
+        A draw of 4096 takes a tenth less than with a search for each point.
+        """
+        num_points, sums = len(points), self._own_top_sums
         first = np.minimum(sums / sums[-1] * num_points, num_points - 1).astype(np.int64)
         first += points[first] < sums
         return np.bincount(first, minlength=num_points + 1)[:num_points].cumsum()
 
-    def _descend(self, masses: Any) -> Any:
-        """Find places from the running sums of the top down; masses are below the last one."""
-        if masses.shape[0] > _MAX_ROWS:
-            parts = [tensor_of(self._descend(own(part))) for part in torch.split(tensor_of(masses), _MAX_ROWS)]
-            return own(torch.cat(parts))
-        xp = library(self.device)
-        # Ascending masses make numpy's search twice as quick.
-        node = xp.searchsorted(self._own_top_sums, masses, side="right")
-        before = self._own_sums[node]
-        memory = self._scratch_for(masses.shape[0])
-        for blocks in reversed(self._blocks):
-            rows = torch.index_select(blocks, 0, tensor_of(node), out=memory.rows)
-            sums = own(torch.cumsum(rows, 1, out=memory.sums))
-            # What is left of the mass inside the block; rounding must not put it outside.
-            below = xp.nextafter(sums[:, -1], self._zero)
-            masses = xp.minimum(xp.maximum(masses - before, self._zero), below)
-            place = _first_above(sums, masses)
-            node = node * WIDTH + place
-            if blocks is not self._blocks[0]:
-                at = tensor_of(place).unsqueeze(1)
-                before = own((tensor_of(sums).gather(1, at) - rows.gather(1, at)).squeeze(1))
-        return node
-
-
-def _first_above(sums: Any, masses: Any) -> Any:
-    """Find in each row of running sums the first that is above the row's mass; there is one."""
-    if isinstance(sums, torch.Tensor):
-        return torch.searchsorted(sums, masses.unsqueeze(1), right=True).squeeze(1)
-    # Looking at all of a row takes less than guessing at half of what is left.
-    return (sums > masses[:, None]).argmax(1)
-
 
 class MinTree(WideTree):
-    """The least of one number per place; places that nobody wrote count as infinite."""
+    """The least of one number per place; places that were never written count as infinite."""
 
     NEUTRAL = inf
     _along = staticmethod(torch.amin)
-    _along_own = staticmethod(partial(np.min, axis=1))
+    _along_rows = staticmethod(partial(np.min, axis=1))
 
     def at_most(self, bound: float) -> torch.Tensor:
         """List the places whose number is at most `bound`, ascending; blocks without one are not looked into."""
         found = (self._levels[-1] <= bound).nonzero().squeeze(1)
-        for blocks in reversed(self._blocks):
-            is_in = blocks.index_select(0, found) <= bound
+        for level in reversed(self._levels[:-1]):
+            is_in = level.view(-1, WIDTH).index_select(0, found) <= bound
             row, place = is_in.nonzero(as_tuple=True)
             found = (found.index_select(0, row) << _SHIFT).add_(place)
         return found
 
 
 class MaxTree(WideTree):
-    """The largest of one number per place; places that nobody wrote count as minus infinite."""
+    """The largest of one number per place; places that were never written count as minus infinite."""
 
     NEUTRAL = -inf
     _along = staticmethod(torch.amax)
-    _along_own = staticmethod(partial(np.max, axis=1))
+    _along_rows = staticmethod(partial(np.max, axis=1))
 
 
-def _last_values(leaves: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Give every copy of a place the value of its last copy, so that the order of writing does not matter."""
-    order = torch.arange(len(index), dtype=torch.float64, device=index.device)
-    leaves.index_fill_(0, index, -1.0)
-    leaves.scatter_reduce_(0, index, order, "amax")
-    return values.index_select(0, leaves.index_select(0, index).long())
+def last_copies(index: Any, values: Any, capacity: int) -> Any:
+    """Give every copy of a place the value of its last copy, so that the order of writing does not matter.
+
+    `[n]` places below `capacity` and values as `own` gives them. numpy writes in order, so arrays stay as they are.
+    """
+    if not isinstance(values, torch.Tensor):
+        return values
+    order = torch.arange(len(index), device=index.device)
+    last = order.new_zeros(capacity).scatter_reduce_(0, index, order, "amax", include_self=False)
+    return values.index_select(0, last.index_select(0, index))

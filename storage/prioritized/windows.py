@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import check_count
+from ..core import arguments
 from ..core.fields import Schema
-from ..core.host_arrays import own, tensor_of
 from ..core.records import Key, RecordReader, normal
-from ..core.rows import Target
 from ..core.samplers import generator_on
 from ..core.stream_order import StreamOrder
 from ..core.tree import map_leaves
@@ -26,8 +24,8 @@ from ..ring.ends import end_places, find_ends
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
 from ..saving.store import State, Store
-from .limits import NONE, RowLimits
-from .rows import PrioritizedRows, PriorityRule
+from .ring import PrioritizedRing
+from .rows import PriorityRule
 
 
 class PrioritizedWindows(Store):
@@ -64,9 +62,9 @@ class PrioritizedWindows(Store):
         generator: torch.Generator | int | None = None,
     ) -> None:
         action = "create a buffer of windows"
-        self.capacity = check_count(action, "capacity", capacity, 1)
-        self.seq_length = check_count(action, "seq_length", seq_length, 1)
-        self.stride = check_count(action, "stride", stride, 1)
+        self.capacity = arguments.whole(action, "capacity", capacity, 1)
+        self.seq_length = arguments.whole(action, "seq_length", seq_length, 1)
+        self.stride = arguments.whole(action, "stride", stride, 1)
         if seq_length > capacity:
             raise UsageError(action, "", f"a capacity of at least {seq_length}, one window", str(capacity))
         self.end_key = normal(end_key)
@@ -74,24 +72,25 @@ class PrioritizedWindows(Store):
         self.device = torch.device(device)
         self.rng = generator_on(generator, self.device)
         self._reader = RecordReader(None, True, False, False)
-        self._ring: RingStore | None = None
         self._lock = threading.RLock()
         self._order = StreamOrder(self.device)
-        self._num_dead_updates = 0
+        self._ring: RingStore | None = None
+        #: Of one lane, until the first steps show how many there are.
+        self._windows = PrioritizedRing(self.capacity, 1, self.rule, self.device)
 
     def __len__(self) -> int:
         """Windows that may be drawn."""
-        return 0 if self._ring is None else self._limits.num_valid
+        return len(self._windows)
 
     @property
     def max_priority(self) -> float:
         """The largest priority so far, without eps; 1 at first."""
-        return 1.0 if self._ring is None else self._rows.max_priority
+        return self._windows.rows.max_priority
 
     @property
     def num_dead_updates(self) -> int:
         """Updates so far of windows that were gone."""
-        return self._num_dead_updates
+        return self._windows.num_dead_updates
 
     @torch.no_grad()
     def extend(self, data: Any) -> None:
@@ -114,7 +113,7 @@ class PrioritizedWindows(Store):
             self._boundaries.note(ends)
             self._ring.write(rows.tensors)
             self._order.record(is_write=True)
-            self._note_windows(first)
+            self._note_windows(self._ring, first)
 
     @torch.no_grad()
     def sample(self, num_windows: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -127,22 +126,20 @@ class PrioritizedWindows(Store):
         Raises:
             BufferEmptyError: There is no window yet.
         """
-        check_count("sample windows", "num_windows", num_windows, 1)
+        arguments.whole("sample windows", "num_windows", num_windows, 1)
         with self._lock:
-            drawn = None if self._ring is None else self._rows.draw(num_windows, self.rng)
+            drawn = self._windows.draw(num_windows, self.rng)
             if self._ring is None or drawn is None:
                 raise BufferEmptyError("sample windows", "", f"{self.seq_length} steps of a trajectory", "fewer")
-            index, importance = drawn
-            ids = self._limits.row_ids.index_select(0, index)
-            lane = torch.div(index, self.capacity, rounding_mode="floor")
-            last = torch.div(ids, self._ring.num_lanes, rounding_mode="floor")
+            lane, last = drawn.ids % self._ring.num_lanes, drawn.ids // self._ring.num_lanes
             self._order.wait(is_write=False)
             places = self._ring.place(lane, last - (self.seq_length - 1))
-            found = self._cut(self._ring.windows(places, self.seq_length, self._cut))
+            cut = self._ring.cut_of(self._ring.names, ())
+            found = cut(self._ring.windows(places, self.seq_length, cut))
             self._order.record(is_write=False)
         shape = (num_windows, self.seq_length)
         found = map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), found)
-        return found, importance.to(torch.float32), ids
+        return found, drawn.importance.to(torch.float32), drawn.ids
 
     @torch.no_grad()
     def update_priorities(self, ids: Any, priorities: Any) -> int:
@@ -156,25 +153,8 @@ class PrioritizedWindows(Store):
             How many were applied. Windows that are gone are left out, and counted in `num_dead_updates`; of
             a window that is named twice the last priority stays.
         """
-        wanted = torch.as_tensor(ids, device=self.device)
-        if wanted.dim() != 1 or (len(wanted) and (wanted.is_floating_point() or wanted.dtype is torch.bool)):
-            raise UsageError("update priorities", "", "ids [n] of integers", f"{wanted.dtype} {list(wanted.shape)}")
         with self._lock:
-            if self._ring is None:
-                self._num_dead_updates += len(wanted)
-                return 0
-            values, largest = self._rows.checked(priorities, len(wanted))
-            wanted = wanted.long()
-            index = self._index(wanted)
-            is_live = tensor_of(self._limits.holds(own(index), own(wanted)))
-            num_live = int(is_live.sum())
-            self._num_dead_updates += len(wanted) - num_live
-            if num_live < len(wanted):
-                index, values = index[is_live], values[is_live]
-                largest = float(values.max()) if num_live else 0.0
-            if num_live:
-                self._rows.update(index, values, largest)
-            return num_live
+            return self._windows.update(self._windows.checked_update(ids, priorities))
 
     def clear(self) -> None:
         """Forget every step; fields and the memory stay."""
@@ -182,104 +162,75 @@ class PrioritizedWindows(Store):
             if self._ring is not None:
                 self._ring.clear()
                 self._boundaries.clear()
-                self._rows.clear()
-                self._limits.clear()
+                self._windows.clear()
 
     def check_valid(self) -> tuple[bool, str]:
         """Check what must always hold: (whether it does, what does not)."""
         with self._lock:
-            if self._ring is None:
-                return True, ""
-            weights = self._rows.weights()
-            if bool((weights[self._limits.row_ids == NONE] > 0).any()):
-                return False, "a window that is gone has a weight"
-            return self._rows.check_valid()
+            return self._windows.check_valid()
 
     def _create(self, schema: Schema, num_lanes: int) -> None:
         self._ring = RingStore(self.capacity, num_lanes, schema, self.device, num_guards=self.seq_length)
-        self._cut = self._ring.cut([Target(0, name, name) for name in schema])
         self._boundaries = Boundaries(self._ring)
-        self._rows = PrioritizedRows(self.capacity * num_lanes, self.rule, self.device)
-        self._limits = RowLimits(self.capacity * num_lanes, device=self.device)
+        num_dead_updates = self._windows.num_dead_updates
+        self._windows = PrioritizedRing(self.capacity, num_lanes, self.rule, self.device)
+        self._windows.num_dead_updates = num_dead_updates
         self._reader.freeze(schema, num_lanes)
 
-    def _note_windows(self, first: int) -> None:
-        """Give weights to the windows that end at the rows from id `first` on, and take them from those that broke."""
-        ring = self._ring
-        assert ring is not None
+    def _note_windows(self, ring: RingStore, first: int) -> None:
+        """Register the windows that end at the rows from id `first` on, and drop those that lost their first row."""
         lanes = torch.arange(ring.num_lanes, device=self.device).unsqueeze(1)
         new = torch.arange(first, ring.total, device=self.device)
         broken = torch.arange(ring.oldest, min(ring.oldest + self.seq_length - 1, ring.total), device=self.device)
+        self._windows.drop(self._windows.places((torch.cat([new, broken]) * ring.num_lanes + lanes).flatten()))
         row = new.expand(ring.num_lanes, -1).flatten()
         lane = lanes.expand(-1, len(new)).flatten()
         past = self._boundaries.age(lane, row).long() - (self.seq_length - 1)
         is_window = (past >= 0) & (row - (self.seq_length - 1) >= ring.oldest)
         is_window &= (past % self.stride == 0) | self._boundaries.ended(lane, row)
-        index = lane * self.capacity + row % self.capacity
-        gone = torch.cat([index, (lanes * self.capacity + broken % self.capacity).flatten()])
-        self._rows.remove(gone)
-        self._limits.remove(gone)
-        index, ids = index[is_window], (row * ring.num_lanes + lane)[is_window]
-        if len(index):
-            self._rows.fill(index, self._rows.max_priority)
-            self._limits.add(index, ids, None)
-
-    def _index(self, ids: torch.Tensor) -> torch.Tensor:
-        """Say where windows have their weights."""
-        assert self._ring is not None
-        lanes = self._ring.num_lanes
-        return (ids % lanes) * self.capacity + torch.div(ids, lanes, rounding_mode="floor") % self.capacity
+        self._windows.register((row * ring.num_lanes + lane)[is_window])
 
     def _get_state(self) -> State:
         arguments: dict[str, Any] = {"capacity": self.capacity, "seq_length": self.seq_length, "stride": self.stride}
-        arguments |= {"end_key": self.end_key, "alpha": self.rule.alpha, "beta": self.rule.beta}
-        arguments |= {"anneal_step": self.rule.anneal_step, "eps": self.rule.eps}
-        ring = self._ring
-        numbers: dict[str, Any] = {"schema": None, "num_dead_updates": self._num_dead_updates}
+        arguments |= {"end_key": self.end_key, **vars(self.rule)}
         tensors = {"rng": self.rng.get_state()}
-        if ring is not None:
+        numbers: dict[str, Any] = {"schema": None, "num_dead_updates": self.num_dead_updates}
+        if self._ring is not None:
+            ring = self._ring
+            numbers, rows = self._windows.state(self.capacity * ring.num_lanes)
             numbers |= {"schema": ring.schema.to_json(), "num_lanes": ring.num_lanes, "total": ring.total}
-            numbers |= {"max_priority": self._rows.max_priority, "num_draws": self._rows.num_draws}
-            tensors |= {"ages": self._boundaries.ages, "next_ages": self._boundaries.next_ages}
-            tensors |= {"weights": self._rows.weights(), "priorities": self._rows.priorities}
-            tensors |= {"row_ids": self._limits.row_ids}
+            tensors |= {"ages": self._boundaries.ages, "next_ages": self._boundaries.next_ages, **rows}
             columns = [ring.slots_view(name)[: ring.num_live] for name in ring.schema]
             tensors |= {f"column/{place}": column for place, column in enumerate(columns)}
         return State(arguments, numbers, tensors)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         made = PrioritizedWindows(**self._get_state().arguments, device=self.device, generator=0)
+        made._windows.num_dead_updates = int(numbers["num_dead_updates"])
         if numbers["schema"] is not None:
-            schema = Schema.from_json(numbers["schema"])
-            made._create(schema, int(numbers["num_lanes"]))
-            made._take_parts(schema, numbers, tensors)
+            schema, num_lanes = Schema.from_json(numbers["schema"]), int(numbers["num_lanes"])
+            made._create(schema, num_lanes)
+            made._fill(schema, numbers, tensors)
         self.rng.set_state(tensors["rng"].cpu())
-        for name in ("_reader", "_ring", "_cut", "_boundaries", "_rows", "_limits"):
+        for name in ("_reader", "_ring", "_boundaries", "_windows"):
             if hasattr(made, name):
                 setattr(self, name, getattr(made, name))
-        self._num_dead_updates = int(numbers["num_dead_updates"])
 
-    def _take_parts(self, schema: Schema, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state, new as this is; what does not fit raises."""
+    def _fill(self, schema: Schema, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over rows, ages and priorities, as a buffer that was just created; raise if a shape does not fit."""
         ring, total = self._ring, int(numbers["total"])
         assert ring is not None
-        live, places = min(total, self.capacity), self.capacity * ring.num_lanes
-        wanted: dict[str, tuple[int, ...]] = {
-            f"column/{n}": (live, ring.num_lanes, *field.shape) for n, field in enumerate(schema.values())
-        }
-        wanted |= {"ages": tuple(self._boundaries.ages.shape), "next_ages": (ring.num_lanes,)}
-        wanted |= {"weights": (places,), "priorities": (places,), "row_ids": (places,)}
-        for name, shape in wanted.items():
+        live = min(total, self.capacity)
+        columns = {f"column/{place}": (live, ring.num_lanes, *x.shape) for place, x in enumerate(schema.values())}
+        shapes = {**columns, "ages": tuple(self._boundaries.ages.shape), "next_ages": (ring.num_lanes,)}
+        for name, shape in shapes.items():
             if tuple(tensors[name].shape) != shape:
                 raise SchemaError("load a state", f"with {name!r}", str(list(shape)), str(list(tensors[name].shape)))
         ring.put_slots(0, {name: tensors[f"column/{place}"] for place, name in enumerate(schema)})
         ring.total = total
         self._boundaries.ages.copy_(tensors["ages"])
         self._boundaries.next_ages.copy_(tensors["next_ages"])
-        self._rows.restore(tensors["weights"], tensors["priorities"])
-        self._rows.max_priority, self._rows.num_draws = float(numbers["max_priority"]), int(numbers["num_draws"])
-        row_ids = tensors["row_ids"]
-        self._limits.restore(row_ids, torch.zeros_like(row_ids), torch.zeros_like(row_ids))
+        self._windows.restore(self.capacity * ring.num_lanes, numbers, tensors)
 
 
 def sequence_priorities(errors: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None) -> torch.Tensor:

@@ -75,7 +75,8 @@ def test_d2_ids_are_routed_by_their_last_underscore() -> None:
     assert manager.update({"replay_unique_id": names, "priority": priorities}) == len(mixed)
     for name, priority in zip(names, priorities, strict=True):
         buffer, _, row = name.rpartition("_")
-        assert float(manager[buffer]._data.rows.priorities[int(row)]) == pytest.approx(priority + 1e-5)
+        kept = manager[buffer].state_dict()["tensors"]["priorities"]
+        assert float(kept[int(row)]) == pytest.approx(priority + 1e-5)
 
 
 def test_unknown_buffers_are_key_errors_and_nothing_changes() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
-from storage.prioritized import sum_tree as trees
+from storage import MaxSegmentTree, MinSegmentTree, MinTree, SegmentTree, SumSegmentTree, SumTree
 
 KINDS = {"sum": (SumSegmentTree, math.fsum, 0.0), "min": (MinSegmentTree, min, math.inf)}
 KINDS["max"] = (MaxSegmentTree, max, -math.inf)
@@ -27,15 +25,9 @@ EXTREMES = st.sampled_from([0.0, 0.0, 0.0, 0.0, 5e-324, 1e-300, 1e-16, 0.1, 1.0,
 SLACK_ULPS = 256
 
 
-@pytest.fixture(autouse=True, params=["one level", "many levels"])
-def levels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a small top, a tree of a thousand places has several levels."""
-    if request.param == "many levels":
-        monkeypatch.setattr(trees, "MAX_TOP", 2)
-
-
 def sized(data: st.DataObject) -> int:
-    return data.draw(st.sampled_from([1, 2, 3, 31, 32, 33, 100, 1023, 1024, 1025, 3000]))
+    """Choose a capacity; trees of more than 4096 places have two levels, of more than 65536 three."""
+    return data.draw(st.sampled_from([1, 2, 3, 31, 33, 100, 1025, 4096, 4097, 5000, 66_000]))
 
 
 @settings(max_examples=60)
@@ -88,7 +80,7 @@ def test_no_mass_leads_to_a_zero_and_each_leads_to_its_own(data: st.DataObject) 
 
 
 def test_a_single_weight_anywhere_is_always_found() -> None:
-    for capacity in (1, 33, 2000):
+    for capacity in (1, 33, 2000, 9000):
         for place in {0, capacity // 2, capacity - 1}:
             tree = SumSegmentTree(capacity)
             tree[place] = 0.3
@@ -109,20 +101,20 @@ def test_nothing_drifts_when_large_numbers_come_and_go() -> None:
 
 
 def test_draws_have_the_law_of_the_weights_one_per_interval() -> None:
-    tree = trees.SumTree(1000)
-    weights = torch.rand(1000, dtype=torch.float64) ** 4
+    tree = SumTree(5000)
+    weights = torch.rand(5000, dtype=torch.float64) ** 4
     weights[::3] = 0
     tree.rebuild(weights)
     generator = torch.Generator().manual_seed(0)
     num_draws, num_rounds = 64, 2000
-    counts = torch.zeros(1000)
+    counts = torch.zeros(5000)
     for _ in range(num_rounds):
         found = tree.draw(num_draws, generator)
         assert (found.diff() >= 0).all()
         ends = weights.cumsum(0)
         strata = torch.arange(num_draws) * (ends[-1] / num_draws)
         assert (ends[found] >= strata - 1e-9).all() and ((ends - weights)[found] <= strata + ends[-1] / num_draws).all()
-        counts += torch.bincount(found, minlength=1000)
+        counts += torch.bincount(found, minlength=5000)
     expected = weights / weights.sum() * num_draws * num_rounds
     assert counts[::3].sum() == 0
     usual = expected >= 5
@@ -134,7 +126,7 @@ def test_draws_have_the_law_of_the_weights_one_per_interval() -> None:
     assert abs(counts[rare].sum() - expected[rare].sum()) < 5 * math.sqrt(float(expected[rare].sum()) + 1)
 
 
-def check_drawn(tree: trees.SumTree, num_draws: int, generator: torch.Generator) -> None:
+def check_drawn(tree: SumTree, num_draws: int, generator: torch.Generator) -> None:
     """Each place has a weight, and its stretch of the running sum meets its stratum, in exact numbers."""
     weights = [Fraction(x) for x in tree.leaves_view().tolist()]
     total = sum(weights)
@@ -155,7 +147,7 @@ def check_drawn(tree: trees.SumTree, num_draws: int, generator: torch.Generator)
 @settings(max_examples=150)
 @given(data=st.data())
 def test_every_draw_has_a_weight_and_lies_in_its_stratum_whatever_rounding_does(data: st.DataObject) -> None:
-    tree = trees.SumTree(sized(data))
+    tree = SumTree(sized(data))
     for _ in range(data.draw(st.integers(1, 3))):
         places = data.draw(st.lists(st.integers(0, tree.capacity - 1), min_size=1, max_size=60))
         values = data.draw(st.lists(EXTREMES, min_size=len(places), max_size=len(places)))
@@ -165,47 +157,13 @@ def test_every_draw_has_a_weight_and_lies_in_its_stratum_whatever_rounding_does(
         check_drawn(tree, num_draws, generator)
 
 
-def test_where_the_quick_descent_finds_a_zero_all_are_found_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = trees.SumTree(3000)
-    weights = torch.rand(3000, dtype=torch.float64)
-    weights[::2] = 0
-    tree.rebuild(weights)
-    expected = tree.draw_weights(64, torch.Generator().manual_seed(0))
-    calls = []
-
-    def wrong(masses: Any) -> Any:
-        calls.append(len(masses))
-        return np.zeros(len(masses), np.int64)  # place 0 has no weight
-
-    monkeypatch.setattr(tree, "_descend_quickly", wrong)
-    found = tree.draw_weights(64, torch.Generator().manual_seed(0))
-    assert calls == [64]
-    assert found[0].tolist() == expected[0].tolist() and found[1].tolist() == expected[1].tolist()
-    check_drawn(tree, 64, torch.Generator().manual_seed(1))
-
-
-def test_a_point_that_rounding_puts_behind_its_block_is_found_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "MAX_TOP", 2)
-    tree = trees.SumTree(32)
-    # Running sums that start at minus the point lose each of the small weights; their sum, added first, is not lost.
-    small = 0.9 * 2**-53
-    tree.write(torch.arange(9), torch.tensor([small] * 8 + [1.0], dtype=torch.float64))
-    tree._own_levels[1][0] = 1 + 8 * small
-    point = math.nextafter(tree._add_up(), 0)
-    quick = tree._descend_quickly(np.array([point]))
-    assert quick.tolist() == [15] and tree.leaves_view()[15] == 0
-    monkeypatch.setattr(trees.Strata, "draw", lambda *_: np.array([point]))
-    places, weights = tree.draw_weights(1, torch.Generator())
-    assert places.tolist() == [8] and weights.tolist() == [1.0]
-
-
 def test_least_numbers_are_listed_up_to_a_bound() -> None:
-    tree, numbers = trees.MinTree(3000), torch.randint(0, 50, (3000,)).double()
+    tree, numbers = MinTree(9000), torch.randint(0, 50, (9000,)).double()
     tree.rebuild(numbers)
     for bound in (-1.0, 0.0, 7.0, 100.0):
         assert torch.equal(tree.at_most(bound), (numbers <= bound).nonzero().squeeze(1))
-    tree.fill(torch.tensor([5, 2999]), math.inf)
-    assert 5 not in tree.at_most(100.0).tolist() and len(tree.at_most(100.0)) == 2998
+    tree.fill(torch.tensor([5, 8999]), math.inf)
+    assert 5 not in tree.at_most(100.0).tolist() and len(tree.at_most(100.0)) == 8998
     tree.clear()
     assert tree.reduce() == math.inf and not len(tree.at_most(1e300))
 
@@ -257,7 +215,7 @@ def test_what_cannot_be_raises_and_changes_nothing() -> None:
 @pytest.mark.gpu
 def test_a_tree_on_the_gpu_equals_one_on_the_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
-    pair = [kind(5000, device) for kind in (trees.SumTree, trees.MinTree) for device in ("cpu", "cuda")]
+    pair = [kind(5000, device) for kind in (SumTree, MinTree) for device in ("cpu", "cuda")]
     for _ in range(5):
         places = torch.randint(5000, (3000,), generator=generator)  # many are named twice
         values = torch.rand(3000, dtype=torch.float64, generator=generator)

@@ -1,0 +1,100 @@
+"""How samples and updates are shared out among buffers.
+
+One rule: pure functions of names, shares, ids and a generator; no buffer is asked here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core import arguments
+from ..errors import UsageError
+from .ids import UNIQUE_ID, listed, raise_unknown, split_unique_id
+
+#: How far the sum of shares may be off.
+_SLACK = 1e-6
+_ACTION = "share out a sample"
+
+
+def checked_ratio(ratio: Any, names: Collection[str]) -> dict[str, float]:
+    """Check shares by name; give one for every name.
+
+    Raises:
+        KeyError: A name is not known.
+        UsageError: A share is not in [0, 1], or they do not sum to 1.
+    """
+    if not isinstance(ratio, Mapping):
+        raise UsageError(_ACTION, "", "a ratio by name", type(ratio).__name__)
+    for name, share in ratio.items():
+        if name not in names:
+            raise_unknown(name, names)
+        if not arguments.is_real(share) or not 0 <= share <= 1 + _SLACK:
+            raise UsageError(_ACTION, f"with {name!r}", "shares in [0, 1]", repr(share))
+    total = math.fsum(ratio.values())
+    if not abs(total - 1) <= _SLACK:
+        raise UsageError(_ACTION, "", "shares that sum to 1", f"{total} of {dict(ratio)}")
+    return {name: float(ratio.get(name, 0)) for name in names}
+
+
+def share_out_sample(size: int, ratio: Mapping[str, float], rng: torch.Generator) -> tuple[list[int], dict[str, int]]:
+    """Draw the buffer of each item, one from each of `size` equal intervals, and the order of all items.
+
+    Returns:
+        A uniform permutation of the items of all buffers, one buffer after another, so that every position is of each
+        buffer with the probability of its share; and the number of items by name, of those with a share.
+    """
+    shares = {name: share for name, share in ratio.items() if share > 0}
+    ends = np.cumsum(list(shares.values()))
+    drawn = torch.rand(size, dtype=torch.float64, generator=rng, device="cpu").numpy()
+    points = (np.arange(size) + drawn) / max(size, 1)
+    places = np.minimum(np.searchsorted(ends, points * ends[-1], side="right"), len(shares) - 1)
+    counts = np.bincount(places, minlength=len(shares)).tolist()
+    order = torch.randperm(size, generator=rng, device="cpu").tolist()
+    return order, dict(zip(shares, counts, strict=True))
+
+
+def checked_sizes(sizes: Mapping[str, Any], names: Collection[str]) -> dict[str, int]:
+    """Check numbers of items by name."""
+    for name in sizes:
+        if name not in names:
+            raise_unknown(name, names)
+    return {name: arguments.whole("sample", f"batch_size of {name!r}", size, 0) for name, size in sizes.items()}
+
+
+def share_out_update(info: Any, names: Collection[str], tracking: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Cut an update of items of several buffers into one per buffer, in order.
+
+    Args:
+        info: `replay_unique_id` with `priority`, and `used_id`; each may be missing.
+        names: The buffers.
+        tracking: The buffers that are told every `used_id`.
+
+    Raises:
+        KeyError: An id is of no buffer.
+        UsageError: An id is none, or there are not as many priorities.
+    """
+    if not isinstance(info, Mapping):
+        raise UsageError("update", "", "a mapping", type(info).__name__)
+    ids, priorities = listed(info.get(UNIQUE_ID)), info.get("priority")
+    values = [None] * len(ids) if priorities is None else listed(priorities)
+    if len(values) != len(ids):
+        raise UsageError("update", "", f"{len(ids)} priorities", str(len(values)))
+    parts: dict[str, dict[str, Any]] = {}
+    for unique_id, value in zip(ids, values, strict=True):
+        name, _ = split_unique_id(unique_id)
+        if name not in names:
+            raise_unknown(name, names)
+        part = parts.setdefault(name, {UNIQUE_ID: [], "priority": []})
+        part[UNIQUE_ID].append(unique_id)
+        part["priority"].append(value)
+    for part in parts.values() if priorities is None else ():
+        part["priority"] = None
+    used = listed(info.get("used_id"))
+    for name in tracking if used else ():
+        parts.setdefault(name, {})["used_id"] = used
+    return parts
