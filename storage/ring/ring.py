@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -32,8 +31,6 @@ _MIN_TORCH_BYTES = 256 * 1024
 _MAX_CUTS = 8
 #: What is gathered before the same is gathered again a row later: a good half of a processor's own cache.
 _TURN_BYTES = 3 << 19
-#: What rows move as.
-_UNITS: dict[torch.dtype, Any] = {torch.float32: np.dtype("f4"), torch.uint8: np.dtype("u1")}
 
 
 class RingStore:
@@ -297,7 +294,7 @@ class RingStore:
         """Give memory for rows like those of `source`; large memory on the CPU is used again when nobody holds it."""
         shape = num_rows, source.shape[1]
         if self._is_on_cpu:
-            return torch.from_numpy(self._pool.array(shape, _UNITS[source.dtype]))
+            return self._pool.empty(shape, source.dtype)
         return torch.empty(shape, dtype=source.dtype, device=self.device)
 
 
