@@ -19,7 +19,8 @@ from .expert import load_expert_trajectories
 from .streaming.base import RolloutFileBase
 from .streaming.delivery import RolloutLoader, loader
 from .streaming.rollout_dataset import RolloutDataset
-from .trajectories.buffer import TrajectoryCache, TrajectoryReplayBuffer
+from .trajectories.buffer import TrajectoryReplayBuffer
+from .trajectories.cache import TrajectoryCache
 from .transition import Transition
 from .windows.dataset import WindowDataset
 from .windows.loader import WindowLoader

@@ -310,6 +310,33 @@ def test_a_floor_shows_exactly_what_it_imports_for_others(floor: str) -> None:
     )
 
 
+#: Private by their names, and documented by Python, or the only way in torch.
+FOREIGN_PRIVATES = {"_asdict", "_fields", "_foreach_copy_", "_make", "_new_shared", "_replace", "_version"}
+
+
+def privates_of_others(text: str) -> list[str]:
+    """List uses of private names that a file does not define itself: `other._x`, `from m import _x`."""
+    tree, own, used = ast.parse(text), set(FOREIGN_PRIVATES), []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            used += [(alias.name, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
+            own.update([node.attr] if is_own else ())
+            used += [] if is_own else [(node.attr, ast.unparse(node))]
+    return [shown for name, shown in used if name.startswith("_") and not name.startswith("__") and name not in own]
+
+
+def test_no_file_reaches_into_the_private_names_of_another() -> None:
+    found = {path: privates_of_others(path.read_text(encoding="utf-8")) for path in python_files(*FLOORS)}
+    assert {str(path.relative_to(ROOT)): names for path, names in found.items() if names} == {}
+    assert privates_of_others("from m import _x\nself._a = 1\nother._a\nother._b") == ["_x", "other._b"]
+
+
 def test_no_file_is_longer_than_can_be_read_at_once() -> None:
     lengths = {
         path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in python_files(*LAYERS)

@@ -58,8 +58,9 @@ class StoredArray:
             raise corrupt_pickle(path, f"{len(data)} bytes at {self.offset}", f"{done}, the file has shrunk")
         axes = self.axes or tuple(range(len(self.shape)))
         stored_shape = [self.shape[axes.index(axis)] for axis in range(len(axes))]
-        array = np.frombuffer(data, self.dtype).reshape(stored_shape, order=self.order)
-        return array.transpose(axes)
+        stored: np.ndarray = np.frombuffer(data, self.dtype).reshape(stored_shape, order=self.order)
+        array: np.ndarray = stored.transpose(axes)
+        return array
 
 
 class PickledDtype:

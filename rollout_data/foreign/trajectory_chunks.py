@@ -181,7 +181,8 @@ def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
     values = chunk.read(key).reshape(-1)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise chunk_problem(chunk.path, f"finite {key!r}", "NaN or infinity")
-    return values.view(np.uint8) != 0 if values.dtype == bool else values != 0
+    flags: np.ndarray = values.view(np.uint8) != 0 if values.dtype == bool else values != 0
+    return flags
 
 
 class Pieces(NamedTuple):

@@ -27,7 +27,7 @@ _MAX_ENVS = 1 << 24
 EnvIds = Sequence[int] | torch.Tensor | None
 
 
-class RolloutFileBase(IterableDataset, ABC):
+class RolloutFileBase(IterableDataset[Any], ABC):
     """An endless or finite stream of `[T, num_envs, ...]` batches from files.
 
     A subclass implements `reset_all`, `refresh_handlers`, `get_buffer` and `fill_transition`; a

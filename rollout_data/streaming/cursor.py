@@ -217,7 +217,8 @@ class _Walk:
 
     def _open(self) -> Int64s:
         """Which envs have an open segment."""
-        return (~self.is_exhausted & self.moves).nonzero()[0]
+        envs: Int64s = (~self.is_exhausted & self.moves).nonzero()[0]
+        return envs
 
     def _num_in_order(self, times: Int64s) -> int:
         """How many of these ends, ascending, can be served at once.

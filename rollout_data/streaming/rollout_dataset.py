@@ -159,7 +159,8 @@ class RolloutDataset(RolloutStream):
 
     def _store(self) -> FrameStore:
         if self._deal is not None:
-            return self._deal.source
+            store: FrameStore = self._deal.source
+            return store
         self.source.refresh()
         return self.source.snapshot()
 

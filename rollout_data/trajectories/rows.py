@@ -73,7 +73,7 @@ def cut(layout: RowLayout, rows: Rows) -> dict[str, torch.Tensor]:
 
 def unpack(layout: RowLayout, rows: Rows, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     """Copy rows of a trajectory of `shape` (T, B) into `[T, B, *field]` tensors."""
-    views = {name: x.unflatten(0, shape[::-1]).transpose(0, 1) for name, x in cut(layout, rows).items()}
+    views = {name: x.reshape(*shape[::-1], *x.shape[1:]).transpose(0, 1) for name, x in cut(layout, rows).items()}
     return {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
 
 
@@ -159,5 +159,5 @@ def _aligned(
         advice = f"Declare {name!r} in drop_first or drop_last" if is_longer else ""
         expected = f"[{num_steps}, {num_envs}, ...] like the others"
         raise SchemaError("store the leaf", f"{name!r} {where}", expected, f"shape {list(tensor.shape)}", advice)
-    epochs = tensor.unflatten(0, (num_epochs, num_steps // num_epochs + 1))
+    epochs = tensor.reshape(num_epochs, num_steps // num_epochs + 1, *tensor.shape[1:])
     return (epochs[:, 1:] if drops_first else epochs[:, :-1]).reshape(num_steps, *tensor.shape[1:])

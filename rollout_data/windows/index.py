@@ -113,7 +113,8 @@ def rank_batches(start: int, stop: int, batch_size: int, shard: Shard, even: str
     share += (rest > 0) & (even == "pad")
     rest *= even == "none"
     ranks = np.array([[shard.number], [shard.number + 1]])
-    return (first + ranks * share + np.minimum(ranks, rest))[:, share + rest > 0].T
+    bounds: Int64s = (first + ranks * share + np.minimum(ranks, rest))[:, share + rest > 0].T
+    return bounds
 
 
 def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:

@@ -104,7 +104,10 @@ class WindowMixture(WindowBatches):
         """Draw windows with replacement: a member by weight, then one of its windows, all equally probable."""
         member = generator.choice(len(self.datasets), num_samples, p=self.weights)
         sizes = np.diff(self._first)[member]
-        return self._first[member] + np.minimum((generator.random(num_samples) * sizes).astype(np.int64), sizes - 1)
+        windows: Int64s = self._first[member] + np.minimum(
+            (generator.random(num_samples) * sizes).astype(np.int64), sizes - 1
+        )
+        return windows
 
     def sampler(
         self, num_samples: int | None = None, seed: int = 0, *, even: Even = "pad", shard: ShardChoice = "auto"
@@ -131,7 +134,8 @@ class MixtureSampler(Sampler[int]):
 
     def _places(self) -> Int64s:
         bounds = rank_batches(0, self.num_samples, 1, current_shard(self._shard), self.even, False)
-        return bounds[bounds[:, 0] < bounds[:, 1], 0]
+        places: Int64s = bounds[bounds[:, 0] < bounds[:, 1], 0]
+        return places
 
     def __len__(self) -> int:
         return len(self._places())

@@ -154,7 +154,9 @@ class WindowReader:
 
     def _has_final_at(self, field: WindowField, at: _Places) -> np.ndarray:
         """bool `[B, L]`, the row is a true last observation that was recorded."""
-        return (field.deltas == at.after[:, None]) & self._has_final[field.source.split("/")[0]][at.place][:, None]
+        has_final: np.ndarray = self._has_final[field.source.split("/")[0]][at.place]
+        found: np.ndarray = (field.deltas == at.after[:, None]) & has_final[:, None]
+        return found
 
     def _masks(self, at: _Places) -> dict[str, Any]:
         if self._mask_is_one:

@@ -96,7 +96,8 @@ class WindowBatches(Dataset[dict[str, Any]], ABC):
             CorruptFileError: A chunk of a coded component is damaged; the text names it.
         """
         if is_in_worker():
-            return self._shared.make(lambda allocate: self.read(windows, allocate))
+            batch: dict[str, Any] = self._shared.make(lambda allocate: self.read(windows, allocate))
+            return batch
         return WindowBatch(self.read(windows, self._pool.empty))
 
     @abstractmethod
@@ -160,7 +161,7 @@ class _Place:
 
     def __init__(self, key: _Key, num_bytes: int) -> None:
         self.key, self.num_bytes = key, num_bytes
-        storage = torch.UntypedStorage._new_shared(_HEADER_BYTES + num_bytes)
+        storage = torch.UntypedStorage._new_shared(_HEADER_BYTES + num_bytes)  # type: ignore[no-untyped-call]
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         self.flags = self.memory[:_HEADER_BYTES].zero_().numpy()
         self._part: weakref.ref[np.ndarray] | None = None
