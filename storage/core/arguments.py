@@ -48,8 +48,11 @@ def whole(action: str, name: str, value: Any, low: int, high: int | None = None)
 
 
 def is_real(value: Any) -> bool:
-    """Tell whether a value is a number, of Python or numpy; booleans and NaN are none."""
-    return isinstance(value, Real) and not _is_bool(value) and not math.isnan(value)
+    """Tell whether a value is a number that a float can hold, of Python or numpy; booleans and NaN are none."""
+    try:
+        return isinstance(value, Real) and not _is_bool(value) and not math.isnan(value)
+    except OverflowError:  # an integer like 10**400
+        return False
 
 
 def real(action: str, name: str, value: Any, expected: str, is_right: Callable[[float], bool]) -> float:
