@@ -1,6 +1,6 @@
 """Cameras over the arms of Reacher-v5: colour, depth and segmentation, drawn by MuJoCo or by a synthetic renderer.
 
-One rule: whoever draws, a call gives the same three arrays for a list of environments; nothing is learned here.
+One rule: with either renderer, a call gives the same three arrays for a list of environments; nothing is learned here.
 MuJoCo draws without a screen where EGL or OSMesa is installed (Mesa is enough, a GPU is not needed); elsewhere
 `SyntheticCamera` draws flat shapes seen from above, with numpy alone.
 """

@@ -109,7 +109,7 @@ class Lesson:
             transition.actions = distribution.sample()
             transition.actions_log_prob = distribution.log_prob(transition.actions)
             transition.action_labels = torch.sigmoid(self.teacher.logit(self.obs))
-            transition.values = torch.zeros(len(self.obs))  # nobody needs them here
+            transition.values = torch.zeros(len(self.obs))  # not needed here
             self.obs, _, transition.rewards, dones, _ = step(self.envs, transition.actions)
             transition.dones = dones
             self.storage.add_transitions(transition)

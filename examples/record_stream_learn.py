@@ -66,7 +66,7 @@ def learn(plan: Plan, report: Report) -> ActorCritic:
 def record(expert: ActorCritic, plan: Plan, data_dir: Path) -> float:
     """(b) Record the expert with `RolloutWriter`, which stands behind `record_demonstrations`; give the seconds.
 
-    Its actions are drawn as in training: an expert that never strays shows nobody how to come back.
+    Its actions are drawn as in training: an expert that never strays does not show how to come back.
     """
     envs = make_envs(TASK, plan.num_record_envs)
     start = time.perf_counter()

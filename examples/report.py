@@ -22,7 +22,7 @@ class Episodes:
 
 @dataclass
 class Speed:
-    """How long it took to move so many frames."""
+    """How long it took to move a number of frames."""
 
     num_frames: int
     num_bytes: int

@@ -91,7 +91,7 @@ def play(camera: Camera, plan: Plan, num_episodes: int) -> Iterator[dict[str, An
     """Give one step of all arms after the other, as `RolloutWriter.add` takes it.
 
     Noise is added to the actions, and what the expert would have done is kept beside: an expert that never strays
-    shows nobody how to come back.
+    does not show how to come back.
     """
     rng = np.random.default_rng(0)
     for seed in range(0, num_episodes, plan.num_envs):

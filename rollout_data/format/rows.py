@@ -85,7 +85,7 @@ class CodingOptions:
     Attributes:
         chosen: Field that is coded "auto" -> its codec; what is not there is chosen and put there.
         max_errors: Field -> largest error that was made before.
-        frames_per_chunk: At most so many; None is what suits the codec.
+        frames_per_chunk: Most frames of a chunk; None is what suits the codec.
     """
 
     chosen: MutableMapping[str, str]

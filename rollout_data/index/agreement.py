@@ -38,7 +38,7 @@ _NUM_NOTES = 20_000
 
 
 def alone(number: int, look: Look) -> Any:
-    """Look, and ask nobody."""
+    """Look, without asking other processes."""
     return look()
 
 

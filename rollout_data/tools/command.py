@@ -57,7 +57,7 @@ def pack(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Delete the oldest blocks, down to so many trajectories, frames or bytes."""
+    """Delete the oldest blocks, down to a number of trajectories, frames or bytes."""
     limits = {name: getattr(options, name) for name in LIMITS}
     paths = prune_folder(options.data_dir, dry_run=options.dry_run, **limits)
     _print(*map(str, paths), f"{len(paths):,} blocks {'would be' if options.dry_run else 'were'} deleted")

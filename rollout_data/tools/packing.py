@@ -47,7 +47,7 @@ def pack_dataset(
     """Rewrite the trajectories of a folder contiguously, in the order of their completion.
 
     Args:
-        data_dir: A folder that nobody records into now. Every block must be intact.
+        data_dir: A folder without a living writer. Every block must be intact.
         out_dir: A new or empty folder for the result; None replaces the blocks in place.
         block_bytes: Size of a block at most, except that a trajectory is not cut.
 

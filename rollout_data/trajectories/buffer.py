@@ -45,7 +45,7 @@ class TrajectoryReplayBuffer(Unique):
         auto_save_path: A folder of this buffer alone.
         trajectory_format: "h5" writes our block files, of which single rows are read; "pt" writes
             `torch.save` files and "pkl" pickles, both read whole, for other tools.
-        max_trajectories: Older ones than so many are given up; None for no limit. Their auto-saved files are
+        max_trajectories: How many of the newest are kept; None for all. The auto-saved files of others are
             deleted once as many newer ones are on the disk and in its index, so that a crash leaves the former or
             the latter.
         drop_first: Leaves that may have `T + e` rows, one before the first step of each of e epochs.

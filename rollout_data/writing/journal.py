@@ -129,7 +129,7 @@ class Journal:
 
 
 def recover_dead_writers(folder: Path) -> list[DeadWriter]:
-    """Clean up after writers that died in `folder`: journals that nobody locks, and their temporary files.
+    """Clean up after writers that died in `folder`: journals without a lock, and their temporary files.
 
     Published blocks are not touched: they are complete.
     """

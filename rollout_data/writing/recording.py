@@ -95,7 +95,7 @@ class RecordingWrapper:
             `success_only`: keep only episodes of whose last step infos tell a success.
             `keep`: keep only episodes of whose `EpisodeSummary` this is true.
             `success_key="success"`: what tells success in infos, or `is_<key>`; in `final_info`, where that is.
-            `max_dropped`: raise when so many episodes in a row were dropped. Left out, it is 1000, or 10 per env if
+            `max_dropped`: raise when this many episodes in a row were dropped. Left out, it is 1000, or 10 per env if
             that is more; here only while infos never told a success.
 
     Raises:
@@ -147,7 +147,7 @@ def record_demonstrations(
     autoreset: str | None = None,
     **options: Any,
 ) -> RecordingSummary:
-    """Record a policy until a dataset holds at least so many frames and trajectories.
+    """Record a policy until a dataset holds a number of frames and trajectories.
 
     A folder that holds data already is continued: its frames and the trajectories that ended count. The parts of a
     `spaces.Tuple` are recorded under the names "0", "1", ...

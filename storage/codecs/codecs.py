@@ -27,7 +27,7 @@ MIN_SAVED = 0.1
 #: processor holds, and what a reader of one frame decodes for nothing. Fast LZ4 gains 2 % from chunks twice as large
 #: (it looks back 64 KiB), and random windows of 8 images lose a quarter of their speed; slow packers gain 4 to 14 %.
 MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES, MAX_SMALL_CHUNK_BYTES = 8, 512 * 1024, 192 * 1024
-#: What a chunk of several frames decodes to at most, whoever chose their number: who wants one of them decodes all,
+#: Most bytes that a chunk of several frames decodes to, also with a given number: reading one frame decodes all,
 #: and a file, or a blob, of 3 MB could hold one of 600 MB.
 LARGEST_CHUNK_BYTES = 64 << 20
 _LARGE_CHUNK_PACKERS = tuple(packer for packer in STAGES["packer"] if packer != "lz4")

@@ -80,7 +80,7 @@ def decompress_image_seq(
         batch_size: How many frames the blob holds.
         dtype: Of the frames. A torch dtype gives a CPU tensor, a numpy dtype (or its name) an array.
         indices: Which frames, in any order, also repeated; None gives all. Only their chunks are decoded.
-        num_threads: At most so many threads, where they are faster; None takes torch's number.
+        num_threads: Most threads, used where they are faster; None takes torch's number.
 
     Returns:
         `[batch_size or len(indices), *image_shape]`, new memory.
@@ -117,7 +117,7 @@ def decompress_many(
         image_shape, dtype: As for `decompress_image_seq`, for every blob.
         batch_size: How many frames a blob holds: one number for all blobs, or B numbers.
         indices: Which frames: a list for all blobs, or B lists. None gives all frames, also in the place of a list.
-        num_threads: At most so many threads; None takes torch's number of threads.
+        num_threads: Most threads; None takes torch's number of threads.
         out: Contiguous, to write to instead of new memory: `[B, n, *image_shape]` if each blob gives n frames; if
             the numbers differ `[total, *image_shape]`, where the frames of one blob follow those of the blob before.
 

@@ -73,7 +73,7 @@ class Lz4Writer:
     """A file to write to that passes one LZ4 frame on to `file`, in a thread: the caller compresses meanwhile.
 
     Args:
-        file: Gets the frame; closed by whoever opened it.
+        file: Gets the frame; the caller closes it.
         level: See `check_level`.
 
     Leaving the `with` block without an error completes the frame. What was written may be changed

@@ -1,6 +1,6 @@
 """Quantizers: numbers as fewer bits, and how much that loses.
 
-One rule: rounding is to the nearest, and whoever quantizes is told the largest error that it made.
+One rule: rounding is to the nearest, and the largest error that quantizing made is returned.
 `normalized_image` keeps one uint8 per value and needs nothing besides; `uint16` is linear between a low
 and a high value, which stand beside the counts.
 """

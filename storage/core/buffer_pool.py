@@ -1,4 +1,4 @@
-"""Reused memory for large results: a buffer returns to its pool when nobody holds it any more.
+"""Reused memory for large results: a buffer returns to its pool once no tensor refers to it.
 
 One rule: a buffer is handed out again only if no tensor, view or array over it is alive, which
 Python's own reference count says. Fresh large memory costs a page fault per 4 KiB, which is
@@ -112,7 +112,7 @@ class BufferPool:
         return _references(self._buffers)[place] <= _FREE_REFERENCES
 
     def _lend(self, num_bytes: int) -> np.ndarray[Any, Any]:
-        """Give the first bytes of a buffer that nobody holds: the smallest that wastes at most half of itself."""
+        """Give the first bytes of a free buffer: the smallest that wastes at most half of itself."""
         with self._lock:
             found, size = -1, 2 * num_bytes + 1
             for place, references in enumerate(_references(self._buffers)):

@@ -1,6 +1,6 @@
 """Where mini-batches get their memory, and how they come to the device that wants them.
 
-One rule: what is handed out is nobody else's. On the CPU memory comes from a pool; towards a GPU
+One rule: what is handed out is not shared. On the CPU memory comes from a pool; towards a GPU
 it is pinned and travels on a stream of its own, on which the consumer's stream waits.
 """
 

@@ -146,7 +146,7 @@ def _only_one_in(folder: Path) -> Iterator[None]:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what killed processes left beside `target`: nobody holds its lock."""
+    """Remove what killed processes left beside `target`: its lock is free."""
     for name in glob.glob(f".{glob.escape(target.name)}.new-*", root_dir=target.parent):
         path = target.parent / name
         try:

@@ -1,6 +1,6 @@
 """Fields: what a store or a file holds, declared once as name -> shape, dtype, codec.
 
-One rule: whoever would write a field's name twice loops over a `Schema` instead. Arrays,
+One rule: code that would name a field twice loops over a `Schema` instead. Arrays,
 files and rows are elsewhere; here are names and numbers only.
 """
 
@@ -74,7 +74,7 @@ class Field:
         shape: Shape of one row, without time and env; () for a scalar.
         dtype: A key of `DTYPES`: the dtype that users give and get back.
         codec: How rows are coded; "raw" keeps the bytes as they are.
-        fill: Value of rows that nobody has written yet.
+        fill: Value of rows that are not written yet.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """What a class keeps is made alike in every mode that the caller may be in.
 
-One rule: tensors that outlive a call are made outside of inference mode. torch lets nobody write to those made inside
-it once it is over, and whoever collects in inference mode makes the first call there and the next one elsewhere.
+One rule: tensors that outlive a call are made outside of inference mode. torch forbids writing to those made inside
+it once it is over, and a policy may make the first call in inference mode and the next one outside.
 """
 
 from __future__ import annotations

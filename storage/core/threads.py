@@ -108,7 +108,7 @@ class Worker:
         return future
 
     def wait_for_room(self, num_pending: int) -> None:
-        """Wait until at most so many jobs are pending."""
+        """Wait until at most `num_pending` jobs are pending."""
         while len(pending := self._pending()) > num_pending:
             wait(pending, return_when=FIRST_COMPLETED)
 

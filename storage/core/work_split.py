@@ -23,7 +23,7 @@ class WorkSplit:
     """Runs pieces of work in one thread or in several.
 
     Args:
-        num_threads: At most so many; None takes torch's number of threads (1 in a DataLoader worker).
+        num_threads: Most threads; None takes torch's number of threads (1 in a DataLoader worker).
     """
 
     def __init__(self, num_threads: int | None = None) -> None:

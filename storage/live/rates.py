@@ -30,11 +30,11 @@ class RateLimiter:
     Args:
         samples_per_insert: How many items are to be drawn per item that is inserted, above 0.
         tolerance: How far the balance may be off, in drawn items. Half of what one insertion and one
-            draw together move it by is the least with which neither can wait for the other for ever.
+            draw together move it by is the least with which neither can wait for the other forever.
         min_inserts: Items that are inserted before anything is drawn. An insertion that begins below
             always passes, also if it goes beyond; no other leads out of the bounds.
         blocking: Whether a call that may not pass waits until it may; otherwise it is refused.
-        timeout_s: How long it waits at most; None for ever.
+        timeout_s: How long it waits at most; None for no limit.
 
     All methods may be called from any thread.
     """
@@ -95,7 +95,7 @@ class RateLimiter:
             self._set(self.num_inserted - num_inserted, self.num_sampled - num_sampled)
 
     def close(self) -> None:
-        """Wake up and refuse whoever waits; nobody waits any more. May be called twice."""
+        """Wake up and refuse all waiting threads; later calls do not wait. May be called twice."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -137,7 +137,7 @@ class RateLimiter:
             self._changed.notify_all()
 
     def _may_insert(self, num_items: int) -> bool:
-        is_filling = self.num_inserted < self.min_inserts  # nobody may draw, so that nobody could make room
+        is_filling = self.num_inserted < self.min_inserts  # drawing is not allowed yet, so nothing could make room
         return is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
 
     def _may_sample(self, num_items: int) -> bool:

@@ -51,7 +51,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         replay_buffer_size: Items that fit.
         replay_start_size: Items that must have been added before any is drawn.
         max_use: An item is removed when it was drawn so often; `inf` or None for no limit.
-        max_staleness: An item is removed when the learner is so many iterations past its `collect_iter`.
+        max_staleness: An item is removed when the learner is this many iterations past its `collect_iter`.
         min_sample_ratio: Items there must be, for each that is asked for.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
         enable_track_used_data: Whether `used_data()` tells which `data_id`s are not needed any more.

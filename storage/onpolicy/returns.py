@@ -120,7 +120,7 @@ def with_bootstrap(
     source = values if truncation == "value" else bootstrap_values
     if source is None or not bool(cut.any()):
         return rewards
-    # where, not multiplication: rows that nobody meant may hold anything, NaN too.
+    # where, not multiplication: masked rows may hold anything, NaN too.
     return torch.where(cut, rewards + source * like_of(gamma, rewards), rewards)
 
 

@@ -31,7 +31,7 @@ class RowLimits:
     Args:
         capacity: Slots, numbered from 0.
         max_use: A row that was drawn so often is over; `inf` or None for no limit.
-        max_staleness: A row that was collected so many learner iterations ago is over; `inf` or None for no limit.
+        max_staleness: A row that was collected this many learner iterations ago is over; `inf` or None for no limit.
         device: Where the counters are.
 
     Attributes:

@@ -30,7 +30,7 @@ class Episodes:
         schema: The fields of a frame.
         rows: Per episode its leaves `[T, 1, *event]` in the schema's order.
         motion_ids: Per episode its id; None where there is none.
-        file_names: Per episode the file that it came from; None where nobody said.
+        file_names: Per episode the file that it came from; None if not given.
     """
 
     schema: Schema

@@ -291,7 +291,7 @@ class RingStore:
         return torch.index_select(source, 0, index, out=self._room(index.shape[0], source))
 
     def _room(self, num_rows: int, source: torch.Tensor) -> torch.Tensor:
-        """Give memory for rows like those of `source`; large memory on the CPU is used again when nobody holds it."""
+        """Give memory for rows like those of `source`; large memory on the CPU is reused when free."""
         shape = num_rows, source.shape[1]
         if self._is_on_cpu:
             return self._pool.empty(shape, source.dtype)

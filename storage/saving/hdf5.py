@@ -69,7 +69,7 @@ class GuardedFile(io.FileIO):
         at = _HEAD_BYTES
         while at + _HEAD_BYTES <= size:
             num_bytes = _number(heap[at + 8 : at + _HEAD_BYTES])
-            is_free = heap[at : at + 2] == b"\0\0"  # the rest that nobody uses: its size includes its header
+            is_free = heap[at : at + 2] == b"\0\0"  # unused space: its size includes its header
             step = num_bytes if is_free else _HEAD_BYTES + -(-num_bytes // 8) * 8
             if not _HEAD_BYTES <= step <= len(heap) - at:
                 raise OSError(f"an object of {num_bytes} bytes at {at} of the heap at {start}")
