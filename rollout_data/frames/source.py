@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from storage.core.durable import as_path
+from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
@@ -34,7 +34,7 @@ def absolute_paths(data_dir: DataDirs) -> list[Path]:
     """Give the folders of a `data_dir` argument so that they stay the same when the process goes elsewhere."""
     try:
         listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
-        return [as_path(os.fspath(path), "open the dataset").absolute() for path in listed]
+        return [arguments.path("open the dataset", "", os.fspath(path)).absolute() for path in listed]
     except TypeError as cause:
         raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable import as_path
+from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
@@ -82,7 +82,8 @@ class BlockFolder:
 
     def __init__(self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = "") -> None:
         self.label = label
-        self.data_dir = as_path(data_dir, "open the data folder").absolute()  # whatever directory the process goes to
+        # Absolute, as the process may change its working directory.
+        self.data_dir = arguments.path("open the data folder", "", data_dir).absolute()
         self.verify_on_open = verify_on_open
         self.schema: Schema | None = None
         self.blocks: dict[str, Block] = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from storage.core.durable import as_path
+from storage.core import arguments
 from storage.errors import DataFileError, UsageError
 
 from ..format.header import DATA, DROPPED, ENDS, FIRST, OPEN, TENTATIVE, BlockHeader, open_block
@@ -56,7 +56,7 @@ def pack_dataset(
         DataFileError: A block is damaged; nothing was changed.
     """
     source = check_is_folder(data_dir)
-    target = source / STAGING_FOLDER if out_dir is None else as_path(out_dir, "pack into")
+    target = source / STAGING_FOLDER if out_dir is None else arguments.path("pack into", "", out_dir)
     if out_dir is None and target.exists():
         shutil.rmtree(target)  # of a packing that was interrupted; the old blocks are still there
     target.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from storage.core.durable import as_path
+from storage.core import arguments
 from storage.errors import RolloutDataError, UsageError
 
 from ..format.header import DROPPED, METADATA_NAME, damaged_fragments, read_header
@@ -121,7 +121,7 @@ def _intact_part(path: Path) -> tuple[BlockContent | None, int]:
 
 def check_is_folder(data_dir: str | os.PathLike[str]) -> Path:
     """Give the path of an existing folder, or raise."""
-    path = as_path(data_dir, "open the data folder")
+    path = arguments.path("open the data folder", "", data_dir)
     if not path.is_dir():
         raise UsageError("open the data folder", repr(str(path)), "a folder", "a file" if path.exists() else "nothing")
     return path

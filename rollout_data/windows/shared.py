@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from storage.core.arguments import is_whole
 from storage.core.buffer_pool import BufferPool
 from storage.core.tree import flatten, map_leaves, unflatten
 from storage.errors import MissingFieldError, UsageError
@@ -83,7 +84,7 @@ class WindowBatches(Dataset[dict[str, Any]], ABC):
         Raises:
             IndexError: There is no such window; negative numbers count from the end.
         """
-        if isinstance(window, (bool, np.bool_)):
+        if not is_whole(window):
             raise UsageError("read a window", "", "a whole number", repr(window))
         found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.read([window], self._pool.empty))
         return found

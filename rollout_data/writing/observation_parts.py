@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from storage.codecs.codecs import check_writable
+from storage.core.arguments import is_whole
 from storage.core.tree import check_same_names
 from storage.errors import SchemaError, UsageError, nearest
 
@@ -98,6 +99,6 @@ def observation_parts(
 
 def _shape(shape: Any, segments: Any) -> tuple[int, ...]:
     try:
-        return (shape,) if isinstance(shape, int) else tuple(map(operator.index, shape))
+        return (int(shape),) if is_whole(shape) else tuple(map(operator.index, shape))
     except (TypeError, ValueError):
         raise UsageError(_MAKE, "with obs_segments", "a shape for each component", repr(segments)) from None

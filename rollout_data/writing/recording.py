@@ -239,8 +239,7 @@ class _Recorder:
         num_envs = simulator.num_envs
         self._default_limit = max(1000, 10 * num_envs)
         self._limit = self._default_limit if max_dropped is None else max_dropped
-        if isinstance(self._limit, bool | str) or not self._limit >= 1:
-            raise UsageError("record", "", "max_dropped a number >= 1 or None", repr(max_dropped))
+        arguments.real("record", "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1)
         self.simulator, self._success_only, self._keep = simulator, success_only, keep
         self._names = (success_key, f"is_{success_key}")
         self._is_choosing = success_only or keep is not None

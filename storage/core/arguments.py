@@ -128,8 +128,3 @@ def env_ids(action: str, name: str, value: Any, num_envs: int) -> npt.NDArray[np
 
 def _is_bool(value: Any) -> bool:
     return isinstance(value, (bool, np.bool_)) or (isinstance(value, torch.Tensor) and value.dtype is torch.bool)
-
-
-def check_count(action: str, name: str, value: Any, least: int) -> int:
-    """Check an integer of at least `least`: `whole` by its earlier name."""
-    return whole(action, name, value, least)

@@ -14,11 +14,6 @@ from . import arguments
 from .buffer_pool import BufferPool
 
 
-def checked_device(name: str, device: torch.device | str) -> torch.device:
-    """Give the device that a caller named; raise `UsageError` if torch knows none of that name."""
-    return arguments.device("create a storage", name, device)
-
-
 class Delivery:
     """Memory on one device, results on another or on the same.
 
@@ -29,7 +24,8 @@ class Delivery:
 
     def __init__(self, device: torch.device, output_device: torch.device | str | None = None) -> None:
         self.device = device
-        self.output_device = device if output_device is None else checked_device("output_device", output_device)
+        given = device if output_device is None else output_device
+        self.output_device = arguments.device("create a storage", "output_device", given)
         self._pool = BufferPool(max_buffers=16)
         self._stream: torch.cuda.Stream | None = None
         self._written: torch.cuda.Event | None = None

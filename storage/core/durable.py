@@ -14,15 +14,9 @@ import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ..errors import DataFileError
 from . import arguments
-
-
-def as_path(path: Any, action: str) -> Path:
-    """Give a path as a `Path`: `arguments.path` by its earlier name."""
-    return arguments.path(action, "", path)
 
 
 def sync_path(path: Path) -> None:

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from ..errors import FieldTypeError, MissingFieldError, SchemaError
-from . import arguments
 from .fields import DTYPES, Field, Schema, dtype_name
 from .host_arrays import as_given
 from .tree import check_same_names
@@ -32,11 +31,6 @@ COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
 }
 #: Above this size torch's copies, with several threads, are worth their start.
 MAX_FORM_BYTES = 4 * 1024 * 1024
-
-
-def is_count(value: Any, least: int = 1) -> bool:
-    """Tell whether a value is an integer, of Python or numpy, of at least `least`; bools are none."""
-    return arguments.is_whole(value) and bool(value >= least)
 
 
 def flat_name(key: Key) -> str:

@@ -104,7 +104,7 @@ def earliest(given: Any) -> int:
     values = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray, np.generic)) else given
     known = [plain_number(value) for value in (values if isinstance(values, (list, tuple)) else [values])]
     known = [value for value in known if value is not None]
-    if not all(isinstance(value, int) and not isinstance(value, bool) for value in known):
+    if not all(arguments.is_whole(value) for value in known):
         raise UsageError("add an item", "", "a collect_iter of integers", repr(given)[:60])
     return min(known, default=UNKNOWN)
 

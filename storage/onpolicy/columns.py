@@ -11,11 +11,11 @@ from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from math import nan
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 
+from ..core.arguments import is_whole
 from ..core.fields import Field, dtype_name
 from ..core.tree import unflatten
 from ..errors import SchemaError
@@ -192,8 +192,8 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
     is_pair = isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], (str, torch.dtype))
     sizes: Any
     sizes, dtype = shape if is_pair else (shape, "float32")
-    sizes = (sizes,) if isinstance(sizes, Integral) else sizes
-    are_sizes = isinstance(sizes, Sequence) and all(isinstance(size, Integral) for size in sizes)
+    sizes = (sizes,) if is_whole(sizes) else sizes
+    are_sizes = isinstance(sizes, Sequence) and all(is_whole(size) for size in sizes)
     if not are_sizes or isinstance(sizes, str):
         raise SchemaError("declare the shape of", repr(name), "a sequence of ints or a dict of such", repr(shape))
     return (Field(name, tuple(sizes), dtype if isinstance(dtype, str) else dtype_name(dtype, repr(name))),)

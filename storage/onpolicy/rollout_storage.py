@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import whole
-from ..core.delivery import Delivery, checked_device
+from ..core import arguments
+from ..core.delivery import Delivery
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
 from ..saving.store import State, Store, checked_count
@@ -102,14 +102,14 @@ class RolloutStorage(Store, is_saved_whole=True):
         output_device: torch.device | str | None = None,
         policy_outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.num_envs = whole(_CREATE, "num_envs", num_envs, 1)
-        num_steps = whole(_CREATE, "num_transitions_per_env", num_transitions_per_env, 1)
+        self.num_envs = arguments.whole(_CREATE, "num_envs", num_envs, 1)
+        num_steps = arguments.whole(_CREATE, "num_transitions_per_env", num_transitions_per_env, 1)
         self.obs_shape = obs_shape
         self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
         self.actions_shape = actions_shape
-        self.num_rewards = whole(_CREATE, "num_rewards", num_rewards, 1)
+        self.num_rewards = arguments.whole(_CREATE, "num_rewards", num_rewards, 1)
         self.policy_output_shapes = policy_outputs
-        self.device = checked_device("device", device)
+        self.device = arguments.device("create a storage", "device", device)
         self.rng = generator_on(generator)
         self.step = 0
         self._lock = threading.RLock()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
+from ..core.arguments import is_whole
 from ..errors import RolloutDataError, UsageError, nearest
 from .sum_tree import MaxTree, MinTree, SumTree, WideTree
 
@@ -92,7 +92,7 @@ class SegmentTree:
             IndexError: The range is outside, or ends before it starts.
         """
         stop = self.capacity if end is None else end
-        if not all(isinstance(x, (int, np.integer)) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
+        if not all(is_whole(x) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
             expected = f"0 <= start <= end <= {self.capacity}"
             raise TreeIndexError("reduce a segment tree", "", expected, f"[{start}, {stop})")
         return self._tree.reduce(int(start), int(stop))
@@ -139,7 +139,7 @@ class SegmentTree:
     def _indices(self, index: Any, action: str) -> torch.Tensor:
         """Check indices; negative ones count from the end."""
         wanted = torch.as_tensor(index, device=self.device)
-        if isinstance(index, bool) or (wanted.numel() and (wanted.is_floating_point() or wanted.dtype is torch.bool)):
+        if wanted.numel() and (wanted.is_floating_point() or wanted.dtype is torch.bool):
             raise UsageError(f"{action} a segment tree", "", "integer indices", f"{wanted.dtype}")
         wanted = wanted.long()
         outside = (wanted < -self.capacity) | (wanted >= self.capacity)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from ..core.arguments import is_whole
 from ..core.durable import existing_folder
 from ..core.modes import lasting
 from ..errors import CorruptFileError, ForeignFileError, MissingFieldError, RolloutDataError, SchemaError, nearest
@@ -270,9 +271,9 @@ load_buffer = load_store
 def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:
     """Give a count of a loaded state; raise `SchemaError` if it is no int from `low` to `high`."""
     count = numbers[name]
-    if not isinstance(count, int) or isinstance(count, bool) or not low <= count <= high:
+    if not is_whole(count) or not low <= count <= high:
         raise SchemaError("load a state", f"with {name!r}", f"an int from {low} to {high}", repr(count))
-    return count
+    return int(count)
 
 
 def _remade(kind: type[Store], recipe: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
