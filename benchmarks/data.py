@@ -107,7 +107,7 @@ BLOCK_BYTES = 1 << 30
 
 
 def record(folder: Path, rollout: Rollout, steps_per_rollout: int = 0) -> None:
-    """Write a rollout with our writer, one file per `ENVS_PER_ROLLOUT` environments and so many steps (0 for all)."""
+    """Write a rollout with our writer: a file per `ENVS_PER_ROLLOUT` environments and some steps (0: all steps)."""
     num_steps, num_envs = rollout["done"].shape
     num_together = min(num_envs, ENVS_PER_ROLLOUT)
     step = steps_per_rollout or num_steps

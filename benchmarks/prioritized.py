@@ -26,7 +26,7 @@ from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 OBS, ACTIONS = 17, 6
 FLOATS = 2 * OBS + ACTIONS + 2
 ALPHA, BETA = 0.6, 0.4
-#: Batch size -> seconds that we promise, and nobody quicker in the same run.
+#: Batch size -> seconds that we promise; no peer may be faster in the same run.
 REACH_S = {256: 125e-6, 4096: 900e-6}
 #: Batches of priorities that are drawn before the clock runs.
 NUM_BATCHES = 50

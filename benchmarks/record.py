@@ -64,7 +64,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _emptied(folder: Path) -> Path:
-    """Empty a folder and let the disk come to rest, so that nobody pays for another's bytes."""
+    """Empty a folder and let the disk come to rest, so that no contender waits for the bytes of the one before."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.sync()

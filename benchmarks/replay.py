@@ -33,7 +33,7 @@ PEER_FIELDS = {
     "terminated": "terminated",
     "truncated": "truncated",
 }
-#: One trajectory in so many rows ends.
+#: One row in this many ends a trajectory.
 LENGTH = 1000
 #: Indices that are drawn before the clock runs: more rows than any cache, or its page tables, remember.
 NUM_INDICES = 1 << 21

@@ -38,7 +38,7 @@ IMAGE_LENGTH, IMAGE_BATCH = 8, 32
 #: A batch in which bytes cost nothing, 32 windows of 8 frames of 6 floats: at most so long.
 SMALL_LENGTH, SMALL_BATCH, SMALL_REACH_S = 8, 32, 50e-6
 SMALL_WIDTHS = {"observation": 4, "action": 1}
-#: Batches before the clock starts: so many that every page has been touched.
+#: Batches before the clock starts: enough to touch every page.
 WARM_BATCHES = 1500
 SLOW_WARM_BATCHES = 4
 KEYS = ("observation", "privileged_observation")

@@ -173,7 +173,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def evaluate(act: Callable[[np.ndarray], np.ndarray] | None, num_episodes: int, seed: int = 1000) -> Episodes:
-    """(e) Play one episode in each of so many environments, with fixed seeds."""
+    """(e) Play one episode in each environment, with fixed seeds."""
     envs = make_envs(TASK, num_episodes)
     envs.action_space.seed(seed)
     observation, _ = envs.reset(seed=seed)

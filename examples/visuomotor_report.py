@@ -15,7 +15,7 @@ RAW, CODED = "#bbbbbb", "#2ca02c"
 
 @dataclass
 class Speed:
-    """How long it took to move so many frames (or windows) of so many bytes."""
+    """How long it took to move a number of frames (or windows), and their size in bytes."""
 
     number: int
     bytes_each: int

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-#: `make fuzz` draws so many times as many examples as a test asks for.
+#: `make fuzz` multiplies the number of examples of each test by this.
 FUZZ_FACTOR = 20
 #: Where hypothesis keeps what `@settings` asked for; a test that did not ask follows the profile.
 ASKED = "_hypothesis_internal_use_settings"
