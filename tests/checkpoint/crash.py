@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from storage.checkpoints.saver import AsyncCheckpointSaver, load_checkpoint, load_checkpoint_meta
-from tests.nursery import Counter
+from tests.killed import Counter
 
 WORK = "tests.checkpoint.crash:save_until_killed"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.checkpoint.crash import WORK, check_what_is_left
-from tests.nursery import kill_one, nursery
+from tests.killed import kill_one, workers
 
 
 def test_killed_savers_leave_the_previous_checkpoint_or_the_new_one(tmp_path: Path) -> None:
-    with nursery(WORK) as process:
+    with workers(WORK) as process:
         steps = []
         for seed in range(12):
             kill_one(process, tmp_path / str(seed), seed)

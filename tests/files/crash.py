@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from rollout_data.writing.writer import RolloutWriter
-from tests import nursery
+from tests import killed
 from tests.files.readback import blocks_of, end_of, trajectories_of
-from tests.nursery import Counter
+from tests.killed import Counter
 
 WORK = "tests.files.crash:record_until_killed"
 BLOCK_BYTES = 6000
@@ -51,13 +51,13 @@ def record_until_killed(folder: Path, seed: int) -> None:
 
 def kill_one(process: subprocess.Popen, folder: Path, seed: int) -> dict[str, int]:
     """Kill a recorder at a random instant, check everything; give what happened."""
-    nursery.kill_one(process, folder, seed)
+    killed.kill_one(process, folder, seed)
     return check_what_is_left(folder / "data", Counter.read(folder / "added"))
 
 
 def interrupt_one(process: subprocess.Popen, folder: Path, seed: int) -> int:
     """Press Ctrl-C at a random instant: all that was added is published; give the number of frames."""
-    nursery.interrupt_one(process, folder, seed, progress=folder / "added")
+    killed.interrupt_one(process, folder, seed, progress=folder / "added")
     added, data = Counter.read(folder / "added"), folder / "data"
     published = check_recording(data) if data.exists() else 0
     assert added <= published <= added + 4, (added, published)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import crash
-from tests.nursery import kill_one, nursery
+from tests.killed import kill_one, workers
 from tests.trajectory_replay import crash as trajectory_crash
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_savers_killed_at_200_random_instants_leave_whole_checkpoints(tmp_path: Path) -> None:
-    with nursery(crash.WORK) as process:
+    with workers(crash.WORK) as process:
         steps = []
         for seed in range(1000, 1200):
             kill_one(process, tmp_path / str(seed), seed)
@@ -25,7 +25,7 @@ def test_savers_killed_at_200_random_instants_leave_whole_checkpoints(tmp_path: 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_collectors_killed_at_200_random_instants_leave_folders_that_load(tmp_path: Path) -> None:
-    with nursery(trajectory_crash.WORK) as process:
+    with workers(trajectory_crash.WORK) as process:
         held = []
         for seed in range(1000, 1200):
             kill_one(process, tmp_path / str(seed), seed, longest_s=0.4)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.files.crash import WORK, kill_one
-from tests.nursery import nursery
+from tests.killed import workers
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_recorders_killed_at_200_random_instants_leave_whole_blocks(tmp_path):
-    with nursery(WORK) as process:
+    with workers(WORK) as process:
         outcomes = [kill_one(process, tmp_path / f"{seed}", seed) for seed in range(1000, 1200)]
     totals = {name: sum(one[name] for one in outcomes) for name in outcomes[0]}
     print(f"killed {len(outcomes)} recorders: {totals}")

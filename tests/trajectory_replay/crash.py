@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
-from tests.nursery import Counter
+from tests.killed import Counter
 from tests.trajectory_replay.recorded import drawn, equal, trajectory
 
 WORK = "tests.trajectory_replay.crash:collect_until_killed"

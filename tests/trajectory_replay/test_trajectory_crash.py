@@ -10,14 +10,14 @@ import pytest
 
 from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
 from storage.errors import BackgroundError
-from tests.nursery import kill_one, nursery
+from tests.killed import kill_one, workers
 from tests.trajectory_replay.crash import WORK, check_what_is_left
 from tests.trajectory_replay.recorded import trajectory
 from tests.watch import watching
 
 
 def test_killed_collectors_leave_folders_that_load(tmp_path: Path) -> None:
-    with nursery(WORK) as process:
+    with workers(WORK) as process:
         held = []
         for seed in range(10):
             kill_one(process, tmp_path / str(seed), seed, longest_s=0.4)

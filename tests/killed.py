@@ -1,6 +1,6 @@
-"""Workers that are made to be killed: a process that has imported everything forks them on request.
+"""Worker processes that are killed: one process imports everything once and forks a worker on request.
 
-`python -m tests.nursery module:function` reads lines "folder seed" and answers each with the process id of a worker,
+`python -m tests.killed module:function` reads lines "folder seed" and answers each with the process id of a worker,
 which runs `function(folder, seed)` until it is killed or interrupted. What it tells those who look at what is left
 goes through `Counter`.
 """
@@ -38,9 +38,9 @@ class Counter:
 
 
 @contextmanager
-def nursery(work: str) -> Iterator[subprocess.Popen]:
+def workers(work: str) -> Iterator[subprocess.Popen]:
     """Start the process for workers that run "module:function"."""
-    command = [sys.executable, "-m", "tests.nursery", work]
+    command = [sys.executable, "-m", "tests.killed", work]
     root = Path(__file__).parents[1]
     process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -68,6 +68,22 @@ def kill_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: floa
     assert has_ended(process_id, _PATIENCE_S)
 
 
+def kill_one_at(process: subprocess.Popen, folder: Path, seed: int, progress: Path, most: int = 20) -> None:
+    """Let a worker in a new folder go on until its `Counter` in the file `progress` has a random value; kill it.
+
+    However busy the machine is, it is killed in the midst of its work.
+    """
+    rng = np.random.default_rng(seed)
+    process_id = start_one(process, folder, seed, 0.0)
+    end_s = time.monotonic() + _PATIENCE_S
+    wanted = rng.integers(most)
+    while Counter.read(progress) < wanted and time.monotonic() < end_s:
+        time.sleep(0.001)
+    time.sleep(float(rng.random() * 0.01))
+    os.kill(process_id, signal.SIGKILL)
+    assert has_ended(process_id, _PATIENCE_S)
+
+
 def interrupt_one(process: subprocess.Popen, folder: Path, seed: int, progress: Path) -> None:
     """Let a worker live for a random time in a new folder and press Ctrl-C until it does not go on.
 
@@ -89,7 +105,7 @@ def interrupt_one(process: subprocess.Popen, folder: Path, seed: int, progress: 
 
 
 def has_ended(process_id: int, within_s: float) -> bool:
-    """Wait at most so long for a process to end; tell whether it has."""
+    """Wait at most `within_s` seconds for a process to end; tell whether it has."""
     end_s = time.monotonic() + within_s
     while os.path.exists(f"/proc/{process_id}"):
         if time.monotonic() > end_s:
