@@ -18,7 +18,7 @@ def test_each_store_is_killed_with_two_states_that_differ() -> None:
 def test_a_killed_save_leaves_the_last_complete_one_or_a_newer_one(tmp_path: Path) -> None:
     with workers(WORK) as process:
         written = []
-        for seed in range(2 * len(NAMES)):
+        for seed in range(len(NAMES)):
             kill_one_at(process, tmp_path / str(seed), seed, tmp_path / str(seed) / ".begun")
             written.append(check_what_is_left(tmp_path / str(seed), seed))
-    assert sum(count > 0 for count in written) > len(NAMES)
+    assert sum(count > 0 for count in written) > len(NAMES) / 2
