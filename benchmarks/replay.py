@@ -1,8 +1,9 @@
 """Replay: add transitions to a ring of 10^6, draw them back with the next observation, which is stored once.
 
 A transition is 348 floats of observation, 17 of action, a reward and two flags, as of MuJoCo's Humanoid. The limit
-of adding is one copy of the same bytes, laid side by side, into one array; of sampling, one gather of rows that hold
-the observation and the next one side by side, into one reused output, with the indices given.
+of adding is one copy of the same bytes, laid side by side, into one array; of sampling, one gather of a row and the
+observation behind it, from rows that hold each observation once, into one reused output, with the indices given. Peers
+that take rows of many environments at once get them so.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def extending(buffer: DictBuffer, num_rows: int) -> Case:
                 reach_s=MAX_EXTEND_ONE_S if num_rows == 1 else None,
             ),
             Contender("DictBuffer with end_key", lambda: lambda: buffer.extend(data), OURS),
-            Contender("SB3", lambda: _sb3(capacity).extending(num_rows), PEER),
+            Contender("SB3", lambda: _sb3(capacity, num_rows).extending(num_rows), PEER),
             Contender("cpprb", lambda: _cpprb(capacity, data).extending(data), PEER),
             Contender("tianshou", lambda: _tianshou(capacity, data).extending(data), PEER),
             Contender("torchrl", lambda: _torchrl(capacity, data).extending(data), PEER),
@@ -108,14 +109,15 @@ def sampling(buffer: DictBuffer, batch_size: int) -> Case:
     data, capacity = rows(1), buffer.capacity
 
     def bare() -> Call:
-        packed, out = torch.randn(capacity, FLOATS + OBS), torch.empty(batch_size, FLOATS + OBS)
-        indices = cycle(torch.randint(capacity, (NUM_INDICES // batch_size, batch_size)).unbind())
-        return lambda: torch.index_select(packed, 0, next(indices), out=out)
+        rows_in_memory, out = torch.randn(capacity, FLOATS), torch.empty(batch_size, FLOATS + OBS)
+        pairs = rows_in_memory.as_strided((capacity - 1, FLOATS + OBS), (FLOATS, 1))
+        indices = cycle(torch.randint(capacity - 1, (NUM_INDICES // batch_size, batch_size)).unbind())
+        return lambda: torch.index_select(pairs, 0, next(indices), out=out)
 
     return Case(
         f"sample {batch_size}",
         (
-            Contender("gather packed rows", bare, LIMIT),
+            Contender("gather rows and the next observations", bare, LIMIT),
             Contender("DictBuffer", lambda: lambda: buffer.sample_transitions(batch_size), OURS, reach=REACH_SAMPLE),
             Contender("SB3", lambda: _sb3(capacity).sampling(batch_size), PEER),
             Contender("cpprb", lambda: _cpprb(capacity, data).sampling(batch_size), PEER),
@@ -144,23 +146,24 @@ def _fill(columns: list[np.ndarray]) -> None:
     """Write random numbers to memory that a peer has only reserved: what was never written is read from one page."""
     for column in columns:
         flat = column.reshape(len(column), -1)
-        filler = np.random.default_rng(0).standard_normal((10_000, flat.shape[1]))
+        filler = np.random.default_rng(0).standard_normal((max(1, (1 << 22) // flat.shape[1]), flat.shape[1]))
         for start in range(0, len(flat), len(filler)):
-            flat[start : start + len(filler)] = filler
+            part = flat[start : start + len(filler)]
+            part[:] = filler[: len(part)]
 
 
-def _sb3(capacity: int) -> _Peer:
+def _sb3(capacity: int, num_envs: int = 1) -> _Peer:
     buffers, spaces = peers.load("stable-baselines3", "common.buffers"), peers.load("gymnasium", "spaces")
     box = spaces.Box(-1, 1, (OBS,), np.float32), spaces.Box(-1, 1, (ACTIONS,), np.float32)
-    buffer = buffers.ReplayBuffer(capacity, *box, optimize_memory_usage=True, handle_timeout_termination=False)
+    options = {"optimize_memory_usage": True, "handle_timeout_termination": False, "n_envs": num_envs}
+    buffer = buffers.ReplayBuffer(capacity, *box, **options)
     buffer.full, buffer.pos = True, 0
     _fill([buffer.observations, buffer.actions, buffer.rewards])
-    observation, action = np.ones((1, OBS), np.float32), np.ones((1, ACTIONS), np.float32)
-    zero = np.zeros(1, np.float32)
+    observation, action = np.ones((num_envs, OBS), np.float32), np.ones((num_envs, ACTIONS), np.float32)
+    zero, infos = np.zeros(num_envs, np.float32), [{}] * num_envs
 
-    def extend(num_rows: int) -> None:
-        for _ in range(num_rows):
-            buffer.add(observation, observation, action, zero, zero, [{}])
+    def extend(_: int) -> None:
+        buffer.add(observation, observation, action, zero, zero, infos)
 
     return _Peer(extend, buffer.sample)
 
@@ -187,17 +190,18 @@ def _cpprb(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
 
 def _tianshou(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
     tianshou = peers.load("tianshou", "data")
-    buffer = tianshou.ReplayBuffer(capacity, ignore_obs_next=True)
-    arrays = {name: leaf.numpy() for name, leaf in data.items()}
-    one = {name: arrays[key][0] if name in ("obs", "act") else arrays[key][0, 0] for name, key in PEER_FIELDS.items()}
-    batch = tianshou.Batch(**one, obs_next=one["obs"], info={})
+    num_envs = len(data["reward"])
+    buffer = tianshou.VectorReplayBuffer(capacity, num_envs, ignore_obs_next=True)
+    arrays = {name: data[key].numpy() for name, key in PEER_FIELDS.items()}
+    arrays |= {name: array[:, 0] for name, array in arrays.items() if name not in ("obs", "act")}
+    batch = tianshou.Batch(**arrays, obs_next=arrays["obs"], info=tianshou.Batch())
 
-    def extend(data: dict[str, torch.Tensor]) -> None:
-        for _ in range(len(data["reward"])):
-            buffer.add(batch)
+    def extend(_: Any) -> None:
+        buffer.add(batch)
 
     extend(data)
-    buffer._size = capacity
+    for one in buffer.buffers:
+        one._size = one.maxsize
     _fill([buffer._meta.obs, buffer._meta.act, buffer._meta.rew])
     return _Peer(extend, lambda batch_size: buffer.sample(batch_size))
 
