@@ -1,9 +1,10 @@
 """Playback: stream recorded frames, `[T, N, ...]` batches without end, and put each through one `Linear`.
 
 The limit is a memcpy of the bytes of one batch, N windows of T + 1 frames (the next observations are views of the
-same frames), from memory into a reused output, and the same `Linear` on contiguous observations; of one step, the
-memcpy alone against making the batch alone. 1,024 trajectories have 512 frames (1 GB); environments stand at random
-places in them, so that in every batch some change trajectory. Frames have 235 + 235 + 12 + 1 floats and a flag.
+same frames), from memory into a reused output, and the same `Linear` on contiguous observations; of one step, only the
+memcpy of one row per environment, against making the batch. 1,024 trajectories have 512 frames (1 GB); environments
+stand at random places in them, so that in every batch some change trajectory. Frames have 235 + 235 + 12 + 1 floats
+and a flag.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def _limit(num_envs: int, num_steps: int, row_bytes: int, width: int = 0) -> Con
 
     With a `width` of observations, put as many contiguous ones through one layer.
     """
-    num_floats = num_envs * (num_steps + 1) * row_bytes // 4
+    num_rows = num_steps + 1 if num_steps > 1 else 1  # the rows behind a step are read again as those of the next one
+    num_floats = num_envs * num_rows * row_bytes // 4
 
     def prepare() -> Call:
         source, target = torch.ones(LIMIT_SOURCES, num_floats), torch.empty(num_floats)
