@@ -1,36 +1,38 @@
 """Records as users give them -> leaves that fit a schema.
 
-One rule: everything is checked here, before the first byte is written; nothing is written here.
-A record is a nested mapping (a `TensorDict` counts) of tensors or arrays that all begin with the
-same leading axes: `[n, *event]`, or `[n, lanes, *event]`.
+One rule: everything is checked here, before the first byte is written; nothing is written here. A record is a nested
+mapping (a `TensorDict` counts) of tensors or arrays. `fit` checks one leaf, and `RecordReader` whole records of rows.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..errors import FieldTypeError, MissingFieldError, SchemaError
-from .fields import DTYPES, Field, Schema, dtype_name
+from .fields import DTYPES, Field, Schema, dtype_name, signed
 from .host_arrays import as_given
-from .tree import check_same_names
+from .tree import check_same_names, flatten
 
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
 Key = str | tuple[str, ...]
-_ACTION = "add rows"
+#: Which dtypes a field takes: its own; those that torch converts to it; of these the numbers that it can hold, rounded
+#: at most; or, for flags, any real one.
+Cast = Literal["exact", "safe", "in range", "flag"]
 COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "complex64": (torch.complex64, np.dtype("<c8")),
     "complex128": (torch.complex128, np.dtype("<c16")),
 }
 #: Above this size torch's copies, with several threads, are worth their start.
-MAX_FORM_BYTES = 4 * 1024 * 1024
+_MAX_FORM_BYTES = 4 * 1024 * 1024
+_ACTION = "add rows"
 
 
 def flat_name(key: Key) -> str:
@@ -64,21 +66,6 @@ def names_below(schema: Mapping[str, Any], key: Key, action: str) -> list[str]:
     return found
 
 
-def leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Walk a record: flat names and leaves, in order. Leaves are not copied."""
-    if not hasattr(record, "items"):
-        raise SchemaError(_ACTION, "", "a nested mapping of tensors", type(record).__name__)
-    for key, value in record.items():
-        if not isinstance(key, str) or not key or "/" in key:
-            raise SchemaError("name a leaf", f"under {prefix or 'the top'!r}", "a non-empty str without '/'", repr(key))
-        if isinstance(value, torch.Tensor):
-            yield prefix + key, value
-        elif isinstance(value, Mapping) or (hasattr(value, "items") and hasattr(value, "keys")):
-            yield from leaves(value, f"{prefix}{key}/")
-        else:
-            yield prefix + key, value
-
-
 @dataclass(frozen=True)
 class ComplexField(Field):
     """A field of complex numbers, which buffers in memory hold and recordings do not."""
@@ -103,6 +90,114 @@ def make_field(name: str, shape: Sequence[int], dtype: Any) -> Field:
     return Field(name, tuple(shape), text if text in DTYPES else dtype_name(dtype, f"of {name!r}"))
 
 
+# One leaf.
+
+
+def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
+    """View what is no tensor as one, on the CPU."""
+    try:
+        if type(value) is np.ndarray and value.flags.behaved:
+            return torch.from_numpy(value)  # in a fifth of the time of `as_given`
+    except (TypeError, ValueError):  # byte-swapped, backwards, or of a dtype that torch has not got
+        pass
+    try:
+        return as_given(np.asarray(value))
+    except (TypeError, ValueError, RuntimeError) as cause:
+        got = f"{type(value).__name__}: {cause}"
+        raise FieldTypeError(action, where, "a tensor or an array of numbers", got, "Give one") from cause
+
+
+def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
+    """Give a leaf as bytes in memory say it, without gradients; `FieldTypeError` if they do not say it alone."""
+    if value.layout is not torch.strided or value.device.type == "meta" or value.is_quantized:
+        got = f"{value.layout}{' quantized' if value.is_quantized else ''} on {value.device}"
+        raise FieldTypeError(action, f"with {name!r}", "a dense tensor", got, "Convert it first")
+    # Of x.conj() and its imaginary part memory holds another number, and a flag.
+    found: torch.Tensor = value.detach().resolve_conj().resolve_neg()
+    return found
+
+
+def fit(
+    action: str,
+    field: Field,
+    value: Any,
+    cast: Cast = "safe",
+    *,
+    num_lead: int = 0,
+    shapes: Sequence[tuple[int, ...]] = (),
+) -> torch.Tensor:
+    """Give a leaf as a dense tensor whose numbers may be copied into memory of a field.
+
+    Args:
+        action: What is being done, for errors: "add a transition".
+        field: Its name, shape and dtype.
+        value: Tensor on any device, array, or nested lists.
+        cast: Which dtypes are taken. The dtype changes only by "in range".
+        num_lead: How many leading axes, of any size, come before the field's shape.
+        shapes: What else the shape after the leading axes may be, instead of the field's own.
+
+    Raises:
+        SchemaError, FieldTypeError: Naming the field.
+    """
+    where, shapes = f"with {field.name!r}", shapes or (field.shape,)
+    if not isinstance(value, torch.Tensor):
+        value = as_tensor(value, action, where)
+    kind = "flags" if cast == "flag" else field.dtype
+    expected = f"{kind}{' rows' if num_lead else ''} of shape {' or '.join(str(list(shape)) for shape in shapes)}"
+    if tuple(value.shape[num_lead:]) not in shapes:
+        raise SchemaError(action, where, expected, f"shape {list(value.shape[num_lead:])}")
+    found = dense(field.name, value, action)
+    is_taken = found.dtype is field.torch_dtype
+    if cast == "flag":
+        is_taken = not found.is_complex()
+    elif cast != "exact":
+        is_taken = torch.can_cast(found.dtype, field.torch_dtype)
+    if not is_taken:
+        raise FieldTypeError(action, where, expected, str(found.dtype), "Convert it first")
+    if cast == "in range" and found.dtype not in always_fit(field.torch_dtype):
+        return _in_range(action, where, found, field)
+    return found
+
+
+@cache
+def always_fit(wanted: torch.dtype) -> frozenset[torch.dtype]:
+    """List the dtypes all of whose numbers `wanted` can hold, rounded at most."""
+    low, high = _limits(wanted)
+    dtypes = [dtype for dtype, _ in DTYPES.values() if torch.can_cast(dtype, wanted)]
+    return frozenset(dtype for dtype in dtypes if low <= _limits(dtype)[0] and _limits(dtype)[1] <= high)
+
+
+def _limits(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype is torch.bool:
+        return 0, 1
+    found = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return found.min, found.max
+
+
+def _in_range(action: str, where: str, value: torch.Tensor, field: Field) -> torch.Tensor:
+    """Convert to the field's dtype; raise if a number changes by more than rounding: it wraps, or becomes infinite."""
+    low, high = _limits(field.torch_dtype)
+    if field.torch_dtype.is_floating_point:
+        wide = value if value.is_floating_point() else value.double()
+        kept = wide.to(field.torch_dtype)
+        if bool(kept.sum().isfinite()):  # one look, where all is well
+            return kept
+        is_lost = kept.isinf() & wide.isfinite()
+    else:
+        # Of uint64 the bits as they are: what int64 does not reach stands below 0.
+        wide = signed(value) if value.dtype is torch.uint64 else value.long()
+        kept, lowest = value.to(field.torch_dtype), 0 if value.dtype is torch.uint64 else low
+        is_lost = (wide < lowest) | (wide > min(high, 2**63 - 1))
+    if bool(is_lost.any()):
+        number = wide[is_lost][0].item()
+        got = str(number % 2**64 if value.dtype is torch.uint64 else number)
+        raise FieldTypeError(action, where, f"{field.dtype} from {low} to {high}", got)
+    return kept
+
+
+# Records of rows.
+
+
 @dataclass(frozen=True)
 class Rows:
     """Leaves that fit: `[n, lanes, *event]` each, in the order of the schema."""
@@ -121,73 +216,9 @@ class _Leaf(NamedTuple):
     dtype: np.dtype[Any]
     #: Without the leading axes.
     event: tuple[int, ...]
-
-
-class Form:
-    """The form of a record on the CPU: names, kinds, dtypes and shapes of its leaves.
-
-    This is the one fast path of reading records. A record of the same form as the last one, which was checked
-    completely, needs no further check: a row of four fields takes 4 to 8 us instead of 45 to 100.
-
-    Args:
-        record: What was read: a nested mapping of tensors and arrays.
-        names: Its leaves, in the order in which they are wanted.
-        num_lead: How many leading axes leaves have.
-
-    Raises:
-        TypeError: The form does not say all, as of lists, subclasses of tensors, or tensors on a GPU.
-    """
-
-    def __init__(self, record: Any, names: Iterable[str], num_lead: int) -> None:
-        self.num_lead = num_lead
-        #: Nested mappings, the record itself first: parent, key, type and number of keys.
-        self._nodes = [(0, "", type(record), len(record.keys()))]
-        found: dict[str, _Leaf] = {}
-        waiting = [(0, "", record)]
-        for number, prefix, node in waiting:
-            for key, value in node.items():
-                if type(value) in (torch.Tensor, np.ndarray):
-                    is_array = isinstance(value, np.ndarray)
-                    array = value if is_array else value.numpy()
-                    found[prefix + key] = _Leaf(number, key, is_array, array.dtype, array.shape[num_lead:])
-                else:
-                    self._nodes.append((number, key, type(value), len(value.keys())))
-                    waiting.append((len(self._nodes) - 1, f"{prefix}{key}/", value))
-        self._leaves = [found.pop(name) for name in names]
-        if found:
-            raise TypeError("a record with other leaves")
-        self.dtypes = [leaf.dtype for leaf in self._leaves]
-        #: Leading sizes of the last record, and with them the shapes of its leaves.
-        self.lead: tuple[int, ...] = ()
-        self._shapes: list[Any] = [None] * len(self._leaves)
-
-    def arrays(self, record: Any) -> list[npt.NDArray[Any]] | None:
-        """Give the leaves of a record of this form as arrays that share memory; None if it has another one."""
-        nodes = [record]
-        found = []
-        try:
-            for parent, key, kind, num_keys in self._nodes:
-                if key:
-                    nodes.append(nodes[parent].get(key))  # not by [], which of a defaultdict adds a key
-                node = nodes[-1]
-                if type(node) is not kind or len(node if isinstance(node, dict) else node.keys()) != num_keys:
-                    return None
-            for number, (place, key, is_array, dtype, event) in enumerate(self._leaves):
-                value = nodes[place].get(key)
-                if is_array and type(value) is not np.ndarray:  # a masked array, for example
-                    return None
-                array = value if is_array else value.numpy()
-                if array.shape != self._shapes[number]:
-                    if number or array.shape[self.num_lead :] != event:
-                        return None
-                    self.lead = array.shape[: self.num_lead]
-                    self._shapes = [self.lead + leaf.event for leaf in self._leaves]
-                if array.dtype is not dtype:
-                    return None
-                found.append(array)
-        except (AttributeError, KeyError, RuntimeError, TypeError):  # for example a tensor with gradients
-            return None
-        return found
+    #: Shape in rows, and dtype, of the field.
+    shape: tuple[int, ...]
+    target: np.dtype[Any]
 
 
 class RecordReader:
@@ -198,72 +229,65 @@ class RecordReader:
         has_lane_axis: Whether leaves are `[n, lanes, *event]`; otherwise they are `[n * lanes, *event]`.
         auto_unsqueeze: Whether a leaf without event axes becomes `[..., 1]` instead of an error.
         narrow: Whether float64 is kept as float32.
+
+    The one fast path: a small record on the CPU of the same form (names, kinds, dtypes and shapes of its leaves) as
+    the last one, which was checked completely, needs no further check. A row of four fields takes 4 to 8 us instead
+    of 45 to 100.
     """
 
     def __init__(self, num_lanes: int | None, has_lane_axis: bool, auto_unsqueeze: bool, narrow: bool) -> None:
         self.num_lanes = num_lanes
-        self.has_lane_axis = has_lane_axis
+        self.has_lane_axis, self.num_lead = has_lane_axis, 2 if has_lane_axis else 1
         self.auto_unsqueeze = auto_unsqueeze
         self.narrow = narrow
         self.schema: Schema | None = None
-        self._form: Form | None = None
-        #: Leading sizes of the last record of the form, and what its arrays are to look like; None if they do not fit.
-        self._lead: tuple[int, ...] | None = None
-        self._shapes: list[tuple[int, ...]] | None = None
-        self._is_reshaped = auto_unsqueeze or has_lane_axis or num_lanes != 1
-        #: Dtypes of the fields as arrays; and the same if some of those of the form differ.
-        self._dtypes: list[np.dtype[Any]] | None = None
-        self._converted: list[np.dtype[Any]] | None = None
-        self._max_form_rows = 0
+        #: Form of the last record: nested mappings, the record itself first, as (parent, key, type, number of keys);
+        #: and the leaves in the order of the schema; none if the form does not say all.
+        self._nodes: list[tuple[int, str, Any, int]] = []
+        self._leaves: list[_Leaf] = []
+        self._is_converted = False
+        #: Shapes that its leaves have, and those that they are given, with the leading sizes of the last record.
+        self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def freeze(self, schema: Schema, num_lanes: int) -> None:
         """From now on every record must have these fields."""
-        self.schema, self.num_lanes, self._form = schema, num_lanes, None
-        is_known = all(field.torch_dtype is not torch.bfloat16 for field in schema.values())
-        self._dtypes = [field.numpy_dtype for field in schema.values()] if is_known and schema else None
-        self._max_form_rows = MAX_FORM_BYTES // max(1, sum(field.row_bytes for field in schema.values()))
+        self.schema, self.num_lanes, self._leaves = schema, num_lanes, []
 
     def read_again(self, record: Any) -> list[npt.NDArray[Any]] | None:
         """Give the leaves of a small record that has the form of the last one, in the fields' dtypes; else None.
 
         They are `[n, *event]` with one lane, else `[n, lanes, *event]`, and share memory where nothing is converted.
         """
-        form = self._form
-        found = form.arrays(record) if form is not None else None
-        if form is None or found is None:
+        if not self._leaves:
             return None
-        if form.lead is not self._lead:
-            self._lead, self._shapes = form.lead, self._shapes_with(form.lead)
-        if self._shapes is None:
-            return None
-        if self._is_reshaped:
-            found = [array.reshape(shape) for array, shape in zip(found, self._shapes, strict=True)]
-        if self._converted is not None:
-            with np.errstate(all="ignore"):  # torch converts without a warning too
-                found = [array.astype(dtype, copy=False) for array, dtype in zip(found, self._converted, strict=True)]
-        return found
-
-    def _shapes_with(self, lead: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        """List the shapes of arrays with these leading sizes; None if they do not fit or are not small."""
-        assert self.schema is not None and self.num_lanes is not None
-        lanes, num = self.num_lanes, prod(lead)
-        is_whole = lead[1:] == (lanes,) if self.has_lane_axis else len(lead) == 1 and num % lanes == 0
-        if not is_whole or not 0 < num <= self._max_form_rows:
-            return None
-        shape = (num,) if lanes == 1 else (num // lanes, lanes)
-        return [(*shape, *field.shape) for field in self.schema.values()]
-
-    def _note_form(self, record: Any) -> None:
-        """Remember the form of a record that fits."""
-        self._form = None
-        if self.schema is None or self._dtypes is None:
-            return
+        nodes: list[Any] = [record]
+        found: list[npt.NDArray[Any]] = []
         try:
-            form = Form(record, self.schema, 2 if self.has_lane_axis else 1)
-        except (AttributeError, KeyError, RuntimeError, TypeError):
-            return
-        self._form = form
-        self._converted = None if all(map(operator.is_, form.dtypes, self._dtypes)) else self._dtypes
+            for parent, key, kind, num_keys in self._nodes:
+                if key:
+                    nodes.append(nodes[parent].get(key))  # not by [], which of a defaultdict adds a key
+                node = nodes[-1]
+                if type(node) is not kind or len(node if isinstance(node, dict) else node.keys()) != num_keys:
+                    return None
+            for number, (place, key, is_array, dtype, *_) in enumerate(self._leaves):
+                value = nodes[place].get(key)
+                if is_array and type(value) is not np.ndarray:  # a masked array, for example
+                    return None
+                array = value if is_array else value.numpy()
+                shape, target = self._shapes[number]
+                if array.shape != shape:
+                    if number or not self._takes_lead(array):
+                        return None
+                    shape, target = self._shapes[0]
+                if array.dtype is not dtype:
+                    return None
+                found.append(array if shape == target else array.reshape(target))
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # for example a tensor with gradients
+            return None
+        if self._is_converted:
+            with np.errstate(all="ignore"):  # torch converts without a warning too
+                found = [array.astype(leaf.target, copy=False) for array, leaf in zip(found, self._leaves, strict=True)]
+        return found
 
     def read(self, record: Any, names: list[str] | None = None) -> Rows | None:
         """Check a record completely; None if it has no leaf.
@@ -275,7 +299,7 @@ class RecordReader:
         Raises:
             MissingFieldError, SchemaError, FieldTypeError: Naming the first leaf that does not fit.
         """
-        flat = {name: self._tensor(name, value) for name, value in leaves(record)}
+        flat = {name: self._tensor(name, value) for name, value in flatten(record).items()}
         if not flat:
             return None
         schema = self.schema
@@ -286,28 +310,25 @@ class RecordReader:
         shaped = {name: self._with_lead(name, value) for name, value in flat.items()}
         self._check_lead(shaped)
         if schema is None:
-            schema = Schema(declare(name, value) for name, value in shaped.items())
-        if names is None:
-            self._note_form(record)
-        num_rows = len(next(iter(shaped.values())))
-        return Rows(num_rows, [_fit(field, shaped[name]) for name, field in schema.items()], schema)
+            schema = Schema(make_field(name, value.shape[2:], value.dtype) for name, value in shaped.items())
+        tensors = [fit(_ACTION, field, shaped[name], num_lead=2) for name, field in schema.items()]
+        if self.schema is not None and names is None:
+            self._note_form(record, self.schema)
+        return Rows(len(tensors[0]), tensors, schema)
 
     def _tensor(self, name: str, value: Any) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             value = as_tensor(value, _ACTION, f"with {name!r}")
         found = dense(name, value, _ACTION)
-        if self.narrow and found.dtype == torch.float64:
-            found = found.to(torch.float32)
-        return found
+        return found.to(torch.float32) if self.narrow and found.dtype == torch.float64 else found
 
     def _with_lead(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """View a leaf as `[n, lanes, *event]`."""
-        num_lead = 2 if self.has_lane_axis else 1
-        axes = "[n, lanes, *event]" if self.has_lane_axis else "[n, *event]"
-        if value.dim() == num_lead and self.auto_unsqueeze:
+        if value.dim() == self.num_lead and self.auto_unsqueeze:
             value = value.unsqueeze(-1)
-        if value.dim() <= num_lead:
+        if value.dim() <= self.num_lead:
             advice = "Add a trailing axis, x.unsqueeze(-1), or create the buffer with auto_unsqueeze=True"
+            axes = "[n, lanes, *event]" if self.has_lane_axis else "[n, *event]"
             expected = f"{axes} with at least one event axis"
             raise SchemaError(_ACTION, f"with {name!r}", expected, f"shape {list(value.shape)}", advice)
         if self.has_lane_axis:
@@ -323,40 +344,46 @@ class RecordReader:
             if value.shape[:2] != like.shape[:2]:
                 expected = f"leading sizes {list(like.shape[:2])} like {first!r}"
                 raise SchemaError(_ACTION, f"with {name!r}", expected, str(list(value.shape[:2])))
-        if self.num_lanes is not None and like.shape[1] != self.num_lanes:
-            raise SchemaError(_ACTION, f"with {first!r}", f"{self.num_lanes} lanes", str(like.shape[1]))
-        if like.shape[1] < 1:
-            raise SchemaError(_ACTION, f"with {first!r}", "at least one lane", "0")
+        if like.shape[1] < 1 or self.num_lanes not in (None, like.shape[1]):
+            expected = f"{self.num_lanes or 'one or more'} lanes"
+            raise SchemaError(_ACTION, f"with {first!r}", expected, str(like.shape[1]))
+
+    def _note_form(self, record: Any, schema: Schema) -> None:
+        """Remember the form of a record that has the names of a schema."""
+        nodes, waiting = [(0, "", type(record), len(record.keys()))], [(0, "", record)]
+        found: dict[str, tuple[int, str, Any]] = {}
+        self._leaves = []
+        try:
+            for number, prefix, node in waiting:
+                for key, value in node.items():
+                    if type(value) in (torch.Tensor, np.ndarray):
+                        found[prefix + key] = number, key, value
+                    else:
+                        nodes.append((number, key, type(value), len(value.keys())))
+                        waiting.append((len(nodes) - 1, f"{prefix}{key}/", value))
+            leaves = [_leaf_of(*found.pop(name), field, self.num_lead) for name, field in schema.items()]
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            return  # lists, subclasses of tensors, or tensors on a GPU
+        self._nodes, self._leaves = nodes, leaves
+        self._is_converted = any(leaf.dtype is not leaf.target for leaf in leaves)
+        self._shapes = [((-1,), (-1,))] * len(leaves)
+
+    def _takes_lead(self, first: npt.NDArray[Any]) -> bool:
+        """Note the shapes of leaves with other leading sizes, those of the first; False if they do not fit."""
+        lead, lanes = first.shape[: self.num_lead], self.num_lanes or 1
+        num = prod(lead)
+        is_whole = lead[1:] == (lanes,) if self.has_lane_axis else num % lanes == 0
+        num_bytes = sum(prod(leaf.shape) * leaf.target.itemsize for leaf in self._leaves)
+        if not is_whole or not 0 < num * max(1, num_bytes) <= _MAX_FORM_BYTES:
+            return False
+        rows = (num,) if lanes == 1 else (num // lanes, lanes)
+        self._shapes = [((*lead, *leaf.event), (*rows, *leaf.shape)) for leaf in self._leaves]
+        return first.shape == self._shapes[0][0]
 
 
-def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
-    """Give a leaf as bytes in memory say it, without gradients; `FieldTypeError` if they do not say it alone."""
-    if value.layout is not torch.strided or value.device.type == "meta" or value.is_quantized:
-        got = f"{value.layout}{' quantized' if value.is_quantized else ''} on {value.device}"
-        raise FieldTypeError(action, f"with {name!r}", "a dense tensor", got)
-    # Of x.conj() and its imaginary part memory holds another number, and a flag.
-    found: torch.Tensor = value.detach().resolve_conj().resolve_neg()
-    return found
-
-
-def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
-    """View what is no tensor as one, on the CPU."""
-    try:
-        return as_given(np.asarray(value))
-    except (TypeError, ValueError, RuntimeError) as cause:
-        got = f"{type(value).__name__}: {cause}"
-        raise FieldTypeError(action, where, "a tensor or an array of numbers", got) from cause
-
-
-def declare(name: str, value: torch.Tensor) -> Field:
-    """Declare the field that a first leaf, `[n, lanes, *event]`, shows."""
-    return make_field(name, value.shape[2:], value.dtype)
-
-
-def _fit(field: Field, value: torch.Tensor) -> torch.Tensor:
-    words = f"{field.dtype} rows of shape {list(field.shape)}"
-    if tuple(value.shape[2:]) != field.shape:
-        raise SchemaError(_ACTION, f"with {field.name!r}", words, f"shape {list(value.shape[2:])}")
-    if not torch.can_cast(value.dtype, field.torch_dtype):
-        raise FieldTypeError(_ACTION, f"with {field.name!r}", words, str(value.dtype), "Convert it first")
-    return value
+def _leaf_of(node: int, key: str, value: Any, field: Field, num_lead: int) -> _Leaf:
+    if field.torch_dtype is torch.bfloat16:
+        raise TypeError("numpy has no bfloat16")
+    array = value if isinstance(value, np.ndarray) else value.numpy()
+    is_array = isinstance(value, np.ndarray)
+    return _Leaf(node, key, is_array, array.dtype, array.shape[num_lead:], field.shape, field.numpy_dtype)

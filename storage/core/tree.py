@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from ..errors import MissingFieldError, SchemaError
 
-Tree = Mapping[str, Any]
 
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Turn a nested mapping into flat names: `{"a": {"b": x}}` -> `{"a/b": x}`. Leaves are not copied.
 
-def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    """Turn a nested mapping into flat names: `{"a": {"b": x}}` -> `{"a/b": x}`. Leaves are not copied."""
+    What has `keys` and `items` is a mapping too, as a `TensorDict` is.
+    """
+    if not hasattr(tree, "items"):
+        raise SchemaError("read a record", "", "a nested mapping of tensors", type(tree).__name__)
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str) or not key or "/" in key:
             raise SchemaError("name a leaf", f"under {prefix or 'the top'!r}", "a non-empty str without '/'", repr(key))
-        if isinstance(value, Mapping):
+        if not isinstance(value, torch.Tensor) and hasattr(value, "items") and hasattr(value, "keys"):
             flat.update(flatten(value, f"{prefix}{key}/"))
         else:
             flat[prefix + key] = value

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..core.fields import Schema
-from ..core.records import Key, RecordReader, flat_name, leaves
-from ..core.tree import unflatten
+from ..core.records import Key, RecordReader, flat_name
+from ..core.tree import flatten, unflatten
 from ..errors import SchemaError, UsageError
 
 _ACTION = "make a trajectory buffer"
@@ -62,7 +62,7 @@ def read_episodes(
         expected = "at least one episode" if not listed else f"{len(listed)} file names, one per episode"
         raise UsageError(_ACTION, "", expected, "none" if not listed else str(len(names)))
     end_name, motion_name = flat_name(end_key), flat_name(motion_id_key)
-    parts = [_take_apart(dict(leaves(episode)), motion_name) for episode in listed]
+    parts = [_take_apart(flatten(episode), motion_name) for episode in listed]
     # A motion id that only some episodes have is known of them, but no column.
     keeps_ids = all(motion_name in columns for columns, _, _ in parts)
     reader = RecordReader(1, False, auto_unsqueeze=True, narrow=False)

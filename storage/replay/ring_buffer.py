@@ -15,10 +15,10 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema
-from ..core.records import Key, RecordReader, Rows, leaves, normal
+from ..core.records import Key, RecordReader, Rows, normal
 from ..core.samplers import generator_on
 from ..core.stream_order import StreamOrder
-from ..core.tree import map_leaves
+from ..core.tree import flatten, map_leaves
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..ring.ends import FinalRows, Places, end_places, find_ends
 from ..ring.ring import RingStore
@@ -218,7 +218,7 @@ class RingBuffer(BufferStore):
             raise UsageError("add final rows", "", "a buffer with end_key", "one without")
         reader = RecordReader(rows.tensors[0].shape[1], self._has_lane_axis, self.auto_unsqueeze, self.narrow)
         reader.schema = rows.schema if self._reader.schema is None else self._reader.schema
-        names = [name for name, _ in leaves(final)] if self._finals is None else list(self._finals.schema)
+        names = list(flatten(final)) if self._finals is None else list(self._finals.schema)
         read = reader.read(final, names)
         if read is None or read.num_rows != rows.num_rows:
             got = "none" if read is None else str(read.num_rows)
