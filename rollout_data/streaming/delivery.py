@@ -7,11 +7,12 @@ threads and workers plan the same, and read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from storage.core.arguments import whole
 from storage.core.duplicates import Unique
@@ -128,10 +129,26 @@ class _Reader:
             del batch
 
 
+class _WithLosses(IterableDataset[Any]):
+    """What a worker reads: batches, and what could not be read since the one before."""
+
+    def __init__(self, stream: RolloutStream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.stream:
+            yield batch, self.stream.take_losses()
+
+
+def _collated(collate: Callable[[Any], Any], item: tuple[Any, Any]) -> tuple[Any, Any]:
+    return collate(item[0]), item[1]
+
+
 class RolloutLoader:
     """Read a dataset with worker processes, and know where it stands; one iteration is one epoch.
 
     The batches are those of `iter(dataset)`, in that order, for any number of workers, also beside live writers.
+    What workers could not read is in the dataset's `problems` and `num_lost_trajectories`, as if it had read itself.
     Do not read from the dataset while an iteration goes on; then it stands behind the last batch that was delivered.
     With workers, going on with an iteration after a newer one was begun raises `UsageError`.
 
@@ -173,10 +190,16 @@ class RolloutLoader:
         readers.follow(dataset.state_dict(), board.agree(_TOLD, is_told=True))
         dataset.agree = tell
         board.write(f"{_TOLD}_{dataset.position.deal.number}", (dataset.source.sight(), None))
-        batches = iter(DataLoader(readers, batch_size=None, num_workers=self.num_workers, **self._options))
+        options = {
+            **self._options,
+            "collate_fn": partial(_collated, self._options.get("collate_fn") or default_convert),
+        }
+        batches = iter(DataLoader(_WithLosses(readers), batch_size=None, num_workers=self.num_workers, **options))
         try:
             while (position := dataset.next_position()) is not None:
-                batch = next(batches)
+                batch, losses = next(batches)
+                for loss in losses:
+                    dataset.lose(*loss)
                 dataset.commit(position)
                 yield batch
                 if dataset.agree is not tell:

@@ -258,8 +258,11 @@ def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: In
     return np.where(has_shrunk, -1, numbers)
 
 
-def leave_out(source: Source, store: FrameStore, trajectories: Int64s, problem: DataFileError, skips: bool) -> None:
+def leave_out(source: Source, store: FrameStore, trajectories: Int64s, problem: DataFileError, skips: bool) -> Int64s:
     """Mark those of some trajectories that cannot be read, and report why; what is left of them is not `valid`.
+
+    Returns:
+        Which ones.
 
     Raises:
         DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True.
@@ -274,6 +277,17 @@ def leave_out(source: Source, store: FrameStore, trajectories: Int64s, problem: 
         raise problem
     source.forget(problem, len(lost))
     store.is_lost[lost] = True
+    return lost
+
+
+def count_lost(source: Source, store: FrameStore, keys: Sequence[tuple[str, int]], problem: DataFileError) -> None:
+    """Mark and report trajectories that another process could not read, unless this was known."""
+    found = store.index.find(keys)
+    known = found[found >= 0]
+    num_new = len(keys) - int(store.is_lost[known].sum())
+    store.is_lost[known] = True
+    if num_new:
+        source.forget(problem, num_new)
 
 
 def _can_read(store: FrameStore, trajectory: int) -> bool:

@@ -7,7 +7,7 @@ then moves on; a failed read leaves every cursor where it was.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps, share_of
-from .passes import Dealer, PassOptions, leave_out
+from .passes import Dealer, PassOptions, count_lost, leave_out
 from .readahead import ReadAhead
 from .resume import Misfit, Position, check_settings, position_in, state_at
 
@@ -75,6 +75,7 @@ class RolloutStream(RolloutFileBase):
         self._reader: BatchReader | None = None
         self._readahead: ReadAhead | None = None
         self._is_started = False
+        self._losses: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
@@ -226,8 +227,7 @@ class RolloutStream(RolloutFileBase):
     @property
     def reader(self) -> BatchReader:
         """What makes the batches."""
-        if self._reader is None:
-            self._reader = BatchReader(BatchOptions(self.device, **self._look))
+        self._reader = self._reader or BatchReader(BatchOptions(self.device, **self._look))
         return self._reader
 
     def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
@@ -262,11 +262,22 @@ class RolloutStream(RolloutFileBase):
         """Mark the trajectories of a plan that cannot be read; raise `problem` if it is none of them."""
         for part in plan.parts:
             try:
-                played = np.union1d(part.pieces.trajectory, part.ends.trajectory)
-                return leave_out(self.source, part.deal.source, played, problem, self.on_error == "skip")
+                played, store = np.union1d(part.pieces.trajectory, part.ends.trajectory), part.deal.source
+                lost = leave_out(self.source, store, played, problem, self.on_error == "skip")
+                return self._losses.append((store.index.keys(lost), problem))
             except DataFileError:
                 continue
         raise problem
+
+    def take_losses(self) -> list[Any]:
+        """Give what could not be read since the last call, as `lose` takes it."""
+        losses, self._losses = self._losses, []
+        return losses
+
+    def lose(self, keys: Sequence[tuple[str, int]], problem: DataFileError) -> None:
+        """Count trajectories that a worker could not read, unless this was known."""
+        assert self._deal is not None
+        count_lost(self.source, self._deal.source, keys, problem)
 
     def commit(self, position: Position) -> None:
         """Count what lies before a position as delivered."""
