@@ -24,10 +24,10 @@ from storage.live.monitors import PerformanceMonitor
 
 from ..format.schema import RowLayout
 from .cache import TrajectoryCache
-from .files import check_format
-from .folder import Counters, Entry, check_json, folded, read_folder, save_to
+from .files import FORMATS, Entry
+from .folder import Counters, check_json, folded, read_folder, save_to, share_of
 from .live import LiveTrajectories, check_fields
-from .rows import Trajectory, layout_of, pack, take_apart, unpack
+from .rows import Leaves, layout_of, pack, take_apart, unpack
 from .saver import TrajectorySaver
 
 
@@ -77,11 +77,14 @@ class TrajectoryReplayBuffer(Unique):
         monitor: PerformanceMonitor | None = None,
     ) -> None:
         what = "store trajectories"
-        check_format(trajectory_format, trusted)
+        self.trajectory_format = arguments.choice(what, "trajectory_format", trajectory_format, FORMATS)
+        if trajectory_format == "pkl" and not trusted:
+            advice = "Reading pickles runs what they say"
+            raise UsageError(what, "as 'pkl'", "trusted=True", "trusted=False", advice)
         if auto_save and not auto_save_path:
             raise UsageError("save trajectories", "", "an auto_save_path", "none")
         self.seed = arguments.seed("draw trajectories", "seed", seed)
-        self.auto_save, self.trajectory_format, self.trusted = bool(auto_save), trajectory_format, trusted
+        self.auto_save, self.trusted = bool(auto_save), trusted
         self.auto_save_path = arguments.path("save trajectories", "", auto_save_path or "").absolute()
         self.sample_window_size = arguments.whole(what, "sample_window_size", sample_window_size, 0)
         self.max_trajectories = max_trajectories
@@ -92,15 +95,26 @@ class TrajectoryReplayBuffer(Unique):
         self.rng = torch.Generator().manual_seed(self.seed)
         cache_size = arguments.whole(what, "cache_size", cache_size, 0)
         self._cache_size = cache_size if enable_cache else None
-        self._max_pending = arguments.whole(what, "max_pending_saves", max_pending_saves, 1)
-        self._next_id, self._id_step = _rank_of("store trajectories", rank, world_size)
-        self._monitor = monitor
-        self._lock: Any = OwnCondition("a buffer with auto_save") if self.auto_save else threading.RLock()
-        self._saver: TrajectorySaver | None = None
-        self._is_closed = False
+        max_pending_saves = arguments.whole(what, "max_pending_saves", max_pending_saves, 1)
+        rank, world_size = self._next_id, self._id_step = _rank_of(what, rank, world_size)
+        self._monitor, self._is_closed = monitor, False
+        self._lock: Any = OwnCondition("a buffer with auto_save") if auto_save else threading.RLock()
         self._live = self._empty_state()
-        if self.auto_save:
-            self._start_saving(self._next_id, self._id_step)
+        self._saver: TrajectorySaver | None = None
+        if auto_save:
+            folder = self.auto_save_path / f"rank_{rank}" if world_size > 1 else self.auto_save_path
+            self._saver = TrajectorySaver(
+                folder.resolve(),
+                trajectory_format,
+                max_pending_saves,
+                self.max_trajectories,
+                self._lock,
+                lambda: self._live.note_moved(),  # of what is live by then
+                self._counters,
+                self._timed,
+            )
+            # Never over the files of an earlier run.
+            self._next_id += -(-self._saver.first_free_id // world_size) * world_size
 
     def __len__(self) -> int:
         with self._lock:
@@ -159,7 +173,7 @@ class TrajectoryReplayBuffer(Unique):
         taken = [take_apart(one, self.drop_first, self.drop_last) for one in trajectories]
         layouts = [layout_of(one.tensors, "of a trajectory") for one in taken]
         for one in taken:
-            check_json(one.info, "of a trajectory")
+            check_json(one.info)
         with self._lock:
             self._check_usable("add a trajectory")
             fields = dict(self._live.fields)
@@ -221,6 +235,7 @@ class TrajectoryReplayBuffer(Unique):
                 self._live = self._empty_state()
             elif self._live.cache is not None:
                 self._live.cache.clear()
+                self._live.note_moved()
 
     def clear(self) -> None:
         """Give up every trajectory; auto-saved files stay, ids go on counting."""
@@ -305,12 +320,9 @@ class TrajectoryReplayBuffer(Unique):
                 self._saver.wait()
             entries, counters = read_folder(folder, self.trusted, verify)
             entries = [one for one in entries if one.is_recent(min_weights_version)]
-            start, stop = (len(entries) * number // step for number in (rank, rank + 1))
             live = self._empty_state()
-            for entry in live.kept(entries[start:stop]):
-                live.append(entry)
-                if self._saver is None and live.cache is not None:
-                    live.cache.put_rows(entry.trajectory_id, [(entry.layout, live.rows_of(entry))])
+            for entry in share_of(entries, rank, step)[-live.capacity or None :]:
+                live.append(entry, live.rows_of(entry) if self._saver is None else None)
             with self._lock:
                 self._check_usable("load a checkpoint")
                 if self._saver is not None:
@@ -323,16 +335,14 @@ class TrajectoryReplayBuffer(Unique):
                     self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
                 self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step
 
-    def _take(self, one: Trajectory, layout: RowLayout, weights_version: int | None) -> int:
+    def _take(self, one: Leaves, layout: RowLayout, weights_version: int | None) -> int:
         """Copy a checked trajectory in; give its id."""
         rows = pack(layout, one.tensors, self._live.pool)
         version = weights_version if weights_version is not None else one.info.get("weights_version")
         with self._lock:
             entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
             self._next_id += self._id_step
-            self._live.append(entry)
-            if self._live.cache is not None:
-                self._live.cache.put_rows(entry.trajectory_id, [(layout, rows)])
+            self._live.append(entry, rows)
             if self._saver is not None:
                 entry.rows = rows
                 self._saver.expect(entry)
@@ -349,25 +359,10 @@ class TrajectoryReplayBuffer(Unique):
     def _empty_state(self) -> LiveTrajectories:
         # Without files the cache is the store, and what goes is decided here.
         limits = [self.max_trajectories, None if self.auto_save else self.sample_window_size]
-        capacity = min((limit for limit in limits if limit), default=None)
+        capacity = min((limit for limit in limits if limit), default=0)
         cache_size = self._cache_size if self.auto_save else 0
         cache = None if cache_size is None else TrajectoryCache(cache_size)
         return LiveTrajectories(self.sample_window_size, capacity, cache, self.trusted)
-
-    def _start_saving(self, rank: int, world_size: int) -> None:
-        folder = self.auto_save_path / f"rank_{rank}" if world_size > 1 else self.auto_save_path
-        self._saver = TrajectorySaver(
-            folder.resolve(),
-            self.trajectory_format,
-            self._max_pending,
-            self.max_trajectories,
-            self._lock,
-            lambda trajectory_id: self._live.moved(trajectory_id),  # of what is live by then
-            self._counters,
-            self._timed,
-        )
-        # Never over the files of an earlier run.
-        self._next_id += -(-self._saver.first_free_id // world_size) * world_size
 
     def _counters(self) -> Counters:
         return Counters(self.seed, self._next_id, self.trajectory_format, self.rng.get_state())

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from storage.core.tree import flatten, unflatten
 from storage.errors import MissingFieldError, UsageError
 
 from ..format.schema import RowLayout
-from .rows import Rows, cut, layout_of, pack
+from .rows import Rows, layout_of, pack, unpack
 
 #: A cache without a limit begins with room for so many trajectories like its first.
 _FIRST_ROOM = 8
@@ -46,7 +45,6 @@ class RowBlock:
         self.words = self._view()
         #: First row -> end, of the pieces in use, sorted.
         self._pieces: dict[int, int] = {}
-        self._end = 0
 
     def put(self, rows: Rows) -> int:
         """Copy rows in; give the number of the first."""
@@ -54,10 +52,10 @@ class RowBlock:
         first = self._place(num_rows)
         for name, words in rows.items():
             self.words[name][first : first + num_rows].copy_(words)
+        is_last = first >= self._end
         self._pieces[first] = first + num_rows
-        if first + num_rows < self._end:
+        if not is_last:
             self._pieces = dict(sorted(self._pieces.items()))
-        self._end = max(self._end, first + num_rows)
         return first
 
     def rows(self, first: int) -> Rows:
@@ -66,25 +64,28 @@ class RowBlock:
 
     def free(self, first: int) -> None:
         """Give the rows of a piece back."""
-        end = self._pieces.pop(first)
-        if end == self._end:
-            self._end = max(self._pieces.values(), default=0)
+        del self._pieces[first]
+
+    @property
+    def _end(self) -> int:
+        return next(reversed(self._pieces.values()), 0)
 
     def _place(self, num_rows: int) -> int:
         """Find room: behind the last piece, in the first gap that is large enough, or in more memory."""
-        if self._end + num_rows <= self.capacity:
-            return self._end
+        end = self._end
+        if end + num_rows <= self.capacity:
+            return end
         before = 0
-        for first, end in self._pieces.items():
+        for first, stop in self._pieces.items():
             if first - before >= num_rows:
                 return before
-            before = end
-        self.capacity = max(self._end + num_rows, int(self.capacity * _GROWTH))
+            before = stop
+        self.capacity = max(end + num_rows, int(self.capacity * _GROWTH))
         self.words = {}  # memory that is viewed cannot be moved
         for name, column in self.layout.columns.items():
             self._maps[name] = _resized(self._maps[name], self.capacity * column.row_bytes)
         self.words = self._view()
-        return self._end
+        return end
 
     @lasting
     def _view(self) -> Rows:
@@ -108,19 +109,15 @@ class TrajectoryCache:
     What is put in may have any keys; those of a trajectory that went are never seen in another. Memory
     is that of the rows, not of as many rows as the longest has. Methods may be called from any thread.
 
-    Attributes:
-        on_moved: Called with the id of what comes or goes, under the lock.
-
     Raises:
         UsageError: `max_size` < 0 (a `ValueError`).
     """
 
     def __init__(self, max_size: int) -> None:
         self.max_size = whole("cache trajectories", "max_size", max_size, 0)
-        self.on_moved: Callable[[int], None] = lambda trajectory_id: None
         self.lock = threading.RLock()
         self._blocks: dict[RowLayout, RowBlock] = {}
-        self._entries: OrderedDict[int, list[Cached]] = OrderedDict()
+        self._entries: dict[int, list[Cached]] = {}
         self._pool = BufferPool()
 
     def __len__(self) -> int:
@@ -151,46 +148,47 @@ class TrajectoryCache:
 
         An id that is here already is replaced and becomes the newest.
         """
-        by_length: dict[int, dict[str, torch.Tensor]] = {}
+        what = "cache the trajectory"
         if not isinstance(trajectory, Mapping):
             got = type(trajectory).__name__
-            raise UsageError("cache the trajectory", str(trajectory_id), "a nested mapping of tensors", got)
+            raise UsageError(what, str(trajectory_id), "a nested mapping of tensors", got)
+        by_length: dict[int, dict[str, torch.Tensor]] = {}
         for name, leaf in flatten(trajectory).items():
             tensor = as_given(leaf) if isinstance(leaf, (torch.Tensor, np.ndarray)) else None
             if tensor is None or not tensor.ndim or not len(tensor):
                 got = type(leaf).__name__ if tensor is None else f"shape {list(tensor.shape)}"
-                raise UsageError("cache the trajectory", f"{trajectory_id}, key {name!r}", "rows [n, ...]", got)
-            by_length.setdefault(len(tensor), {})[name] = tensor
+                raise UsageError(what, f"{trajectory_id}, key {name!r}", "rows [n, ...]", got)
+            by_length.setdefault(len(tensor), {})[name] = tensor.unsqueeze(1)
         if not by_length:
-            raise UsageError("cache the trajectory", str(trajectory_id), "at least one tensor", "none")
-        parts = []
-        for tensors in by_length.values():
-            columns = {name: tensor.unsqueeze(1) for name, tensor in tensors.items()}
-            layout = layout_of(columns, f"of trajectory {trajectory_id}")
-            parts.append((layout, pack(layout, columns, self._pool)))
-        self.put_rows(trajectory_id, parts)
+            raise UsageError(what, str(trajectory_id), "at least one tensor", "none")
+        layouts = [layout_of(tensors, f"of trajectory {trajectory_id}") for tensors in by_length.values()]
+        parts = zip(layouts, by_length.values(), strict=True)
+        self.put_rows(trajectory_id, {layout: pack(layout, tensors, self._pool) for layout, tensors in parts})
 
-    def put_rows(self, trajectory_id: int, parts: list[tuple[RowLayout, Rows]]) -> None:
+    def put_rows(self, trajectory_id: int, parts: Mapping[RowLayout, Rows]) -> None:
         """Copy packed rows in; the oldest trajectory makes room."""
         with self.lock:
             self.drop(trajectory_id)
             if self.is_full:
                 self.drop(next(iter(self._entries)))
             entry = []
-            for layout, rows in parts:
+            for layout, rows in parts.items():
                 if layout not in self._blocks:
                     num_rows = len(next(iter(rows.values())))
                     self._blocks[layout] = RowBlock(layout, num_rows * (self.max_size or _FIRST_ROOM))
                 block = self._blocks[layout]
                 entry.append(Cached(block, block.put(rows)))
             self._entries[trajectory_id] = entry
-            self.on_moved(trajectory_id)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
         """Copy a trajectory out, as it was put in: nested, `[n, ...]`. A `KeyError` if it is not here."""
+        flat: dict[str, torch.Tensor] = {}
         with self.lock:
-            parts = [(block.layout, block.rows(first)) for block, first in self.find(trajectory_id)]
-        return unflatten({name: x.contiguous() for layout, rows in parts for name, x in cut(layout, rows).items()})
+            for block, first in self.find(trajectory_id):
+                rows = block.rows(first)
+                found = unpack(block.layout, rows, (len(next(iter(rows.values()))), 1))
+                flat.update({name: tensor.squeeze(1) for name, tensor in found.items()})
+        return unflatten(flat)
 
     def find(self, trajectory_id: int) -> list[Cached]:
         """Say where a trajectory stands; valid while the lock is held."""
@@ -203,20 +201,14 @@ class TrajectoryCache:
     def drop(self, trajectory_id: int) -> None:
         """Remove a trajectory, if it is here."""
         with self.lock:
-            parts = self._entries.pop(trajectory_id, ())
-            for block, first in parts:
+            for block, first in self._entries.pop(trajectory_id, ()):
                 block.free(first)
-            if parts:
-                self.on_moved(trajectory_id)
 
     def clear(self) -> None:
         """Remove everything and give the memory back."""
         with self.lock:
-            gone = list(self._entries)
             self._entries.clear()
             self._blocks.clear()
-            for one in gone:
-                self.on_moved(one)
 
 
 def _allocate(num_bytes: int) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""The file of one trajectory: a block (`h5`), what `torch.save` makes (`pt`), or a pickle (`pkl`).
+"""A trajectory and its file: a block (`h5`), what `torch.save` makes (`pt`), or a pickle (`pkl`).
 
 One rule: a file is written beside its place and renamed, and believed only after its checks. A block holds `[T, B]`
 steps as B fragments of T frames, and its rows can be mapped; the other formats are read as a whole.
@@ -11,8 +11,10 @@ import pickle
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +22,23 @@ import numpy as np
 import torch
 
 from storage.checkpoints.files import load_checkpoint, save_to
+from storage.core.buffer_pool import BufferPool
 from storage.core.durable import replace_file
 from storage.core.tree import unflatten
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError, nearest
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
-from ..format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, damaged_fragments, layouts_of, read_header
+from ..format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, open_block
 from ..format.rows import ArrayRows
 from ..format.schema import RowLayout
 from ..format.write import BlockContent, write_block
 from ..index.index import Block
-from .rows import Rows, Trajectory, layout_for, take_apart, unpack
+from .rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 
 FORMATS = ("h5", "pt", "pkl")
 #: Flags that existing trajectory folders hold with rows for the moment before the first step.
 LONGER_FLAGS = ("dones", "terminations", "truncations")
 _NAME = re.compile(r"trajectory_(\d{1,18})(?:_.*)?\.(h5|pt|pkl)")
+_READ = "read the trajectory"
 
 
 class MissingTrajectoryError(DataFileError, FileNotFoundError):
@@ -53,29 +57,138 @@ def naming(trajectory_id: int, path: Path) -> Iterator[None]:
             raise
         where, expected = f"{trajectory_id} in {str(path)!r}", "the file that it was saved to or loaded from"
         advice = "Put it back, or load a checkpoint that has it; files stay where they are while a buffer uses them"
-        raise MissingTrajectoryError("read the trajectory", where, expected, "no file", advice) from cause
+        raise MissingTrajectoryError(_READ, where, expected, "no file", advice) from cause
 
 
-def check_format(file_format: str, trusted: bool) -> None:
-    """Raise unless trajectories can be written, and read again, in this format."""
-    if file_format not in FORMATS:
-        expected = f"a trajectory_format of {nearest(str(file_format), FORMATS)}"
-        raise UsageError("store trajectories", "", expected, repr(file_format))
-    if file_format == "pkl" and not trusted:
-        advice = "Reading pickles runs what they say"
-        raise UsageError("store trajectories", "as 'pkl'", "trusted=True", "trusted=False", advice)
+@dataclass(eq=False)
+class Entry:
+    """A trajectory of a buffer.
 
+    Attributes:
+        trajectory_id: Its number; never used again.
+        layout: What its rows hold.
+        shape: (T, B).
+        info: Its leaves that are no tensors, by flat name.
+        uuid: Tells it from all others, also of other runs.
+        weights_version: Number of the policy that acted, or None.
+        path: Its file, once it has one.
+        rows: Its rows until the file is written.
+        block: Where the rows lie in the file, if that is a block.
+    """
 
-def file_name(trajectory_id: int, weights_id: str, file_format: str) -> str:
-    """Name a trajectory's file; what in `weights_id` cannot be in a name becomes "_"."""
-    return f"trajectory_{trajectory_id}_{re.sub(r'[^A-Za-z0-9.-]', '_', weights_id)[:80]}.{file_format}"
+    trajectory_id: int
+    layout: RowLayout
+    shape: tuple[int, int]
+    info: dict[str, Any]
+    uuid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    weights_version: int | None = None
+    path: Path | None = None
+    rows: Rows | None = None
+    block: Block | None = None
 
+    @property
+    def num_samples(self) -> int:
+        return self.shape[0] * self.shape[1]
 
-def id_in_name(path: Path) -> int:
-    """Give the id in the name of a trajectory file."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None, "named by file_name() or found by find_files()"
-    return int(match[1])
+    @property
+    def weights_id(self) -> str:
+        """The name of the policy that acted: `model_weights_id`, or else the version."""
+        return str(self.info.get("model_weights_id", "" if self.weights_version is None else self.weights_version))
+
+    @property
+    def filed_id(self) -> int:
+        """The id in the name of its file."""
+        match = self.path and _NAME.fullmatch(self.path.name)
+        assert match, "named by file_name() or found by find_files()"
+        return int(match[1])
+
+    def is_recent(self, min_weights_version: int | None) -> bool:
+        """Tell whether the policy that acted is this version or a later one; False if it is not known."""
+        if min_weights_version is None:
+            return True
+        return self.weights_version is not None and self.weights_version >= min_weights_version
+
+    def file_name(self, file_format: str) -> str:
+        """Name its file; what of the weights' name cannot be in a name becomes "_"."""
+        weights = re.sub(r"[^A-Za-z0-9.-]", "_", self.weights_id)[:80]
+        return f"trajectory_{self.trajectory_id}_{weights}.{file_format}"
+
+    def read_rows(self, trusted: bool, pool: BufferPool) -> Rows:
+        """Give its rows, of memory or of its file; not to be changed."""
+        if self.rows is not None:
+            return self.rows
+        assert self.path is not None
+        with naming(self.trajectory_id, self.path):
+            if self.block is None:
+                return pack(self.layout, read_whole(self.path, trusted).tensors, pool)
+            return {name: self._read_column(name, *place) for (_, name), place in self.block.places.items()}
+
+    def _read_column(self, name: str, offset: int, num_rows: int) -> torch.Tensor:
+        assert self.path is not None
+        num_words = num_rows * self.layout.columns[name].row_bytes // 4
+        words = np.fromfile(self.path, np.int32, num_words, offset=offset)
+        if len(words) < num_words:
+            expected = f"{4 * num_words} bytes of column {name!r}"
+            raise CorruptFileError(_READ, repr(str(self.path)), expected, str(words.nbytes))
+        return torch.from_numpy(words).view(num_rows, -1)
+
+    def write(self, path: Path, rows: Rows) -> None:
+        """Write a file of these rows, in the format that the path ends in; complete or not at all."""
+        with replace_file(path) as new:
+            if path.suffix == ".h5":
+                os.rename(write_block(new.parent, self._content(rows), durable=False, in_haste=False), new)
+            else:
+                with open(new, "wb") as file:
+                    whole = unflatten({**self.info, **unpack(self.layout, rows, self.shape)})
+                    (save_to if path.suffix == ".pt" else pickle.dump)(whole, file)
+
+    def _content(self, rows: Rows) -> BlockContent:
+        num_steps, num_envs = self.shape
+        fragments = np.zeros(num_envs, FRAGMENT_DTYPE)
+        fragments["trajectory"] = fragments["env"] = np.arange(num_envs)
+        fragments["flags"], fragments["length"] = FIRST | OPEN, num_steps
+        fragments["row"], fragments["final_row"] = np.arange(num_envs) * num_steps, -1
+        fragments["end_time_ns"], fragments["policy_version"] = time.time_ns(), -1
+        data = {name: ArrayRows(words.view(torch.uint8).numpy()) for name, words in rows.items()}
+        final = layouts_of(self.layout.schema)[FINAL].columns
+        nothing = {name: ArrayRows(np.empty((0, column.row_bytes), np.uint8)) for name, column in final.items()}
+        return BlockContent(
+            schema=self.layout.schema,
+            writer="trajectory",
+            sequence=self.trajectory_id,
+            fragments=fragments,
+            reward_sums=np.zeros((num_envs, 0)),
+            rows={DATA: data, FINAL: nothing},
+        )
+
+    def put_file(self, target: Path, rows: Rows | None) -> None:
+        """Write a file of `rows`; without, link or copy its own, or write it anew if that names another id."""
+        if rows is None and self.block is not None and self.block.sequence != self.trajectory_id:
+            rows = self.read_rows(trusted=False, pool=BufferPool())
+        if rows is not None:
+            self.write(target, rows)
+            return
+        assert self.path is not None
+        with naming(self.trajectory_id, self.path):
+            try:
+                os.link(self.path, target)
+            except FileNotFoundError:
+                raise
+            except OSError:  # another file system, or one without links
+                with replace_file(target) as new:
+                    shutil.copyfile(self.path, new)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_samples": self.num_samples,
+            "trajectory_id": self.trajectory_id,
+            "max_episode_length": self.info.get("max_episode_length", self.shape[0]),
+            "shape": list(self.shape),
+            "model_weights_id": self.weights_id,
+            "uuid": self.uuid,
+            "weights_version": self.weights_version,
+            "info": self.info,
+        }
 
 
 def find_files(folder: Path) -> dict[tuple[int, str], Path]:
@@ -84,41 +197,7 @@ def find_files(folder: Path) -> dict[tuple[int, str], Path]:
     return {(int(m[1]), m[2]): folder / entry.name for m, entry in matches if m and entry.is_file()}
 
 
-def write_trajectory(
-    path: Path, trajectory_id: int, layout: RowLayout, rows: Rows, shape: tuple[int, int], info: Mapping[str, Any]
-) -> None:
-    """Write a trajectory, in the format that the path ends in; complete or not at all."""
-    with replace_file(path) as new:
-        if path.suffix == ".h5":
-            content = _block_content(trajectory_id, layout, rows, shape)
-            os.rename(write_block(new.parent, content, durable=False, in_haste=False), new)
-        else:
-            with open(new, "wb") as file:
-                whole = unflatten({**info, **unpack(layout, rows, shape)})
-                (save_to if path.suffix == ".pt" else pickle.dump)(whole, file)
-
-
-def _block_content(trajectory_id: int, layout: RowLayout, rows: Rows, shape: tuple[int, int]) -> BlockContent:
-    num_steps, num_envs = shape
-    fragments = np.zeros(num_envs, FRAGMENT_DTYPE)
-    fragments["trajectory"] = fragments["env"] = np.arange(num_envs)
-    fragments["flags"], fragments["length"] = FIRST | OPEN, num_steps
-    fragments["row"], fragments["final_row"] = np.arange(num_envs) * num_steps, -1
-    fragments["end_time_ns"], fragments["policy_version"] = time.time_ns(), -1
-    data = {name: ArrayRows(words.view(torch.uint8).numpy()) for name, words in rows.items()}
-    final = layouts_of(layout.schema)[FINAL].columns
-    nothing = {name: ArrayRows(np.empty((0, column.row_bytes), np.uint8)) for name, column in final.items()}
-    return BlockContent(
-        schema=layout.schema,
-        writer="trajectory",
-        sequence=trajectory_id,
-        fragments=fragments,
-        reward_sums=np.zeros((num_envs, 0)),
-        rows={DATA: data, FINAL: nothing},
-    )
-
-
-def open_block(path: Path, trajectory_id: int, shape: tuple[int, int], verify: bool = False) -> tuple[RowLayout, Block]:
+def find_block(path: Path, trajectory_id: int, shape: tuple[int, int], verify: bool) -> tuple[RowLayout, Block]:
     """Read where the rows of a trajectory lie in a block file.
 
     Raises:
@@ -126,7 +205,7 @@ def open_block(path: Path, trajectory_id: int, shape: tuple[int, int], verify: b
             are checked too.
     """
     with naming(trajectory_id, path):
-        header = read_header(path)
+        header = open_block(path, verify)
         stamp = os.stat(path)
     num_steps, num_envs = shape
     fragments, layout = header.fragments, layout_for(header.schema.values())
@@ -141,59 +220,29 @@ def open_block(path: Path, trajectory_id: int, shape: tuple[int, int], verify: b
     if not is_whole:
         expected = f"trajectory {trajectory_id} of {num_envs} x {num_steps} frames"
         got = f"trajectory {header.sequence} of lengths {fragments['length'].tolist()[:8]}"
-        raise CorruptFileError("read the trajectory", repr(str(path)), expected, got)
-    if verify:
-        for _, error in damaged_fragments(header):
-            raise error
+        raise CorruptFileError(_READ, repr(str(path)), expected, got)
     places = {(DATA, name): place for name, place in header.locations[DATA].items()}
     return layout, Block(path, header.writer, trajectory_id, fragments[:0], places, stamp.st_size, stamp.st_mtime_ns)
 
 
-def read_rows(layout: RowLayout, block: Block) -> Rows:
-    """Read all rows of a block file."""
-    found: Rows = {}
-    with naming(block.sequence, block.path), open(block.path, "rb", buffering=0) as file:
-        for (_, name), (offset, num_rows) in block.places.items():
-            num_bytes = num_rows * layout.columns[name].row_bytes
-            file.seek(offset)
-            words = np.fromfile(file, np.int32, num_bytes // 4)
-            if words.nbytes < num_bytes:
-                expected = f"{num_bytes} bytes of column {name!r}"
-                raise CorruptFileError("read the trajectory", repr(str(block.path)), expected, str(words.nbytes))
-            found[name] = torch.from_numpy(words).view(num_rows, -1)
-    return found
-
-
-def read_trajectory(path: Path, trusted: bool) -> Trajectory:
+def read_whole(path: Path, trusted: bool) -> Leaves:
     """Read a `pt` or `pkl` file.
 
     Raises:
         UnsafeFileError: A `pkl` file without `trusted`, or a `pt` file with more than tensors and containers.
         CorruptFileError: Damaged, or no trajectory.
     """
-    read = "read the trajectory", repr(str(path))
     if path.suffix == ".pt":
         found = load_checkpoint(path)
     elif not trusted:
         advice = "Pass trusted=True if you trust its author: reading it runs what it says"
-        raise UnsafeFileError(*read, "a file that runs no code", "a pickle", advice)
+        raise UnsafeFileError(_READ, repr(str(path)), "a file that runs no code", "a pickle", advice)
     else:
         try:
             with open(path, "rb") as file:
                 found = pickle.load(file)  # the caller said `trusted`
         except Exception as cause:  # what it runs may raise anything
-            raise CorruptFileError(*read, "a pickle", str(cause)) from cause
+            raise CorruptFileError(_READ, repr(str(path)), "a pickle", str(cause)) from cause
     if not isinstance(found, Mapping):
-        raise CorruptFileError(*read, "a dict", type(found).__name__)
+        raise CorruptFileError(_READ, repr(str(path)), "a dict", type(found).__name__)
     return take_apart(found, LONGER_FLAGS, (), f"of {str(path)!r}")
-
-
-def link_file(source: Path, target: Path) -> None:
-    """Give a file a second name, or make a copy where the file system has no links; complete or not at all."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, or one without links
-        with replace_file(target) as new:
-            shutil.copyfile(source, new)

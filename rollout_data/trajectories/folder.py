@@ -12,10 +12,9 @@ import hashlib
 import json
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,20 +22,7 @@ from storage.core.durable import existing_folder, replace_file, replace_folder
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
 from storage.saving.plain_files import CHECKSUM, json_checksum, read_json
 
-from ..format.schema import RowLayout
-from ..index.index import Block
-from .files import (
-    FORMATS,
-    file_name,
-    find_files,
-    id_in_name,
-    link_file,
-    naming,
-    open_block,
-    read_rows,
-    read_trajectory,
-    write_trajectory,
-)
+from .files import FORMATS, Entry, find_block, find_files, read_whole
 from .rows import Rows, layout_of
 
 INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
@@ -47,6 +33,7 @@ _FORMAT, _VERSION = "rollout-data trajectories", 1
 _MAX_INDEX_BYTES = 1 << 30
 #: The names of files have room for 18 digits.
 _MAX_COUNTER = 10**18
+_LOAD = "load trajectories from"
 
 
 class MissingTrajectoriesError(DataFileError, FileNotFoundError):
@@ -55,81 +42,7 @@ class MissingTrajectoriesError(DataFileError, FileNotFoundError):
     __str__ = DataFileError.__str__
 
 
-@dataclass(eq=False)
-class Entry:
-    """A trajectory that is live.
-
-    Attributes:
-        trajectory_id: Its number; never used again.
-        layout: What its rows hold.
-        shape: (T, B).
-        info: Its leaves that are no tensors, by flat name.
-        uuid: Tells it from all others, also of other runs.
-        weights_version: Number of the policy that acted, or None.
-        path: Its file, once it has one.
-        rows: Its rows until the file is written.
-        block: Where the rows lie in the file, if that is a block.
-        place: Position among all that were ever live in a buffer.
-    """
-
-    trajectory_id: int
-    layout: RowLayout
-    shape: tuple[int, int]
-    info: dict[str, Any]
-    uuid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    weights_version: int | None = None
-    path: Path | None = None
-    rows: Rows | None = None
-    block: Block | None = None
-    place: int = 0
-
-    @property
-    def num_samples(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def weights_id(self) -> str:
-        """The name of the policy that acted: `model_weights_id`, or else the version."""
-        return str(self.info.get("model_weights_id", "" if self.weights_version is None else self.weights_version))
-
-    def is_recent(self, min_weights_version: int | None) -> bool:
-        """Tell whether the policy that acted is this version or a later one; False if it is not known."""
-        if min_weights_version is None:
-            return True
-        return self.weights_version is not None and self.weights_version >= min_weights_version
-
-    def as_filed(self) -> Entry:
-        """Give what the folder of its file says of it: under the id of the file, if this one has got another."""
-        assert self.path is not None
-        filed_id = id_in_name(self.path)
-        return self if filed_id == self.trajectory_id else replace(self, trajectory_id=filed_id)
-
-    def put_file(self, target: Path, rows: Rows | None = None) -> None:
-        """Link the file to another place, or write one there: of `rows`, or of its own if it names another id."""
-        if self.block is not None and self.block.sequence != self.trajectory_id:
-            rows = read_rows(self.layout, self.block)
-        if rows is not None:
-            write_trajectory(target, self.trajectory_id, self.layout, rows, self.shape, self.info)
-        else:
-            assert self.path is not None
-            with naming(self.trajectory_id, self.path):
-                link_file(self.path, target)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "num_samples": self.num_samples,
-            "trajectory_id": self.trajectory_id,
-            "max_episode_length": self.info.get("max_episode_length", self.shape[0]),
-            "shape": list(self.shape),
-            "model_weights_id": self.weights_id,
-            "uuid": self.uuid,
-            "weights_version": self.weights_version,
-            "info": self.info,
-        }
-
-
-@dataclass(frozen=True)
-class Counters:
+class Counters(NamedTuple):
     """What a buffer must know besides its trajectories."""
 
     seed: int
@@ -146,25 +59,23 @@ def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Cal
     with replace_folder(folder, own) as made:
         for entry in entries:
             suffix = counters.file_format if entry.path is None else entry.path.suffix[1:]
-            target = made / file_name(entry.trajectory_id, entry.weights_id, suffix)
-            entry.put_file(target, rows_of(entry) if entry.path is None else None)
-        write_index(made, entries, counters)
+            entry.put_file(made / entry.file_name(suffix), rows_of(entry) if entry.path is None else None)
+        write_index(made, {entry.trajectory_id: entry for entry in entries}, counters)
 
 
-def write_index(folder: Path, entries: Iterable[Entry], counters: Counters) -> None:
-    """Write both files of a folder; the index, which is the truth, in one step."""
-    listed = list(entries)
+def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) -> None:
+    """Write both files of a folder; the index, which is the truth, in one step. `entries` are by the id of the file."""
     summary = {
         "trajectory_format": counters.file_format,
-        "size": len(listed),
-        "total_samples": sum(entry.num_samples for entry in listed),
+        "size": len(entries),
+        "total_samples": sum(entry.num_samples for entry in entries.values()),
         "trajectory_counter": counters.next_id,
         "seed": counters.seed,
     }
     assert counters.rng is not None
     index = {
-        "trajectory_index": {str(entry.trajectory_id): entry.to_json() for entry in listed},
-        "trajectory_id_list": [entry.trajectory_id for entry in listed],
+        "trajectory_index": {str(one): {**entry.to_json(), "trajectory_id": one} for one, entry in entries.items()},
+        "trajectory_id_list": list(entries),
         "format": _FORMAT,
         "version": _VERSION,
         "counters": {**summary, "rng": base64.b64encode(counters.rng.numpy().tobytes()).decode()},
@@ -174,13 +85,14 @@ def write_index(folder: Path, entries: Iterable[Entry], counters: Counters) -> N
             new.write_text(json.dumps(content), encoding="utf-8")
 
 
-def check_json(info: Mapping[str, Any], where: str) -> None:
+def check_json(info: Mapping[str, Any]) -> None:
     """Raise unless the leaves that are no tensors can stand in the index."""
     for name, leaf in info.items():
         try:
             json.dumps(leaf)
         except (TypeError, ValueError, RecursionError) as cause:
-            raise SchemaError("store the leaf", f"{name!r} {where}", "what JSON can hold", str(cause)) from cause
+            where = f"{name!r} of a trajectory"
+            raise SchemaError("store the leaf", where, "what JSON can hold", str(cause)) from cause
 
 
 def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
@@ -198,7 +110,7 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
         ranks = [path for path in folder.glob("rank_*") if path.name[5:].isdigit()] if folder.is_dir() else []
         folders = sorted(ranks, key=lambda path: int(path.name[5:]))
         if not folders:
-            raise MissingTrajectoriesError("load trajectories from", repr(str(folder)), INDEX_NAME, "none")
+            raise MissingTrajectoriesError(_LOAD, repr(str(folder)), INDEX_NAME, "none")
     found = [_read_one(one, trusted, verify) for one in folders]
     entries = [entry for listed, _ in found for entry in listed]
     next_id = max([counters.next_id for _, counters in found] + [entry.trajectory_id + 1 for entry in entries])
@@ -207,8 +119,21 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
         if entry.trajectory_id in taken:
             entry.trajectory_id, next_id = next_id, next_id + 1
         taken.add(entry.trajectory_id)
-    first = found[0][1]
-    return entries, Counters(first.seed, next_id, first.file_format, first.rng)
+    return entries, found[0][1]._replace(next_id=next_id)
+
+
+def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry]:
+    """Give a contiguous share of what `read_folder` gave, oldest first.
+
+    Ranks count ids up side by side, so that ids tell the order of what several ranks have saved; not where ranks
+    gave the same ids, for which there are new ones here. One folder lists its entries in order.
+    """
+    start, stop = (len(entries) * number // world_size for number in (rank, rank + 1))
+    share = list(entries[start:stop])
+    is_of_several = len({entry.path.parent for entry in share if entry.path}) > 1
+    if is_of_several and all(entry.trajectory_id == entry.filed_id for entry in share):
+        share.sort(key=lambda entry: entry.trajectory_id)
+    return share
 
 
 def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
@@ -217,27 +142,21 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
     try:
         index = read_json(folder / name, _MAX_INDEX_BYTES)
         is_ours = index.get("format") == _FORMAT
-        summary = dict((index.get("counters") if is_ours else about.exists() and read_json(about)) or {})
-        items = index["trajectory_index"]
+        counters = _counters_of((index.get("counters") if is_ours else about.exists() and read_json(about)) or {})
         ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # each once
-        file_format = str(summary.get("trajectory_format"))
-        file_format = file_format if file_format in FORMATS else FORMATS[0]
-        seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))
-        counters = Counters(seed, next_id, file_format, _rng_of(summary.get("rng")))
-        if counters.next_id >= _MAX_COUNTER:
-            raise ValueError(f"a trajectory_counter of {counters.next_id}")
         files, entries, missing = find_files(folder), [], []
         for one in ids:
-            path = next((files[one, each] for each in (file_format, *FORMATS) if (one, each) in files), None)
+            formats = (counters.file_format, *FORMATS)
+            path = next((files[one, each] for each in formats if (one, each) in files), None)
             if path is None:
                 missing.append(one)
             else:
-                entries.append(_read_entry(path, one, items[str(one)], trusted, verify))
+                entries.append(_read_entry(path, one, index["trajectory_index"][str(one)], trusted, verify))
     except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as cause:
         if isinstance(cause, DataFileError):
             raise
         got = f"{type(cause).__name__}: {cause}"
-        raise CorruptFileError("load trajectories from", repr(str(folder / name)), "an intact index", got) from cause
+        raise CorruptFileError(_LOAD, repr(str(folder / name)), "an intact index", got) from cause
     if missing:
         listed = ", ".join(map(str, missing[:10]))
         text = f"{len(missing)} of {len(ids)} trajectories in the index of {str(folder)!r}"
@@ -248,32 +167,39 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
 def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool) -> Entry:
     (num_steps, num_envs), num_samples = map(int, item["shape"][:2]), int(item["num_samples"])
     shape, block = (num_steps, num_envs), None
+
+    def wrong(expected: str, got: tuple[int, int]) -> CorruptFileError:
+        return CorruptFileError("read the trajectory", repr(str(path)), expected, f"shape {list(got)}")
+
     if min(shape) < 1 or num_steps * num_envs != num_samples:
-        expected, got = f"{num_samples} samples as its index says", f"shape {list(shape)}"
-        raise CorruptFileError("read the trajectory", repr(str(path)), expected, got)
+        raise wrong(f"{num_samples} samples as its index says", shape)
     if path.suffix == ".h5":
-        layout, block = open_block(path, trajectory_id, shape, verify)
+        layout, block = find_block(path, trajectory_id, shape, verify)
         info = dict(item.get("info", {}))
     else:
-        trajectory = read_trajectory(path, trusted)
-        if trajectory.shape != shape:
-            expected, got = (f"shape {list(one)}" for one in (shape, trajectory.shape))
-            raise CorruptFileError("read the trajectory", repr(str(path)), expected, got)
-        layout, info = layout_of(trajectory.tensors, f"of {str(path)!r}"), trajectory.info
+        found = read_whole(path, trusted)
+        if found.shape != shape:
+            raise wrong(f"shape {list(shape)}", found.shape)
+        layout, info = layout_of(found.tensors, f"of {str(path)!r}"), found.info
     version, name = item.get("weights_version"), str(item.get("uuid") or uuid.uuid4().hex)
     version = None if version is None else int(version)
     return Entry(trajectory_id, layout, shape, info, name, version, path, block=block)
 
 
-def _rng_of(text: Any) -> torch.Tensor | None:
-    if text is None:
-        return None
-    state = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
-    try:
-        torch.Generator().set_state(state)
-    except RuntimeError as cause:
-        raise ValueError(f"the state of a generator: {cause}") from cause
-    return state
+def _counters_of(summary: Mapping[str, Any]) -> Counters:
+    """Check what an index says of counters; a `ValueError` where it cannot be."""
+    file_format = str(summary.get("trajectory_format"))
+    seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))
+    if next_id >= _MAX_COUNTER:
+        raise ValueError(f"a trajectory_counter of {next_id}")
+    rng = None
+    if (text := summary.get("rng")) is not None:
+        rng = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+        try:
+            torch.Generator().set_state(rng)
+        except RuntimeError as cause:
+            raise ValueError(f"the state of a generator: {cause}") from cause
+    return Counters(seed, next_id, file_format if file_format in FORMATS else FORMATS[0], rng)
 
 
 def folded(rng: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:

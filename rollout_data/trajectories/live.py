@@ -1,15 +1,14 @@
 """Which trajectories are live, oldest first, where their rows lie, and samples of their steps.
 
-One rule: a few numbers per trajectory, noted when its rows move, say where they are, so that adding one takes equally
-long however many there are. A sample searches in the running sum of lengths, then gathers rows once per place and
-layout. A sample that raises leaves the random state as it was.
+One rule: a sample searches in the running sum of lengths, then gathers rows once per place and layout. A sample that
+raises leaves the random state as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import lru_cache
-from itertools import compress, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from storage.core.buffer_pool import BufferPool
-from storage.core.fields import Field, signed
+from storage.core.fields import Field
+from storage.core.host_arrays import take_rows
 from storage.core.records import Key, flat_name
 from storage.core.rows import Cut, Group, Part, Target
 from storage.core.samplers import uniform
@@ -29,20 +29,19 @@ from ..format.schema import RowLayout
 from ..frames import arena
 from ..frames.store import FileMap
 from .cache import TrajectoryCache
-from .files import id_in_name, naming, read_rows, read_trajectory
-from .folder import Entry
-from .rows import Rows, pack
+from .files import Entry, naming
+from .rows import Rows
 
 Int64s = npt.NDArray[np.int64]
 #: Where rows are: in the cache, in a file that can be mapped, or elsewhere (in memory apart, or to be read whole).
 CACHED, MAPPED, ELSEWHERE = range(3)
-#: Of a trajectory: its steps, its layout, where its rows are, and the first of them in the cache (0 if not cached).
-_NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first", "i8")])
-_FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
+_FIRST_RUN = np.zeros(1, np.int64)
 #: A process may have 65,530 mappings, one for each column. Beyond this all files are unmapped, and mapped when needed.
 MAX_MAPPED_FILES = 20_000
 #: So many rows are looked at to tell whether those that are wanted are in memory.
 _NUM_PROBES = 16
+#: Up to so many bytes numpy gathers, which starts sooner; more are worth the threads of torch.
+_MAX_NUMPY_BYTES = 1 << 20
 
 
 class Window:
@@ -50,32 +49,38 @@ class Window:
 
     Args:
         entries: Oldest first.
-        numbers: Theirs, `[W]` of `_NUMBERS`.
-        layouts: What `numbers["layout"]` counts.
+        cache: Where their rows may be.
 
     Attributes:
         num_samples: Steps of all together.
         entries: The first entry of each run.
-        layout, source: int64 `[R]`, the numbers of each run.
-        layouts: Number -> layout, of those among them.
+        layout: int64 `[R]`, which of `layouts` each run has.
+        source: int64 `[R]`, where its rows are.
         names: The fields that all of them have.
         is_one_place: All rows are in the cache, or all in mapped files.
     """
 
-    def __init__(self, entries: list[Entry], numbers: npt.NDArray[np.void], layouts: list[RowLayout]) -> None:
-        size, layout, source, first = (np.ascontiguousarray(numbers[name]) for name in _NUMBERS.names or ())
+    def __init__(self, entries: list[Entry], cache: TrajectoryCache | None) -> None:
+        numbers: dict[RowLayout, int] = {}
+        rows = []
+        for entry in entries:
+            source, first = MAPPED if entry.block is not None and arena.is_supported else ELSEWHERE, 0
+            if cache is not None and entry.trajectory_id in cache:
+                source, first = CACHED, cache.find(entry.trajectory_id)[0].first
+            rows.append((entry.num_samples, numbers.setdefault(entry.layout, len(numbers)), source, first))
+        size, layout, source_of, first_of = np.array(rows, np.int64).T
         is_start, ends = np.ones(len(size), bool), np.cumsum(size)
-        is_start[1:] = (np.diff(layout) != 0) | (source[1:] != CACHED) | (source[:-1] != CACHED)
-        is_start[1:] |= first[1:] != first[:-1] + size[:-1]
+        is_start[1:] = (np.diff(layout) != 0) | (source_of[1:] != CACHED) | (source_of[:-1] != CACHED)
+        is_start[1:] |= first_of[1:] != first_of[:-1] + size[:-1]
         starts = np.flatnonzero(is_start)
         self._ends = ends[np.append(starts[1:], len(size)) - 1]
-        self._shift = (first - ends + size)[starts]
+        self._shift = (first_of - ends + size)[starts]
         self.num_samples = int(ends[-1])
         self.entries = [entries[place] for place in starts.tolist()]
-        self.layout, self.source = layout[starts], source[starts]
-        self.layouts = {number: layouts[number] for number in self.layout.tolist()}
-        kinds = list(self.layouts.values())
-        self.names = tuple(name for name in kinds[0].schema if all(name in one.schema for one in kinds[1:]))
+        self.layout, self.source, self.layouts = layout[starts], source_of[starts], list(numbers)
+        self.names = tuple(
+            name for name in self.layouts[0].schema if all(name in one.schema for one in self.layouts[1:])
+        )
         self.is_one_place = bool((self.source == self.source[0]).all()) and self.source[0] != ELSEWHERE
 
     def locate(self, draws: Int64s) -> tuple[Int64s, Int64s]:
@@ -86,52 +91,54 @@ class Window:
         run = np.searchsorted(self._ends, draws, side="right") if len(self._ends) > 1 else _FIRST_RUN
         return run, draws + self._shift[run]
 
+    def names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
+        """List the leaves that keys mean: each itself, or all below it that any trajectory has."""
+        is_list = isinstance(keys, Collection) and not isinstance(keys, str)
+        if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
+            raise UsageError("choose the keys of a sample", "", "a list of keys", repr(keys))
+        there = dict.fromkeys(name for layout in self.layouts for name in layout.schema)
+        found: dict[str, None] = {}
+        for key in keys:
+            name = flat_name(key)
+            below = [name] if name in there else [one for one in there if one.startswith(f"{name}/")]
+            if not below:
+                raise _missing(name, self.entries[0])
+            found.update(dict.fromkeys(below))
+        return tuple(found)
+
 
 class LiveTrajectories:
     """The live trajectories of a buffer; called under its lock.
 
     Args:
         window_size: How many of the newest are drawn from; 0 for all.
-        capacity: How many are kept; None for any number.
-        cache: Where rows may be; tells `moved` what comes and goes there.
+        capacity: How many are kept; 0 for any number.
+        cache: Where rows may be.
         trusted: Whether pickles are read.
 
     Attributes:
-        cache: The same.
+        capacity, cache: The same.
         entries: Id -> entry, oldest first.
         fields: Every field that any of them had, so that none changes its dtype or shape.
         num_samples: Steps of all.
         pool: Memory for rows on their way.
     """
 
-    def __init__(self, window_size: int, capacity: int | None, cache: TrajectoryCache | None, trusted: bool) -> None:
-        self._window_size, self._capacity, self.cache, self._trusted = window_size, capacity, cache, trusted
+    def __init__(self, window_size: int, capacity: int, cache: TrajectoryCache | None, trusted: bool) -> None:
+        self._window_size, self.capacity, self.cache, self._trusted = window_size, capacity, cache, trusted
         self.entries: dict[int, Entry] = {}
         self.fields: dict[str, Field] = {}
         self.num_samples = 0
         self.pool = BufferPool(16)
-        self._layouts: dict[RowLayout, int] = {}
-        #: The numbers of all entries end at `_stop`; there were `_offset` trajectories before the first of them.
-        self._numbers, self._stop, self._offset = np.zeros(_FIRST_ROOM, _NUMBERS), 0, 0
         self._window: tuple[int | None, Window] | None = None
         self._files: dict[RowLayout, FileMap] = {}
-        if cache is not None:
-            cache.on_moved = self.moved
 
-    def append(self, entry: Entry) -> None:
-        """Make an entry live, and give up the oldest one beyond the capacity."""
+    def append(self, entry: Entry, rows: Rows | None = None) -> None:
+        """Make an entry live, put its rows into the cache, and give up the oldest one beyond the capacity."""
         check_fields(self.fields, entry.layout.schema.values())
-        if self._stop == len(self._numbers):
-            start = self._stop - len(self.entries)
-            room = np.zeros(max(_FIRST_ROOM, len(self.entries)), _NUMBERS)
-            self._numbers = np.concatenate([self._numbers[start:], room])
-            self._stop, self._offset = len(self.entries), self._offset + start
-        entry.place = self._offset + self._stop
-        self._stop += 1
         self.entries[entry.trajectory_id] = entry
         self.num_samples += entry.num_samples
-        self.moved(entry.trajectory_id)
-        if self._capacity is not None and len(self.entries) > self._capacity:
+        if len(self.entries) > (self.capacity or len(self.entries)):
             gone = self.entries.pop(next(iter(self.entries)))
             self.num_samples -= gone.num_samples
             if self.cache is not None:
@@ -139,42 +146,20 @@ class LiveTrajectories:
             files = self._files.get(gone.layout)
             if files is not None and gone.block is not None and gone.block.identity in files.mapped:
                 files.unmap([gone.block.identity])  # so that the disk gets its room back
+        if self.cache is not None and rows is not None:
+            self.cache.put_rows(entry.trajectory_id, {entry.layout: rows})
+        self.note_moved()
 
-    def kept(self, entries: list[Entry]) -> list[Entry]:
-        """Say which of these, oldest first, would be live if they were appended now, with nothing before.
-
-        Ranks count ids up side by side, so that ids tell the order of what several ranks have saved; not where ranks
-        gave the same ids, for which there are new ones here. One folder lists its entries in order.
-        """
-        paths = [entry.path for entry in entries if entry.path is not None]
-        ids = [entry.trajectory_id for entry in entries]
-        if len({path.parent for path in paths}) > 1 and ids == [id_in_name(path) for path in paths]:
-            entries = sorted(entries, key=lambda entry: entry.trajectory_id)
-        return entries if self._capacity is None else entries[-self._capacity :]
-
-    def moved(self, trajectory_id: int) -> None:
-        """Note where the rows of a trajectory, if it is live, are now."""
-        entry = self.entries.get(trajectory_id)
-        if entry is not None:
-            source, first = MAPPED if entry.block is not None and arena.is_supported else ELSEWHERE, 0
-            if self.cache is not None and trajectory_id in self.cache:
-                source, first = CACHED, self.cache.find(trajectory_id)[0].first
-            layout = self._layouts.setdefault(entry.layout, len(self._layouts))
-            self._numbers[entry.place - self._offset] = entry.num_samples, layout, source, first
-            self._window = None
+    def note_moved(self) -> None:
+        """Look anew, at the next sample, where rows are."""
+        self._window = None
 
     def rows_of(self, entry: Entry) -> Rows:
         """Give all rows of an entry, wherever they are; not to be changed."""
         if self.cache is not None and entry.trajectory_id in self.cache:
             [(block, first)] = self.cache.find(entry.trajectory_id)
             return block.rows(first)
-        if entry.rows is not None:
-            return entry.rows
-        if entry.block is not None:
-            return read_rows(entry.layout, entry.block)
-        assert entry.path is not None
-        with naming(entry.trajectory_id, entry.path):
-            return pack(entry.layout, read_trajectory(entry.path, self._trusted).tensors, self.pool)
+        return entry.read_rows(self._trusted, self.pool)
 
     def unmap_files(self) -> None:
         """Unmap all files; they are mapped again when needed."""
@@ -187,16 +172,12 @@ class LiveTrajectories:
             BufferEmptyError: Nothing.
         """
         if self._window is None or self._window[0] != min_weights_version:
-            size = min(self._window_size or len(self.entries), len(self.entries))
-            entries = list(islice(reversed(self.entries.values()), size))[::-1]
-            numbers = self._numbers[self._stop - size : self._stop]
-            if min_weights_version is not None:
-                is_recent = [entry.is_recent(min_weights_version) for entry in entries]
-                numbers, entries = numbers[np.array(is_recent, bool)], list(compress(entries, is_recent))
+            newest = islice(reversed(self.entries.values()), self._window_size or None)
+            entries = [entry for entry in newest if entry.is_recent(min_weights_version)][::-1]
             if not entries:
                 got = "none" if min_weights_version is None else f"none of version {min_weights_version} or later"
                 raise BufferEmptyError("sample", "", "at least one trajectory", got)
-            self._window = min_weights_version, Window(entries, numbers, list(self._layouts))
+            self._window = min_weights_version, Window(entries, self.cache)
         return self._window[1]
 
     def sample(
@@ -209,7 +190,7 @@ class LiveTrajectories:
     ) -> dict[str, Any]:
         """Draw steps; arguments, result and errors are those of `TrajectoryReplayBuffer.sample`."""
         window = self.window(min_weights_version)
-        names = window.names if keys is None else _names_of(window, keys)
+        names = window.names if keys is None else window.names_of(keys)
         before = rng.get_state()
         try:
             draws = uniform(window.num_samples, num_steps, rng).numpy()
@@ -217,76 +198,65 @@ class LiveTrajectories:
             if self._fill_cache(window, run):
                 window = self.window(min_weights_version)
                 run, row = window.locate(draws)
-            return self._gather(window, run, row, names, contiguous)
+            if len(window.layouts) == 1:
+                return self._fields(window, run, row, names, contiguous, nested=True)
+            return self._fields_of_several_layouts(window, run, row, names)
         except BaseException:  # Ctrl-C too
             rng.set_state(before)
             raise
 
     def _fill_cache(self, window: Window, run: Int64s) -> bool:
         """Put drawn trajectories into the cache while it has room; tell whether there were any."""
-        cache, is_changed = self.cache, False
+        cache = self.cache
         if cache is None or cache.is_full or (window.is_one_place and window.source[0] == CACHED):
             return False
         for one in np.unique(run[window.source[run] != CACHED]).tolist():
             if not cache.is_full:
-                entry, is_changed = window.entries[one], True
-                cache.put_rows(entry.trajectory_id, [(entry.layout, self.rows_of(entry))])
-        return is_changed
+                entry = window.entries[one]
+                cache.put_rows(entry.trajectory_id, {entry.layout: self.rows_of(entry)})
+                self.note_moved()
+        return self._window is None
 
-    def _gather(
-        self, window: Window, run: Int64s, row: Int64s, names: tuple[str, ...], contiguous: bool
+    def _fields_of_several_layouts(
+        self, window: Window, run: Int64s, row: Int64s, names: tuple[str, ...]
     ) -> dict[str, Any]:
-        """Give located steps as a nested dict."""
-        if len(window.layouts) == 1:
-            return self._fields(window, run, row, _cut_of(window.entries[0].layout, names, contiguous, True))
-        out: dict[str, torch.Tensor] = {}
-        layout = window.layout[run]
-        for number in np.unique(layout).tolist():
-            chosen = np.flatnonzero(layout == number)
-            entry = window.entries[run[chosen[0]]]
-            if lacking := [name for name in names if name not in entry.layout.schema]:
-                raise _missing(lacking[0], entry)
-            cut = _cut_of(entry.layout, names, False, False)
-            for name, part in self._fields(window, run[chosen], row[chosen], cut).items():
-                if name not in out:
-                    out[name] = torch.empty((len(row), *part.shape[1:]), dtype=part.dtype, device="cpu")
-                signed(out[name])[torch.from_numpy(chosen)] = signed(part)
+        def parts() -> Iterable[tuple[Int64s, dict[str, torch.Tensor]]]:
+            layout = window.layout[run]
+            for number in np.unique(layout).tolist():
+                chosen = np.flatnonzero(layout == number)
+                if lacking := [name for name in names if name not in window.layouts[number].schema]:
+                    raise _missing(lacking[0], window.entries[run[chosen[0]]])
+                yield chosen, self._fields(window, run[chosen], row[chosen], names, contiguous=False, nested=False)
+
+        out = _joined(parts(), len(row), self.pool)
         return unflatten({name: out[name] for name in names})
 
-    def _fields(self, window: Window, run: Int64s, row: Int64s, cut: tuple[Cut, list[str | None]]) -> dict[str, Any]:
-        """Cut the rows of steps whose trajectories have one layout into fields."""
-        plan, columns = cut
-        rows = self._rows(window, run, row, [name for name in columns if name is not None])
+    def _fields(
+        self, window: Window, run: Int64s, row: Int64s, names: tuple[str, ...], contiguous: bool, nested: bool
+    ) -> dict[str, Any]:
+        """Gather steps whose trajectories have one layout, and cut their rows into fields."""
+        plan, columns = _cut_of(window.entries[run[0]].layout, names, contiguous, nested)
+        wanted = [name for name in columns if name is not None]
+        if window.is_one_place or len(run) == 1:
+            rows = self._rows_at_one_place(window, run, row, wanted)
+        else:
+            source = window.source[run]
+            place = np.where(source == ELSEWHERE, -1 - run, source)  # elsewhere is a place for each
+            parts = (np.flatnonzero(place == one) for one in np.unique(place))
+            each = ((part, self._rows_at_one_place(window, run[part], row[part], wanted)) for part in parts)
+            rows = _joined(each, len(row), self.pool)
         return plan([None if name is None else rows[name] for name in columns])
-
-    def _rows(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
-        """Copy the rows of steps whose trajectories have one layout, place by place."""
-        if window.is_one_place:
-            return self._rows_at_one_place(window, run, row, columns)
-        source, out = window.source[run], Rows()
-        parts = [np.flatnonzero(source == kind) for kind in (CACHED, MAPPED)]
-        parts += [np.flatnonzero(run == one) for one in np.unique(run[source == ELSEWHERE])]
-        for chosen in parts:
-            if len(chosen) == len(run):
-                return self._rows_at_one_place(window, run, row, columns)
-            if len(chosen):
-                for name, part in self._rows_at_one_place(window, run[chosen], row[chosen], columns).items():
-                    if name not in out:
-                        out[name] = self.pool.empty((len(run), part.shape[1]), torch.int32)
-                    out[name].numpy()[chosen] = part.numpy()  # takes a quarter of the time of `index_copy_`
-        return out
 
     def _rows_at_one_place(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
         """Copy rows from the cache, from mapped files, or of one trajectory that is elsewhere."""
         entry, source = window.entries[run[0]], window.source[run[0]]
         if source == MAPPED:
             return self._mapped_rows(window, run, row, columns)
-        if source == ELSEWHERE:
-            words = self.rows_of(entry)
-        else:
-            assert self.cache is not None
+        if source == CACHED and self.cache is not None:
             words = self.cache.find(entry.trajectory_id)[0].block.words
-        return {name: self._select(words[name], row) for name in columns}
+        else:
+            words = self.rows_of(entry)
+        return {name: self._taken(words[name], row) for name in columns}
 
     def _mapped_rows(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
         used, which = np.unique(run, return_inverse=True)
@@ -299,7 +269,7 @@ class LiveTrajectories:
                 if not all(map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())):
                     for one in np.sort(rows).tolist():  # ask for all before waiting for the first
                         mapped.will_need(one, 1)
-                found[name] = self._select(mapped.words_view, rows)
+                found[name] = self._taken(mapped.words_view, rows)
         return found
 
     def _files_of(self, entries: list[Entry]) -> FileMap:
@@ -316,9 +286,13 @@ class LiveTrajectories:
                 files.add(block)
         return files
 
-    def _select(self, words: torch.Tensor, rows: Int64s) -> torch.Tensor:
+    def _taken(self, words: torch.Tensor, rows: Int64s) -> torch.Tensor:
         out = self.pool.empty((len(rows), words.shape[1]), torch.int32)
-        return torch.index_select(words, 0, torch.from_numpy(rows), out=out)
+        if out.nbytes <= _MAX_NUMPY_BYTES:
+            take_rows(words.numpy(), rows, out.numpy())
+        else:
+            torch.index_select(words, 0, torch.from_numpy(rows), out=out)
+        return out
 
 
 def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
@@ -328,6 +302,20 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
         if (before.dtype, before.shape) != (one.dtype, one.shape):
             expected, got = (f"{each.dtype}{list(each.shape)} per step" for each in (before, one))
             raise SchemaError("store the leaf", repr(one.name), expected, got)
+
+
+def _joined(parts: Iterable[tuple[Int64s, Rows]], num_rows: int, pool: BufferPool) -> Rows:
+    """Put tensors of some rows each, of one or several names, together: which rows, and the tensors."""
+    out: Rows = {}
+    for chosen, found in parts:
+        for name, part in found.items():
+            if name not in out:
+                out[name] = pool.empty((num_rows, *part.shape[1:]), part.dtype)
+            if part.dtype == torch.bfloat16:  # which numpy does not know
+                out[name][torch.from_numpy(chosen)] = part
+            else:  # takes a quarter of the time
+                out[name].numpy()[chosen] = part.numpy()
+    return out
 
 
 @lru_cache(maxsize=256)
@@ -340,22 +328,6 @@ def _cut_of(layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested:
         groups.append(Group(parts, column.row_bytes // 4, torch.float32))
     plan = Cut(groups, [Target(0, name, name) for name in names], contiguous, nested)
     return plan, [name if width else None for name, width in zip(layout.columns, plan.widths, strict=True)]
-
-
-def _names_of(window: Window, keys: Collection[Key]) -> tuple[str, ...]:
-    """List the leaves that keys mean: each itself, or all below it that any trajectory of a window has."""
-    is_list = isinstance(keys, Collection) and not isinstance(keys, str)
-    if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
-        raise UsageError("choose the keys of a sample", "", "a list of keys", repr(keys))
-    there = dict.fromkeys(name for layout in window.layouts.values() for name in layout.schema)
-    found: dict[str, None] = {}
-    for key in keys:
-        name = flat_name(key)
-        below = [name] if name in there else [one for one in there if one.startswith(f"{name}/")]
-        if not below:
-            raise _missing(name, window.entries[0])
-        found.update(dict.fromkeys(below))
-    return tuple(found)
 
 
 def _missing(name: str, entry: Entry) -> MissingFieldError:

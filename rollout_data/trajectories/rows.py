@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,28 +63,18 @@ def pack(layout: RowLayout, tensors: Mapping[str, torch.Tensor], pool: BufferPoo
     return rows
 
 
-def cut(layout: RowLayout, rows: Rows) -> dict[str, torch.Tensor]:
-    """View rows as fields, `[n, *shape]` each."""
-    return {
-        name: layout.stored_view(name, rows[layout.column_of[name].name].view(torch.uint8)) for name in layout.schema
-    }
-
-
 def unpack(layout: RowLayout, rows: Rows, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     """Copy rows of a trajectory of `shape` (T, B) into `[T, B, *field]` tensors."""
-    views = {name: x.reshape(*shape[::-1], *x.shape[1:]).transpose(0, 1) for name, x in cut(layout, rows).items()}
-    return {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
+    found = {}
+    for name in layout.schema:
+        cells = layout.stored_view(name, rows[layout.column_of[name].name].view(torch.uint8))
+        steps = cells.reshape(*shape[::-1], *cells.shape[1:]).transpose(0, 1)
+        found[name] = steps.clone(memory_format=torch.contiguous_format)
+    return found
 
 
-@dataclass(frozen=True)
-class Trajectory:
-    """A trajectory taken apart.
-
-    Attributes:
-        tensors: Flat name -> `[T, B, *shape]`.
-        info: Flat name -> what is no tensor.
-        shape: (T, B).
-    """
+class Leaves(NamedTuple):
+    """A trajectory taken apart: flat name -> `[T, B, *shape]`, flat name -> what is no tensor, and (T, B)."""
 
     tensors: dict[str, torch.Tensor]
     info: dict[str, Any]
@@ -94,7 +83,7 @@ class Trajectory:
 
 def take_apart(
     trajectory: Any, drop_first: Collection[str], drop_last: Collection[str], where: str = "of a trajectory"
-) -> Trajectory:
+) -> Leaves:
     """Check a nested mapping or dataclass of `[T, B, ...]` leaves; nothing is copied.
 
     Args:
@@ -126,8 +115,10 @@ def take_apart(
     shape = _shape_of(tensors, {*drop_first, *drop_last}, where)
     for name, tensor in tensors.items():
         if tensor.shape[:2] != shape:
-            tensors[name] = _aligned(name, tensor, shape, name in drop_first, name in drop_last, where)
-    return Trajectory(tensors, info, shape)
+            epochs = _epochs(name, tensor, shape, name in drop_first or name in drop_last, where)
+            epochs = epochs[:, 1:] if name in drop_first else epochs[:, :-1]
+            tensors[name] = epochs.reshape(shape[0], *tensor.shape[1:])
+    return Leaves(tensors, info, shape)
 
 
 def _as_mapping(tree: Any) -> Any:
@@ -148,16 +139,13 @@ def _shape_of(tensors: Mapping[str, torch.Tensor], longer: Collection[str], wher
     return int(num_steps), int(num_envs)
 
 
-def _aligned(
-    name: str, tensor: torch.Tensor, shape: tuple[int, int], drops_first: bool, drops_last: bool, where: str
-) -> torch.Tensor:
-    """Leave out the rows of a longer leaf that belong to no step."""
+def _epochs(name: str, tensor: torch.Tensor, shape: tuple[int, int], is_declared: bool, where: str) -> torch.Tensor:
+    """View a leaf with a row more in each epoch as `[epochs, rows of one, B, ...]`."""
     num_steps, num_envs = shape
     num_epochs = tensor.shape[0] - num_steps
     is_longer = num_epochs > 0 and num_steps % num_epochs == 0 and tensor.shape[1] == num_envs
-    if not is_longer or not (drops_first or drops_last):
+    if not is_longer or not is_declared:
         advice = f"Declare {name!r} in drop_first or drop_last" if is_longer else ""
         expected = f"[{num_steps}, {num_envs}, ...] like the others"
         raise SchemaError("store the leaf", f"{name!r} {where}", expected, f"shape {list(tensor.shape)}", advice)
-    epochs = tensor.reshape(num_epochs, num_steps // num_epochs + 1, *tensor.shape[1:])
-    return (epochs[:, 1:] if drops_first else epochs[:, :-1]).reshape(num_steps, *tensor.shape[1:])
+    return tensor.reshape(num_epochs, num_steps // num_epochs + 1, *tensor.shape[1:])

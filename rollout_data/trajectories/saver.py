@@ -8,21 +8,21 @@ the disk, which names newer ones in its place.
 from __future__ import annotations
 
 import filecmp
-import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from itertools import islice, takewhile
 from pathlib import Path
+from typing import Any
 
 from storage.core.durable import sync_path
 from storage.core.threads import Worker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
 from ..index.index import Block
-from .files import file_name, find_files, naming, open_block, write_trajectory
-from .folder import Counters, Entry, write_index
+from .files import Entry, find_block, find_files, naming
+from .folder import Counters, write_index
 
 #: Writing the index takes about this share of the thread's time at most, however long the index is.
 _INDEX_SHARE = 0.1
@@ -40,7 +40,7 @@ class TrajectorySaver:
         max_pending: How many entries may wait; `submit` waits beyond that.
         capacity: How many trajectories the folder keeps; None for any number.
         lock: That of the buffer, under which its entries change.
-        on_saved: Called with an id whose entry has its file now, in the thread, under the lock.
+        on_saved: Called when an entry has its file, in the thread, under the lock.
         counters: Gives what the index says besides; called in the thread, under the lock.
         timed: Gives what measures a block of this name.
 
@@ -54,8 +54,8 @@ class TrajectorySaver:
         file_format: str,
         max_pending: int,
         capacity: int | None,
-        lock: threading.RLock,
-        on_saved: Callable[[int], object],
+        lock: AbstractContextManager[Any],
+        on_saved: Callable[[], object],
         counters: Callable[[], Counters],
         timed: Callable[[str], AbstractContextManager[None]],
     ) -> None:
@@ -83,10 +83,6 @@ class TrajectorySaver:
             advice = "the index will not name them. Load that folder first to go on with them"
             warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
-    def has(self, entry: Entry) -> bool:
-        """Tell whether an entry has its file in this folder."""
-        return entry.path is not None and entry.path.parent == self.folder
-
     def expect(self, entry: Entry) -> None:
         """Note that an entry is about to be submitted; under the lock."""
         self._expected[entry.trajectory_id] = True
@@ -101,7 +97,7 @@ class TrajectorySaver:
         What it named before keeps its file.
         """
         self._expected = dict.fromkeys(self._expected, False)
-        self._named = {one.trajectory_id: one for one in entries if self.has(one)}
+        self._named = {one.trajectory_id: one for one in entries if self._has(one)}
         self._superfluous -= {one.path for one in self._named.values() if one.path is not None}
 
     def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
@@ -116,7 +112,7 @@ class TrajectorySaver:
             is_share: ... unless only this rank has loaded it.
         """
         is_own = self.folder.is_relative_to(directory.resolve())
-        others = [] if is_own and not is_share else [one for one in entries if not self.has(one)]
+        others = [] if is_own and not is_share else [one for one in entries if not self._has(one)]
         there: dict[int, list[Path]] = {}
         for (number, _), path in find_files(self.folder).items() if others else ():
             there.setdefault(number, []).append(path)
@@ -132,7 +128,7 @@ class TrajectorySaver:
         for entry, place in zip(others, places, strict=True):
             if place is not None:
                 entry.path, entry.block = place
-        self._earlier -= self._earlier if is_own else {one.trajectory_id for one in entries if self.has(one)}
+        self._earlier -= self._earlier if is_own else {one.trajectory_id for one in entries if self._has(one)}
         if number := places.count(None):
             text = f"{number} trajectories of {str(directory)!r} have the ids of others in {str(self.folder)!r}"
             advice = "the index there will not name them. Choose an auto_save_path of its own for this run"
@@ -143,10 +139,9 @@ class TrajectorySaver:
         with self._lock:
             failure, self._failure = self._failure, None
         if failure is not None:
-            raise BackgroundError(
-                "save a trajectory", f"to {str(self.folder)!r}", "", str(failure).rstrip(".") or repr(failure),
-                "It stays in memory and is tried again at the next checkpoint or close()",
-            ) from failure  # fmt: skip
+            got = str(failure).rstrip(".") or repr(failure)
+            advice = "It stays in memory and is tried again at the next checkpoint or close()"
+            raise BackgroundError("save a trajectory", f"to {str(self.folder)!r}", "", got, advice) from failure
 
     def wait(self) -> None:
         """Wait until what was submitted has its file, or has failed."""
@@ -172,33 +167,36 @@ class TrajectorySaver:
         finally:
             self._worker.close()
 
+    def _has(self, entry: Entry) -> bool:
+        return entry.path is not None and entry.path.parent == self.folder
+
     def _place(self, entry: Entry, there: list[Path], made: list[Path]) -> tuple[Path, Block | None] | None:
         """Give the file here of a loaded entry, made if need be; None if its id is that of another."""
         number, source = entry.trajectory_id, entry.path
         assert source is not None
-        path = there[0] if there else self.folder / file_name(number, entry.weights_id, source.suffix[1:])
+        path = there[0] if there else self.folder / entry.file_name(source.suffix[1:])
         if not there and number not in self._expected:
             made.append(path)
-            entry.put_file(path)
+            entry.put_file(path, None)
         else:
             with naming(number, source):
                 is_same = len(there) == 1 and path.suffix == source.suffix
                 if not is_same or not (path.samefile(source) or filecmp.cmp(path, source, shallow=False)):
                     return None
-        return path, None if entry.block is None else open_block(path, number, entry.shape)[1]
+        return path, None if entry.block is None else find_block(path, number, entry.shape, verify=False)[1]
 
     def _save(self, entry: Entry) -> None:
         try:
             assert entry.rows is not None
-            number = entry.trajectory_id
-            path = self.folder / file_name(number, entry.weights_id, self.file_format)
+            path = self.folder / entry.file_name(self.file_format)
             with self._timed("write"):
-                write_trajectory(path, number, entry.layout, entry.rows, entry.shape, entry.info)
-            block = open_block(path, number, entry.shape)[1] if path.suffix == ".h5" else None
+                entry.write(path, entry.rows)
+            is_block = path.suffix == ".h5"
+            block = find_block(path, entry.trajectory_id, entry.shape, verify=False)[1] if is_block else None
             with self._lock:
                 entry.path, entry.block, entry.rows = path, block, None
                 is_kept = self._note_saved(entry)
-                self._on_saved(number)
+                self._on_saved()
             if not is_kept:
                 path.unlink(missing_ok=True)
             # The last of a burst always writes it: then nothing saved is missing in it. Files that are to go do not
@@ -207,9 +205,9 @@ class TrajectorySaver:
             if is_short or self._worker.num_pending <= 1 or time.monotonic() >= self._index_due_s:
                 self._write_index()
         except BaseException as failure:  # noqa: BLE001 - handed to the caller
-            with self._lock:
-                self._failure = self._failure or failure
-                if entry.path is None:
+            self._note_failure(failure)
+            if entry.path is None:
+                with self._lock:
                     self._unsaved.append(entry)
 
     def _note_saved(self, entry: Entry) -> bool:
@@ -226,11 +224,15 @@ class TrajectorySaver:
             self._superfluous.add(oldest.path)
         return True
 
+    def _note_failure(self, failure: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or failure
+
     def _write_index(self) -> None:
         start = time.monotonic()
         try:
             with self._lock:
-                named = [entry.as_filed() for entry in self._named.values()]
+                named = {entry.filed_id: entry for entry in self._named.values()}
                 superfluous, counters = list(self._superfluous), self._counters()
             write_index(self.folder, named, counters)
             self._num_in_index = len(named)
@@ -239,7 +241,6 @@ class TrajectorySaver:
                     path.unlink(missing_ok=True)
                     self._superfluous.discard(path)
         except (OSError, RolloutDataError) as failure:
-            with self._lock:
-                self._failure = self._failure or failure
+            self._note_failure(failure)
         stop = time.monotonic()
         self._index_due_s = stop + (stop - start) / _INDEX_SHARE
