@@ -24,13 +24,12 @@ from .managed.episodes import EpisodeReplayBuffer
 from .managed.manager import BufferManager
 from .managed.monitor import BufferMonitor
 from .managed.naive import NaiveReplayBuffer
-from .onpolicy.columns import Column
+from .onpolicy.columns import Column, HiddenStates, MiniBatch, Transition
 from .onpolicy.padding import split_and_pad_trajectories, unpad_trajectories
 from .onpolicy.queue_rollout_storage import ActionLabelMiniBatch, ActionLabelRollout, QueueRolloutStorage
 from .onpolicy.returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
 from .onpolicy.rollout_storage import RolloutStorage
 from .onpolicy.sarsa_rollout_storage import SarsaMiniBatch, SarsaRolloutStorage
-from .onpolicy.transition import HiddenStates, MiniBatch, Transition
 from .prioritized.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
 from .prioritized.sum_tree import MaxTree, MinTree, SumTree
 from .prioritized.windows import PrioritizedWindows, sequence_priorities

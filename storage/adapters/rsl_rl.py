@@ -23,7 +23,7 @@ from ..errors import UsageError, nearest
 from ..onpolicy.column_table import ColumnTable
 from ..onpolicy.columns import Column, brought, declare_fields
 from ..onpolicy.hidden_states import SavedStates
-from ..onpolicy.mini_batches import GENERATE, WIDE_ROW_BYTES_ONCE, RowGather
+from ..onpolicy.mini_batches import GENERATE, RowGather
 from ..onpolicy.rollout_storage import RolloutStorage
 from ..saving.store import State
 
@@ -210,7 +210,7 @@ class RslRlStorage(RolloutStorage):
         with torch.no_grad():
             order = torch.randperm(bounds[-1][1], device=self.device)
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(self.step)}
-            shuffled = RowGather(columns, self._delivery, WIDE_ROW_BYTES_ONCE).gather(order)
+            shuffled = RowGather(columns, self._delivery, num_gathers=1).gather(order)
         for _ in range(num_epochs):
             for start, stop in bounds:
                 yield self._to_mini_batch({name: x[start:stop] for name, x in shuffled.items()})

@@ -7,48 +7,24 @@ read and checked completely before its first byte is written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
 from operator import attrgetter, ne
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..core.buffer_pool import BufferPool
-from ..core.fields import DTYPES, Field, Schema, signed
-from ..core.host_arrays import as_given
+from ..core.fields import DTYPES, Field, Schema
 from ..core.modes import lasting
+from ..core.records import Cast, always_fit, as_tensor, fit
 from ..core.tree import check_same_names, flatten, unflatten
-from ..errors import FieldTypeError, MissingFieldError, SchemaError
+from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
 from .columns import Column
 
 _ACTION = "add a transition"
 _LOAD = "load a state"
+_REAL = frozenset(dtype for dtype, _ in DTYPES.values())
 _version_of = attrgetter("_version")
-
-
-class _Input(NamedTuple):
-    """One field that transitions bring: where it is found and what it must look like."""
-
-    name: str
-    source: str
-    path: str
-    is_required: bool
-    #: What fits as it is: every axis written out, and `[B]` where the shape is (1,).
-    shapes: tuple[torch.Size, ...]
-    #: What is written as it is: all numbers of these dtypes are numbers of the field.
-    dtypes: frozenset[torch.dtype]
-    column: Column
-    field: Field
-
-    @property
-    def where(self) -> str:
-        return f"with {self.source + ('/' if self.path else '') + self.path!r}"
-
-    @property
-    def expected(self) -> str:
-        shapes = " or ".join(str(list(shape)) for shape in self.shapes)
-        return f"{'flags' if self.column.is_flag else self.field.dtype} of shape {shapes}"
 
 
 class ColumnTable:
@@ -70,41 +46,44 @@ class ColumnTable:
         self.tensors: dict[str, torch.Tensor] = {}
         #: How often what is kept was changed: a reader that comes back looks whether it is the same number.
         self.num_changes = 0
-        self._fills: dict[str, float] = {}
-        self._inputs = [self._input(column, field) for column in columns if column.source for field in column.fields]
-        self._lazy = [field for column in columns if column.is_lazy for field in column.fields]
+        self._inputs = [
+            (column, {field.name: _Input.of(column, field, num_envs) for field in column.fields})
+            for column in columns
+            if column.source and column.fields
+        ]
         self._sources = {x.source for x in columns if x.source and (x.fields or x.is_ignorable)}
-        self._batch_fields = [(column.batch, column.fallback) for column in columns if column.batch]
-        self._rows: list[tuple[tuple[torch.Tensor, ...], ...]] | None = None
+        #: Name and number of axes of a step's value -> the rows that it goes to; made when the first step is written.
+        self._rows: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
+        #: What goes into a row that a step brings no value for.
+        self._fillings: dict[str, torch.Tensor] = {}
         for name in self.schema:
             if above := [other for other in self.schema if name.startswith(other + "/")]:
                 expected = f"{above[0]!r} a leaf or a mapping"
                 raise SchemaError("declare the fields of a storage", "", expected, repr(name))
         for column in columns:
-            if not column.is_lazy and not column.is_view:
-                self.allocate(column.fields)
+            for field in column.fields:
+                if not column.is_lazy and not column.is_view:
+                    self._allocate(field.name, (num_envs, *field.shape), field.torch_dtype)
         self.note_results(False)
 
     @lasting
-    def allocate(self, fields: Iterable[Field], with_envs: bool = True) -> None:
-        """Add tensors filled with each field's fill: `[T, B, *shape]`, or `[T, *shape]` without envs."""
-        for field in fields:
-            shape = (self.num_rows, self.num_envs, *field.shape) if with_envs else (self.num_rows, *field.shape)
-            if self.device.type == "cpu":  # on huge pages, if it is large
-                made = BufferPool(max_buffers=0).empty(shape, field.torch_dtype)
-            else:
-                made = torch.empty(shape, dtype=field.torch_dtype, device=self.device)
-            self.tensors[field.name] = made.fill_(field.fill)
-            self._fills[field.name] = field.fill
-        self._rows = None
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        whole = (self.num_rows, *shape)
+        if self.device.type == "cpu":  # on huge pages, if it is large
+            made = BufferPool(max_buffers=0).empty(whole, dtype)
+        else:
+            made = torch.empty(whole, dtype=dtype, device=self.device)
+        self.tensors[name] = made.fill_(self._fill_of(name))
+        self._rows = {}
+
+    def _fill_of(self, name: str) -> float:
+        return self.schema[name].fill if name in self.schema else 0
 
     def view(self, name: str, stop: int | None = None) -> Any:
         """Give a column's tensor, a nested dict of them, or None if it is not kept; shared memory."""
         fields = self.columns[name].fields if name in self.columns else ()
         found = {field.name: self.tensors[field.name][:stop] for field in fields if field.name in self.tensors}
-        if not found:
-            return None
-        return found[name] if name in found else unflatten(found)[name]
+        return unflatten(found)[name] if found else None
 
     # -- one step --------------------------------------------------------------------------
 
@@ -122,69 +101,51 @@ class ColumnTable:
                 taken = ", ".join(sorted(self._sources))
                 raise MissingFieldError(_ACTION, f"with {name!r}", taken, "a field that this storage does not keep")
         found: dict[str, torch.Tensor] = {}
-        for wanted in self._inputs:
-            name, source, path, is_required, shapes, dtypes, *_ = wanted
-            value = getattr(transition, source, None)
+        for column, inputs in self._inputs:
+            value = getattr(transition, column.source, None)
             if value is None:
-                if is_required:
-                    raise MissingFieldError(_ACTION, f"without {source!r}", wanted.expected, "None")
+                if column.is_required:
+                    expected = ", ".join(wanted.expected for wanted in inputs.values())
+                    raise MissingFieldError(_ACTION, f"without {column.source!r}", expected, "None")
                 continue
-            if path or not isinstance(value, torch.Tensor):
-                value = _as_tensor(wanted, value)
-            # What fits exactly passes here; the full check takes 2 microseconds more per field.
-            if value.shape not in shapes or value.dtype not in dtypes or value.is_meta or value.is_sparse:
-                value = _fitting(wanted, value)
-            found[name] = value
+            for wanted, leaf in _leaves_of(value, column, inputs):
+                if not isinstance(leaf, torch.Tensor):
+                    leaf = as_tensor(leaf, _ACTION, f"with {wanted.given.name!r}")
+                # What fits exactly passes here; the full check takes 2 microseconds more per field.
+                is_plain = leaf.layout is torch.strided and not leaf.is_meta
+                if not is_plain or leaf.shape not in wanted.shapes or leaf.dtype not in wanted.dtypes:
+                    leaf = fit(_ACTION, wanted.given, leaf, wanted.cast, shapes=wanted.shapes)
+                found[wanted.name] = leaf
         return found
 
-    def write(self, row: int, found: Mapping[str, torch.Tensor], more: Sequence[tuple[torch.Tensor, ...]] = ()) -> None:
-        """Write what `read` gave over a row, and pairs of a tensor and what to copy into it."""
-        for field in self._lazy:
-            if field.name in found and field.name not in self.tensors:
-                self.allocate([field])
-        if self._rows is None:
-            self._rows = self._cut()
-        targets, values = [target for target, _ in more], [value for _, value in more]
-        for wanted, places in zip(self._inputs, self._rows[row], strict=True):
-            value = found.get(wanted.name)
-            if value is not None:
-                targets.append(places[value.dim() < len(wanted.shapes[0])])
-                values.append(value)
-            elif len(places) > len(wanted.shapes):  # copied as all others are: to fill takes three times as long
-                targets.append(places[0])
-                values.append(places[-1])
-        torch._foreach_copy_(targets, values)  # in half the time of a loop
+    def write(self, row: int, found: Mapping[str, torch.Tensor]) -> None:
+        """Write over a row what `read` gave, and leaves of other names; what is new gets memory first."""
+        for name, value in found.items():
+            if name not in self.tensors:
+                shape = (self.num_envs, *self.schema[name].shape) if name in self.schema else tuple(value.shape)
+                self._allocate(name, shape, self.schema[name].torch_dtype if name in self.schema else value.dtype)
+        if not self._rows:
+            self._cut()
+        given = {**self._fillings, **found}
+        # In half the time of a loop; fillings are copied too, as to fill takes three times as long.
+        torch._foreach_copy_([self._rows[name, x.dim()][row] for name, x in given.items()], list(given.values()))
         self.num_changes += 1
         self._versions = tuple(map(_version_of, self._results))
 
-    def _input(self, column: Column, field: Field) -> _Input:
-        shapes = [torch.Size((self.num_envs, *field.shape))]
-        if field.shape == (1,):
-            shapes.append(torch.Size((self.num_envs,)))
-        dtypes = frozenset(_DTYPES) if column.is_flag else _always_fit(field.torch_dtype)
-        path = field.name[len(column.name) + 1 :]
-        return _Input(field.name, column.source, path, column.is_required, tuple(shapes), dtypes, column, field)
-
     @lasting
-    def _cut(self) -> list[tuple[tuple[torch.Tensor, ...], ...]]:
-        """Cut every input into rows once: `[B, *shape]`, `[B]` where the shape is (1,), and what fills a row, if any.
-
-        Each row has an entry for each input; of what is not allocated it is empty.
-        """
-        cut: list[list[tuple[torch.Tensor, ...]]] = []
-        for wanted in self._inputs:
-            tensor = self.tensors.get(wanted.name)
-            if tensor is None:
-                cut.append([()] * self.num_rows)
-                continue
-            if wanted.column.is_flag:  # into bool any dtype copies as != 0
+    def _cut(self) -> None:
+        """Cut every tensor into rows: `[B, *shape]`, and `[B]` where the shape is (1,)."""
+        inputs = {name: column for column, fields in self._inputs for name in fields}
+        self._fillings = {}
+        for name, tensor in self.tensors.items():
+            column = inputs.get(name)
+            if column is not None and column.is_flag:  # into bool any dtype copies as != 0
                 tensor = tensor.view(torch.bool)
-            views = [tensor, tensor.squeeze(-1)][: len(wanted.shapes)]
-            rows = zip(*(view.unbind(0) for view in views), strict=True)
-            is_filled = not wanted.column.is_required and not wanted.column.is_view
-            fill = (torch.full_like(tensor[0], wanted.field.fill),) if is_filled else ()
-            cut.append([(*row, *fill) for row in rows])
-        return list(zip(*cut, strict=True))
+            self._rows[name, tensor.dim() - 1] = tensor.unbind(0)
+            if column is not None and tensor.dim() == 3 and tensor.shape[-1] == 1:
+                self._rows[name, 1] = tensor.squeeze(-1).unbind(0)
+            if column is not None and not column.is_required and not column.is_view:
+                self._fillings[name] = torch.full_like(tensor[0], self._fill_of(name))
 
     # -- all steps -------------------------------------------------------------------------
 
@@ -193,7 +154,8 @@ class ColumnTable:
         """Append `num_rows` steps, filled like new ones, to every tensor; what is written stays."""
         has_results = self.has_results
         for name, tensor in self.tensors.items():
-            self.tensors[name] = torch.cat([tensor, tensor.new_full((num_rows, *tensor.shape[1:]), self._fills[name])])
+            new = tensor.new_full((num_rows, *tensor.shape[1:]), self._fill_of(name))
+            self.tensors[name] = torch.cat([tensor, new])
         self.num_rows += num_rows
         self._note_change(has_results)
 
@@ -208,7 +170,7 @@ class ColumnTable:
     def assign(self, name: str, value: Any) -> None:
         """Copy `[T, B, *shape]` (or a nested dict of such) over a whole column; its tensors stay the same."""
         action, column = f"assign to {name!r}", self.columns[name]
-        given, writes = flatten({name: value}), []
+        given, targets = flatten({name: value}), []
         check_same_names({field.name: None for field in column.fields}, given, action)
         for key, x in given.items():
             target = self.tensors.get(key)
@@ -218,10 +180,10 @@ class ColumnTable:
                 expected = "nothing, it is not kept yet" if target is None else str(list(target.shape))
                 raise SchemaError(action, "", f"shape {expected}", str(list(x.shape)))
             # Into bool any dtype copies as != 0: flags stay 0 or 1, as everything that reads them expects.
-            writes.append((target.view(torch.bool) if column.is_flag else target, x))
+            targets.append(target.view(torch.bool) if column.is_flag else target)
         self.num_changes += 1
         with torch.no_grad():
-            for target, x in writes:
+            for target, x in zip(targets, given.values(), strict=True):
                 target.copy_(x)
 
     def substitute(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -234,30 +196,32 @@ class ColumnTable:
         views = {field.name for column in self.columns.values() if column.is_view for field in column.fields}
         return {name: x for name, x in self.tensors.items() if name not in views}
 
-    def replace(self, tensors: Mapping[str, torch.Tensor], num_rows: int) -> None:
+    def replace(self, tensors: Mapping[str, torch.Tensor], num_rows: int, others: set[str]) -> None:
         """Take other tensors of `num_rows` steps in the place of all that `kept` lists.
 
         Raises:
-            SchemaError: One is missing, or has another shape or dtype; nothing is changed.
+            SchemaError: One is missing, has another shape or dtype, or is neither a field nor among `others`;
+                nothing is changed.
         """
+        expected = {
+            field.name: ((num_rows, self.num_envs, *field.shape), field)
+            for column in self.columns.values()
+            for field in column.fields
+            if not column.is_view and (not column.is_lazy or field.name in tensors)
+        }
+        for name in tensors:
+            if name not in expected and name not in others:
+                raise MissingFieldError(_LOAD, f"with the tensor {name!r}", nearest(name, expected))
+        check_loaded(expected, tensors)
         mine = self.kept()
-        for column in self.columns.values():
-            for field in () if column.is_view else column.fields:
-                found, expected = tensors.get(field.name), (num_rows, self.num_envs, *field.shape)
-                if found is None and field.name in mine and not column.is_lazy:
-                    raise MissingFieldError(_LOAD, f"without {field.name!r}", str(list(expected)), "nothing")
-                if found is not None and (tuple(found.shape) != expected or found.dtype != field.torch_dtype):
-                    got = f"{found.dtype} {list(found.shape)}"
-                    raise SchemaError(_LOAD, f"with {field.name!r}", f"{field.dtype} {list(expected)}", got)
         self.tensors = {name: x for name, x in self.tensors.items() if name not in mine} | dict(tensors)
-        self._fills = {name: self.schema[name].fill if name in self.schema else 0 for name in tensors}
         self.num_rows = num_rows
         self._note_change()
 
     def _note_change(self, has_results: bool = False) -> None:
         """Other tensors are here: forget the rows that were cut of the earlier ones."""
         self.num_changes += 1
-        self._rows = None
+        self._rows = {}
         self.note_results(has_results)
 
     # -- mini-batches ----------------------------------------------------------------------
@@ -289,91 +253,68 @@ class ColumnTable:
 
     def fill_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Nest what `batch_columns` named, and add what it could not give: the fallback, or None."""
-        found = unflatten(batch) if any("/" in name for name in batch) else dict(batch)
-        for name, fallback in self._batch_fields:
-            if name not in found:
-                found[name] = found[fallback] if fallback else None
+        found = unflatten(batch)
+        for column in self.columns.values():
+            if column.batch and column.batch not in found:
+                found[column.batch] = found[column.fallback] if column.fallback else None
         return found
+
+
+def check_loaded(expected: Mapping[str, tuple[tuple[int, ...], Field]], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state that lacks one of these tensors, or has it with another shape or another dtype than its field."""
+    for name, (shape, field) in expected.items():
+        found = tensors.get(name)
+        if found is None:
+            raise MissingFieldError(_LOAD, f"without {name!r}", str(list(shape)), "nothing")
+        if tuple(found.shape) != shape or found.dtype != field.torch_dtype:
+            got = f"{found.dtype} {list(found.shape)}"
+            raise SchemaError(_LOAD, f"with {name!r}", f"{field.dtype} {list(shape)}", got)
 
 
 # -- what a transition may bring ---------------------------------------------------------------
 
-_DTYPES = [dtype for dtype, _ in DTYPES.values()]
+
+class _Input(NamedTuple):
+    """What the value of one field must look like.
+
+    Attributes:
+        name: Of the field.
+        given: The field, called as in transitions.
+        cast: How `fit` takes other dtypes.
+        shapes: What fits as it is: every axis written out, and `[B]` where the shape is (1,).
+        dtypes: What is written as it is: all numbers of these dtypes are numbers of the field.
+    """
+
+    name: str
+    given: Field
+    cast: Cast
+    shapes: tuple[torch.Size, ...]
+    dtypes: frozenset[torch.dtype]
+
+    @classmethod
+    def of(cls, column: Column, field: Field, num_envs: int) -> _Input:
+        shapes = [torch.Size((num_envs, *field.shape))]
+        if field.shape == (1,):
+            shapes.append(torch.Size((num_envs,)))
+        given = replace(field, name=column.source + field.name[len(column.name) :])
+        if column.is_flag:
+            return cls(field.name, given, "flag", tuple(shapes), _REAL)
+        return cls(field.name, given, "in range", tuple(shapes), always_fit(field.torch_dtype))
+
+    @property
+    def expected(self) -> str:
+        return f"{self.given.dtype} of shape {list(self.shapes[0])}"
 
 
-def _limits(dtype: torch.dtype) -> tuple[float, float]:
-    if dtype is torch.bool:
-        return 0, 1
-    found = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return found.min, found.max
-
-
-@cache
-def _always_fit(wanted: torch.dtype) -> frozenset[torch.dtype]:
-    """List the dtypes all of whose numbers `wanted` can hold, rounded at most."""
-    low, high = _limits(wanted)
-    fitting = [x for x in _DTYPES if torch.can_cast(x, wanted) and low <= _limits(x)[0] and _limits(x)[1] <= high]
-    return frozenset(fitting)
-
-
-def _as_tensor(wanted: _Input, value: Any) -> torch.Tensor:
-    """Find the leaf of a nested record, and view what is no tensor as one."""
-    column = wanted.column
-    if wanted.path:
-        if not isinstance(value, Mapping):
-            raise SchemaError(_ACTION, f"with {column.source!r}", "a mapping", type(value).__name__)
-        if wanted.field is column.fields[0]:  # once per record
-            names = {field.name[len(column.name) + 1 :]: None for field in column.fields}
-            check_same_names(names, flatten(value), _ACTION)
-        for key in wanted.path.split("/"):
-            value = value[key]
-    elif isinstance(value, Mapping):
-        raise SchemaError(_ACTION, wanted.where, wanted.expected, "a mapping")
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, np.ndarray) and value.flags.behaved:
-        try:
-            return torch.from_numpy(value)  # in a fifth of the time of what follows
-        except (TypeError, ValueError):  # byte-swapped, backwards, or of a dtype that torch has not got
-            pass
-    try:
-        return as_given(value if isinstance(value, (int, float, bool)) else np.asarray(value))
-    except (TypeError, ValueError, RuntimeError) as cause:
-        got, advice = type(value).__name__, "Give a tensor or an array"
-        raise FieldTypeError(_ACTION, wanted.where, wanted.expected, got, advice) from cause
-
-
-def _fitting(wanted: _Input, value: torch.Tensor) -> torch.Tensor:
-    """Give what can be copied into a row; raise if `value` does not fit."""
-    dtype = wanted.field.torch_dtype
-    if value.shape not in wanted.shapes:
-        raise SchemaError(_ACTION, wanted.where, wanted.expected, f"shape {list(value.shape)}")
-    if value.is_quantized:
-        got, advice = f"a quantized one of {value.dtype}", "Dequantize it first"
-        raise FieldTypeError(_ACTION, wanted.where, "a dense tensor", got, advice)
-    if value.dtype not in wanted.dtypes and not torch.can_cast(value.dtype, dtype):
-        raise FieldTypeError(_ACTION, wanted.where, wanted.expected, str(value.dtype), "Convert it first")
-    if value.layout is not torch.strided or value.is_meta:
-        raise FieldTypeError(_ACTION, wanted.where, "a dense tensor", f"{value.layout} on {value.device}")
-    return value if value.dtype in wanted.dtypes else _converted(wanted, value, dtype)
-
-
-def _converted(wanted: _Input, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert to `dtype`; raise if a number becomes another one by more than rounding: wrapped around, or infinite."""
-    low, high = _limits(dtype)
-    if dtype.is_floating_point:
-        wide = value if value.is_floating_point() else value.double()
-        kept = wide.to(dtype)
-        if bool(kept.sum().isfinite()):  # one look, where all is well
-            return kept
-        is_lost = kept.isinf() & wide.isfinite()
-    else:
-        # Of uint64 the bits as they are: what int64 does not reach stands below 0.
-        wide = signed(value) if value.dtype is torch.uint64 else value.long()
-        kept, lowest = value.to(dtype), 0 if value.dtype is torch.uint64 else low
-        is_lost = (wide < lowest) | (wide > min(high, 2**63 - 1))
-    if bool(is_lost.any()):
-        number = wide[is_lost][0].item()
-        got = str(number % 2**64 if value.dtype is torch.uint64 else number)
-        raise FieldTypeError(_ACTION, wanted.where, f"{wanted.field.dtype} from {low} to {high}", got)
-    return kept
+def _leaves_of(value: Any, column: Column, inputs: Mapping[str, _Input]) -> Iterable[tuple[_Input, Any]]:
+    """Pair the leaves of a column's value with what they must look like; refuse others than the column has."""
+    is_mapping = isinstance(value, Mapping)
+    if is_mapping == (column.name in inputs):
+        expected = inputs[column.name].expected if is_mapping else "a mapping"
+        got = "a mapping" if is_mapping else type(value).__name__
+        raise SchemaError(_ACTION, f"with {column.source!r}", expected, got)
+    if not is_mapping:
+        return ((inputs[column.name], value),)
+    leaves = flatten({column.name: value})
+    check_same_names(inputs, leaves, _ACTION)
+    return [(wanted, leaves[name]) for name, wanted in inputs.items()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from math import nan
 from typing import Any, NamedTuple
 
@@ -128,18 +128,6 @@ def replaced(columns: Iterable[Column], *others: Column) -> list[Column]:
     return list(({column.name: column for column in columns} | named).values())
 
 
-class Signals(NamedTuple):
-    """The columns that returns are computed from and written to: `[rows, B, R]`, flags `[rows, B, 1]`."""
-
-    rewards: torch.Tensor
-    values: torch.Tensor
-    dones: torch.Tensor
-    time_outs: torch.Tensor
-    returns: torch.Tensor
-    advantages: torch.Tensor
-    bootstrap_values: torch.Tensor | None
-
-
 # -- records ---------------------------------------------------------------------------------
 
 
@@ -157,11 +145,6 @@ def batch_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
     if not added or not issubclass(base, tuple):
         return base
     return namedtuple(base.__name__, known + added, defaults=[None] * len(known + added))
-
-
-def documentation(columns: Iterable[Column], key: str) -> str:
-    """List what the columns say of their `key`, "source" or "batch", as the end of a docstring."""
-    return "".join(f"\n    {getattr(x, key)}: {x.about}." for x in columns if getattr(x, key) and x.about)
 
 
 # -- shapes ----------------------------------------------------------------------------------
@@ -216,3 +199,42 @@ def shape_from_json(written: Any) -> Any:
         return None
     shapes = {path: tuple(shape) if dtype == "float32" else (tuple(shape), dtype) for path, shape, dtype in written}
     return shapes[""] if "" in shapes else unflatten(shapes)
+
+
+# -- the records of any storage ----------------------------------------------------------------
+
+#: Only the names of these are used.
+_COLUMNS = rollout_columns(1, 1, 1, 1)
+_Sources: Any = transition_type(_COLUMNS, object)
+_BatchFields: Any = batch_type(_COLUMNS, tuple)
+
+
+def _listed(key: str) -> str:
+    return "".join(f"\n    {getattr(x, key)}: {x.about}." for x in _COLUMNS if getattr(x, key) and x.about)
+
+
+class Transition(_Sources):  # type: ignore[misc]
+    __doc__ = f"""What one step of all envs brings; every value has the envs first, `[B, ...]`.
+
+Attributes:{_listed("source")}
+"""
+
+    def clear(self) -> None:
+        """Set every field to None."""
+        for one in fields(self):
+            setattr(self, one.name, None)
+
+
+class MiniBatch(_BatchFields):  # type: ignore[misc]
+    __doc__ = f"""Rows for one gradient step, `[M, ...]`, or `[T, n, ...]` in recurrent batches; None where absent.
+
+Attributes:{_listed("batch")}
+"""
+    __slots__ = ()
+
+
+class HiddenStates(NamedTuple):
+    """Recurrent states of an actor and of a critic; None for one that has none."""
+
+    actor: Any = None
+    critic: Any = None

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 
-from ..core.fields import Field, dtype_name
-from ..core.tree import check_same_names
-from ..errors import MissingFieldError, SchemaError, nearest
+from ..core.fields import DTYPES
+from ..errors import SchemaError
 from .column_table import ColumnTable
-from .transition import HiddenStates
+from .columns import HiddenStates
 
 _LEAF = "tensor"
 _COLUMN = "saved_hidden_states"
-_ACTION = "add a transition"
-_LOAD = "load a state"
+_REAL = frozenset(dtype for dtype, _ in DTYPES.values())
+_ADD, _LOAD = "add a transition", "load a state"
 
 
 class SavedStates:
@@ -30,7 +29,7 @@ class SavedStates:
 
     def __init__(self, table: ColumnTable) -> None:
         self._table = table
-        #: None until the first states come.
+        #: Of the leaves that are kept; None without any.
         self.layout: Any = None
 
     def leaves(self) -> list[torch.Tensor]:
@@ -41,50 +40,44 @@ class SavedStates:
         """Give states with these leaves; None if none ever came."""
         return _build(self.layout, iter(leaves))
 
-    def read(self, states: Any) -> list[torch.Tensor]:
-        """List the leaves of a transition's states; refuse another structure, shape or dtype."""
-        if states is None and self.layout is None:
-            return []
-        layout = _layout(states)
-        if self.layout is not None and layout != self.layout:
-            expected = f"the structure {_words(self.layout)}"
-            raise SchemaError(_ACTION, "with 'hidden_states'", expected, _words(layout))
-        leaves = _leaves(states)
-        known = [x[0] for x in self.leaves()] if self.layout is not None else leaves
-        for leaf, like in zip(leaves, known, strict=True):
+    def read(self, states: Any) -> dict[str, torch.Tensor]:
+        """Give the leaves of a step's states, by name in the table; refuse another structure, shape or dtype."""
+        kept = self.leaves()
+        if states is None and not kept:
+            return {}
+        layout, leaves = _layout(states), _leaves(states)
+        if kept and layout != self.layout:
+            raise SchemaError(_ADD, "with 'hidden_states'", f"the structure {_words(self.layout)}", _words(layout))
+        for leaf, like in zip(leaves, [x[0] for x in kept] or leaves, strict=True):
             is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
-            is_dense = leaf.layout is torch.strided and not (leaf.is_meta or leaf.is_complex() or leaf.is_quantized)
+            is_dense = leaf.layout is torch.strided and leaf.dtype in _REAL and not leaf.is_meta
             if not (is_placed and is_dense) or leaf.shape != like.shape or leaf.dtype != like.dtype:
-                dtype = "real numbers" if like.is_complex() or like.is_quantized else str(like.dtype)
-                shape = f"[layers, {self._table.num_envs}, H]" if self.layout is None else str(list(like.shape))
-                layout_words = "" if leaf.layout is torch.strided else f"{leaf.layout} "
-                got = f"{layout_words}{leaf.dtype} of shape {list(leaf.shape)} on {leaf.device}"
-                raise SchemaError(_ACTION, "with 'hidden_states'", f"{dtype} of shape {shape}", got)
-        return leaves
+                dtype = str(like.dtype) if like.dtype in _REAL else "real numbers"
+                shape = str(list(like.shape)) if kept else f"[layers, {self._table.num_envs}, H]"
+                got = f"{leaf.dtype} of shape {list(leaf.shape)}, {leaf.layout} on {leaf.device}"
+                raise SchemaError(_ADD, "with 'hidden_states'", f"{dtype} of shape {shape}", got)
+        if leaves:
+            self.layout = layout
+        return {f"{_COLUMN}/{i}": leaf for i, leaf in enumerate(leaves)}
 
-    def places(self, states: Any, leaves: list[torch.Tensor], row: int) -> list[tuple[torch.Tensor, ...]]:
-        """Pair each leaf that was read with its place in a row; allocate if they are the first that come."""
-        if not leaves:
-            return []
-        if self.layout is None:
-            self.layout = _layout(states)
-            fields = [Field(f"{_COLUMN}/{i}", tuple(x.shape), dtype_name(x.dtype)) for i, x in enumerate(leaves)]
-            self._table.allocate(fields, with_envs=False)
-        return [(kept[row], leaf) for kept, leaf in zip(self.leaves(), leaves, strict=True)]
-
-    def check_loaded(self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int) -> None:
-        """Refuse tensors of a loaded state that are no columns, or not `num_rows` steps of states with this layout."""
-        if not _is_layout(layout):
-            raise SchemaError(_LOAD, "with 'states'", "None, 'tensor', or lists of these", repr(layout))
-        mine = {name: x for name, x in tensors.items() if name.startswith(_COLUMN + "/")}
-        schema = self._table.schema
-        if strange := [name for name in tensors if name not in mine and name not in schema]:
-            raise MissingFieldError(_LOAD, f"with the tensor {strange[0]!r}", nearest(strange[0], schema))
-        check_same_names({f"{_COLUMN}/{i}": None for i in range(_num_leaves(layout))}, mine, _LOAD)
+    def check_loaded(self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int) -> set[str]:
+        """Name the leaves of a loaded state; refuse those that are not `num_rows` steps of states with this layout."""
+        mine: dict[str, torch.Tensor] = {}
+        while (name := f"{_COLUMN}/{len(mine)}") in tensors:
+            mine[name] = tensors[name]
+        waiting = iter(mine.values())
+        try:
+            is_right = _layout(_build(layout, waiting)) == layout and not list(waiting)
+        except (AttributeError, StopIteration, TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            expected = f"None, 'tensor', or lists of these, for {len(mine)} tensors"
+            raise SchemaError(_LOAD, "with 'states'", expected, repr(layout))
         for x in mine.values():
             if x.dim() < 4 or len(x) != num_rows or x.shape[2] != self._table.num_envs:
                 expected = f"shape [{num_rows}, layers, {self._table.num_envs}, H]"
                 raise SchemaError(_LOAD, f"with {_COLUMN!r}", expected, str(list(x.shape)))
+        return set(mine)
 
 
 def _layout(states: Any) -> Any:
@@ -95,32 +88,7 @@ def _layout(states: Any) -> Any:
     if isinstance(states, (tuple, list)):
         names = [{"names": list(states._fields)}] if hasattr(states, "_fields") else []
         return [*names, *map(_layout, states)]
-    raise SchemaError(_ACTION, "with 'hidden_states'", "None, a tensor, or tuples of these", type(states).__name__)
-
-
-def _parts(layout: list[Any]) -> tuple[Any, list[Any]]:
-    """Take the list of a layout apart: the names of a named tuple, or None, and the layouts below."""
-    is_named = bool(layout) and isinstance(layout[0], dict)
-    return (layout[0].get("names"), layout[1:]) if is_named else (None, layout)
-
-
-def _is_layout(layout: Any) -> bool:
-    """Whether `_layout` could have given this."""
-    if not isinstance(layout, list):
-        return layout is None or (isinstance(layout, str) and layout == _LEAF)
-    names, below = _parts(layout)
-    if below is not layout:
-        try:
-            named = namedtuple("States", names)  # type: ignore[misc]
-        except (TypeError, ValueError):
-            return False
-        if not isinstance(names, list) or list(layout[0]) != ["names"] or len(named._fields) != len(below):
-            return False
-    return all(map(_is_layout, below))
-
-
-def _num_leaves(layout: Any) -> int:
-    return sum(map(_num_leaves, layout)) if isinstance(layout, list) else int(layout == _LEAF)
+    raise SchemaError(_ADD, "with 'hidden_states'", "None, a tensor, or tuples of these", type(states).__name__)
 
 
 def _leaves(states: Any) -> list[torch.Tensor]:
@@ -138,6 +106,12 @@ def _build(layout: Any, leaves: Iterator[torch.Tensor]) -> Any:
         return tuple(children)
     kind: Any = HiddenStates if tuple(names) == HiddenStates._fields else namedtuple("States", names)
     return kind(*children)
+
+
+def _parts(layout: list[Any]) -> tuple[Any, list[Any]]:
+    """Take the list of a layout apart: the names of a named tuple, or None, and the layouts below."""
+    is_named = bool(layout) and isinstance(layout[0], dict)
+    return (layout[0].get("names"), layout[1:]) if is_named else (None, layout)
 
 
 def _words(layout: Any) -> str:

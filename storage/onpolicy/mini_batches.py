@@ -8,8 +8,8 @@ decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -22,10 +22,10 @@ from .padding import find_segments, gather_padded
 #: What could not be done, in every error about mini-batches.
 GENERATE = "generate mini-batches"
 #: Rows from this size on are gathered from their own column: at memory speed, and never copied twice.
-WIDE_ROW_BYTES = 1024
+_WIDE_ROW_BYTES = 1024
 #: The same where all rows are gathered once or twice: laying them side by side must pay at once. T=24, N=4096, nine
 #: fields of 832 bytes, one epoch: 25 instead of 34 ms; two: 44 instead of 49; three: the same.
-WIDE_ROW_BYTES_ONCE = 128
+_WIDE_ROW_BYTES_TWICE = 128
 #: Dtypes of each size: bytes move as the largest that divides every field of a packed row. torch
 #: has its fast concatenation for floating ones only; moved, not computed with, they keep every bit.
 _UNITS = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
@@ -38,11 +38,8 @@ class RowGather:
         columns: Name -> contiguous `[num_rows, ...]` tensors on one device. They are read during
             the construction (narrow ones) and at each gather (wide ones).
         delivery: Where results get their memory, and where they go.
-        wide_row_bytes: Columns with rows of this size or more are not packed.
+        num_gathers: How often all rows are gathered.
         count_changes: Says how often the columns were changed so far.
-
-    Raises:
-        UsageError: From `gather`: wide columns were changed since the construction.
     """
 
     @lasting
@@ -50,27 +47,29 @@ class RowGather:
         self,
         columns: Mapping[str, torch.Tensor],
         delivery: Delivery,
-        wide_row_bytes: int = WIDE_ROW_BYTES,
+        num_gathers: int,
         count_changes: Callable[[], int] = int,
     ) -> None:
         self._delivery = delivery
         self._count_changes, self._num_changes = count_changes, count_changes()
         self._names = list(columns)
+        limit = _WIDE_ROW_BYTES if num_gathers > 2 else _WIDE_ROW_BYTES_TWICE
         # Rows of no bytes too: they have nothing to lie beside others, and no strides to be viewed as another dtype.
-        self._wide = {name: x for name, x in columns.items() if not 0 < _row_bytes(x) < wide_row_bytes}
+        self._wide = {name: x for name, x in columns.items() if not 0 < _row_bytes(x) < limit}
         self._is_live = any(x.numel() for x in self._wide.values())
         # The largest items first, so that each stands aligned to its own size.
         narrow = [(name, x) for name, x in columns.items() if name not in self._wide]
         narrow.sort(key=lambda item: -item[1].element_size())
-        self._packed = self._pack([x for _, x in narrow]) if narrow else torch.empty(0)
-        # Where each of them stands in a row, and what it looks like.
-        self._widths = [_row_bytes(x) // self._packed.element_size() for _, x in narrow]
         self._layout = [(name, x.dtype, x.shape[1:]) for name, x in narrow]
-        if padding := self._packed.shape[-1] - sum(self._widths):
-            self._widths.append(padding)
+        if narrow:
+            self._packed, self._widths = self._pack([x for _, x in narrow])
 
     def gather(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Give `[len(index), ...]` of every column; narrow ones are strided views of one new tensor."""
+        """Give `[len(index), ...]` of every column; narrow ones are strided views of one new tensor.
+
+        Raises:
+            UsageError: Wide columns were changed since the construction.
+        """
         if self._is_live and self._count_changes() != self._num_changes:
             expected = "the rollout as it was when the first mini-batch was drawn"
             raise UsageError(GENERATE, "", expected, "one that was changed", "Draw all of them before you add steps")
@@ -82,15 +81,19 @@ class RowGather:
                 found[name] = typed if len(shape) == 1 else typed.view(len(index), *shape)
         return {name: found[name] for name in self._names}
 
-    def _pack(self, columns: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Lay columns side by side, in units of one size; every row starts where the largest item may stand."""
+    def _pack(self, columns: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+        """Lay columns side by side, in units of one size; every row starts where the largest item may stand.
+
+        Give them, and the width of each column and of the padding behind them.
+        """
         size = next(size for size in _UNITS if all(_row_bytes(x) % size == 0 for x in columns))
         parts = [_flat(x).view(_UNITS[size]) for x in columns]
-        padding = -sum(map(_row_bytes, columns)) % columns[0].element_size() // size
-        if padding:
+        if padding := -sum(map(_row_bytes, columns)) % columns[0].element_size() // size:
             parts.append(parts[0].new_zeros(len(parts[0]), padding))
-        packed = self._delivery.empty((len(parts[0]), sum(part.shape[1] for part in parts)), _UNITS[size])
-        return torch.cat(parts, 1, out=packed)  # in one pass; copying column by column takes 1.6 times as long
+        widths = [part.shape[1] for part in parts]
+        packed = self._delivery.empty((len(parts[0]), sum(widths)), _UNITS[size])
+        torch.cat(parts, 1, out=packed)  # in one pass; copying column by column takes 1.6 times as long
+        return packed, widths
 
     def _select(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         flat = _flat(x)
@@ -99,26 +102,21 @@ class RowGather:
         return self._delivery.deliver(out.view(len(index), *x.shape[1:]))
 
 
-def check_counts(num_mini_batches: int, num_epochs: int, num_items: int, item: str) -> None:
-    """Refuse numbers of mini-batches and epochs that cannot be, before anything is generated."""
+def batch_bounds(
+    num_items: int, item: str, num_mini_batches: int, num_epochs: int, drop_last: bool
+) -> list[tuple[int, int]]:
+    """Cut `range(num_items)` into mini-batches, half-open; refuse numbers that cannot be.
+
+    With `drop_last` all have the same size and the remainder is left over; without, the first ones have one item more.
+    """
     whole(GENERATE, "num_mini_batches", num_mini_batches, 1)
     whole(GENERATE, "num_epochs", num_epochs, 1)
     if num_mini_batches > num_items:
         expected = f"num_mini_batches <= {num_items}, one {item} each"
         raise UsageError(GENERATE, "", expected, str(num_mini_batches), "Ask for fewer mini-batches")
-
-
-def batch_bounds(num_rows: int, num_mini_batches: int, drop_last: bool) -> list[tuple[int, int]]:
-    """Cut `range(num_rows)` into mini-batches, half-open.
-
-    With `drop_last` all have `num_rows // num_mini_batches` rows and the remainder is left over;
-    without, the first ones have one row more, so that none is.
-    """
-    size, remainder = divmod(num_rows, num_mini_batches)
-    if drop_last:
-        return [(i * size, (i + 1) * size) for i in range(num_mini_batches)]
-    starts = [i * size + min(i, remainder) for i in range(num_mini_batches + 1)]
-    return list(pairwise(starts))
+    size, remainder = divmod(num_items, num_mini_batches)
+    num_longer = 0 if drop_last else remainder
+    return list(pairwise(accumulate((size + (i < num_longer) for i in range(num_mini_batches)), initial=0)))
 
 
 def permutation(num_rows: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
@@ -127,26 +125,6 @@ def permutation(num_rows: int, generator: torch.Generator, device: torch.device)
     dtype = torch.int32 if num_rows < 2**31 else torch.int64
     drawn = torch.randperm(num_rows, generator=generator, device=generator.device, dtype=dtype)
     return drawn.to(device)
-
-
-def row_batches(
-    gather: RowGather,
-    bounds: list[tuple[int, int]],
-    num_rows: int,
-    num_epochs: int,
-    generator: torch.Generator,
-    device: torch.device,
-    once: bool,
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield every mini-batch of every epoch; with `once`, views of one shuffled copy."""
-    shuffled = lasting(gather.gather)(permutation(num_rows, generator, device)) if once else {}
-    for _ in range(num_epochs):
-        index = None if once else permutation(num_rows, generator, device)
-        for start, stop in bounds:
-            if index is None:
-                yield {name: x[start:stop] for name, x in shuffled.items()}
-            else:
-                yield gather.gather(index[start:stop])
 
 
 @lasting
@@ -186,18 +164,17 @@ def env_groups(
         for field, part, size, (start, stop) in zip(fields, split, sizes[is_padded], bounds, strict=True):
             view = part.view(num_steps, size, *x.shape[2:])
             field[name] = delivery.deliver(view if is_padded else view.copy_(x[:, start:stop]))
-    leaves = [[delivery.deliver(first_states(x, part.starts)) for x in states] for part in parts]
+    leaves = [[delivery.deliver(_first_states(x, part.starts)) for x in states] for part in parts]
     return list(zip(fields, leaves, [delivery.deliver(x.masks.contiguous()) for x in parts], strict=True))
 
 
-def first_states(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def _first_states(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Pick from `[T, layers, B, *H]` the states at each trajectory's first step: `[layers, n_traj, *H]`."""
     _, num_layers, num_envs = x.shape[:3]
     step = torch.div(starts, num_envs, rounding_mode="floor")
     layer = torch.arange(num_layers, device=x.device).unsqueeze(1)
     index = (step * num_layers + layer) * num_envs + starts - step * num_envs
-    picked = x.flatten(0, 2).index_select(0, index.flatten())
-    return picked.view(num_layers, len(step), *x.shape[3:])
+    return x.flatten(0, 2).index_select(0, index.flatten()).view(num_layers, len(step), *x.shape[3:])
 
 
 def _row_bytes(x: torch.Tensor) -> int:

@@ -67,14 +67,6 @@ def find_segments(dones: torch.Tensor) -> Segments:
     return Segments(num_envs, masks, (first - env * num_steps) * num_envs + env, bounds)
 
 
-def pad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Lay `[T, B, *event]` out as `[T, n, *event]`, zeros after each trajectory's end, in its own dtype."""
-    num_steps = len(segments.masks)
-    _check_steps("split trajectories", x, num_steps, segments.num_envs)
-    padded = gather_padded(x, segments.source, (~segments.masks).flatten().nonzero().squeeze(1))
-    return padded.view(num_steps, len(segments.starts), *x.shape[2:])
-
-
 def gather_padded(
     x: torch.Tensor, source: torch.Tensor, padding: torch.Tensor, empty: _Empty | None = None
 ) -> torch.Tensor:
@@ -104,7 +96,13 @@ def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.
         `[T, n]` bool that is True where there is data. New tensors.
     """
     segments = find_segments(dones)
-    return map_leaves(lambda leaf: pad(leaf, segments), x), segments.masks
+    num_steps, padding = len(segments.masks), (~segments.masks).flatten().nonzero().squeeze(1)
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        _check_steps("split trajectories", leaf, num_steps, segments.num_envs)
+        return gather_padded(leaf, segments.source, padding).view(*segments.masks.shape, *leaf.shape[2:])
+
+    return map_leaves(pad, x), segments.masks
 
 
 def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:

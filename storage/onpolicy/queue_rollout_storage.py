@@ -16,9 +16,8 @@ import torch
 from ..core.arguments import real
 from ..errors import BufferEmptyError, SchemaError
 from ..saving.store import State
-from .columns import Column, ShapeLike, batch_type, brought, replaced
+from .columns import Column, MiniBatch, ShapeLike, Transition, batch_type, brought, replaced
 from .rollout_storage import RolloutStorage
-from .transition import MiniBatch, Transition
 
 
 class QueueRolloutStorage(RolloutStorage):

@@ -1,6 +1,6 @@
 """Returns and advantages as pure functions: GAE, n-step returns, discounted sums, normalization.
 
-One rule: every backward recursion here is `x[t] = terms[t] + decay[t] * x[t + 1]`, and `scans.py` runs it.
+One rule: every backward recursion here is `x[t] = terms[t] + decay[t] * x[t + 1]`, which only `_write_sums` runs.
 Time is the first axis everywhere; one reward needs no axis of its own: `[T, N]` with dones `[T, N]` is as good.
 What comes after a done changes nothing before it, even if it is NaN. What is computed are targets: no gradient flows
 through them. Storages are not known here.
@@ -8,24 +8,32 @@ through them. Storages are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..core.arguments import whole
+from ..core.arguments import choice, whole
 from ..core.fields import DTYPES
 from ..core.host_arrays import as_given
-from ..errors import FieldTypeError, SchemaError, UsageError, nearest
-from .scans import Scalar, like_of, write_sums
+from ..errors import FieldTypeError, SchemaError, UsageError
+
+#: A discount or a trace decay: one number, or `[R]`.
+Scalar = float | torch.Tensor
 
 _ACTION = "compute returns"
 _REAL = frozenset(dtype for dtype, _ in DTYPES.values())
-#: What `boot[t]` is where a time-out cut the trajectory, by the name of the rule.
-TRUNCATION_RULES = {"cut": "0", "value": "values[t]", "final": "bootstrap_values[t]"}
+#: What a step bootstraps from that was cut by a time-out: nothing, its own value, or its bootstrap value.
+TRUNCATION_RULES = ("cut", "value", "final")
 #: Axes over which advantages are normalized, by the name of the rule.
-NORMALIZATIONS: dict[str | None, tuple[int, ...] | None] = {"global": (0, 1, 2), "per_reward": (0, 1), None: None}
+NORMALIZATIONS = {"global": (0, 1, 2), "per_reward": (0, 1)}
+_NUMPY_FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
+_NUMPY_DTYPES = frozenset((torch.uint8, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, *_NUMPY_FLOATS))
+#: Numbers that are swept several times: 256 KiB of float32 stay in the L2 cache; on CUDA starting takes longer.
+_PIECE_SIZE, _PIECE_SIZE_CUDA = 1 << 16, 1 << 20
+#: How many numbers an elementwise call takes through in the time that it takes to start.
+_CALL_SIZE_NUMPY, _CALL_SIZE_TORCH, _CALL_SIZE_CUDA = 3_000, 10_000, 250_000
 
 
 @torch.no_grad()
@@ -53,11 +61,9 @@ def generalized_advantage(
     Raises:
         UsageError: An argument is not as above; also SchemaError and FieldTypeError, which are such.
     """
-    _check_rollout(rewards, dones, {"values": values, "next_values": next_values})
-    gamma, lam = _factor("gamma", gamma, rewards), _factor("lam", lam, rewards)
-    out = torch.empty_like(rewards, memory_format=torch.contiguous_format)
-    write_sums(out, rewards, dones, gamma, lam, values, next_values)
-    return out
+    _check_rollout(rewards, dones=dones, values=values, next_values=next_values)
+    factors = checked_factor("gamma", gamma, rewards.shape[-1]), checked_factor("lam", lam, rewards.shape[-1])
+    return _write_sums(_like(rewards), rewards, dones, factors, values, next_values)
 
 
 def rollout_advantage(
@@ -72,75 +78,18 @@ def rollout_advantage(
 ) -> torch.Tensor:
     """Estimate advantages of a rollout, whose next values are its own values one step later.
 
-    The same as `generalized_advantage` with `next_values[t] = values[t + 1]` (`last_values`
-    `[N, R]` at the end) where not done, else 0; but nothing of that size is built. Value that a
-    time-out leaves behind is added to the rewards first: `with_bootstrap`. `out` (contiguous, and none of
-    the other tensors) takes the result; `returns` takes the returns, which are the advantages plus the values.
-    What is wrong with the arguments is raised before either is written.
+    The same as `generalized_advantage` with `next_values[t] = values[t + 1]` (`last_values` `[N, R]` at the end) where
+    not done, else 0. `out` (contiguous, and none of the other tensors) takes the result; `returns` takes the advantages
+    plus the values. What is wrong with the arguments is raised before either is written.
     """
-    given = {"values": values, "last_values": last_values, "out": out, "returns": returns}
-    _check_rollout(rewards, dones, {name: x for name, x in given.items() if x is not None})
-    advantages = torch.empty_like(rewards, memory_format=torch.contiguous_format) if out is None else out
+    _check_rollout(rewards, dones=dones, values=values, last_values=last_values, out=out, returns=returns)
+    advantages = _like(rewards) if out is None else out
     if not advantages.is_contiguous():
         raise SchemaError(_ACTION, "", "a contiguous out", f"one with strides {advantages.stride()}")
-    gamma, lam = _factor("gamma", gamma, rewards), _factor("lam", lam, rewards)
-    write_sums(advantages, rewards, dones, gamma, lam, values, last_values=last_values, returns=returns)
-    return advantages
+    factors = checked_factor("gamma", gamma, rewards.shape[-1]), checked_factor("lam", lam, rewards.shape[-1])
+    return _write_sums(advantages, rewards, dones, factors, values, last_values, returns)
 
 
-def with_bootstrap(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    dones: torch.Tensor,
-    time_outs: torch.Tensor,
-    gamma: Scalar,
-    truncation: str,
-    bootstrap_values: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Add to the reward of each timed-out step the discounted value of what it was cut from.
-
-    Args:
-        rewards, values: `[T, N, R]`.
-        dones, time_outs: `[T, N, 1]`; a time-out counts only where done.
-        gamma: Discount per step; a number or `[R]`.
-        truncation: "cut": nothing (the caller did it already); "value": the value of the last
-            observation before the cut; "final": `bootstrap_values`, the value of the true final one.
-        bootstrap_values: `[T, N, R]`, needed by "final".
-
-    Returns:
-        `rewards` itself if there is nothing to add, else a new tensor.
-    """
-    given = {"values": values, "time_outs": time_outs, "bootstrap_values": bootstrap_values}
-    _check_rollout(rewards, dones, {name: x for name, x in given.items() if x is not None})
-    check_bootstrap(dones, time_outs, truncation, bootstrap_values)
-    if truncation == "cut":
-        return rewards
-    gamma = _factor("gamma", gamma, rewards)
-    cut = (dones != 0) & (time_outs != 0)
-    source = values if truncation == "value" else bootstrap_values
-    if source is None or not bool(cut.any()):
-        return rewards
-    # where, not multiplication: masked rows may hold anything, NaN too.
-    return torch.where(cut, rewards + source * like_of(gamma, rewards), rewards)
-
-
-def check_bootstrap(
-    dones: torch.Tensor, time_outs: torch.Tensor, truncation: str, bootstrap_values: torch.Tensor | None
-) -> None:
-    """Raise `UsageError` if `with_bootstrap` could not follow its rule, on steps in any order."""
-    check_rules(None, truncation)
-    if truncation != "final":
-        return
-    cut = (dones != 0) & (time_outs != 0)
-    is_absent = cut if bootstrap_values is None else cut & bootstrap_values.isnan()
-    if bool(is_absent.any()):
-        expected = "bootstrap_values, the values of the true final observations, wherever a time-out cut"
-        advice = "Add them with each transition, or use truncation 'value'"
-        got = "none" if bootstrap_values is None else "NaN"
-        raise UsageError(_ACTION, "with truncation 'final'", expected, got, advice)
-
-
-@torch.no_grad()
 def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -> torch.Tensor:
     """Sum the discounted rewards from each step to the end of its trajectory or of the rollout.
 
@@ -152,11 +101,8 @@ def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -
     Returns:
         `[T, N, R]`, a new tensor.
     """
-    _check_rollout(rewards, dones, {})
-    gamma = _factor("gamma", gamma, rewards)
-    out = torch.empty_like(rewards, memory_format=torch.contiguous_format)
-    write_sums(out, rewards, dones, gamma)
-    return out
+    _check_rollout(rewards, dones=dones)
+    return _write_sums(_like(rewards), rewards, dones, (checked_factor("gamma", gamma, rewards.shape[-1]), 1.0))
 
 
 @torch.no_grad()
@@ -180,9 +126,9 @@ def n_step_returns(
     Returns:
         `[T, N, R]`, a new tensor.
     """
-    _check_rollout(rewards, dones, {"values": values, "last_values": last_values})
+    _check_rollout(rewards, dones=dones, values=values, last_values=last_values)
     num_steps = whole("compute n-step returns", "num_steps", num_steps, 1)
-    ended, discount = dones != 0, like_of(_factor("gamma", gamma, rewards), rewards)
+    ended, discount = dones != 0, _as(checked_factor("gamma", gamma, rewards.shape[-1]), rewards)
     ahead = torch.cat([values[1:], last_values.unsqueeze(0)]).masked_fill_(ended, 0)
     returns = torch.addcmul(rewards, discount, ahead)
     for _ in range(min(num_steps, len(rewards)) - 1):
@@ -192,37 +138,62 @@ def n_step_returns(
     return returns
 
 
-def normalize_(advantages: torch.Tensor, how: str | None) -> torch.Tensor:
-    """Bring `[T, N, R]` in place to mean 0 and standard deviation 1 (unbiased, plus 1e-8).
+# -- for storages ---------------------------------------------------------------------------------
 
-    Args:
-        advantages: Changed in place.
-        how: "global" over everything, "per_reward" for each of the R apart, None for not at all.
-            Where fewer than two numbers are taken together the result is 0, never NaN.
-    """
-    check_rules(how)
-    if not _is_rollout(advantages) or advantages.dim() != 3:
-        raise SchemaError("normalize advantages", "", "floating numbers of shape [T, N, R]", _words(advantages))
-    axes = NORMALIZATIONS[how]
-    if axes is None or not advantages.numel():
-        return advantages
-    count = advantages.numel() if len(axes) == 3 else advantages.shape[0] * advantages.shape[1]
+
+class Signals(NamedTuple):
+    """The columns that returns are computed from and written to: `[rows, B, R]`, flags `[rows, B, 1]`."""
+
+    rewards: torch.Tensor
+    values: torch.Tensor
+    dones: torch.Tensor
+    time_outs: torch.Tensor
+    returns: torch.Tensor
+    advantages: torch.Tensor
+    bootstrap_values: torch.Tensor | None
+
+    @property
+    def cut(self) -> torch.Tensor:
+        """Where a time-out cut the trajectory: it counts only where done."""
+        return (self.dones != 0) & (self.time_outs != 0)
+
+
+def check_rules(x: Signals, normalize: str | None, truncation: str) -> None:
+    """Raise `UsageError` if `write_returns` cannot follow these rules."""
+    if normalize is not None:
+        choice("normalize advantages", "None or", normalize, NORMALIZATIONS)
+    if choice(_ACTION, "truncation", truncation, TRUNCATION_RULES) != "final":
+        return
+    is_absent = x.cut if x.bootstrap_values is None else x.cut & x.bootstrap_values.isnan()
+    if bool(is_absent.any()):
+        expected = "bootstrap_values, the values of the true final observations, wherever a time-out cut"
+        advice = "Add them with each transition, or use truncation 'value'"
+        got = "none" if x.bootstrap_values is None else "NaN"
+        raise UsageError(_ACTION, "with truncation 'final'", expected, got, advice)
+
+
+def write_returns(
+    x: Signals, last_values: torch.Tensor, gamma: Scalar, lam: Scalar, normalize: str | None, truncation: str
+) -> None:
+    """Write returns and advantages of steps in the order of time; everything is checked already."""
+    rewards, source = x.rewards, {"value": x.values, "final": x.bootstrap_values}.get(truncation)
+    if source is not None and bool(x.cut.any()):
+        # where, not multiplication: masked rows may hold anything, NaN too.
+        rewards = torch.where(x.cut, rewards + source * _as(gamma, rewards), rewards)
+    _write_sums(x.advantages, rewards, x.dones, (gamma, lam), x.values, last_values, x.returns)
+    if normalize is not None:
+        _normalize(x.advantages, NORMALIZATIONS[normalize])
+
+
+def _normalize(advantages: torch.Tensor, axes: tuple[int, ...]) -> None:
+    """Bring to mean 0 and standard deviation 1 over some axes; to 0 where fewer than two numbers are taken together."""
+    count = prod(advantages.shape[axis] for axis in axes)
     if count < 2:
-        return advantages.zero_()
+        advantages.zero_()
+        return
     advantages -= advantages.mean(axes, keepdim=True)
     norm = torch.linalg.vector_norm(advantages, dim=axes, keepdim=True)
     advantages /= norm / (count - 1) ** 0.5 + 1e-8
-    return advantages
-
-
-def check_rules(normalize: str | None, truncation: str = "cut") -> None:
-    """Raise `UsageError` if one is no key of `NORMALIZATIONS` or `TRUNCATION_RULES`."""
-    if not isinstance(normalize, str | None) or normalize not in NORMALIZATIONS:
-        options = nearest(str(normalize), filter(None, NORMALIZATIONS))
-        raise UsageError("normalize advantages", "", f"None, {options}", repr(normalize))
-    if not isinstance(truncation, str) or truncation not in TRUNCATION_RULES:
-        options = nearest(str(truncation), TRUNCATION_RULES)
-        raise UsageError(_ACTION, "", f"truncation {options}", repr(truncation))
 
 
 def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: int) -> torch.Tensor:
@@ -231,24 +202,182 @@ def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: i
     if given.dim() == 1 and num_rewards == 1:
         given = given.unsqueeze(-1)
     if tuple(given.shape) != (num_envs, num_rewards):
-        expected, got = f"last_values of shape {[num_envs, num_rewards]}", f"{given.dtype} of shape {list(given.shape)}"
-        raise SchemaError(_ACTION, "", expected, got)
+        raise SchemaError(_ACTION, "", f"last_values of shape {[num_envs, num_rewards]}", _words(given))
     return given.to(torch.float32)
 
 
-def checked_factor(name: str, factor: Scalar, num_rewards: int) -> torch.Tensor:
-    """Give a discount or a trace decay as float32, `[]` or `[R]`; raise if it is neither or not in [0, 1]."""
-    return _exact_factor(name, factor, num_rewards).to(torch.float32)
-
-
-def _exact_factor(name: str, factor: Scalar, num_rewards: int) -> torch.Tensor:
-    checked = _real_tensor(name, factor)
+def checked_factor(name: str, given: Scalar, num_rewards: int) -> Scalar:
+    """Check a discount or a trace decay: a number, or `[R]`, in [0, 1]."""
+    if isinstance(given, (float, int)) and 0 <= given <= 1:
+        return given
+    checked = _real_tensor(name, given)
     if checked.shape not in (torch.Size([]), torch.Size([num_rewards])):
         expected = f"{name} a number or of shape [{num_rewards}]"
         raise SchemaError(_ACTION, "", expected, f"shape {list(checked.shape)}")
     if not bool(((checked >= 0) & (checked <= 1)).all()):
-        raise UsageError(_ACTION, "", f"{name} in [0, 1]", str(factor))
+        raise UsageError(_ACTION, "", f"{name} in [0, 1]", str(given))
     return checked
+
+
+# -- the recursion -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _write_sums(
+    out: torch.Tensor,
+    rewards: torch.Tensor,
+    dones: torch.Tensor,
+    factors: tuple[Scalar, Scalar],
+    values: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
+    returns: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write into contiguous `out` the sums of terms, discounted by the product of `factors` up to the next done.
+
+    Terms are the rewards; with values they are `rewards + discount * next_values - values`, where the next values are
+    `ahead` `[T, N, R]`, or the values one step later and after the last one `ahead` `[N, R]`. `factors` are discount
+    and trace decay. `returns` takes `out + values`. Gives `out` back.
+
+    Time is worked on in pieces that stay in the cache, from the last to the first. `lib` is numpy, where numpy can
+    compute it, or torch: numpy's calls take half the time.
+    """
+    lib, (x, r, d, v, a, sums) = _arrays(out, rewards, dones, values, ahead, returns)
+    limit = _PIECE_SIZE_CUDA if out.is_cuda else _PIECE_SIZE
+    rows = max(1, limit // max(1, prod(out.shape[1:])))
+    with np.errstate(over="ignore", invalid="ignore"):  # as quiet as torch where infinities and NaN go through
+        gamma, lam = (_place_factor(factor, out, lib) for factor in factors)
+        decay = lib.empty_like(x[:rows])
+        for start in reversed(range(0, len(x), rows)):
+            stop = min(start + rows, len(x))
+            piece, weight = x[start:stop], decay[: stop - start]
+            _write_alive(d[start:stop], gamma, weight)
+            if v is None:
+                piece[...] = r[start:stop]
+            else:
+                if a.ndim == x.ndim:
+                    lib.multiply(a[start:stop], gamma, out=piece)
+                else:
+                    lib.multiply(weight[:-1], v[start + 1 : stop], out=piece[:-1])
+                    lib.multiply(weight[-1], a if stop == len(x) else v[stop], out=piece[-1])
+                piece += r[start:stop]
+                piece -= v[start:stop]
+            weight *= lam
+            if stop < len(x):
+                lib.add(piece[-1], weight[-1] * x[stop], out=piece[-1])
+            _scan(lib, piece, weight)
+            if sums is not None:  # here, while both are still in the cache
+                lib.add(piece, v[start:stop], out=sums[start:stop])
+    # Any decay lets through what is not finite, also 0, so that it reaches the first step.
+    if not bool(lib.isfinite(x[:1]).all()):
+        _write_step_by_step(out, rewards, dones, factors, values, ahead, returns)
+    return out
+
+
+def _write_step_by_step(
+    out: torch.Tensor,
+    rewards: torch.Tensor,
+    dones: torch.Tensor,
+    factors: tuple[Scalar, Scalar],
+    values: torch.Tensor | None,
+    ahead: torch.Tensor | None,
+    returns: torch.Tensor | None,
+) -> None:
+    """Do what `_write_sums` does so that whatever stands after a done, NaN too, stays there."""
+    ended, (discount, trace) = dones != 0, (_as(factor, out) for factor in factors)
+    out.copy_(rewards)
+    if values is not None and ahead is not None:
+        if ahead.dim() < out.dim():
+            ahead = torch.cat([values[1:], ahead.unsqueeze(0)]).masked_fill_(ended, 0)
+        out.add_(ahead * discount).sub_(values)
+    for step in range(len(out) - 2, -1, -1):
+        out[step] += (discount * trace * out[step + 1]).masked_fill_(ended[step], 0)
+    if values is not None and returns is not None:
+        torch.add(out, values, out=returns)
+
+
+def _scan(lib: Any, x: Any, decay: Any) -> None:
+    """Run `x[t] += decay[t] * x[t + 1]` from the last step of contiguous `[T, ...]` to the first; `decay` is spent.
+
+    First by recursive doubling (Hillis and Steele 1986), after which what were several rows are one, then row by row:
+    1000 steps of 1 env take 50 us instead of 1300. Doubling ends where its passes over all numbers would take longer
+    than the calls that they save.
+    """
+    num_steps, width = len(x), prod(x.shape[1:])
+    if num_steps < 2 or not width:
+        return
+    call_size = _CALL_SIZE_NUMPY if lib is np else _CALL_SIZE_CUDA if x.is_cuda else _CALL_SIZE_TORCH
+    longest = num_steps / (3 + 3 * num_steps * width / call_size)
+    x, decay, reach = x.reshape(num_steps, width), decay.reshape(num_steps, width), 1
+    product, spare = lib.empty_like(x), lib.empty_like(x)
+    while reach < longest:  # x[t] becomes the sum of twice as many steps
+        n = num_steps - reach
+        lib.multiply(decay[:n], x[reach:], out=product[:n])
+        lib.add(x[:n], product[:n], out=x[:n])
+        n -= reach  # products of steps after these are never asked for
+        lib.multiply(decay[:n], decay[reach : reach + n], out=spare[:n])
+        decay, spare, reach = spare, decay, 2 * reach
+    for stop in range(num_steps - reach, 0, -reach):
+        start = max(0, stop - reach)
+        row, change = x[start:stop], product[: stop - start]
+        lib.multiply(decay[start:stop], x[start + reach : stop + reach], out=change)
+        lib.add(row, change, out=row)
+
+
+def _write_alive(dones: Any, factor: Any, out: Any) -> None:
+    """Write `factor` where not done, else 0."""
+    if dones.shape == out.shape:
+        out[...] = dones
+    else:
+        for head in range(out.shape[-1]):  # 3 times as fast as one call that repeats each flag a few times
+            out[..., head] = dones[..., 0]
+    # For flags of 0 and 1 this is as exact as a comparison; torch does it 5 times as fast, numpy as fast.
+    out *= -factor
+    out += factor
+
+
+def _arrays(out: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[Any]]:
+    """Give numpy and arrays over the memory of the tensors; or torch and the tensors, where numpy cannot do it."""
+    tensors = [out, *others]
+    if out.dtype in _NUMPY_FLOATS and all(x is None or (x.is_cpu and x.dtype in _NUMPY_DTYPES) for x in tensors):
+        return np, [None if x is None else x.numpy(force=True) for x in tensors]
+    return torch, tensors
+
+
+def _place_factor(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
+    """Give one number, or one for each place in a row: repeating short rows would cost ten times as much."""
+    if lib is np and not isinstance(factor, torch.Tensor):
+        return np.asarray(factor, _NUMPY_FLOATS[like.dtype])
+    found = _as(factor, like)
+    found = found if found.dim() == 0 else found.expand(like.shape[1:]).contiguous()
+    return found.numpy(force=True) if lib is np else found
+
+
+def _as(factor: Scalar, like: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def _check_rollout(rewards: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Refuse rewards that are not `[T, N, R]`, and others that do not have the shape that goes with their name."""
+    is_dense = isinstance(rewards, torch.Tensor) and rewards.layout is torch.strided
+    if not is_dense or not rewards.is_floating_point() or rewards.dim() not in (2, 3):
+        raise SchemaError(_ACTION, "", "rewards, floating numbers of shape [T, N, R]", _words(rewards))
+    everything = tuple(rewards.shape)
+    flags = (*everything[:-1], 1) if len(everything) == 3 else everything
+    shapes = {"last_values": everything[1:], "dones": flags}
+    for name, x in others.items():
+        if x is None and name in ("out", "returns"):
+            continue
+        if not isinstance(x, torch.Tensor) or x.dtype not in _REAL or x.layout is not torch.strided:
+            raise FieldTypeError(_ACTION, "", f"{name}, a dense tensor of real numbers", _words(x))
+        if x.shape != shapes.get(name, everything):
+            raise SchemaError(_ACTION, "", f"{name} of shape {list(shapes.get(name, everything))}", str(list(x.shape)))
+
+
+def _like(rewards: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(rewards, memory_format=torch.contiguous_format)
 
 
 def _real_tensor(name: str, value: Any) -> torch.Tensor:
@@ -261,35 +390,10 @@ def _real_tensor(name: str, value: Any) -> torch.Tensor:
         got = type(value).__name__
         raise FieldTypeError(_ACTION, "", f"{name} a number or a tensor of numbers", got) from cause
     if given.is_complex() or given.is_meta or given.is_quantized or given.layout is not torch.strided:
-        got = f"{given.layout} {given.dtype} on {given.device}"
-        raise FieldTypeError(_ACTION, "", f"{name} a dense tensor of real numbers", got)
+        raise FieldTypeError(
+            _ACTION, "", f"{name} a dense tensor of real numbers", f"{_words(given)} on {given.device}"
+        )
     return given
-
-
-def _factor(name: str, factor: Scalar, rewards: torch.Tensor) -> Scalar:
-    """Check a discount or a trace decay, as `checked_factor` does, without rounding it."""
-    if isinstance(factor, (float, int)) and 0 <= factor <= 1:
-        return factor
-    return _exact_factor(name, factor, rewards.shape[-1])
-
-
-def _check_rollout(rewards: torch.Tensor, dones: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:
-    """Refuse rewards that are not `[T, N, R]`, dones that are not `[T, N, 1]`, and others that are not like either."""
-    if not _is_rollout(rewards):
-        raise SchemaError(_ACTION, "", "rewards, floating numbers of shape [T, N, R]", _words(rewards))
-    whole = tuple(rewards.shape)
-    flags = (*whole[:-1], 1) if len(whole) == 3 else whole
-    shapes = {"last_values": whole[1:], "dones": flags, "time_outs": flags}
-    for name, x in {"dones": dones, **others}.items():
-        if not isinstance(x, torch.Tensor) or x.dtype not in _REAL or x.layout is not torch.strided:
-            raise FieldTypeError(_ACTION, "", f"{name}, a dense tensor of real numbers", _words(x))
-        if x.shape != shapes.get(name, whole):
-            raise SchemaError(_ACTION, "", f"{name} of shape {list(shapes.get(name, whole))}", str(list(x.shape)))
-
-
-def _is_rollout(x: Any) -> bool:
-    is_dense = isinstance(x, torch.Tensor) and x.layout is torch.strided
-    return is_dense and x.is_floating_point() and x.dim() in (2, 3)
 
 
 def _words(x: Any) -> str:

@@ -14,14 +14,16 @@ import torch
 
 from ..core import arguments
 from ..core.delivery import Delivery
+from ..core.modes import lasting
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
 from ..saving.store import State, Store, checked_count
 from .column_table import ColumnTable
 from .columns import (
     Column,
+    MiniBatch,
     ShapeLike,
-    Signals,
+    Transition,
     batch_type,
     is_absent,
     rollout_columns,
@@ -30,30 +32,11 @@ from .columns import (
     transition_type,
 )
 from .hidden_states import SavedStates
-from .mini_batches import (
-    GENERATE,
-    WIDE_ROW_BYTES,
-    WIDE_ROW_BYTES_ONCE,
-    RowGather,
-    batch_bounds,
-    check_counts,
-    env_groups,
-    row_batches,
-)
-from .returns import (
-    check_bootstrap,
-    check_rules,
-    checked_factor,
-    checked_last_values,
-    normalize_,
-    with_bootstrap,
-)
-from .scans import Scalar, write_sums
-from .transition import MiniBatch, Transition
+from .mini_batches import GENERATE, RowGather, batch_bounds, env_groups, permutation
+from .returns import Scalar, Signals, check_rules, checked_factor, checked_last_values, write_returns
 
 # Inside the class these names are the established class attributes.
 _Transition = Transition
-_RESHUFFLES = ("epoch", "once")
 _CREATE = "create a storage"
 
 
@@ -162,10 +145,9 @@ class RolloutStorage(Store, is_saved_whole=True):
             if self.step >= self._table.num_rows:
                 expected, advice = f"at most {self._table.num_rows} steps", "Call clear() after each update"
                 raise RolloutOverflowError("add a transition", "", expected, "one more", advice)
-            states = getattr(transition, "hidden_states", None)
-            leaves = self._states.read(states)
             values = self._table.read(transition)
-            self._table.write(self.step, values, self._states.places(states, leaves, self.step))
+            values.update(self._states.read(getattr(transition, "hidden_states", None)))
+            self._table.write(self.step, values)
             # Not as attributes, which are looked for among the columns first: a hundredth of the whole.
             vars(self).update(step=self.step + 1, _num_partial_rows=0)
             self._delivery.note_write()
@@ -211,15 +193,11 @@ class RolloutStorage(Store, is_saved_whole=True):
         with self._lock:
             rows = self._num_rows_for("compute returns", allow_partial)
             last_values = checked_last_values(last_values, self.num_envs, self.num_rewards).to(self.device)
-            gamma = checked_factor("gamma", gamma, self.num_rewards).to(self.device)
-            lam = checked_factor("lam", lam, self.num_rewards).to(self.device)
-            check_rules(normalize, truncation)
-            x = self._signals(rows)
-            check_bootstrap(x.dones, x.time_outs, truncation, x.bootstrap_values)
+            gamma, lam = checked_factor("gamma", gamma, self.num_rewards), checked_factor("lam", lam, self.num_rewards)
+            signals = self._signals(rows)
+            check_rules(signals, normalize, truncation)
             self._put_in_order()
-            rewards = with_bootstrap(x.rewards, x.values, x.dones, x.time_outs, gamma, truncation, x.bootstrap_values)
-            write_sums(x.advantages, rewards, x.dones, gamma, lam, x.values, last_values=last_values, returns=x.returns)
-            normalize_(x.advantages, normalize)
+            write_returns(signals, last_values, gamma, lam, normalize, truncation)
             self._delivery.note_write()
             self._num_partial_rows = rows
             self._table.note_results(True)
@@ -263,8 +241,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 (partial ones need `compute_returns(allow_partial=True)`), or its returns were not computed (or
                 written) since the last step. Later: steps were added or a state loaded, and rows are read at each.
         """
-        if reshuffle not in _RESHUFFLES:
-            raise UsageError(GENERATE, "", f"reshuffle one of {_RESHUFFLES}", repr(reshuffle))
+        arguments.choice(GENERATE, "reshuffle", reshuffle, ("epoch", "once"))
         rows, bounds = self._plan_batches(num_mini_batches, num_epochs, drop_last, "row")
         return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
 
@@ -291,28 +268,33 @@ class RolloutStorage(Store, is_saved_whole=True):
         with self._lock:
             rows = self._num_rows_for(GENERATE, allow_partial=False)
             num_items = self.num_envs * (rows if item == "row" else 1)
-            check_counts(num_mini_batches, num_epochs, num_items, item)
+            bounds = batch_bounds(num_items, item, num_mini_batches, num_epochs, drop_last)
             if self.needs_returns and not self._table.has_results:
                 expected, advice = "compute_returns() since the last step", "Call it, or write returns and advantages"
                 raise UsageError(GENERATE, "", expected, "none", advice)
-        return rows, batch_bounds(num_items, num_mini_batches, drop_last)
+        return rows, bounds
 
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
+        table = self._table
         with self._lock, torch.no_grad():
             self._delivery.wait_for_writes()
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
-            wide = WIDE_ROW_BYTES if num_epochs > 2 and not once else WIDE_ROW_BYTES_ONCE
-            table = self._table
-            gather = RowGather(columns, self._delivery, wide, lambda: table.num_changes)
-        batches = row_batches(gather, bounds, rows * self.num_envs, num_epochs, self.rng, self.device, once)
-        while True:
-            with self._lock, torch.no_grad():
-                self._delivery.wait_for_writes()
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield self._to_mini_batch(batch)
+            num_gathers = 1 if once else num_epochs
+            gather = RowGather(columns, self._delivery, num_gathers, lambda: table.num_changes)
+            order = permutation(rows * self.num_envs, self.rng, self.device)
+            shuffled = lasting(gather.gather)(order) if once else {}
+        for epoch in range(num_epochs):
+            for start, stop in bounds:
+                with self._lock, torch.no_grad():
+                    self._delivery.wait_for_writes()
+                    if once:
+                        batch = {name: x[start:stop] for name, x in shuffled.items()}
+                    else:
+                        if start == 0 and epoch:
+                            order = permutation(rows * self.num_envs, self.rng, self.device)
+                        batch = gather.gather(order[start:stop])
+                yield self._to_mini_batch(batch)
 
     def _env_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
         with self._lock, torch.no_grad():
@@ -377,8 +359,8 @@ class RolloutStorage(Store, is_saved_whole=True):
             num_rows = checked_count(numbers, "num_rows", *self._row_limits())
             step, num_partial_rows = (checked_count(numbers, key, 0, num_rows) for key in ("step", "num_partial_rows"))
             kept = {name: x for name, x in tensors.items() if name != "rng"}
-            self._states.check_loaded(numbers["states"], kept, num_rows)
-            self._table.replace(kept, num_rows)
+            leaves = self._states.check_loaded(numbers["states"], kept, num_rows)
+            self._table.replace(kept, num_rows, leaves)
             self._table.note_results(num_partial_rows > 0)
             self._states.layout = numbers["states"]
             self.rng.set_state(tensors["rng"])

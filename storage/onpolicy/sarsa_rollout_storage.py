@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from ..core.fields import signed
+from ..core.fields import Field, signed
 from ..core.modes import lasting
 from ..core.tree import check_same_names
 from ..errors import MissingFieldError, SchemaError, UsageError
 from ..saving.store import State
-from .columns import Column, batch_type, replaced, rollout_columns
+from .column_table import check_loaded
+from .columns import Column, MiniBatch, Transition, batch_type, replaced, rollout_columns
 from .mini_batches import GENERATE
 from .rollout_storage import RolloutStorage
-from .transition import MiniBatch, Transition
 
 #: Column -> field of the mini-batch that carries it one step later.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}
-_ACTION = "add a transition"
+_ACTION, _LOAD = "add a transition", "load a state"
 _WHOLE, _FINALS = "whole/", "finals/"
 
 
@@ -34,13 +34,14 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
     made = []
     for column in columns:
         if column.name in _SHIFTED:
-            below = {
-                x: tuple(replace(field, name=x + field.name) for field in column.fields) for x in ("next_", "all_")
-            }
+            next_fields, all_fields = (
+                tuple(replace(field, name=prefix + field.name) for field in column.fields)
+                for prefix in ("next_", "all_")
+            )
             name, fallback = f"next_{column.name}", column.fallback and _SHIFTED["observations"]
-            later = Column(name, below["next_"], name, _SHIFTED[column.name], fallback, False, is_padded=True)
+            later = Column(name, next_fields, name, _SHIFTED[column.name], fallback, False, is_padded=True)
             made += [replace(column, is_view=True), replace(later, is_view=True, is_ignorable=True)]
-            made.append(Column(f"all_{column.name}", below["all_"], is_view=True))
+            made.append(Column(f"all_{column.name}", all_fields, is_view=True))
     return replaced(columns, *made, Column("next_valid", (), batch="next_valid"))
 
 
@@ -93,13 +94,15 @@ class SarsaRolloutStorage(RolloutStorage):
         self.strict_next = strict_next
         self.emit_next_valid = emit_next_valid
         self.validate = validate
-        lead = (self.num_transitions_per_env + 1, self.num_envs)
-        empty = {
-            x.name: torch.full((*lead, *x.shape), x.fill, dtype=x.torch_dtype, device=self.device)
-            for name in _SHIFTED
-            for x in self._table.columns[name].fields
-        }
-        self._show(empty)
+        #: By field, the observations of all T + 1 steps.
+        self._whole: dict[str, torch.Tensor] = {}
+        self._show(
+            {
+                x.name: torch.full(self._whole_shape(x), x.fill, dtype=x.torch_dtype, device=self.device)
+                for name in _SHIFTED
+                for x in self._table.columns[name].fields
+            }
+        )
         # Step -> (envs whose trajectory ended there, their true final observations by field).
         self._finals: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
         self._has_next = [False] * self.num_transitions_per_env
@@ -108,9 +111,12 @@ class SarsaRolloutStorage(RolloutStorage):
         """Declare the next observations too."""
         return _with_next(super().declare_columns())
 
-    def _show(self, whole: Mapping[str, torch.Tensor]) -> None:
+    def _whole_shape(self, field: Field) -> tuple[int, ...]:
+        return (self.num_transitions_per_env + 1, self.num_envs, *field.shape)
+
+    def _show(self, whole: dict[str, torch.Tensor]) -> None:
         """Keep observations in these tensors of T + 1 steps, and show them as the columns that are views."""
-        self._whole = dict(whole)
+        self._whole = whole
         for name, x in whole.items():
             self._table.substitute({f"all_{name}": x, name: x[:-1], f"next_{name}": x[1:]})
 
@@ -166,15 +172,24 @@ class SarsaRolloutStorage(RolloutStorage):
         return rows
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
+        """List the columns with the true final observations in their places, and which next ones are valid."""
         columns = super()._batch_columns(rows)
-        if self.strict_next:
-            later = {batch: name for name, batch in _SHIFTED.items()}
-            for place, (name, x, is_padded) in enumerate(columns):
-                batch, *path = name.split("/")
-                if batch in later:
-                    columns[place] = name, self._with_finals(x, "/".join([later[batch], *path]), rows), is_padded
+        finals = {step: kept for step, kept in self._finals.items() if step < rows and self.strict_next}
+        names = {batch: name for name, batch in _SHIFTED.items()}
+        for place, (name, x, is_padded) in enumerate(columns):
+            batch, slash, path = name.partition("/")
+            if batch in names and finals:
+                x = x.clone()
+                for step, (ended, values) in finals.items():
+                    signed(x)[step, ended] = signed(values[names[batch] + slash + path])
+                columns[place] = name, x, is_padded
         if self.emit_next_valid:
-            columns.append(("next_valid", self._next_valid(rows), True))
+            valid = self._signals(rows).dones == 0
+            for step, (ended, _) in finals.items():
+                valid[step, ended] = True
+            # The last step has no later one that could hide its own.
+            valid[rows - 1] |= not self.strict_next and self._has_next[rows - 1]
+            columns.append(("next_valid", valid, True))
         return columns
 
     def _arguments(self) -> dict[str, Any]:
@@ -193,55 +208,34 @@ class SarsaRolloutStorage(RolloutStorage):
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
-            self._check_kept(numbers["has_next"], numbers["finals"], tensors)
-            finals = {}
-            for step in numbers["finals"]:
-                at = f"{_FINALS}{step}/"
-                finals[step] = tensors[at + "envs"], {name: tensors[f"{at}of/{name}"] for name in self._whole}
-            others = {name: x for name, x in tensors.items() if not name.startswith((_WHOLE, _FINALS))}
-            super()._set_state(numbers, others)
-            self._show({name: tensors[_WHOLE + name] for name in self._whole})
-            self._finals, self._has_next = finals, list(numbers["has_next"])
+            mine = {name: x for name, x in tensors.items() if name.startswith((_WHOLE, _FINALS))}
+            self._check_kept(numbers["has_next"], numbers["finals"], mine)
+            super()._set_state(numbers, {name: x for name, x in tensors.items() if name not in mine})
+            self._show({name: mine[_WHOLE + name] for name in self._whole})
+            self._has_next = list(numbers["has_next"])
+            self._finals = {
+                step: (
+                    mine[f"{_FINALS}{step}/envs"],
+                    {name: mine[f"{_FINALS}{step}/of/{name}"] for name in self._whole},
+                )
+                for step in numbers["finals"]
+            }
 
     def _check_kept(self, has_next: Any, finals: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse what `_get_state` adds to a state, if it could not have been given by it."""
-        num_steps, action = self.num_transitions_per_env, "load a state"
+        num_steps = self.num_transitions_per_env
         if not isinstance(has_next, list) or [type(x) for x in has_next] != [bool] * num_steps:
-            raise SchemaError(action, "with 'has_next'", f"a list of {num_steps} bools", repr(has_next))
+            raise SchemaError(_LOAD, "with 'has_next'", f"a list of {num_steps} bools", repr(has_next))
         if not isinstance(finals, list) or not all(type(x) is int and 0 <= x < num_steps for x in finals):
-            raise SchemaError(action, "with 'finals'", f"a list of ints from 0 to {num_steps - 1}", repr(finals))
-        fields = {name: self._table.schema[name] for name in self._whole}
-        shapes = {_WHOLE + name: ((num_steps + 1, self.num_envs, *x.shape), x) for name, x in fields.items()}
+            raise SchemaError(_LOAD, "with 'finals'", f"a list of ints from 0 to {num_steps - 1}", repr(finals))
+        fields = [self._table.schema[name] for name in self._whole]
+        expected = {_WHOLE + x.name: (self._whole_shape(x), x) for x in fields}
+        indices = {}
         for step in finals:
-            envs = tensors.get(f"{_FINALS}{step}/envs", torch.empty(0))
+            envs = indices[f"{_FINALS}{step}/envs"] = tensors.get(f"{_FINALS}{step}/envs", torch.empty(0))
             is_index = envs.dtype is torch.int64 and envs.dim() == 1
             if not is_index or bool(((envs < 0) | (envs >= self.num_envs)).any()):
-                raise SchemaError(action, f"with '{_FINALS}{step}/envs'", f"int64 [n] below {self.num_envs}", str(envs))
-            shapes |= {f"{_FINALS}{step}/of/{name}": ((len(envs), *x.shape), x) for name, x in fields.items()}
-        known = [*shapes, *(f"{_FINALS}{step}/envs" for step in finals)]
-        found = {name: None for name in tensors if name.startswith((_WHOLE, _FINALS))}
-        check_same_names(dict.fromkeys(known), found, action)
-        for name, (shape, field) in shapes.items():
-            if tensors[name].shape != shape or tensors[name].dtype != field.torch_dtype:
-                got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-                raise SchemaError(action, f"with {name!r}", f"{field.dtype} {list(shape)}", got)
-
-    def _with_finals(self, x: torch.Tensor, name: str, rows: int) -> torch.Tensor:
-        """Put the true final observations in; `x` itself if there are none."""
-        finals = [(step, *kept) for step, kept in self._finals.items() if step < rows]
-        if not finals:
-            return x
-        x = x.clone()
-        for step, ended, values in finals:
-            signed(x)[step, ended] = signed(values[name])
-        return x
-
-    def _next_valid(self, rows: int) -> torch.Tensor:
-        valid = self._signals(rows).dones == 0
-        if self.strict_next:
-            for step, (ended, _) in self._finals.items():
-                if step < rows:
-                    valid[step, ended] = True
-        elif self._has_next[rows - 1]:  # the last step has no later one that could hide its own
-            valid[rows - 1] = True
-        return valid
+                raise SchemaError(_LOAD, f"with '{_FINALS}{step}/envs'", f"int64 [n] below {self.num_envs}", str(envs))
+            expected |= {f"{_FINALS}{step}/of/{x.name}": ((len(envs), *x.shape), x) for x in fields}
+        check_same_names({**expected, **indices}, tensors, _LOAD)
+        check_loaded(expected, tensors)

@@ -186,7 +186,7 @@ def test_wrong_calls_give_clear_errors():
     with pytest.raises(UsageError, match=r"cannot generate steps: expected a rollout, got no step"):
         make(RslRlStorage, "distillation").generator()
     storage.clear()
-    with pytest.raises(SchemaError, match="without the field 'privileged'"):
+    with pytest.raises(SchemaError, match="without the field 'observations/privileged'"):
         storage.add_transition(storage.Transition(observations=TensorDict({"policy": rows(0, 5)}, batch_size=[ENVS])))
 
 

@@ -151,8 +151,8 @@ def test_outputs_are_required_and_gaussian_ones_refused():
     wrong = outputs_of(0) | {"logits": torch.zeros(ENVS, 6)}
     for more, text in [
         ({"policy_outputs": None}, "without 'policy_outputs'"),
-        ({"policy_outputs": {"logits": torch.zeros(ENVS, 7)}}, "without the field 'choice'"),
-        ({"policy_outputs": outputs_of(0) | {"more": torch.zeros(ENVS)}}, "with the field 'more'"),
+        ({"policy_outputs": {"logits": torch.zeros(ENVS, 7)}}, "without the field 'policy_outputs/choice'"),
+        ({"policy_outputs": outputs_of(0) | {"more": torch.zeros(ENVS)}}, "with the field 'policy_outputs/more'"),
         ({"policy_outputs": torch.zeros(ENVS, 7)}, "with 'policy_outputs': expected a mapping, got Tensor"),
         ({"policy_outputs": wrong}, r"with 'policy_outputs/logits': expected float32 of shape \[4, 7\], got shape"),
         ({"policy_outputs": outputs_of(0) | {"choice": torch.zeros(ENVS)}}, "expected int64 of shape"),

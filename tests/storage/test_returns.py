@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.errors import SchemaError, UsageError
-from storage.onpolicy.returns import (
+from storage import (
+    SchemaError,
+    UsageError,
     discounted_sums,
     generalized_advantage,
     n_step_returns,
-    normalize_,
     rollout_advantage,
-    with_bootstrap,
 )
+from tests.storage.rollouts import make_storage, make_transition
 
 
 def naive_advantage(rewards, values, next_values, dones, gamma, lam):
@@ -41,6 +41,16 @@ def random_rollout(num_steps, num_envs, num_rewards=1, done_rate=0.2, seed=0):
     last_values = torch.randn(num_envs, num_rewards, generator=generator)
     dones = (torch.rand(num_steps, num_envs, 1, generator=generator) < done_rate).to(torch.uint8)
     return rewards, values, last_values, dones
+
+
+def stored(rewards, **more):
+    """Make a storage with these rewards, and with more fields `[T, N, ...]`."""
+    num_steps, num_envs, num_rewards = rewards.shape
+    storage = make_storage(num_envs, num_steps, num_rewards=num_rewards)
+    for step in range(num_steps):
+        given = {name: x[step] for name, x in {"rewards": rewards, **more}.items()}
+        storage.add_transitions(make_transition(step, num_envs, num_rewards, **given))
+    return storage
 
 
 def next_values_of(values, last_values, dones):
@@ -67,9 +77,9 @@ def test_every_pattern_of_both_end_flags_follows_the_truncation_rule(num_steps, 
     boot = {"cut": torch.zeros_like(values), "value": values, "final": final}[truncation]
     next_values = torch.where(time_outs, boot, next_values_of(values, last_values, dones))
     expected = naive_advantage(rewards, values, next_values, dones, 0.9, 0.8)
-    full = with_bootstrap(rewards, values, dones, time_outs, 0.9, truncation, final)
-    got = rollout_advantage(full, values, last_values, dones, 0.9, 0.8)
-    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+    storage = stored(rewards, values=values, dones=dones, time_outs=time_outs, bootstrap_values=final)
+    storage.compute_returns(last_values, 0.9, 0.8, truncation=truncation, normalize=None)
+    torch.testing.assert_close(storage.advantages.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -273,23 +283,26 @@ def test_wrong_shapes_and_rules_give_exact_errors():
     with pytest.raises(SchemaError) as caught:
         generalized_advantage(rewards, values[:2], values, dones, 0.9, 0.8)
     assert str(caught.value) == "cannot compute returns: expected values of shape [4, 3, 1], got [2, 3, 1]."
-    with pytest.raises(UsageError) as caught:
-        with_bootstrap(rewards, values, dones, dones, 0.9, "vale")
-    assert str(caught.value) == "cannot compute returns: expected truncation 'value', 'cut', 'final', got 'vale'."
     with pytest.raises(UsageError, match="expected num_steps >= 1, got 0"):
         n_step_returns(rewards, values, last_values, dones, 0.9, 0)
 
 
+def normalized(x, how):
+    storage = stored(x, values=torch.zeros_like(x))
+    storage.compute_returns(torch.zeros(x.shape[1:]), 0.0, 0.0, normalize=how)
+    assert torch.equal(storage.returns, x)
+    return storage.advantages
+
+
 def test_normalizing_gives_mean_zero_and_deviation_one():
     x = torch.randn(20, 6, 3) * torch.tensor([1.0, 10.0, 100.0]) + 5
-    everything = normalize_(x.clone(), "global")
-    torch.testing.assert_close(everything, (x - x.mean()) / (x.std() + 1e-8), atol=1e-5, rtol=1e-5)
-    apart = normalize_(x.clone(), "per_reward")
-    torch.testing.assert_close(apart, (x - x.mean((0, 1))) / (x.std((0, 1)) + 1e-8), atol=1e-5, rtol=1e-5)
-    assert torch.equal(normalize_(x.clone(), None), x)
+    torch.testing.assert_close(normalized(x, "global"), (x - x.mean()) / (x.std() + 1e-8), atol=1e-5, rtol=1e-5)
+    apart = (x - x.mean((0, 1))) / (x.std((0, 1)) + 1e-8)
+    torch.testing.assert_close(normalized(x, "per_reward"), apart, atol=1e-5, rtol=1e-5)
+    assert torch.equal(normalized(x, None), x)
 
 
 @pytest.mark.parametrize("how", ["global", "per_reward"])
 def test_normalizing_fewer_than_two_numbers_gives_zero(how):
-    assert normalize_(torch.full((1, 1, 1), 3.0), how).item() == 0
-    assert normalize_(torch.full((2, 2, 1), 3.0), how).eq(0).all()
+    assert normalized(torch.full((1, 1, 1), 3.0), how).item() == 0
+    assert normalized(torch.full((2, 2, 1), 3.0), how).eq(0).all()

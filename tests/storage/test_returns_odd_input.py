@@ -11,14 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.errors import FieldTypeError, SchemaError, UsageError
-from storage.onpolicy.returns import (
+from storage import (
+    SchemaError,
+    UsageError,
     discounted_sums,
     generalized_advantage,
     n_step_returns,
-    normalize_,
     rollout_advantage,
-    with_bootstrap,
 )
 from tests.storage.test_returns import random_rollout
 
@@ -161,10 +160,6 @@ def test_wrong_results_are_refused_before_either_is_written():
         with pytest.raises(SchemaError, match=r"expected out of shape \[4, 3, 1\]"):
             rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8, out=wrong)
     assert not out.any()
-    with pytest.raises(SchemaError, match=r"normalize advantages: expected floating numbers of shape \[T, N, R\]"):
-        normalize_(torch.zeros(4, 3), "global")
-    with pytest.raises(FieldTypeError, match="expected time_outs, a dense tensor of real numbers, got list"):
-        with_bootstrap(rewards, values, dones, [None], 0.9, "cut")
 
 
 def test_discounts_come_as_lists_too():
