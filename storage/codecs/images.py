@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import operator
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -90,15 +91,7 @@ def decompress_image_seq(
         UsageError: An index outside `0:batch_size`.
         CorruptFileError: The blob is truncated or damaged; known before anything is allocated.
     """
-    frames = ExpectedFrames(image_shape, batch_size, dtype)
-    chosen = None if indices is None else _indices(indices, frames.num_frames)
-    count = frames.num_frames if chosen is None else len(chosen)
-
-    def make() -> tuple[Any, list[Any]]:
-        out = frames.empty((count,))
-        return out, [out]
-
-    return _decode([ImageBlob(data, frames)], [chosen], num_threads, make)
+    return decompress_many([data], image_shape, [batch_size], dtype, [indices], num_threads)[0]
 
 
 def decompress_many(
@@ -134,48 +127,29 @@ def decompress_many(
     if {len(sizes), len(lists)} != {max(1, len(blobs))}:
         got = f"{len(sizes)} and {len(lists)} for {len(blobs)} blobs"
         raise UsageError("decompress images", "", "one batch_size and one list of indices per blob, or for all", got)
-    frames = [ExpectedFrames(image_shape, size, dtype) for size in sizes]
-    chosen = [None if one is None else _indices(one, size) for one, size in zip(lists, sizes, strict=True)]
-    found = [ImageBlob(data, its) for data, its in zip(blobs, frames, strict=False)]
-    counts = [its.num_frames if one is None else len(one) for its, one in zip(frames, chosen, strict=True)]
-
-    def make() -> tuple[Any, list[Any]]:
-        is_even = len({*counts}) == 1
-        lead = (len(found), counts[0]) if is_even else (sum(counts),)
-        target = frames[0].empty(lead) if out is None else frames[0].checked(out, lead)
-        if is_even:
-            return target, list(target)
-        ends = np.cumsum(counts).tolist()
-        views = [target[end - count : end] for end, count in zip(ends, counts, strict=True)]
-        return views, views
-
-    return _decode(found, chosen, num_threads, make)
-
-
-def _decode(
-    blobs: Sequence[ImageBlob],
-    chosen: Sequence[npt.NDArray[np.int64] | None],
-    num_threads: int | None,
-    make: Callable[[], tuple[Any, list[Any]]],
-) -> Any:
-    """Check all chunks that are wanted, then make the outputs, one for each blob, and decode into them."""
+    wanted = [_Wanted.checked(image_shape, size, dtype, one) for size, one in zip(sizes, lists, strict=True)]
+    found = [_Blob(data, its) for data, its in zip(blobs, wanted, strict=False)]
+    pieces = [(at, number) for at, blob in enumerate(found) for number in blob.chunks_wanted()]
     splits = WorkSplit(num_threads)
-    pieces = [(at, number) for at, blob in enumerate(blobs) for number in blob.chunks_of(chosen[at])]
 
     def check(start: int, stop: int) -> None:
         for at, number in pieces[start:stop]:
-            blobs[at].check(number)
+            found[at].check(number)
 
-    splits.run(check, len(pieces), sum(len(blobs[at].chunk(number)) for at, number in pieces))
-    result, outs = make()
-    arrays = [_as_stored(out) for out in outs]
+    splits.run(check, len(pieces), sum(len(found[at].chunk(number)) for at, number in pieces))
+    counts = [its.count for its in wanted]
+    lead = (len(found), counts[0]) if len({*counts}) == 1 else (sum(counts),)
+    target = wanted[0].empty(lead) if out is None else wanted[0].fitting(out, lead)
+    ends = np.cumsum(counts).tolist()
+    outs = target if len(lead) == 2 else [target[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    arrays = [_as_stored(one) for one in outs]
 
     def decode(start: int, stop: int) -> None:
         for at, number in pieces[start:stop]:
-            blobs[at].decode(number, chosen[at], arrays[at])
+            found[at].decode(number, arrays[at])
 
-    splits.run(decode, len(pieces), sum(blobs[at].chunk_bytes for at, _ in pieces))
-    return result
+    splits.run(decode, len(pieces), sum(found[at].chunk_bytes for at, _ in pieces))
+    return outs
 
 
 def _is_nested(indices: Any) -> bool:
@@ -187,27 +161,20 @@ def _is_nested(indices: Any) -> bool:
 
 def _as_frames(images: Any) -> tuple[Array, str]:
     """View frames as an array of the bytes that are stored; give it and the dtype's name."""
-    if isinstance(images, torch.Tensor):
-        dtype = dtype_name(images.dtype, "of the images")
-        array = _as_stored(images.detach().cpu().contiguous())
-    else:
-        array = np.asarray(images)
-        dtype = dtype_name(array.dtype, "of the images")
+    is_tensor = isinstance(images, torch.Tensor)
+    array = images.detach().cpu().contiguous() if is_tensor else np.asarray(images)
+    dtype = dtype_name(array.dtype, "of the images")
     if array.ndim < 1:
         raise SchemaError("compress images", "", "a stack of frames [num_frames, *image_shape]", "a single number")
-    return np.ascontiguousarray(array, DTYPES[dtype][1]), dtype
+    return np.ascontiguousarray(_as_stored(array), DTYPES[dtype][1]), dtype
 
 
-def _indices(indices: Any, batch_size: int) -> npt.NDArray[np.int64]:
-    found = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise UsageError("decompress images", "", "a list of frame numbers", f"{found.dtype} of shape {found.shape}")
-    found = found.astype(np.int64)
-    if len(found) and not (found.min() >= 0 and found.max() < batch_size):
-        raise UsageError(
-            "decompress images", "", f"frame numbers in 0:{batch_size}", f"{found.min()}:{found.max() + 1}"
-        )
-    return found
+def _as_stored(out: Any) -> Array:
+    """View a CPU tensor or an array as an array of the same bytes."""
+    if isinstance(out, torch.Tensor):
+        found: Array = (out.view(torch.uint16) if out.dtype == torch.bfloat16 else out).numpy()
+        return found
+    return np.asarray(out)
 
 
 def _make_blob(frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: int, level: int | None) -> bytes:
@@ -229,92 +196,98 @@ def _make_blob(frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: i
     return b"".join([head, _LENGTH.pack(crc32(head)), *(chunk for chunk, _ in coded)])
 
 
-class ExpectedFrames:
-    """What the caller says that a blob holds."""
+@dataclass(frozen=True)
+class _Wanted:
+    """What the caller says that a blob holds, and which frames of it is wanted.
 
-    def __init__(self, image_shape: Sequence[int], batch_size: int, dtype: Any) -> None:
-        self.dtype = dtype
+    Attributes:
+        dtype, name: As given, and its name in `fields.DTYPES`.
+        shape, num_frames: Shape of a frame, and how many the blob holds.
+        indices: int64 `[n]`, or None for all frames.
+    """
+
+    dtype: Any
+    name: str
+    shape: tuple[int, ...]
+    num_frames: int
+    indices: npt.NDArray[np.int64] | None
+
+    @classmethod
+    def checked(cls, image_shape: Sequence[int], batch_size: Any, dtype: Any, indices: Any) -> _Wanted:
+        """Check arguments of `decompress_many`."""
         try:
-            self.name = dtype_name(dtype, "of the images")
-            self.shape = tuple(map(operator.index, image_shape))
-            self.num_frames = operator.index(batch_size)
+            name = dtype_name(dtype, "of the images")
+            shape, num_frames = tuple(map(operator.index, image_shape)), operator.index(batch_size)
         except SchemaError:
             raise
         except TypeError as cause:
             expected = "a dtype, and whole numbers in image_shape and batch_size"
             raise UsageError("decompress images", "", expected, str(cause)) from None
-        if min((*self.shape, self.num_frames)) < 0:
-            raise UsageError("decompress images", "", "sizes >= 0", f"{self.num_frames} frames of {self.shape}")
+        if min((*shape, num_frames)) < 0:
+            raise UsageError("decompress images", "", "sizes >= 0", f"{num_frames} frames of {shape}")
+        if indices is None:
+            return cls(dtype, name, shape, num_frames, None)
+        found = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+            got = f"{found.dtype} of shape {found.shape}"
+            raise UsageError("decompress images", "", "a list of frame numbers", got)
+        found = found.astype(np.int64)
+        if found.size and not (found.min() >= 0 and found.max() < num_frames):
+            got = f"{found.min()}:{found.max() + 1}"
+            raise UsageError("decompress images", "", f"frame numbers in 0:{num_frames}", got)
+        return cls(dtype, name, shape, num_frames, found)
 
     @property
-    def numpy_dtype(self) -> np.dtype[Any]:
-        return DTYPES[self.name][1]
+    def count(self) -> int:
+        """How many frames are wanted."""
+        return self.num_frames if self.indices is None else len(self.indices)
 
     @property
     def frame_bytes(self) -> int:
-        return prod(self.shape) * self.numpy_dtype.itemsize
+        return prod(self.shape) * DTYPES[self.name][1].itemsize
 
     def empty(self, lead: tuple[int, ...]) -> Any:
         if isinstance(self.dtype, torch.dtype):
             return torch.empty((*lead, *self.shape), dtype=self.dtype, device="cpu")
-        return np.empty((*lead, *self.shape), self.numpy_dtype)
+        return np.empty((*lead, *self.shape), DTYPES[self.name][1])
 
-    def checked(self, out: Any, lead: tuple[int, ...]) -> Any:
+    def fitting(self, out: Any, lead: tuple[int, ...]) -> Any:
         """Give `out` if it can be written to."""
         shape, name = tuple(out.shape), dtype_name(out.dtype, "of the output")
         is_tensor = isinstance(out, torch.Tensor)
-        whole = out.is_contiguous() and out.device.type == "cpu" if is_tensor else out.flags.carray
-        if shape != (*lead, *self.shape) or name != self.name or not whole:
+        is_plain = out.is_contiguous() and out.device.type == "cpu" if is_tensor else out.flags.carray
+        if shape != (*lead, *self.shape) or name != self.name or not is_plain:
             expected = f"a contiguous {self.name} output of shape {(*lead, *self.shape)} on the CPU"
             raise SchemaError("decompress images", "", expected, f"{name} of shape {shape}")
         return out
 
 
-def _as_stored(out: Any) -> Array:
-    """View an output as an array of the same bytes."""
-    if isinstance(out, torch.Tensor):
-        found: Array = (out.view(torch.uint16) if out.dtype == torch.bfloat16 else out).numpy()
-        return found
-    return np.asarray(out)
+class _Blob:
+    """A blob whose header was checked; nothing was allocated for its frames."""
 
-
-class ImageBlob:
-    """A blob with a checked header.
-
-    Attributes:
-        codec, frames_per_chunk: How its chunks are made.
-        ends: int64 `[C + 1]`, where the chunks lie in `data`.
-    """
-
-    def __init__(self, data: Any, expected: ExpectedFrames) -> None:
-        self.data = _as_bytes(data)
-        self.expected = expected
-        size = len(self.data)
-        start = len(_MAGIC) + _LENGTH.size
-        if size < start or self.data[: len(_MAGIC)].tobytes() != _MAGIC:
-            raise _corrupt("a blob of compress_image_seq", f"{min(size, 8)} other bytes")
+    def __init__(self, data: Any, wanted: _Wanted) -> None:
+        self.data, self.wanted = _as_bytes(data), wanted
+        size, start = len(self.data), len(_MAGIC) + _LENGTH.size
+        is_ours = size >= start and self.data[: len(_MAGIC)].tobytes() == _MAGIC
+        _check(is_ours, "a blob of compress_image_seq", f"{min(size, 8)} other bytes")
         length = _LENGTH.unpack(self.data[len(_MAGIC) : start].data)[0]
-        if length > min(_MAX_HEADER_BYTES, size - start):
-            raise _corrupt(f"a header within {size} bytes", f"one of {length}")
-        self.codec, self.frames_per_chunk, num_chunks = self._header(self.data[start : start + length].tobytes())
+        _check(length <= min(_MAX_HEADER_BYTES, size - start), f"a header within {size} bytes", f"one of {length}")
         table = start + length
-        first = table + 12 * num_chunks + _LENGTH.size
-        if first > size:
-            raise _corrupt(f"a table of {num_chunks} chunks within {size} bytes", f"{size - table} bytes")
-        head = first - _LENGTH.size
-        crc, wanted = crc32(self.data[:head].data), _LENGTH.unpack(self.data[head:first].data)[0]
-        if crc != wanted:
-            raise _corrupt(f"header checksum {wanted:08x}", f"{crc:08x}")
-        ends = self.data[table : table + 8 * num_chunks].view("<u8")
+        self.codec, self.frames_per_chunk, num_chunks = self._header(self.data[start:table].tobytes())
+        head = table + 12 * num_chunks
+        first = head + _LENGTH.size
+        _check(first <= size, f"a table of {num_chunks} chunks within {size} bytes", f"{size - table} bytes")
+        crc, written = crc32(self.data[:head].data), _LENGTH.unpack(self.data[head:first].data)[0]
+        _check(crc == written, f"header checksum {written:08x}", f"{crc:08x}")
+        ends = np.append(np.uint64(0), self.data[table : table + 8 * num_chunks].view("<u8"))
         self._sums = self.data[table + 8 * num_chunks : head].view("<u4")
-        if num_chunks and (int(ends[-1]) != size - first or bool((ends[1:] < ends[:-1]).any())):
-            raise _corrupt(f"chunks that fill the last {size - first} bytes", f"ends up to {int(ends.max())}")
-        if not num_chunks and size != first:
-            raise _corrupt("nothing behind the header", f"{size - first} bytes")
-        self.ends = np.append(0, ends.astype(np.int64)) + first
-        most, declared = self.codec.max_expansion, expected.num_frames * expected.frame_bytes
-        if declared > most * (size - first):  # too small for what it declares, as a bomb is
-            raise _corrupt(f"at least {declared // most + 1} bytes of chunks", f"{size - first}")
+        is_filled = int(ends[-1]) == size - first and not (ends[1:] < ends[:-1]).any()
+        _check(is_filled, f"chunks that fill the last {size - first} bytes", f"ends up to {int(ends.max())}")
+        #: int64 `[C + 1]`, where the chunks lie in `data`.
+        self._ends = ends.astype(np.int64) + first
+        # Too small for what it declares, as a bomb is.
+        fewest = -(-wanted.num_frames * wanted.frame_bytes // self.codec.max_expansion)
+        _check(size - first >= fewest, f"at least {fewest} bytes of chunks", f"{size - first}")
 
     def _header(self, text: bytes) -> tuple[ChunkCodec, int, int]:
         """Compare the header with what is expected: (codec, frames per chunk, number of chunks)."""
@@ -325,44 +298,41 @@ class ImageBlob:
             is_right = type(num_frames) is int and num_frames >= 0 and type(step) is int and step >= 1
         except (ValueError, LookupError, TypeError, RecursionError, RolloutDataError) as cause:
             raise _corrupt("an intact header", f"{type(cause).__name__}: {cause}") from cause
-        if not is_right:
-            raise _corrupt("a number of frames", f"{num_frames!r} in chunks of {step!r}")
-        wanted = (self.expected.name, list(self.expected.shape), self.expected.num_frames)
+        _check(is_right, "a number of frames", f"{num_frames!r} in chunks of {step!r}")
+        wanted = (self.wanted.name, list(self.wanted.shape), self.wanted.num_frames)
         if (dtype, shape, num_frames) != wanted:
             expected = f"{wanted[2]} frames of {wanted[0]}{wanted[1]}"
             raise SchemaError("decompress images", "", expected, f"{num_frames} of {dtype}{shape} in the blob")
-        if self.expected.frame_bytes * step > 1 << 62 or num_frames > 1 << 48:
-            raise _corrupt("frames that fit into memory", f"{num_frames} in chunks of {step}")
-        most = most_chunk_frames(self.expected.frame_bytes)
-        if min(step, num_frames) > most:
-            raise _corrupt(f"chunks of at most {most} frames", f"{num_frames} in chunks of {step}")
+        most, got = most_chunk_frames(self.wanted.frame_bytes), f"{num_frames} in chunks of {step}"
+        is_possible = self.wanted.frame_bytes * step <= 1 << 62 and num_frames <= 1 << 48
+        _check(is_possible, "frames that fit into memory", got)
+        _check(min(step, num_frames) <= most, f"chunks of at most {most} frames", got)
         return chain, step, -(-num_frames // step)
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes that a chunk decodes to at most."""
-        return self.frames_per_chunk * self.expected.frame_bytes
+        return self.frames_per_chunk * self.wanted.frame_bytes
 
     def check(self, number: int) -> None:
         """Check the checksum of a chunk."""
-        crc = crc32(self.chunk(number).data)
-        if crc != int(self._sums[number]):
-            raise _corrupt(f"checksum {int(self._sums[number]):08x} of chunk {number}", f"{crc:08x}")
+        crc, written = crc32(self.chunk(number).data), int(self._sums[number])
+        _check(crc == written, f"checksum {written:08x} of chunk {number}", f"{crc:08x}")
 
-    def chunks_of(self, chosen: npt.NDArray[np.int64] | None) -> list[int]:
-        """Numbers of the chunks that hold these frames, ascending."""
-        if chosen is None:
-            return list(range(len(self.ends) - 1))
-        found: list[int] = np.unique(chosen // self.frames_per_chunk).tolist()
+    def chunks_wanted(self) -> list[int]:
+        """Numbers of the chunks that hold the wanted frames, ascending."""
+        if self.wanted.indices is None:
+            return list(range(len(self._sums)))
+        found: list[int] = np.unique(self.wanted.indices // self.frames_per_chunk).tolist()
         return found
 
     def chunk(self, number: int) -> Bytes:
-        return self.data[self.ends[number] : self.ends[number + 1]]
+        return self.data[self._ends[number] : self._ends[number + 1]]
 
-    def decode(self, number: int, chosen: npt.NDArray[np.int64] | None, out: Array) -> None:
-        """Decode one chunk's frames to their places in `out`."""
-        first = number * self.frames_per_chunk
-        stop = min(first + self.frames_per_chunk, self.expected.num_frames)
+    def decode(self, number: int, out: Array) -> None:
+        """Decode one chunk's frames to their places in `out`, `[count, *shape]`."""
+        first, chosen = number * self.frames_per_chunk, self.wanted.indices
+        stop = min(first + self.frames_per_chunk, self.wanted.num_frames)
         frames = out[first:stop] if chosen is None else np.empty((stop - first, *out.shape[1:]), out.dtype)
         try:
             self.codec.decode(self.chunk(number), frames)
@@ -382,7 +352,11 @@ def _as_bytes(data: Any) -> Bytes:
         raise UsageError("decompress images", "", "bytes", type(data).__name__) from cause
 
 
+def _check(is_right: Any, expected: str, got: str) -> None:
+    if not is_right:
+        raise _corrupt(expected, got)
+
+
 def _corrupt(expected: str, got: str) -> CorruptFileError:
-    return CorruptFileError(
-        "decompress images", "", expected, got, "The blob is damaged: make it again from its source"
-    )
+    advice = "The blob is damaged: make it again from its source"
+    return CorruptFileError("decompress images", "", expected, got, advice)
