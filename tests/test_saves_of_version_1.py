@@ -57,6 +57,7 @@ def test_positions_in_data_of_then_are_gone_on_from(tmp_path: Path) -> None:
     loader = loader_of(SAVES / "frames")
     loader.load_state_dict(states["loader"])
     again = loader_of(SAVES / "frames")
+    again.load_state_dict({**states["loader"], "position": 0})  # the order of an epoch was another one then
     assert [state_of(dict(one)) for one in loader] == [state_of(dict(one)) for one in again][1:]
 
 

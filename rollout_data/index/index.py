@@ -361,16 +361,16 @@ def random_keys(names: Sequence[str], writer: Int64s, number: Int64s, seed: int)
     """uint64, a number for each trajectory: a function of (seed, name of its writer, number within it) alone."""
     sums = np.array([crc32(name.encode()) for name in names], np.uint64)
     key = sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
-    return _mixed(key ^ _mixed(np.full(1, seed % 2**64, np.uint64)))
+    return mixed(key ^ mixed(np.full(1, seed % 2**64, np.uint64)))
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def mixed(x: np.ndarray) -> np.ndarray:
     """Scramble uint64 numbers, one to one: the finalizer of splitmix64 (Steele et al. 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = x ^ x >> np.uint64(31)
-    return mixed
+    scrambled: np.ndarray = x ^ x >> np.uint64(31)
+    return scrambled
 
 
 def _within(values: Int64s, stop: int) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
+import torch
 
 from storage.core.arguments import choice, whole
 from storage.core.checksums import crc32
@@ -107,6 +108,7 @@ class WindowDataset(WindowBatches):
         self._verify_on_open = verify_on_open
         self._chunk_cache_bytes = whole("open the dataset", "chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: list[Any] | None = None
+        self._may_lack = False
         self._open()
         if not len(self):
             warnings.warn(self._why_empty(), RolloutDataWarning, stacklevel=2)
@@ -116,15 +118,16 @@ class WindowDataset(WindowBatches):
         super()._open()
         self._source: Source = open_source(self._paths, self._verify_on_open, self._chunk_cache_bytes)
         self._source.refresh()
-        before = self.opened_as
-        self._store: FrameStore = self._source.snapshot(before[0] if before is not None else None)
-        self.trajectories = choose_trajectories(self._store.index, self._split)
+        before = [*(self.opened_as or []), *5 * [None]]
+        upto, fingerprint, first_of_training, num_windows, form = before[:5]
+        self._store: FrameStore = self._source.snapshot(upto)
+        self.trajectories, first_of_training = choose_trajectories(self._store.index, self._split, first_of_training)
         if not len(self._store.layouts[DATA].schema):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
             raise UsageError("read windows", f"of {self.data_dir!r}", "recorded trajectories", found)
-        upto = self._store.index.writers_upto() if isinstance(self._source, BlockSource) else None
-        self.opened_as = [upto, _fingerprint(self._store, self.trajectories)]
-        if before is not None and self.opened_as[1] != before[1]:
+        may_lack, self._may_lack = self._may_lack and upto is not None, False
+        found_now = _fingerprint(self._store, self.trajectories)
+        if self.opened_as is not None and found_now != fingerprint and not may_lack:
             what, expected = f"of {self.data_dir!r}", "the trajectories that it was opened with"
             raise DataFileError("open the windows again", what, expected, "others", "Open the dataset anew")
         layout, next_observations = self._store.layouts[DATA], self._next_observations
@@ -133,8 +136,16 @@ class WindowDataset(WindowBatches):
         )
         self._check_names()
         first, last, pads = self.plan.first_delta, self.plan.last_delta, self.padding != "none"
-        lengths = self._store.index.lengths[self.trajectories]
-        self._windows = WindowIndex(self.trajectories, lengths, first, last, self.stride, pads)
+        self._windows = WindowIndex(self._store.index, self.trajectories, first, last, self.stride, pads)
+        form_now = [self._windows.first_anchor, self._windows.least_length, self.stride]
+        if form not in (None, form_now):
+            what = f"windows of (first anchor, least length, stride) {form_now}"
+            raise UsageError("open the windows again", f"of {self.data_dir!r}", what, str(form))
+        if upto is None and isinstance(self._source, BlockSource):
+            upto = self._store.index.writers_upto()
+        #: Windows that it had when it was opened for the first time.
+        self.num_at_first: int = len(self) if num_windows is None else num_windows
+        self.opened_as = [upto, found_now, first_of_training, self.num_at_first, form_now]
         mask_is_one = self._delta is None
         self._reader = WindowReader(
             self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
@@ -157,12 +168,17 @@ class WindowDataset(WindowBatches):
         longest = f"the longest of {num} has {int(self._windows.lengths.max())}"
         return f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
 
-    def at(self, opened_as: Any) -> WindowDataset:
-        """Give the dataset as it was `opened_as` this; `DataFileError` if trajectories of then are gone."""
+    def at(self, opened_as: Any, may_lack: bool = False) -> WindowDataset:
+        """Give the dataset as it was `opened_as` this.
+
+        Raises:
+            DataFileError: Trajectories of then are gone, unless it `may_lack` them; folders of the older layout do not
+                tell what came since, and may not.
+        """
         if self.opened_as == opened_as:
             return self
         earlier: WindowDataset = object.__new__(type(self))
-        earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as})
+        earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as, "_may_lack": may_lack})
         return earlier
 
     # What there is
@@ -208,6 +224,25 @@ class WindowDataset(WindowBatches):
         return self._store.index.keys(self.trajectories[place]), anchor
 
     # Windows
+
+    def shuffled(self, seed: Sequence[int], until: int | None = None) -> tuple[Int64s, np.ndarray]:
+        """Give all windows in an order that is a function of `seed` and their names, and the keys that it goes by."""
+        keys = self._windows.random_keys(seed) ^ np.uint64(1 << 63)
+        # The same order as signed integers, which torch sorts by their bytes in a third of numpy's time.
+        ordered, windows = torch.sort(torch.from_numpy(keys.view(np.int64)))
+        return windows.numpy(), ordered.numpy()
+
+    def random_keys(self, seed: Sequence[int]) -> np.ndarray:
+        """uint64, a random number for each window; see `WindowIndex`."""
+        return self._windows.random_keys(seed)
+
+    def name(self, window: int) -> list[Any]:
+        """Name a window so that its place is known when it is gone; see `WindowIndex`."""
+        return self._windows.name(window)
+
+    def num_upto(self, name: Sequence[Any]) -> int:
+        """Count the windows up to the one of this name."""
+        return self._windows.num_upto(*name)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         place, anchor = self._windows.find(checked_windows(windows, len(self)))

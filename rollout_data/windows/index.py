@@ -10,14 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from storage.core.arguments import choice, real
 from storage.errors import UsageError
 
-from ..index.index import Int64s, TrajectoryIndex
+from ..index.index import Int64s, TrajectoryIndex, mixed
 from ..index.sharding import Shard
 
 Padding = Literal["none", "repeat", "edge", "zero"]
@@ -46,46 +46,60 @@ class SplitOptions:
         real("split the dataset", "validation_fraction", part, "in [0, 1]", lambda fraction: 0 <= fraction <= 1)
 
 
-def choose_trajectories(index: TrajectoryIndex, options: SplitOptions) -> Int64s:
-    """Give the trajectories of a split: int64, ascending.
+def choose_trajectories(
+    index: TrajectoryIndex, options: SplitOptions, first_of_training: list[Any] | None = None
+) -> tuple[Int64s, list[Any]]:
+    """Give the trajectories of a split, int64, ascending, and which is the first for training.
 
     Each trajectory has a number that is a function of (seed, writer, number within the writer), in whichever
     folder it lies; those with the smallest ones are for validation. So the two splits share nothing and leave
     nothing out, few trajectories change sides when a folder grows or another one is read with it, and copies of
     a folder stand together, save for one trajectory that the fraction may cut off. Packing gives trajectories
-    another writer, hence other splits.
+    another writer, hence other splits. With the `first_of_training` of another time the split is as it was then.
     """
     present = np.flatnonzero(index.is_present())
     if options.split is None:
-        return present
-    order = np.lexsort((present, index.random_keys(present, options.seed, with_folder=False)))
-    count = math.floor(len(present) * options.validation_fraction + 0.5)
-    chosen = order[:count] if options.split == "validation" else order[count:]
-    return present[np.sort(chosen)]
+        return present, []
+    keys = index.random_keys(present, options.seed, with_folder=False)
+    if first_of_training is None:
+        order = np.lexsort((present, keys))
+        first = order[math.floor(len(present) * options.validation_fraction + 0.5) :][:1].tolist()
+        first_of_training = [int(keys[first[0]]), *index.name(int(present[first[0]]))] if first else []
+    is_training = np.zeros(len(present), bool)
+    if first_of_training:
+        key, *name = first_of_training
+        is_training = (keys > key) | ((keys == key) & (present >= index.num_before(*name)))
+    return present[is_training == (options.split == "train")], first_of_training
 
 
 class WindowIndex:
     """The windows of some trajectories, numbered from 0.
 
     Args:
-        trajectories: int64 `[K]`, which trajectories, in this order.
-        lengths: int64 `[K]`, their frames.
+        index: Where the trajectories are.
+        trajectories: int64 `[K]`, which of them, ascending.
         first_delta, last_delta: The least and the greatest delta of a window.
-        stride: Frames from one anchor to the next.
+        stride: Frames between anchors.
         pads: Whether windows may reach beyond their trajectory. If so, every `stride`-th frame is an
             anchor; if not, every `stride`-th of those whose window lies inside.
     """
 
     def __init__(
-        self, trajectories: Int64s, lengths: Int64s, first_delta: int, last_delta: int, stride: int, pads: bool
+        self,
+        index: TrajectoryIndex,
+        trajectories: Int64s,
+        first_delta: int,
+        last_delta: int,
+        stride: int,
+        pads: bool,
     ) -> None:
-        self.trajectories, self.lengths, self.stride = trajectories, lengths, stride
+        self._index, self.trajectories, self.stride = index, trajectories, stride
+        self.lengths = index.lengths[trajectories]
         self.first_anchor = 0 if pads else max(0, -first_delta)
         #: Frames that a trajectory has at least, of which there is a window.
         self.least_length = self.first_anchor + 1 + (0 if pads else max(0, last_delta))
-        num_anchors = lengths - (self.least_length - 1)
-        counts = np.maximum(0, -(-num_anchors // stride))
-        self.first_window = np.append(0, np.cumsum(counts))
+        num_anchors = self.lengths - (self.least_length - 1)
+        self.first_window = np.append(0, np.cumsum(np.maximum(0, -(-num_anchors // stride))))
 
     def __len__(self) -> int:
         return int(self.first_window[-1])
@@ -94,6 +108,49 @@ class WindowIndex:
         """Give the place in `trajectories` and the anchor of each window, int64 `[B]` both."""
         place = np.searchsorted(self.first_window, windows, side="right") - 1
         return place, self.first_anchor + (windows - self.first_window[place]) * self.stride
+
+    # What stays the same when trajectories come and go
+
+    def random_keys(self, seed: Sequence[int]) -> np.ndarray:
+        """uint64, a random number for each window: a function of `seed` and of the window's name alone."""
+        keys = self._index.random_keys(
+            self.trajectories, int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+        )
+        counts = np.diff(self.first_window)
+        step = np.arange(len(self)) - np.repeat(self.first_window[:-1], counts)
+        return mixed(np.repeat(keys, counts) + step.astype(np.uint64))
+
+    def name(self, window: int) -> list[Any]:
+        """Name a window: its trajectory (see `TrajectoryIndex.name`), and its number in there."""
+        place = int(np.searchsorted(self.first_window, window, side="right")) - 1
+        return [*self._index.name(int(self.trajectories[place])), window - int(self.first_window[place])]
+
+    def num_upto(self, end_time_ns: int, writer: str, number: int, step: int) -> int:
+        """Count the windows up to the one of this name, whether or not it is here."""
+        bounds = [self._index.num_before(end_time_ns, writer, number + more) for more in (0, 1)]
+        first, stop = np.searchsorted(self.trajectories, bounds)
+        return int(self.first_window[first] + (step + 1) * (stop - first))
+
+
+def arrivals(keys: np.ndarray, rate: float, until: float) -> tuple[Int64s, np.ndarray]:
+    """Let each of some things arrive at random times, `rate` times per unit; all until `until`, in no order.
+
+    The times of a thing are a function of its key, uint64, alone. All together are a Poisson process, in which each
+    arrival is that of any of the things with equal probability, independently of the others: draws with replacement.
+
+    Returns:
+        Number of the thing and time of each arrival, int64 and float64 `[K]`.
+    """
+    place, last, copies = np.arange(len(keys)), np.zeros(len(keys)), np.arange(1 + int(rate * until), dtype=np.uint64)
+    found = []
+    while len(place):
+        bits = mixed(keys[place][:, None] + copies) >> np.uint64(11)
+        times = last[:, None] + np.cumsum(-np.log1p(-(bits * 2.0**-53)), axis=1) / rate
+        row, column = np.nonzero(times <= until)
+        found.append((place[row], times[row, column]))
+        goes_on = times[:, -1] <= until
+        place, last, copies = place[goes_on], times[goes_on, -1], copies + np.uint64(len(copies))
+    return np.concatenate([places for places, _ in found]), np.concatenate([times for _, times in found])
 
 
 def checked_even(value: Even) -> Even:

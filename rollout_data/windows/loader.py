@@ -1,7 +1,7 @@
 """WindowLoader: shuffled batches of windows, read ahead by a thread of this process.
 
-One rule: the order is a function of (seed, epoch), so that where all ranks stand is two integers: the epoch and
-how many of its windows were delivered.
+One rule: where a window stands in an epoch is a function of (seed, epoch) and of its name, so that where all ranks
+stand is two numbers: the epoch, and the key of the last window that was delivered. Windows that are gone move no other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from storage.core.arguments import whole
 from storage.errors import RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
 
+from ..index.agreement import agreement_of
 from ..index.index import Int64s
 from ..index.sharding import ShardChoice, checked_shard, current_shard
 from .dataset import WindowDataset
@@ -24,7 +25,8 @@ from .index import Even, checked_even, rank_batches
 from .mixture import WindowMixture
 from .shared import collate_windows
 
-_VERSION = 2
+#: In 2 the order was a permutation of numbers, rather than of names.
+_VERSION = 3
 
 
 class WindowLoader:
@@ -75,10 +77,7 @@ class WindowLoader:
             bool(drop_last),
         )
         self.device, self.num_ahead = torch.device(device), whole("open the dataset", "num_ahead", num_ahead, 1)
-        if self._shard is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-            told = [dataset.opened_as]
-            torch.distributed.broadcast_object_list(told, 0)
-            self.dataset = dataset.at(told[0])
+        self.dataset = self._as_rank_0_has(dataset)
         if len(self.dataset) and not len(self):
             about = f"batch_size {batch_size}, drop_last {drop_last}, ranks {current_shard(self._shard).total}"
             text = f"a WindowLoader has no batch: there are too few of {len(self.dataset)} windows ({about})"
@@ -95,6 +94,17 @@ class WindowLoader:
     def _go_to(self, epoch: int) -> None:
         self.epoch = epoch  #: The epoch that the next batch belongs to.
         self._position, self._windows = 0, self.dataset
+        self._until: Any = None  # the last key of an epoch that was begun elsewhere
+        self._is_of_version_2 = False
+        self._ordered: tuple[Int64s, np.ndarray | None] | None = None
+
+    def _as_rank_0_has(self, windows: Any, opened_as: Any = None) -> Any:
+        """Give windows as rank 0 has them, as far as it still does if they were `opened_as` this."""
+
+        def look() -> Any:
+            return windows.opened_as if opened_as is None else windows.at(opened_as, may_lack=True).opened_as
+
+        return windows.at(agreement_of(current_shard(self._shard))(0, look))
 
     def __len__(self) -> int:
         """Count the batches of a whole epoch of this rank."""
@@ -102,16 +112,27 @@ class WindowLoader:
 
     def order(self, epoch: int) -> Int64s:
         """Give the windows of an epoch of all ranks in order, int64."""
-        windows, generator = self._windows, np.random.default_rng([self.seed, epoch])
-        if self.shuffle and isinstance(windows, WindowMixture):
-            return windows.draw(len(windows), generator)
-        return generator.permutation(len(windows)) if self.shuffle else np.arange(len(windows))
+        return self._order(epoch)[0]
+
+    def _order(self, epoch: int) -> tuple[Int64s, np.ndarray | None]:
+        """The windows of an epoch, and the ascending keys that a shuffled order goes by."""
+        windows = self._windows
+        if not self.shuffle:
+            return np.arange(len(windows)), None
+        if not self._is_of_version_2:
+            return windows.shuffled([self.seed, epoch], self._until)
+        generator = np.random.default_rng([self.seed, epoch])
+        if isinstance(windows, WindowMixture):
+            return windows.draw(len(windows), generator), None
+        return generator.permutation(len(windows)), None
 
     def _bounds(self, start: int, stop: int) -> Int64s:
         return rank_batches(start, stop, self.batch_size, current_shard(self._shard), self.even, self.drop_last)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        epoch, start, order = self.epoch, self._position, self.order(self.epoch)
+        epoch, start = self.epoch, self._position
+        self._ordered = self._ordered or self._order(epoch)
+        order = self._ordered[0]
         self._turn += 1
         turn, global_size = self._turn, self.batch_size * current_shard(self._shard).total
         bounds = self._bounds(start, len(order))
@@ -133,37 +154,52 @@ class WindowLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks stand after the last batch that was delivered, in plain data: the same in each of them."""
-        place = {"epoch": self.epoch, "position": self._position, "windows": self._windows.opened_as}
+        place: dict[str, Any] = {"epoch": self.epoch, "position": self._position, "windows": self._windows.opened_as}
+        if self._position and not self._is_of_version_2:
+            self._ordered = self._ordered or self._order(self.epoch)
+            order, keys = self._ordered
+            last = self._position - 1
+            place["after"] = self._windows.name(int(order[last])) if keys is None else keys[last].item()
+            place["until"] = None if keys is None else keys[-1].item()
         settings = {"num_windows": len(self._windows), "shuffle": self.shuffle, "seed": self.seed}
-        return {"version": _VERSION, **place, **settings}
+        return {"version": 2 if self._is_of_version_2 else _VERSION, **place, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, in any number of ranks and with any batch size: the same windows follow.
 
-        The epoch goes on with the windows that it began with; later ones have those of the dataset.
+        The epoch goes on with the windows that it began with, as far as they are still there; later ones have those of
+        the dataset. Under torch.distributed every rank has to call this.
 
         Raises:
             UsageError: The state belongs to other windows or to another order.
-            DataFileError: Trajectories of the epoch are gone; `set_epoch` begins another one.
+            DataFileError: Trajectories of the epoch are gone, and the state is of version 1 or 2, or the folder of the
+                older layout. `set_epoch` begins another epoch.
         """
-        windows, position = self.dataset, state.get("position")
-        if state.get("version") == 1:
+        version, position = state.get("version"), state.get("position")
+        if version == 1:
             position = state["num_delivered"] * state["batch_size"] * state["world_size"]
-        elif state.get("version") != _VERSION:
-            raise UsageError("resume the loader", "", f"a state of version 1 or {_VERSION}", repr(state.get("version")))
-        elif position:
+        elif version not in (2, _VERSION):
+            raise UsageError("resume the loader", "", f"a state of version 1 to {_VERSION}", repr(version))
+        position = whole("open the dataset", "position", position, 0)
+        windows = self.dataset
+        if version == _VERSION and position:
+            windows = self._as_rank_0_has(windows, state["windows"])
+        elif version == 2 and position:
             windows = windows.at(state["windows"])
-        num_windows = {"num_windows": len(windows)} if position else {}
-        for name, value in {**num_windows, "shuffle": self.shuffle, "seed": self.seed}.items():
+        lacks_some = version == _VERSION and position > 0 and windows.opened_as != state["windows"]
+        expected = {"num_windows": len(windows)} if position and not lacks_some else {}
+        for name, value in {**expected, "shuffle": self.shuffle, "seed": self.seed}.items():
             if state.get(name) != value:
                 raise UsageError("resume the loader", "", f"{name} = {value}", repr(state.get(name)))
-        position, epoch = (
-            whole("open the dataset", "position", position, 0),
-            whole("open the dataset", "epoch", state["epoch"], 0),
-        )
-        is_over = position > 0 and not len(self._bounds(position, len(windows)))
-        self.set_epoch(epoch + is_over)
-        self._position, self._windows = (0, self.dataset) if is_over else (position, windows)
+        self.set_epoch(whole("open the dataset", "epoch", state["epoch"], 0))
+        self._windows, self._position, self._until = windows, position, state.get("until")
+        self._is_of_version_2 = version != _VERSION
+        self._ordered = order, keys = self._order(self.epoch)
+        if lacks_some:
+            after = state["after"]
+            self._position = windows.num_upto(after) if keys is None else int(np.searchsorted(keys, after, "right"))
+        if position and not len(self._bounds(self._position, len(order))):
+            self._go_to(self.epoch + 1)
 
 
 def _batches(windows: WindowDataset | WindowMixture, order: Int64s, bounds: Int64s) -> Iterator[dict[str, Any]]:

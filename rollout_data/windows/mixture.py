@@ -17,10 +17,11 @@ from storage.core.tree import flatten, unflatten
 from storage.errors import UsageError
 
 from ..frames.cut import Allocate
+from ..index.agreement import agreement_of
 from ..index.index import Int64s
 from ..index.sharding import ShardChoice, checked_shard, current_shard
 from .dataset import WindowDataset
-from .index import Even, checked_even, checked_windows, rank_batches
+from .index import Even, arrivals, checked_even, checked_windows, rank_batches
 from .shared import WindowBatches
 
 
@@ -41,23 +42,30 @@ class WindowMixture(WindowBatches):
         self.datasets = list(datasets)
         if not self.datasets:
             raise UsageError("mix datasets", "", "at least one", "none")
-        sizes = np.array([len(dataset) for dataset in self.datasets], np.int64)
+        self._given = weights
+        self._check_alike()
+        self._open()
+        sizes = np.diff(self._first)
+        if ((self.weights > 0) & (sizes == 0)).any():
+            empty = int(np.flatnonzero((self.weights > 0) & (sizes == 0))[0])
+            raise UsageError("mix datasets", f"with number {empty}", "windows, or no weight", "no window")
+
+    def _open(self) -> None:
+        super()._open()
+        sizes = np.array([dataset.num_at_first for dataset in self.datasets], np.int64)
         if not sizes.any():
             raise UsageError("mix datasets", "", "windows in at least one", "none")
         try:
-            given = sizes.astype(np.float64) if weights is None else np.asarray(weights, np.float64)
+            given = np.asarray(sizes if self._given is None else self._given, np.float64)
         except (TypeError, ValueError):
             given = np.zeros(0)
-        if given.shape != sizes.shape or not (np.isfinite(given).all() and (given >= 0).all() and given.sum() > 0):
-            raise UsageError("mix datasets", "", f"{len(sizes)} weights >= 0, some of them above", repr(weights))
-        if ((given > 0) & (sizes == 0)).any():
-            empty = int(np.flatnonzero((given > 0) & (sizes == 0))[0])
-            raise UsageError("mix datasets", f"with number {empty}", "windows, or no weight", "no window")
-        self.weights, self._given = given / given.sum(), weights
+        if given.shape != sizes.shape or not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
+            raise UsageError("mix datasets", "", f"{len(sizes)} weights >= 0, some of them above", repr(self._given))
+        #: Arrivals of each window in the time of one draw.
+        self._rates = given / given.sum() / np.maximum(sizes, 1)
+        self.weights, self._num_draws = given / given.sum(), int(sizes.sum())
         self.opened_as = [dataset.opened_as for dataset in self.datasets]
-        self._first = np.append(0, np.cumsum(sizes))
-        self._check_alike()
-        self._open()
+        self._first = np.append(0, np.cumsum([len(dataset) for dataset in self.datasets]))
 
     def _check_alike(self) -> None:
         first = self.datasets[0].form
@@ -88,11 +96,44 @@ class WindowMixture(WindowBatches):
                 _as_array(out[name])[places] = _as_array(values)
         return unflatten(out)
 
-    def at(self, opened_as: Any) -> WindowMixture:
+    def at(self, opened_as: Any, may_lack: bool = False) -> WindowMixture:
         """Give the mixture of its members as they were opened; see `WindowDataset`."""
         if self.opened_as == opened_as:
             return self
-        return WindowMixture([each.at(one) for each, one in zip(self.datasets, opened_as, strict=True)], self._given)
+        members = [each.at(one, may_lack) for each, one in zip(self.datasets, opened_as, strict=True)]
+        earlier: WindowMixture = object.__new__(type(self))
+        earlier.__setstate__({**self.__getstate__(), "datasets": members})
+        return earlier
+
+    def shuffled(self, seed: Sequence[int], until: float | None = None) -> tuple[Int64s, np.ndarray]:
+        """Draw as many windows as there are, with replacement and by the weights; and when each is drawn, ascending.
+
+        A function of `seed` and of the names of the windows: see `arrivals`. With `until` those up to this time.
+        """
+        limit = self._num_draws + 6 * self._num_draws**0.5 + 10 if until is None else until
+        while True:
+            found = [
+                arrivals(dataset.random_keys([*seed, member]), rate, limit)
+                for member, (dataset, rate) in enumerate(zip(self.datasets, self._rates.tolist(), strict=True))
+            ]
+            windows = np.concatenate([first + place for first, (place, _) in zip(self._first, found, strict=False)])
+            if until is not None or len(windows) >= self._num_draws:
+                break
+            limit *= 1.1
+        times, order = torch.sort(torch.from_numpy(np.concatenate([times for _, times in found])))
+        num_draws = self._num_draws if until is None else len(windows)
+        return windows[order.numpy()[:num_draws]], times.numpy()[:num_draws]
+
+    def name(self, window: int) -> list[Any]:
+        """Name a window: its member, and its name there."""
+        member = int(np.searchsorted(self._first, window, side="right")) - 1
+        return [member, *self.datasets[member].name(window - int(self._first[member]))]
+
+    def num_upto(self, name: Sequence[Any]) -> int:
+        """Count the windows up to the one of this name."""
+        member, *rest = name
+        num_there: int = self.datasets[member].num_upto(rest)
+        return num_there + int(self._first[member])
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
         """Tell the member of each window, and its number there: int64 `[B]` both."""
@@ -112,7 +153,13 @@ class WindowMixture(WindowBatches):
     def sampler(
         self, num_samples: int | None = None, seed: int = 0, *, even: Even = "pad", shard: ShardChoice = "auto"
     ) -> MixtureSampler:
-        """Give a sampler for a `DataLoader`: `num_samples` draws an epoch (None: as many as there are windows)."""
+        """Give a sampler for a `DataLoader`: `num_samples` draws an epoch (None: as many as there are windows).
+
+        With shard="auto" every rank of torch.distributed has to call this: the mixture becomes that of rank 0.
+        """
+        told = agreement_of(current_shard(checked_shard(shard)))(0, lambda: self.opened_as)
+        if told != self.opened_as:
+            self.__setstate__(self.at(told).__getstate__())
         num_samples = len(self) if num_samples is None else whole("open the dataset", "num_samples", num_samples, 0)
         return MixtureSampler(self, num_samples, seed, even, shard)
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from rollout_data import RolloutDataWarning, WindowDataset, WindowLoader, WindowMixture
 from storage.errors import DataFileError, UsageError
 from tests.files import recorded
+from tests.formats.folders import NaiveFolder
 
 EVENS = ("pad", "drop", "none")
 SIZES = (1, 3, 16, 25, 31)
@@ -205,18 +206,21 @@ def test_set_epoch_gives_that_epoch_and_counts_on(datasets):
 
 def test_states_of_version_1_are_resumed(datasets):
     loader = WindowLoader(datasets[25], 4, seed=7)
-    expected = list(map(names, loader))
+    following = list(map(names, loader)) and list(map(names, loader))
     state = {"version": 1, "epoch": 0, "num_delivered": 3, "num_windows": 25, "batch_size": 4}
     state |= {"shuffle": True, "seed": 7, "drop_last": False, "rank": 0, "world_size": 1}
     again = WindowLoader(datasets[25], 4, seed=7)
     again.load_state_dict(state)
-    assert list(map(names, again)) == expected[3:]
+    # The order was a permutation of numbers then, and that epoch goes on in it.
+    windows = np.array(all_names(datasets[25]))[np.random.default_rng([7, 0]).permutation(25)].tolist()
+    assert list(chain(*map(names, again))) == windows[12:]
+    assert list(map(names, again)) == following
     again.load_state_dict({**state, "num_delivered": 7})
-    assert list(map(names, again)) == list(map(names, loader))
+    assert list(map(names, again)) == following
     with pytest.raises(UsageError, match="expected num_windows = 25, got 24"):
         again.load_state_dict({**state, "num_windows": 24})
-    with pytest.raises(UsageError, match="expected a state of version 1 or 2, got 3"):
-        again.load_state_dict({**state, "version": 3})
+    with pytest.raises(UsageError, match="expected a state of version 1 to 3, got 4"):
+        again.load_state_dict({**state, "version": 4})
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])
@@ -239,17 +243,100 @@ def test_an_epoch_goes_on_with_its_windows_after_blocks_came(tmp_path, is_mixtur
     assert len(list(again)) == len(again) > len(expected)
 
 
-def test_an_epoch_whose_windows_are_gone_is_refused(tmp_path):
+LENGTHS = (5, 2, 9, 4, 7, 3, 8, 6, 2, 5)
+
+
+@pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("is_mixture", "shuffle"), [(False, True), (False, False), (True, True), (True, False)])
+def test_windows_that_are_gone_are_left_out_and_the_rest_keeps_its_order(tmp_path, is_mixture, shuffle, seed):
+    chance = np.random.default_rng(seed)
+
+    def opened(split="train"):
+        options = {"padding": "repeat", "split": split, "validation_fraction": 0.2}
+        first = WindowDataset(tmp_path / "first", 2, **options)
+        if not is_mixture:
+            return first
+        second = WindowDataset(tmp_path / "second", 2, **options)
+        return WindowMixture([first, second, first], [1, 3, 1])
+
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for number, folder in enumerate(folders):
+        if seed % 2:
+            recorded.record(folder, LENGTHS, 2, first_number=20 * number, flush_every=3, writer_name="b0")
+            continue
+        for k in range(0, len(LENGTHS), 2):
+            recorded.record(folder, LENGTHS[k : k + 2], 2, first_number=20 * number + k, writer_name=f"b{k}")
+    expected = list(chain(*map(names, WindowLoader(opened(), 1, seed=seed, shuffle=shuffle))))
+    state, position = None, 0
+    for size in (2, 1, 1, 100):
+        loaders = [WindowLoader(opened(), 3, seed=seed, shuffle=shuffle, shard=(rank, 2)) for rank in range(2)]
+        for loader in loaders if state is not None else ():
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        kept = set(all_names(opened(None))) if state is not None else set(expected)
+        expected = [one for k, one in enumerate(expected) if k < position or one in kept]
+        assert loaders[0].epoch == (position == len(expected))
+        if loaders[0].epoch:
+            break
+        batches, _ = side_by_side(loaders, size)
+        got = list(chain(*batches))
+        if size == 100:
+            assert got[: len(expected) - position] == expected[position:]
+            assert len(got) - len(expected) + position in (0, 1)  # the pad that makes ranks equal
+            break
+        assert got == expected[position : position + len(got)]
+        position += len(got)
+        state = loaders[0].state_dict()
+        recorded.record(folders[0], [3, 4], first_number=100 + 10 * size, writer_name=f"a{size}")
+        for folder in folders[: 1 + is_mixture]:
+            old = sorted(folder.glob("rollout_b*.h5"))  # the oldest of one writer, or all of any of several
+            old[0 if seed % 2 else chance.integers(len(old))].unlink()
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path):
     recorded.record(tmp_path, [5], writer_name="a")
     recorded.record(tmp_path, [6], writer_name="b")
     loader = WindowLoader(WindowDataset(tmp_path, 1), 4)
     next(iter(loader))
+    state = loader.state_dict()
     sorted(tmp_path.glob("rollout_*.h5"))[0].unlink()
+    with pytest.raises(UsageError, match=r"expected windows of \(first anchor, least length, stride\) \[0, 2, 1\]"):
+        WindowLoader(WindowDataset(tmp_path, 2), 4).load_state_dict(state)
     again = WindowLoader(WindowDataset(tmp_path, 1), 4)
     with pytest.raises(DataFileError, match="the trajectories that it was opened with"):
-        again.load_state_dict(loader.state_dict())
+        again.load_state_dict({**state, "version": 2, "windows": state["windows"][:2]})
     again.set_epoch(loader.epoch + 1)
     assert len(list(again)) == 2
+
+
+def test_an_epoch_of_the_older_layout_goes_on_only_with_its_own_windows(tmp_path):
+    folder = NaiveFolder(tmp_path)
+    folder.chunk(0, 0, 8, done=True)
+    loader = WindowLoader(WindowDataset(tmp_path, 2), 4)
+    next(iter(loader))
+    folder.chunk(1, 0, 8, done=True)
+    with pytest.raises(DataFileError, match="the trajectories that it was opened with"):
+        WindowLoader(WindowDataset(tmp_path, 2), 4).load_state_dict(loader.state_dict())
+
+
+def test_the_draws_of_a_mixture_follow_the_weights_and_are_independent(datasets):
+    mixture = WindowMixture([datasets[3], datasets[16]], [1, 2])
+    loader = WindowLoader(mixture, len(mixture), seed=0)
+    draws = np.array([loader.order(epoch) for epoch in range(4000)])
+    share = np.repeat([1 / 9, 2 / 48], [3, 16])
+
+    def check(counts, share):
+        expected = counts.sum() * share
+        degrees = len(share) - 1
+        assert ((counts - expected) ** 2 / expected).sum() < degrees + 5 * np.sqrt(2 * degrees)
+
+    check(np.bincount(draws.ravel(), minlength=19), share)
+    for column in (0, 18):  # wherever in the epoch
+        check(np.bincount(draws[:, column], minlength=19), share)
+    pairs = draws[:, :-1] * 19 + draws[:, 1:]
+    check(np.bincount(pairs[:, ::2].ravel(), minlength=361), np.outer(share, share).ravel())
+    is_repeated = (draws[:, :1] == draws[:, 1:]).any(axis=1).mean()
+    assert abs(is_repeated - (share * (1 - (1 - share) ** 18)).sum()) < 0.04
 
 
 def test_wrong_shares_are_refused(datasets):
@@ -292,8 +379,13 @@ def test_a_sampler_goes_on_from_epoch_to_epoch_with_workers_that_stay(datasets):
     assert [list(map(names, loader)) for _ in range(2)] == epochs[1:]
 
 
+def mixture_names(mixture, rank):
+    return names(mixture.__getitems__(list(mixture.sampler(seed=1, shard=(rank, 2)))))
+
+
 def test_two_ranks_of_torch_distributed(tmp_path):
-    recorded.record(tmp_path, [25], writer_name="first")
+    for folder in (tmp_path, tmp_path / "only first"):
+        recorded.record(folder, [25], writer_name="first")
     alone = WindowLoader(WindowDataset(tmp_path, 1), 25, seed=1)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "tests.windows.two_ranks", str(tmp_path)]
@@ -310,4 +402,6 @@ def test_two_ranks_of_torch_distributed(tmp_path):
             *expected,
             expected[0],
         ]
-    assert [len(rank["draws"]) for rank in ranks] == [5, 5]
+    first, second = (rank["draws"] for rank in ranks)
+    mixture = WindowMixture([WindowDataset(tmp_path / "only first", 1)])
+    assert first == mixture_names(mixture, 0) and second == mixture_names(mixture, 1)

@@ -28,8 +28,10 @@ def main(folder: Path) -> None:
             batches.append(batch["observation"][:, 0, 2].tolist())
             torch.distributed.barrier()  # hangs unless all ranks have equally many
         found["epochs"].append(batches)
-    sampler = WindowMixture([WindowDataset(folder, 1)]).sampler(9, seed=1)
-    found["draws"] = list(sampler)
+    mixture = WindowMixture([dataset])
+    sampler = mixture.sampler(seed=1)
+    batches = torch.utils.data.DataLoader(mixture, 30, sampler=sampler, collate_fn=mixture.collate)
+    found["draws"] = next(iter(batches))["observation"][:, 0, 2].tolist()
     # One write at a time: lines of ranks would mix.
     lines = [None, None]
     torch.distributed.all_gather_object(lines, found)
