@@ -15,7 +15,7 @@ import numpy as np
 
 from storage.codecs.chunks import ChunkCodec, chunk_codec
 from storage.codecs.codecs import AUTO, codec_of, most_chunk_frames
-from storage.core.checksums import crc32
+from storage.core.durable import crc32
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError
 

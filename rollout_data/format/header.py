@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from storage.core.checksums import crc32
+from storage.core.durable import crc32
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 from storage.saving.hdf5 import attribute, member, open_hdf5

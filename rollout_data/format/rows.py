@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from storage.codecs.codecs import AUTO, choose_codec, chunk_frames, codec_of, most_chunk_frames
-from storage.core.checksums import crc32
+from storage.core.durable import crc32
 from storage.core.fields import Schema
-from storage.core.work_split import WorkSplit
+from storage.core.threads import each_part
 
 from .chunk_table import ChunkTable, Coding, chain_of
 from .header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ranges
@@ -104,7 +104,7 @@ def code_tables(
     fragments: np.ndarray,
     tables: Mapping[str, Mapping[str, RowSource]],
     options: CodingOptions,
-    splits: WorkSplit,
+    num_threads: int | None,
 ) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
     """Code the columns of a block that are kept in chunks, as far as they are not coded yet.
 
@@ -113,7 +113,7 @@ def code_tables(
         fragments: `[F]`, which rows belong together.
         tables: Table -> column -> its rows.
         options: How.
-        splits: Runs the work.
+        num_threads: Most threads; None takes those of torch.
 
     Returns:
         The tables with coded columns, and how every field with a codec is coded.
@@ -139,7 +139,7 @@ def code_tables(
                 frames[table] = _Frames(rows, layout, layout.columns[name], row_ranges(table, fragments), per_chunk)
         chosen = names.pop() if names else _chosen(codec.name, name, frames.values(), options.chosen)
         for table, part in frames.items():
-            own[table] = part.coded(Coding(chosen, error, part.per_chunk), splits)
+            own[table] = part.coded(Coding(chosen, error, part.per_chunk), num_threads)
         for table, rows in own.items():
             coded[table][name] = rows
         codings[name] = _common([rows.coding for rows in own.values() if isinstance(rows, CodedRows)])
@@ -197,7 +197,7 @@ class _Frames:
         """Read some chunks, spread evenly."""
         return [self.read(number) for number in self._used[:: -(-len(self._used) // _NUM_SAMPLES) or 1]]
 
-    def coded(self, coding: Coding, splits: WorkSplit) -> CodedRows:
+    def coded(self, coding: Coding, num_threads: int | None) -> CodedRows:
         chain = chain_of(coding)
         chunks = [b""] * (len(self._bounds) - 1)
         errors = np.zeros(len(chunks))
@@ -206,7 +206,7 @@ class _Frames:
             for number in self._used[start:stop]:
                 chunks[number], errors[number] = chain.encode(self.read(number))
 
-        splits.run(code, len(self._used), self._bounds[-1] * self._row_bytes, ("code", coding.codec))
+        each_part(code, len(self._used), self._bounds[-1] * self._row_bytes, num_threads)
         rows, places = np.array(self._bounds, np.int64), np.cumsum([0, *map(len, chunks)])
         sums = np.array([*map(crc32, chunks)], np.int64)
         table = ChunkTable(chain, self._field, self._row_bytes, rows, places, sums)

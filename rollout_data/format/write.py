@@ -25,10 +25,8 @@ import h5py
 import numpy as np
 import torch
 
-from storage.core.checksums import crc32
-from storage.core.durable import sync_path
+from storage.core.durable import crc32, sync_path
 from storage.core.fields import Schema
-from storage.core.work_split import WorkSplit
 from storage.errors import UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
 
@@ -115,9 +113,9 @@ def write_block(
 
 
 def _write_file(path: Path, content: BlockContent, durable: bool, is_in_haste: Callable[[], bool]) -> None:
-    splits = WorkSplit(None if is_in_haste() else 1)
+    num_threads = None if is_in_haste() else 1
     options = CodingOptions(content.codecs, content.max_errors, content.frames_per_chunk)
-    coded, codings = code_tables(content.schema, content.fragments, content.rows, options, splits)
+    coded, codings = code_tables(content.schema, content.fragments, content.rows, options, num_threads)
     content, header = replace(content, rows=coded), SparseFile()
     with begin_file(header, DATA_ALIGNMENT) as file, open(path, "xb", buffering=0) as out:
         offsets = _reserve_tables(file, content)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.core.work_split import WorkSplit
+from storage.core.threads import each_part
 from storage.errors import CorruptFileError
 
 from ..format.chunk_table import ChunkTable, check_sum
@@ -86,12 +86,11 @@ class ChunkFiles:
         place: (table, column).
         row_bytes: Size of a decoded row.
         cache: Where decoded chunks are kept; shared by several.
-        splits: Decides how many threads decode; shared by several.
     """
 
-    def __init__(self, place: tuple[str, str], row_bytes: int, cache: RowCache, splits: WorkSplit) -> None:
+    def __init__(self, place: tuple[str, str], row_bytes: int, cache: RowCache) -> None:
         self.place, self.row_bytes = place, row_bytes
-        self._cache, self._splits = cache, splits
+        self._cache = cache
         self._files: dict[int, tuple[MappedFile, ChunkTable]] = {}
         self._num_files = 0
         #: int64 `[C + 1]`, first row of every chunk, and the number of rows.
@@ -145,7 +144,7 @@ class ChunkFiles:
 
         num_rows = int((self._rows[chunk[heads] + 1] - self._rows[chunk[heads]]).sum())
         chunk_bytes = num_rows // len(chunks) * self.row_bytes
-        self._splits.run(decode, len(chunks), chunk_bytes * len(chunks), (self.place, chunk_bytes.bit_length()))
+        each_part(decode, len(chunks), chunk_bytes * len(chunks))
 
     def will_need(self, first: Int64s, num_rows: Int64s) -> None:
         """Have the chunks of rows fetched from the disk in the background."""

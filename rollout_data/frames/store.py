@@ -15,7 +15,6 @@ import torch
 
 from storage.core.buffer_pool import BufferPool
 from storage.core.threads import each
-from storage.core.work_split import WorkSplit
 from storage.errors import DataFileError, UsageError
 
 from ..format.header import DATA, FINAL
@@ -196,8 +195,8 @@ class FileMap:
         self.layouts = layouts
         self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
         coded = [(table, column) for table, column in self.places if layouts[table].columns[column].is_coded]
-        cache, splits = RowCache(chunk_cache_bytes), WorkSplit()
-        self.chunks = {place: ChunkFiles(place, self._row_bytes(place), cache, splits) for place in coded}
+        cache = RowCache(chunk_cache_bytes)
+        self.chunks = {place: ChunkFiles(place, self._row_bytes(place), cache) for place in coded}
         plain = [place for place in self.places if place not in self.chunks]
         self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain}
         #: What is mapped: the block and the first row of each kind.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from storage.core.checksums import crc32
+from storage.core.durable import crc32
 from storage.errors import DataFileError
 
 from ..format.header import COMPLETE, DROPPED, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED

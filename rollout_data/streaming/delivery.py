@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from storage.core.arguments import whole
-from storage.core.duplicates import Unique
+from storage.core.threads import Unique
 from storage.errors import UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
@@ -53,15 +53,16 @@ class PrefetchedBatches(Unique):
         self._reader.begin()
         items = self._items = self.dataset.lent_to = iter(self._collector)
         try:
-            for batch, position in items:
-                if isinstance(batch, Undecided):
-                    self._reader.decide(batch)
-                if position is None:
-                    continue
-                self._delivered = position.value
-                yield batch
+            with items:
+                for batch, position in items:
+                    if isinstance(batch, Undecided):
+                        self._reader.decide(batch)
+                    if position is None:
+                        continue
+                    self._delivered = position.value
+                    yield batch
         finally:
-            self._end(items)
+            self._put_back(items)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands after the last delivered batch; see `RolloutDataset.state_dict`."""
@@ -71,13 +72,12 @@ class PrefetchedBatches(Unique):
 
     def close(self) -> None:
         """Stop reading ahead. Idempotent."""
-        if self._items is not None:
-            self._end(self._items)
         self._collector.close()
+        if self._items is not None:
+            self._put_back(self._items)
 
-    def _end(self, items: PrefetchedItems[Any]) -> None:
-        """End an iteration, unless it has ended and the dataset belongs to another one."""
-        items.close()
+    def _put_back(self, items: PrefetchedItems[Any]) -> None:
+        """Put the dataset back to what was delivered, unless it belongs to another iteration."""
         if self.dataset.lent_to is not items:
             return
         assert self._delivered is not None

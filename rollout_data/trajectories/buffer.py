@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from storage.core import arguments
-from storage.core.duplicates import Unique
 from storage.core.records import Key
-from storage.core.threads import OwnCondition
+from storage.core.threads import OwnCondition, Owned, Owner
 from storage.core.tree import unflatten
 from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.live.monitors import PerformanceMonitor
@@ -31,7 +30,7 @@ from .rows import Leaves, layout_of, pack, take_apart, unpack
 from .saver import TrajectorySaver
 
 
-class TrajectoryReplayBuffer(Unique):
+class TrajectoryReplayBuffer(Owned):
     """Keep trajectories of `[T, B, ...]` tensors and sample their steps, from any thread.
 
     Args:
@@ -98,7 +97,8 @@ class TrajectoryReplayBuffer(Unique):
         max_pending_saves = arguments.whole(what, "max_pending_saves", max_pending_saves, 1)
         rank, world_size = self._next_id, self._id_step = _rank_of(what, rank, world_size)
         self._monitor, self._is_closed = monitor, False
-        self._lock: Any = OwnCondition("a buffer with auto_save") if auto_save else threading.RLock()
+        self._owner = Owner("a buffer with auto_save")
+        self._lock: Any = OwnCondition(self._owner) if auto_save else threading.RLock()
         self._live = self._empty_state()
         self._saver: TrajectorySaver | None = None
         if auto_save:
@@ -119,12 +119,6 @@ class TrajectoryReplayBuffer(Unique):
     def __len__(self) -> int:
         with self._lock:
             return len(self._live.entries)
-
-    def __enter__(self) -> TrajectoryReplayBuffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def size(self) -> int:
@@ -250,9 +244,7 @@ class TrajectoryReplayBuffer(Unique):
             self._saver.flush()
 
     def close(self) -> None:
-        """Save what is not saved yet, stop the thread, free all; raises a failure. Idempotent; idle in a fork."""
-        if self._saver is not None and not self._lock.owner.is_own:
-            return
+        """Save what is not saved yet, stop the thread, free all; raises a failure. Idempotent."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:

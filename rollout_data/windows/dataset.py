@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from storage.core.arguments import choice, whole
-from storage.core.checksums import crc32
+from storage.core.durable import crc32
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
 from ..format.header import DATA

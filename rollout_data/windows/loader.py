@@ -136,9 +136,9 @@ class WindowLoader:
         self._turn += 1
         turn, global_size = self._turn, self.batch_size * current_shard(self._shard).total
         bounds = self._bounds(start, len(order))
-        items = iter(PipelinedDataCollector(_batches(self._windows, order, bounds), self.device, self.num_ahead))
-        try:
-            for number, batch in enumerate(items, 1):
+        items = PipelinedDataCollector(_batches(self._windows, order, bounds), self.device, self.num_ahead)
+        with iter(items) as ahead:
+            for number, batch in enumerate(ahead, 1):
                 if number < len(bounds):
                     self._position = start + number * global_size
                 else:  # here, so that no state stands at the end of an epoch
@@ -149,8 +149,6 @@ class WindowLoader:
                     got = "another one that was begun since, or a loader that was set to another place"
                     raise UsageError("go on with an iteration", "over a WindowLoader", "one at a time", got)
             self._go_to(epoch + 1)
-        finally:
-            items.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks stand after the last batch that was delivered, in plain data: the same in each of them."""

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from storage.core.checksums import crc32
-from storage.core.durable import replace_file
+from storage.core.durable import crc32, replace_file
 from storage.core.fields import DTYPES, Field
 from storage.core.host_arrays import on_host
 from storage.errors import RolloutDataError, UsageError

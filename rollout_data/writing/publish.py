@@ -78,6 +78,7 @@ class BlockPublisher:
         self._num_blocks = self._num_uncached = 0
         self._sequence, self._carry, self.last_ns = _resume(self._folder, self._writer, num_envs)
         self._worker = Worker(f"writer {self._writer!r}", max_pending)
+        self.owner = self._worker.owner
 
     def submit(self, staging: Staging, num_accepted: int) -> None:
         """Queue a staging; wait while too many blocks are pending.

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from storage.core import arguments
 from storage.core.host_arrays import as_given, on_host
+from storage.core.threads import Owner
 from storage.errors import UsageError
 
 from ..format.header import TERMINATED, TRUNCATED
@@ -109,6 +110,7 @@ class RecordingWrapper:
     ) -> None:
         recorder = _Recorder(Simulator(env, autoreset), data_dir, **{"max_dropped": math.inf, **options})
         self.__dict__.update(env=env, rollout_writer=recorder.writer, _recorder=recorder, _is_open=True)
+        self.__dict__["_owner"] = Owner(f"a recording into {str(data_dir)!r}")
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["env"], name)
@@ -121,10 +123,12 @@ class RecordingWrapper:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._owner.is_own:
+            self.close()
 
     def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close the writer, then the env. May be called twice."""
+        self._owner.check()
         is_open, self.__dict__["_is_open"] = self._is_open, False
         try:
             self.rollout_writer.close()

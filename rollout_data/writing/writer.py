@@ -22,8 +22,8 @@ import torch
 
 from storage.core import arguments
 from storage.core.buffer_pool import BufferPool
-from storage.core.duplicates import Unique
 from storage.core.fields import Schema
+from storage.core.threads import Owned
 from storage.errors import ClosedError, DataFileError, RolloutDataWarning, UsageError
 
 from ..format.header import DATA, DROPPED, OPEN, layouts_of
@@ -42,7 +42,7 @@ MAX_NUM_ENVS = 1 << 24
 _MAKE = "make a RolloutWriter"
 
 
-class RolloutWriter(Unique):
+class RolloutWriter(Owned):
     """Record `[num_envs, ...]` steps or `[T, num_envs, ...]` rollouts into a data folder.
 
     Args:
@@ -122,7 +122,6 @@ class RolloutWriter(Unique):
         self._started_s = 0.0  # when the first step of the staging was added
         self._pool = BufferPool()
         self._journal = Journal(self.data_dir, self.name)
-        self._owner = os.getpid()
         try:
             self.recovered = self._enter_folder()
             self._publisher = BlockPublisher(
@@ -137,6 +136,7 @@ class RolloutWriter(Unique):
         except BaseException:  # Ctrl-C too: an open journal would keep the name taken
             self._journal.close()
             raise
+        self._owner = self._publisher.owner
         self._last_ns = self._publisher.last_ns
         self._closed = False
         _open_writers.add(self)
@@ -234,8 +234,9 @@ class RolloutWriter(Unique):
         Raises:
             BackgroundError: A block could not be written; what was published before is intact.
         """
-        if self not in _open_writers or self._owner != os.getpid():  # a forked child has nothing to publish
+        if self not in _open_writers:
             return
+        self._owner.check()
         self._closed = True
         try:
             if not (self._is_ended or self._publisher.has_failed):
@@ -247,12 +248,6 @@ class RolloutWriter(Unique):
             raise
         self._leave_folder()
         self._publisher.check()
-
-    def __enter__(self) -> RolloutWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def num_frames(self) -> int:
@@ -374,7 +369,7 @@ _open_writers: set[RolloutWriter] = set()
 def _close_open_writers() -> None:
     for writer in list(_open_writers):
         try:
-            writer.close()
+            writer.__exit__()
         except Exception as error:  # noqa: BLE001 - told; the next one must still be closed
             warnings.warn(str(error), RolloutDataWarning)
 

@@ -25,8 +25,7 @@ import torch
 from ..codecs.lz4 import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
 from ..core import arguments
 from ..core.arguments import whole
-from ..core.checksums import crc32
-from ..core.durable import replace_file
+from ..core.durable import crc32, replace_file
 from ..core.threads import num_processors
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 

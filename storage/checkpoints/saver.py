@@ -21,8 +21,7 @@ from typing import Any
 from ..codecs.lz4 import check_level
 from ..core import arguments
 from ..core.buffer_pool import BufferPool
-from ..core.duplicates import Unique
-from ..core.threads import Worker
+from ..core.threads import Unique, Worker
 from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError
 from ..live.monitors import PerformanceMonitor
 from .files import (
@@ -94,9 +93,10 @@ class AsyncCheckpointSaver(Unique):
     def __enter__(self) -> AsyncCheckpointSaver:
         return self
 
-    def __exit__(self, failure: object, *_: object) -> None:
+    def __exit__(self, failure: object = None, *_: object) -> None:
         try:
-            self.shutdown()
+            if self._worker.owner.is_own:
+                self.shutdown()
         except CheckpointError:
             if failure is None:  # otherwise that one matters more
                 raise
@@ -157,7 +157,7 @@ class AsyncCheckpointSaver(Unique):
         self._worker.drain(timeout)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Accept nothing more and write everything accepted; idempotent. Does nothing in a forked child.
+        """Accept nothing more and write everything accepted; idempotent.
 
         Args:
             wait: Return when all is written; otherwise at once, while the thread goes on.
@@ -165,8 +165,7 @@ class AsyncCheckpointSaver(Unique):
         Raises:
             CheckpointError: A save failed.
         """
-        if not self._worker.owner.is_own:
-            return
+        self._worker.owner.check()
         self._is_closed = True
         if not wait:
             return self._worker.check()
@@ -215,7 +214,7 @@ def _finish_open_savers() -> None:
     failure = None
     for saver in list(_open_savers):
         try:
-            saver.shutdown()
+            saver.__exit__()
         except CheckpointError as error:
             failure = error
     if failure is not None:

@@ -23,9 +23,9 @@ import numpy.typing as npt
 import torch
 
 from ..core.arguments import whole
-from ..core.checksums import crc32
+from ..core.durable import crc32
 from ..core.fields import DTYPES, dtype_name
-from ..core.work_split import WorkSplit
+from ..core.threads import each_part
 from ..errors import CorruptFileError, RolloutDataError, SchemaError, UsageError
 from .chunks import ChunkCodec, chunk_codec
 from .codecs import chunk_frames, most_chunk_frames
@@ -130,13 +130,12 @@ def decompress_many(
     wanted = [_Wanted.checked(image_shape, size, dtype, one) for size, one in zip(sizes, lists, strict=True)]
     found = [_Blob(data, its) for data, its in zip(blobs, wanted, strict=False)]
     pieces = [(at, number) for at, blob in enumerate(found) for number in blob.chunks_wanted()]
-    splits = WorkSplit(num_threads)
 
     def check(start: int, stop: int) -> None:
         for at, number in pieces[start:stop]:
             found[at].check(number)
 
-    splits.run(check, len(pieces), sum(len(found[at].chunk(number)) for at, number in pieces))
+    each_part(check, len(pieces), sum(len(found[at].chunk(number)) for at, number in pieces), num_threads)
     counts = [its.count for its in wanted]
     lead = (len(found), counts[0]) if len({*counts}) == 1 else (sum(counts),)
     target = wanted[0].empty(lead) if out is None else wanted[0].fitting(out, lead)
@@ -148,7 +147,7 @@ def decompress_many(
         for at, number in pieces[start:stop]:
             found[at].decode(number, arrays[at])
 
-    splits.run(decode, len(pieces), sum(found[at].chunk_bytes for at, _ in pieces))
+    each_part(decode, len(pieces), sum(found[at].chunk_bytes for at, _ in pieces), num_threads)
     return outs
 
 

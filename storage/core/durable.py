@@ -1,4 +1,4 @@
-"""What must outlive a crash: flush files and folders to the disk, replace them in one step.
+"""What must outlive a crash: flush files and folders to the disk, replace them in one step, check their bytes.
 
 One rule: nothing is written in its place. What is new is written beside it, flushed, and renamed, so that a
 crash leaves the old content or the new one. What an interrupted process left beside is removed by the next one.
@@ -11,12 +11,21 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import DataFileError
 from . import arguments
+
+try:
+    # zlib's own takes 3.6 GB/s; this one, of the extra `fast`, 24 GB/s, so that checking costs next to nothing.
+    from zlib_ng.zlib_ng import crc32 as _crc32
+except ImportError:
+    from zlib import crc32 as _crc32
+
+#: `crc32(data, start=0)`: the CRC-32 of zlib of a buffer, continued from that of the bytes before it.
+crc32: Callable[..., int] = _crc32
 
 
 def sync_path(path: Path) -> None:

@@ -1,22 +1,33 @@
 """Work in other threads: `Worker` runs jobs in order beside the caller, `each` runs independent ones at once.
 
-One rule: a job's failure reaches the caller, and nothing is accepted in a forked child, where the threads are missing.
-Accepted jobs are run before the interpreter exits; what is submitted while it exits runs in the calling thread.
+One rule: a job's failure reaches the caller. An object with threads belongs to the process that made it: in a forked
+child, where the threads are missing, its calls raise, and leaving it (a `with` block, the end of the process) does
+nothing. Accepted jobs are run before the interpreter exits; what is submitted while it exits runs in the caller.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+
+import torch
 
 from ..errors import ClosedError, UsageError, WaitTimeoutError
+from .arguments import whole
 
+_Self = TypeVar("_Self", bound="Owned")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
+#: A thread must have this much to do to be worth its start, and a piece, so that threads rarely wait for the
+#: interpreter's lock.
+MIN_BYTES, _MIN_PIECE_BYTES = 1 << 20, 1 << 14
+#: Each thread does so many parts, one after the other: a late one does fewer.
+_NUM_PARTS = 4
 
 
 def num_processors() -> int:
@@ -48,13 +59,43 @@ class Owner:
 class OwnCondition(threading.Condition):
     """The lock of an object with a thread: taking it in a forked child, where it may stay taken, raises."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, owner: Owner) -> None:
         super().__init__()
-        self.owner = Owner(what)
+        self._owner = owner
 
     def __enter__(self) -> bool:
-        self.owner.check()
+        self._owner.check()
         return super().__enter__()
+
+
+class Unique:
+    """What owns files or threads: it is neither pickled nor copied, and says so."""
+
+    _instead: ClassVar[str] = "Make another one"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(f"pickle or copy a {type(self).__name__}, which owns files or threads", advice=self._instead)
+
+
+class Owned(Unique):
+    """What has threads, with a `close` that raises in a forked child; leaving its `with` block there does nothing.
+
+    Attributes:
+        _owner: Of the process that made it; set by the class.
+    """
+
+    _owner: Owner
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the work of the threads."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._owner.is_own:
+            self.close()
 
 
 class Worker:
@@ -131,12 +172,11 @@ class Worker:
         self.check()
 
     def close(self) -> None:
-        """Run what was accepted, stop the thread, raise a failure. Idempotent; does nothing in a forked child."""
-        if self.owner.is_own:
-            self._is_closed = True
-            wait(self._pending())  # not left to `shutdown`, whose join takes an interrupted thread for one that ended
-            self._pool.shutdown()
-            self.check()
+        """Run what was accepted, stop the thread, raise a failure. Idempotent."""
+        pending, self._is_closed = self._pending(), True
+        wait(pending)  # not left to `shutdown`, whose join takes an interrupted thread for one that ended
+        self._pool.shutdown()
+        self.check()
 
     def _pending(self) -> list[Future[Any]]:
         self.owner.check()
@@ -171,3 +211,28 @@ def each(function: Callable[[_Item], _Result], items: Iterable[_Item], num_threa
             finally:
                 pool.shutdown(cancel_futures=True)
     return [function(item) for item in listed]
+
+
+def each_part(
+    function: Callable[[int, int], object], num_pieces: int, num_bytes: int, num_threads: int | None = None
+) -> int:
+    """Call `function(start, stop)` for parts that cover `range(num_pieces)`; give the number of threads that did it.
+
+    Args:
+        function: Does the pieces `start:stop`; must release the interpreter's lock to gain anything from threads.
+        num_pieces: How many pieces of about equal size there are.
+        num_bytes: How much they are together. Little work, and small pieces, are done by one thread.
+        num_threads: Most threads; None takes torch's number of threads (1 in a DataLoader worker).
+
+    Raises:
+        What `function` raises, when no part is under way any more; the others are left undone.
+    """
+    limit = torch.get_num_threads() if num_threads is None else whole("split work", "num_threads", num_threads, 1)
+    num_threads = min(limit, num_processors(), num_pieces, num_bytes // MIN_BYTES)
+    if num_threads < 2 or num_bytes < _MIN_PIECE_BYTES * num_pieces:
+        function(0, num_pieces)
+        return 1
+    step = -(-num_pieces // (_NUM_PARTS * num_threads))
+    parts = [(start, min(start + step, num_pieces)) for start in range(0, num_pieces, step)]
+    each(lambda part: function(*part), parts, num_threads)
+    return num_threads

@@ -17,8 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from ..core import arguments
-from ..core.duplicates import Unique
-from ..core.threads import Worker
+from ..core.threads import Owned, Unique, Worker
 
 T = TypeVar("T")
 
@@ -124,14 +123,14 @@ class PipelinedDataCollector(Unique, Generic[T]):
         """Stop the iteration that is going on, if any, and wait for the item being made. Idempotent."""
         with self._lock:
             if self._current is not None:
-                self._current.stop()
+                self._current.close()
 
 
-class PrefetchedItems(Unique, Iterator[T]):
+class PrefetchedItems(Owned, Iterator[T]):
     """One iteration of a `PipelinedDataCollector`; dropping it, or leaving its loop, stops the producer."""
 
     def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:
-        self._collector, self._producer = collector, producer
+        self._collector, self._producer, self._owner = collector, producer, producer.worker.owner
         self._finish = weakref.finalize(self, producer.stop)
         self._num_got = 0
         self._futures: deque[Future[_Made]] = deque()
@@ -164,10 +163,11 @@ class PrefetchedItems(Unique, Iterator[T]):
 
     def check(self) -> None:
         """Raise in a forked child."""
-        self._producer.worker.owner.check()
+        self._owner.check()
 
     def close(self) -> None:
         """Stop the producer and wait for the item that it is making. Idempotent."""
+        self._producer.close()
         self._finish()
 
 
@@ -232,8 +232,17 @@ class _Producer:
             copied.record(self._stream)
         return _Made(moved, copied, stamp)
 
+    def close(self) -> None:
+        """Stop; raise in a forked child where there is something to stop."""
+        if not self.is_stopped:
+            self.worker.owner.check()
+        self.stop()
+
     def stop(self) -> None:
-        """Make no more items, wait for the one that is being made, close the source in its thread."""
+        """Make no more items, wait for the one that is being made, close the source in its thread.
+
+        Does nothing in a forked child, where it runs when what it belongs to is collected.
+        """
         if not self.worker.owner.is_own:
             return
         was_stopped, self.is_stopped = self.is_stopped, True

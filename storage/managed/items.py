@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.devices import StreamOrder
 from ..core.fields import Field, Schema
 from ..core.host_arrays import as_given
 from ..core.records import COMPLEX_DTYPES, dense, make_field
-from ..core.stream_order import StreamOrder
 from ..core.tree import check_same_names, unflatten
 from ..errors import CorruptFileError, FieldTypeError, SchemaError
 from ..ring.ring import RingStore

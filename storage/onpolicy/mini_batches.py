@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from ..core.arguments import whole
-from ..core.delivery import Delivery
+from ..core.devices import Delivery
 from ..core.modes import lasting
 from ..errors import UsageError
 from .padding import find_segments, gather_padded

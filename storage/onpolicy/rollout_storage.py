@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.delivery import Delivery
+from ..core.devices import Delivery
 from ..core.modes import lasting
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..core import arguments
+from ..core.devices import StreamOrder
 from ..core.fields import Schema
 from ..core.records import Key, RecordReader, normal
 from ..core.samplers import generator_on
-from ..core.stream_order import StreamOrder
 from ..core.tree import map_leaves
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..ring.ends import end_places, find_ends

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.devices import StreamOrder
 from ..core.fields import Schema
 from ..core.host_arrays import as_given
 from ..core.modes import lasting
 from ..core.prefix_sum import PrefixSum
 from ..core.records import Key, flat_name
 from ..core.samplers import Weighted, generator_on
-from ..core.stream_order import StreamOrder
 from ..core.tree import unflatten
 from ..errors import RolloutDataWarning, SchemaError, UsageError
 from ..ring.ring import RingStore

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.delivery import Delivery
+from ..core.devices import Delivery
 from ..core.fields import Field, Schema
 from ..core.host_arrays import as_given
 from ..core.samplers import generator_on, uniform

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..core import arguments
+from ..core.devices import StreamOrder
 from ..core.fields import DTYPES, Field, Schema, dtype_name
 from ..core.records import as_tensor
 from ..core.samplers import generator_on, uniform
-from ..core.stream_order import StreamOrder
 from ..errors import BufferEmptyError, SchemaError
 from ..ring.ring import RingStore
 from ..saving.buffer_store import ROWS, BufferStore, rows_written

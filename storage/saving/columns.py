@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..core.checksums import crc32
+from ..core.durable import crc32
 from ..core.fields import DTYPES, Schema, dtype_name
 from ..core.records import COMPLEX_DTYPES, make_field
 from ..errors import CorruptFileError, SchemaError

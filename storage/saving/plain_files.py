@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.checksums import crc32
+from ..core.durable import crc32
 from ..errors import CorruptFileError, SchemaError
 
 #: A million episodes with a file name each take less.

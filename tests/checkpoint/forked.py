@@ -18,9 +18,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from rollout_data import RolloutDataset, RolloutWriter, TrajectoryReplayBuffer, WindowDataset, WindowLoader
+from rollout_data import (
+    RecordingWrapper,
+    RolloutDataset,
+    RolloutWriter,
+    TrajectoryReplayBuffer,
+    WindowDataset,
+    WindowLoader,
+)
 from storage import AsyncCheckpointSaver, PipelinedDataCollector, load_checkpoint
 from storage.errors import UsageError
+from tests.files.simulator_fakes import IsaacLab
 
 PARENT = os.getpid()
 N = 2
@@ -89,11 +97,9 @@ def writer(folder: Path) -> None:
                 lambda: own.add_rollout(**rollout),
                 lambda: own.discard([0]),
                 own.flush,
+                own.close,
             ]
-            refused(calls)
-            own.close()
-            own.close()
-            refused(calls)
+            refused([*calls, *calls])
 
         for number in range(300):
             own.add(**step(number))
@@ -103,15 +109,33 @@ def writer(folder: Path) -> None:
     assert not [name for name in os.listdir(folder) if "tmp" in name]
 
 
+def wrapper(folder: Path) -> None:
+    env, closed, actions = IsaacLab("torch"), [], torch.zeros(3, 2)
+    env.close = lambda: closed.append(os.getpid())
+    with RecordingWrapper(env, folder, durable=False) as own:
+        own.reset()
+
+        def child() -> None:
+            refused([lambda: own.step(actions), own.close])
+            with own:  # leaving it is silent
+                pass
+            assert not closed
+
+        for number in range(40):
+            own.step(actions)
+            if number == 20:
+                fork(child)
+    assert closed == [PARENT] and own.rollout_writer.num_frames == 3 * 40
+
+
 def saver(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with AsyncCheckpointSaver(max_queue_size=8) as own:
 
         def child() -> None:
             save = partial(own.save_async, {"x": 1}, folder / "child")
-            refused([save, own.wait, lambda: own.wait(1.0), lambda: own.num_pending])
-            own.shutdown()
-            own.shutdown(wait=False)
+            calls = [save, own.wait, lambda: own.wait(1.0), lambda: own.num_pending]
+            refused([*calls, own.shutdown, partial(own.shutdown, wait=False)])
 
         for number in range(6):
             own.save_async({"x": torch.full((1 << 20,), float(number))}, folder / f"{number}", compress=number % 2 == 1)
@@ -136,9 +160,9 @@ def collector(folder: Path) -> None:
     seen = [next(items) for _ in range(3)]
 
     def child() -> None:
-        refused([lambda: next(items), lambda: iter(own)])
-        items.close()
-        own.close()
+        refused([lambda: next(items), lambda: iter(own), items.close, own.close])
+        with items:  # leaving it is silent
+            pass
         another = PipelinedDataCollector(range(5))
         assert list(another) == list(range(5))
 
@@ -162,8 +186,8 @@ def prefetch(folder: Path) -> None:
     seen = [next(batches).reward.clone() for _ in range(4)]
 
     def child() -> None:
-        refused([lambda: next(iter(ahead)), lambda: next(iter(dataset.prefetch(1))), lambda: next(batches)])
-        ahead.close()
+        another = dataset.prefetch(1)
+        refused([lambda: next(iter(ahead)), lambda: next(iter(another)), ahead.close, lambda: next(batches)])
         fresh = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
         assert len(list(fresh)) == len(whole)
         assert len(rewards(folder)) == 200
@@ -213,9 +237,11 @@ def trajectories(folder: Path) -> None:
                 own.clear_cache,
                 lambda: own.save_checkpoint(folder.with_name("elsewhere")),
                 lambda: own.load_checkpoint(folder),
+                own.close,
             ]
         )
-        own.close()
+        with own:  # leaving it is silent
+            pass
 
     for number in range(30):
         own.add(one(number))
@@ -247,7 +273,7 @@ def workers(folder: Path) -> None:
 
 PROGRAMS = {
     program.__name__: program
-    for program in (writer, saver, unused_saver, collector, prefetch, windows, trajectories, workers)
+    for program in (writer, wrapper, saver, unused_saver, collector, prefetch, windows, trajectories, workers)
 }
 
 if __name__ == "__main__":

@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.core import checksums
+from storage.core import durable
 
 
 @given(st.binary(max_size=5000), st.integers(0, 5000))
 def test_a_sum_is_that_of_zlib_in_one_piece_and_in_two(data: bytes, cut: int) -> None:
-    assert checksums.crc32(data) == zlib.crc32(data)
-    assert checksums.crc32(data[cut:], checksums.crc32(data[:cut])) == zlib.crc32(data)
-    assert checksums.crc32(np.frombuffer(data, np.uint8)) == zlib.crc32(data)
+    assert durable.crc32(data) == zlib.crc32(data)
+    assert durable.crc32(data[cut:], durable.crc32(data[:cut])) == zlib.crc32(data)
+    assert durable.crc32(np.frombuffer(data, np.uint8)) == zlib.crc32(data)
 
 
 def test_zlib_answers_where_the_extra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zlib_ng", None)
     monkeypatch.setitem(sys.modules, "zlib_ng.zlib_ng", None)
     try:
-        assert importlib.reload(checksums).crc32 is zlib.crc32
+        assert importlib.reload(durable).crc32 is zlib.crc32
     finally:
         monkeypatch.undo()
-        importlib.reload(checksums)
+        importlib.reload(durable)
 
 
 def test_zlib_ng_answers_where_it_is_there() -> None:
     zlib_ng = pytest.importorskip("zlib_ng.zlib_ng", reason="the extra `fast` is not installed")
-    assert checksums.crc32 is zlib_ng.crc32
+    assert durable.crc32 is zlib_ng.crc32
