@@ -17,22 +17,18 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import choice
 from ..core.fields import DTYPES, Field, dtype_name
 from ..core.tree import unflatten
-from ..errors import UsageError, nearest
-from ..onpolicy.column_table import ColumnTable
+from ..errors import UsageError
 from ..onpolicy.columns import Column, brought, declare_fields
-from ..onpolicy.hidden_states import SavedStates
-from ..onpolicy.mini_batches import GENERATE, RowGather
+from ..onpolicy.mini_batches import GENERATE
 from ..onpolicy.rollout_storage import RolloutStorage
 from ..saving.store import State
 
 _BOTH = {"observations", "actions", "rewards", "dones", "saved_hidden_states"}
 #: Training type -> the columns of `RolloutStorage` that it uses; what else it needs is added below.
-_COLUMNS = {
-    "rl": _BOTH | {"values", "actions_log_prob", "returns", "advantages"},
-    "distillation": _BOTH,
-}
+_COLUMNS = {"rl": _BOTH | {"values", "actions_log_prob", "returns", "advantages"}, "distillation": _BOTH}
 _PARAMETERS = "distribution_params"
 
 
@@ -103,11 +99,7 @@ class RslRlStorage(RolloutStorage):
         compat: bool = True,
         generator: torch.Generator | int | None = 0,
     ) -> None:
-        if training_type not in _COLUMNS:
-            raise UsageError(
-                "create a storage", "", f"training_type {nearest(training_type, _COLUMNS)}", repr(training_type)
-            )
-        self.training_type = training_type
+        self.training_type = choice("create a storage", "training_type", training_type, _COLUMNS)
         self.compat = compat
         self._parameters: tuple[Field, ...] = ()
         shape = _shapes(obs)
@@ -142,8 +134,7 @@ class RslRlStorage(RolloutStorage):
                     self._declare_parameters(declare_fields(_PARAMETERS, shapes))
                 given[_PARAMETERS] = {str(i): x for i, x in enumerate(parameters)}
             given.setdefault("hidden_states", None)
-            step: Any = SimpleNamespace(**given)
-            self.add_transitions(step)
+            self.add_transitions(SimpleNamespace(**given))  # type: ignore[arg-type]
 
     def generator(self) -> Iterator[Any]:
         """Yield the steps one after another, for distillation.
@@ -153,25 +144,25 @@ class RslRlStorage(RolloutStorage):
         """
         if self.training_type != "distillation":
             raise UsageError("generate steps", "", "training_type 'distillation'", repr(self.training_type))
-        return self._steps(self._num_rows_for("generate steps", allow_partial=False))
+        rows, names = self._num_rows_for("generate steps", False), ("observations", "privileged_actions", "dones")
+        return (self.Batch(**{name: getattr(self, name)[step].clone() for name in names}) for step in range(rows))
 
     def mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8, **options: Any) -> Iterator[Any]:
-        """Yield shuffled mini-batches of rows; see `RolloutStorage`."""
-        self._check_rl()
-        if not self.compat:
-            return super().mini_batch_generator(num_mini_batches, num_epochs, **options)
-        _, bounds = self._plan_batches(num_mini_batches, num_epochs, True, "row")
-        return self._compatible(bounds, num_epochs)
+        """Yield shuffled mini-batches of rows; see `RolloutStorage`, whose options count unless `compat`."""
+        given = {"reshuffle": "once"} if self.compat else options
+        return super().mini_batch_generator(num_mini_batches, num_epochs, **given)
 
-    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[Any]:
-        """Yield mini-batches of whole envs, padded; see `RolloutStorage`."""
-        self._check_rl()
-        if not self.compat:
-            return super().recurrent_mini_batch_generator(num_mini_batches, num_epochs)
-        return self._env_batches(*self._plan_batches(num_mini_batches, num_epochs, True, "env"), num_epochs)
+    def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
+        if self.training_type != "rl":
+            raise UsageError(GENERATE, "", "training_type 'rl'", repr(self.training_type))
+        return super()._plan_batches(num_mini_batches, num_epochs, drop_last or self.compat, item)
+
+    def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
+        if self.compat:
+            return torch.randperm(num_used, device=self.device)
+        return super()._permutation(num_rows, num_used)
 
     def _arguments(self) -> dict[str, Any]:
-        """JSON-able: the training type and settings beside sizes and shapes."""
         given = super()._arguments()
         sizes = {name: given[name] for name in ("num_envs", "num_transitions_per_env", "obs_shape", "actions_shape")}
         return {"training_type": self.training_type, "compat": self.compat, **sizes}
@@ -196,40 +187,18 @@ class RslRlStorage(RolloutStorage):
                 self._declare_parameters(tuple(Field.from_json(item) for item in numbers[_PARAMETERS]))
             super()._set_state(numbers, tensors)
 
-    def _check_rl(self) -> None:
-        if self.training_type != "rl":
-            raise UsageError(GENERATE, "", "training_type 'rl'", repr(self.training_type))
-
-    def _steps(self, rows: int) -> Iterator[Any]:
-        for step in range(rows):
-            names = ("observations", "privileged_actions", "dones")
-            yield self.Batch(**{name: getattr(self, name)[step].clone() for name in names})
-
-    def _compatible(self, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
-        # One permutation for all epochs: one shuffled copy, of which every batch is a view.
-        with torch.no_grad():
-            order = torch.randperm(bounds[-1][1], device=self.device)
-            columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(self.step)}
-            shuffled = RowGather(columns, self._delivery, num_gathers=1).gather(order)
-        for _ in range(num_epochs):
-            for start, stop in bounds:
-                yield self._to_mini_batch({name: x[start:stop] for name, x in shuffled.items()})
-
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
         made, masks = unflatten(batch), more.get("masks")
         size = [len(made["actions"])] if masks is None else list(masks.shape)
         observations = _tensordict(made.pop("obs"), size)
         parameters = tuple(made.pop(f"old_{_PARAMETERS}", {}).values())
-        states = more.get("hidden_states") or (None, None)
-        return self.Batch(
-            **made, observations=observations, old_distribution_params=parameters, hidden_states=states, masks=masks
-        )
+        more = {"old_distribution_params": parameters, "hidden_states": more.get("hidden_states") or (None, None)}
+        return self.Batch(**made, **more, observations=observations, masks=masks)
 
     def _declare_parameters(self, fields: tuple[Field, ...]) -> None:
         """Take the number and shapes of the distribution's parameters, known with the first transition."""
         self._parameters = fields
-        self._table = ColumnTable(self.declare_columns(), self.num_transitions_per_env, self.num_envs, self.device)
-        self._states = SavedStates(self._table)
+        self._make_table(self.num_transitions_per_env)
 
 
 def _plain(observations: Any) -> Any:

@@ -30,11 +30,7 @@ _version_of = attrgetter("_version")
 class ColumnTable:
     """Columns of `num_rows` steps of `num_envs` envs on one device.
 
-    Args:
-        columns: What is kept; names of fields must not repeat, and none may stand above another.
-        num_rows: Steps that fit.
-        num_envs: Size of the second axis.
-        device: Where the tensors live.
+    Names of fields must not repeat, and none may stand above another.
     """
 
     def __init__(self, columns: Sequence[Column], num_rows: int, num_envs: int, device: torch.device) -> None:
@@ -88,14 +84,7 @@ class ColumnTable:
     # -- one step --------------------------------------------------------------------------
 
     def read(self, transition: Any) -> dict[str, torch.Tensor]:
-        """Check everything that `transition` brings; change nothing.
-
-        Returns:
-            By field, what can be copied into a row; without the fields that it may leave out and does.
-
-        Raises:
-            MissingFieldError, SchemaError, FieldTypeError: Naming the first field that does not fit.
-        """
+        """Check everything that `transition` brings; give by field what can be copied into a row."""
         for name, value in getattr(transition, "__dict__", {}).items():
             if value is not None and name not in self._sources:
                 taken = ", ".join(sorted(self._sources))
@@ -197,12 +186,7 @@ class ColumnTable:
         return {name: x for name, x in self.tensors.items() if name not in views}
 
     def replace(self, tensors: Mapping[str, torch.Tensor], num_rows: int, others: set[str]) -> None:
-        """Take other tensors of `num_rows` steps in the place of all that `kept` lists.
-
-        Raises:
-            SchemaError: One is missing, has another shape or dtype, or is neither a field nor among `others`;
-                nothing is changed.
-        """
+        """Take other tensors of `num_rows` steps in the place of all that `kept` lists; fields, and `others`."""
         expected = {
             field.name: ((num_rows, self.num_envs, *field.shape), field)
             for column in self.columns.values()
@@ -275,20 +259,15 @@ def check_loaded(expected: Mapping[str, tuple[tuple[int, ...], Field]], tensors:
 
 
 class _Input(NamedTuple):
-    """What the value of one field must look like.
-
-    Attributes:
-        name: Of the field.
-        given: The field, called as in transitions.
-        cast: How `fit` takes other dtypes.
-        shapes: What fits as it is: every axis written out, and `[B]` where the shape is (1,).
-        dtypes: What is written as it is: all numbers of these dtypes are numbers of the field.
-    """
+    """What the value of one field must look like."""
 
     name: str
+    #: The field, called as in transitions.
     given: Field
     cast: Cast
+    #: What fits as it is: every axis written out, and `[B]` where the shape is (1,).
     shapes: tuple[torch.Size, ...]
+    #: What is written as it is: all numbers of these dtypes are numbers of the field.
     dtypes: frozenset[torch.dtype]
 
     @classmethod

@@ -22,18 +22,15 @@ _Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the trajectories of some envs of a `[T, B]` rollout stand.
+    """Where the trajectories of some envs of a `[T, B]` rollout stand."""
 
-    Attributes:
-        num_envs: B.
-        masks: `[T, n]` bool, False on padding.
-        starts: `[n]` int64, row `t * B + b` of each trajectory's first step.
-        bounds: Trajectories before each env, and all of them.
-    """
-
+    #: B.
     num_envs: int
+    #: `[T, n]` bool, False on padding.
     masks: torch.Tensor
+    #: `[n]` int64, row `t * B + b` of each trajectory's first step.
     starts: torch.Tensor
+    #: Trajectories before each env, and all of them.
     bounds: list[int]
 
     @cached_property

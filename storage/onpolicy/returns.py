@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ..core.arguments import choice, whole
-from ..core.fields import DTYPES
-from ..core.host_arrays import as_given
+from ..core.fields import DTYPES, Field
+from ..core.records import fit
 from ..errors import FieldTypeError, SchemaError, UsageError
 
 #: A discount or a trace decay: one number, or `[R]`.
@@ -62,8 +62,8 @@ def generalized_advantage(
         UsageError: An argument is not as above; also SchemaError and FieldTypeError, which are such.
     """
     _check_rollout(rewards, dones=dones, values=values, next_values=next_values)
-    factors = checked_factor("gamma", gamma, rewards.shape[-1]), checked_factor("lam", lam, rewards.shape[-1])
-    return _write_sums(_like(rewards), rewards, dones, factors, values, next_values)
+    gamma, lam = checked_factor("gamma", gamma, rewards.shape[-1]), checked_factor("lam", lam, rewards.shape[-1])
+    return _write_sums(_like(rewards), _Terms(rewards, dones, values, next_values), gamma, lam)
 
 
 def rollout_advantage(
@@ -86,23 +86,17 @@ def rollout_advantage(
     advantages = _like(rewards) if out is None else out
     if not advantages.is_contiguous():
         raise SchemaError(_ACTION, "", "a contiguous out", f"one with strides {advantages.stride()}")
-    factors = checked_factor("gamma", gamma, rewards.shape[-1]), checked_factor("lam", lam, rewards.shape[-1])
-    return _write_sums(advantages, rewards, dones, factors, values, last_values, returns)
+    gamma, lam = checked_factor("gamma", gamma, rewards.shape[-1]), checked_factor("lam", lam, rewards.shape[-1])
+    return _write_sums(advantages, _Terms(rewards, dones, values, last_values), gamma, lam, returns)
 
 
 def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -> torch.Tensor:
     """Sum the discounted rewards from each step to the end of its trajectory or of the rollout.
 
-    Args:
-        rewards: `[T, N, R]`.
-        dones: `[T, N, 1]`, 1 on the last step of a trajectory, else 0.
-        gamma: Discount per step; a number or `[R]`.
-
-    Returns:
-        `[T, N, R]`, a new tensor.
+    Arguments and result are as for `generalized_advantage`.
     """
     _check_rollout(rewards, dones=dones)
-    return _write_sums(_like(rewards), rewards, dones, (checked_factor("gamma", gamma, rewards.shape[-1]), 1.0))
+    return _write_sums(_like(rewards), _Terms(rewards, dones), checked_factor("gamma", gamma, rewards.shape[-1]))
 
 
 @torch.no_grad()
@@ -116,15 +110,8 @@ def n_step_returns(
 ) -> torch.Tensor:
     """Sum up to `num_steps` discounted rewards and the discounted value of where they lead.
 
-    Args:
-        rewards, values: `[T, N, R]`.
-        last_values: `[N, R]`, value of the observation after the rollout.
-        dones: `[T, N, 1]`; a sum ends at the first done and bootstraps nothing there.
-        gamma: Discount per step; a number or `[R]`.
-        num_steps: At least 1; sums that reach the end of the rollout bootstrap from `last_values`.
-
-    Returns:
-        `[T, N, R]`, a new tensor.
+    A sum ends at the first done and bootstraps nothing there; one that reaches the end of the rollout bootstraps from
+    `last_values` `[N, R]`. Other arguments and the result are as for `generalized_advantage`.
     """
     _check_rollout(rewards, dones=dones, values=values, last_values=last_values)
     num_steps = whole("compute n-step returns", "num_steps", num_steps, 1)
@@ -180,7 +167,7 @@ def write_returns(
     if source is not None and bool(x.cut.any()):
         # where, not multiplication: masked rows may hold anything, NaN too.
         rewards = torch.where(x.cut, rewards + source * _as(gamma, rewards), rewards)
-    _write_sums(x.advantages, rewards, x.dones, (gamma, lam), x.values, last_values, x.returns)
+    _write_sums(x.advantages, _Terms(rewards, x.dones, x.values, last_values), gamma, lam, x.returns)
     if normalize is not None:
         _normalize(x.advantages, NORMALIZATIONS[normalize])
 
@@ -197,23 +184,17 @@ def _normalize(advantages: torch.Tensor, axes: tuple[int, ...]) -> None:
 
 
 def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: int) -> torch.Tensor:
-    """Give `[N, R]` float32 from that, or from `[N]` with one reward; raise `SchemaError` on anything else."""
-    given = _real_tensor("last_values", last_values)
-    if given.dim() == 1 and num_rewards == 1:
-        given = given.unsqueeze(-1)
-    if tuple(given.shape) != (num_envs, num_rewards):
-        raise SchemaError(_ACTION, "", f"last_values of shape {[num_envs, num_rewards]}", _words(given))
-    return given.to(torch.float32)
+    """Give `[N, R]` float32 from that, or from `[N]` with one reward."""
+    field = Field("last_values", (num_envs, num_rewards))
+    shapes = (field.shape, (num_envs,)) if num_rewards == 1 else (field.shape,)
+    return fit(_ACTION, field, last_values, shapes=shapes).to(torch.float32).view(field.shape)
 
 
 def checked_factor(name: str, given: Scalar, num_rewards: int) -> Scalar:
     """Check a discount or a trace decay: a number, or `[R]`, in [0, 1]."""
     if isinstance(given, (float, int)) and 0 <= given <= 1:
         return given
-    checked = _real_tensor(name, given)
-    if checked.shape not in (torch.Size([]), torch.Size([num_rewards])):
-        expected = f"{name} a number or of shape [{num_rewards}]"
-        raise SchemaError(_ACTION, "", expected, f"shape {list(checked.shape)}")
+    checked = fit(_ACTION, Field(name, (num_rewards,)), given, shapes=((num_rewards,), ()))
     if not bool(((checked >= 0) & (checked <= 1)).all()):
         raise UsageError(_ACTION, "", f"{name} in [0, 1]", str(given))
     return checked
@@ -222,30 +203,33 @@ def checked_factor(name: str, given: Scalar, num_rewards: int) -> Scalar:
 # -- the recursion -------------------------------------------------------------------------------
 
 
+class _Terms(NamedTuple):
+    """What is summed up to the next done; tensors, or arrays over their memory.
+
+    Without values the rewards; with values `rewards + discount * next_values - values`, where the next values are
+    `ahead` `[T, N, R]`, or the values one step later and after the last one `ahead` `[N, R]`.
+    """
+
+    rewards: Any
+    dones: Any
+    values: Any = None
+    ahead: Any = None
+
+
 @torch.no_grad()
 def _write_sums(
-    out: torch.Tensor,
-    rewards: torch.Tensor,
-    dones: torch.Tensor,
-    factors: tuple[Scalar, Scalar],
-    values: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
-    returns: torch.Tensor | None = None,
+    out: torch.Tensor, terms: _Terms, discount: Scalar, trace: Scalar = 1.0, returns: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Write into contiguous `out` the sums of terms, discounted by the product of `factors` up to the next done.
-
-    Terms are the rewards; with values they are `rewards + discount * next_values - values`, where the next values are
-    `ahead` `[T, N, R]`, or the values one step later and after the last one `ahead` `[N, R]`. `factors` are discount
-    and trace decay. `returns` takes `out + values`. Gives `out` back.
+    """Write into contiguous `out` the sums, discounted by `discount * trace`, and into `returns` these plus the values.
 
     Time is worked on in pieces that stay in the cache, from the last to the first. `lib` is numpy, where numpy can
     compute it, or torch: numpy's calls take half the time.
     """
-    lib, (x, r, d, v, a, sums) = _arrays(out, rewards, dones, values, ahead, returns)
-    limit = _PIECE_SIZE_CUDA if out.is_cuda else _PIECE_SIZE
-    rows = max(1, limit // max(1, prod(out.shape[1:])))
+    lib, (x, total, *given) = _arrays(out, returns, *terms)
+    r, d, v, ahead = given
+    rows = max(1, (_PIECE_SIZE_CUDA if out.is_cuda else _PIECE_SIZE) // max(1, prod(out.shape[1:])))
     with np.errstate(over="ignore", invalid="ignore"):  # as quiet as torch where infinities and NaN go through
-        gamma, lam = (_place_factor(factor, out, lib) for factor in factors)
+        gamma, lam = _place_factor(discount, out, lib), _place_factor(trace, out, lib)
         decay = lib.empty_like(x[:rows])
         for start in reversed(range(0, len(x), rows)):
             stop = min(start + rows, len(x))
@@ -254,45 +238,37 @@ def _write_sums(
             if v is None:
                 piece[...] = r[start:stop]
             else:
-                if a.ndim == x.ndim:
-                    lib.multiply(a[start:stop], gamma, out=piece)
+                if ahead.ndim == x.ndim:
+                    lib.multiply(ahead[start:stop], gamma, out=piece)
                 else:
                     lib.multiply(weight[:-1], v[start + 1 : stop], out=piece[:-1])
-                    lib.multiply(weight[-1], a if stop == len(x) else v[stop], out=piece[-1])
+                    lib.multiply(weight[-1], ahead if stop == len(x) else v[stop], out=piece[-1])
                 piece += r[start:stop]
                 piece -= v[start:stop]
             weight *= lam
             if stop < len(x):
                 lib.add(piece[-1], weight[-1] * x[stop], out=piece[-1])
             _scan(lib, piece, weight)
-            if sums is not None:  # here, while both are still in the cache
-                lib.add(piece, v[start:stop], out=sums[start:stop])
+            if total is not None:  # here, while both are still in the cache
+                lib.add(piece, v[start:stop], out=total[start:stop])
     # Any decay lets through what is not finite, also 0, so that it reaches the first step.
     if not bool(lib.isfinite(x[:1]).all()):
-        _write_step_by_step(out, rewards, dones, factors, values, ahead, returns)
+        _write_step_by_step(out, terms, _as(discount, out), _as(trace, out))
+        if returns is not None:
+            torch.add(out, terms.values, out=returns)
     return out
 
 
-def _write_step_by_step(
-    out: torch.Tensor,
-    rewards: torch.Tensor,
-    dones: torch.Tensor,
-    factors: tuple[Scalar, Scalar],
-    values: torch.Tensor | None,
-    ahead: torch.Tensor | None,
-    returns: torch.Tensor | None,
-) -> None:
+def _write_step_by_step(out: torch.Tensor, terms: _Terms, discount: torch.Tensor, trace: torch.Tensor) -> None:
     """Do what `_write_sums` does so that whatever stands after a done, NaN too, stays there."""
-    ended, (discount, trace) = dones != 0, (_as(factor, out) for factor in factors)
-    out.copy_(rewards)
-    if values is not None and ahead is not None:
+    ended, ahead = terms.dones != 0, terms.ahead
+    out.copy_(terms.rewards)
+    if ahead is not None:
         if ahead.dim() < out.dim():
-            ahead = torch.cat([values[1:], ahead.unsqueeze(0)]).masked_fill_(ended, 0)
-        out.add_(ahead * discount).sub_(values)
+            ahead = torch.cat([terms.values[1:], ahead.unsqueeze(0)]).masked_fill_(ended, 0)
+        out.add_(ahead * discount).sub_(terms.values)
     for step in range(len(out) - 2, -1, -1):
         out[step] += (discount * trace * out[step + 1]).masked_fill_(ended[step], 0)
-    if values is not None and returns is not None:
-        torch.add(out, values, out=returns)
 
 
 def _scan(lib: Any, x: Any, decay: Any) -> None:
@@ -378,22 +354,6 @@ def _check_rollout(rewards: torch.Tensor, **others: torch.Tensor | None) -> None
 
 def _like(rewards: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(rewards, memory_format=torch.contiguous_format)
-
-
-def _real_tensor(name: str, value: Any) -> torch.Tensor:
-    """Give what a caller handed in as a dense tensor of real numbers; raise `FieldTypeError` if it is none."""
-    try:
-        # Numbers of Python's are float64 whatever the default dtype is: in half precision 0.99 is another discount.
-        is_array = isinstance(value, (torch.Tensor, np.ndarray))
-        given = as_given(value) if is_array else torch.tensor(value, dtype=torch.float64, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as cause:
-        got = type(value).__name__
-        raise FieldTypeError(_ACTION, "", f"{name} a number or a tensor of numbers", got) from cause
-    if given.is_complex() or given.is_meta or given.is_quantized or given.layout is not torch.strided:
-        raise FieldTypeError(
-            _ACTION, "", f"{name} a dense tensor of real numbers", f"{_words(given)} on {given.device}"
-        )
-    return given
 
 
 def _words(x: Any) -> str:

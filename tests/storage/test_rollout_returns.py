@@ -82,10 +82,10 @@ def test_a_bootstrap_value_of_an_earlier_rollout_is_not_used_again():
     [
         (
             {"last_values": torch.zeros(3, 1)},
-            "expected last_values of shape [4, 1], got torch.strided torch.float32 of shape [3, 1].",
+            "with 'last_values': expected float32 of shape [4, 1] or [4], got shape [3, 1].",
         ),
         ({"gamma": 1.5}, "expected gamma in [0, 1], got 1.5."),
-        ({"lam": torch.zeros(2)}, "expected lam a number or of shape [1], got shape [2]."),
+        ({"lam": torch.zeros(2)}, "with 'lam': expected float32 of shape [1] or [], got shape [2]."),
         ({"normalize": "all"}, "expected None or one of 'global', 'per_reward', got 'all'."),
         ({"truncation": "none"}, "expected truncation one of 'cut', 'final', 'value', got 'none'."),
     ],
