@@ -1,4 +1,4 @@
-"""Vectorized environments as a recording sees them: gymnasium's, stable-baselines3's and GPU simulators.
+"""Environments as a recording sees them: gymnasium's, vectorized or single, stable-baselines3's and GPU simulators.
 
 One rule: what an env returns is read by its form, arrays and tensors alike. An observation is a final one only where
 the env says so or its autoreset mode does; where neither tells, the user is asked.
@@ -29,6 +29,8 @@ _SAME_STEP_INFOS = {*_FINAL, "final_info", "time_outs"}
 class Simulator:
     """A batch of environments under the convention that it has; the arguments are those of `RecordingWrapper`.
 
+    A single `gymnasium.Env` is a batch of one: its values get an axis for the recording, and only there.
+
     Attributes:
         seen: Copies of what the env showed last: `observation` and, if there is one, `privileged_observation`.
         is_over: `[N]` bool: envs whose episode has ended and that are not reset yet.
@@ -36,23 +38,24 @@ class Simulator:
 
     def __init__(self, env: Any, autoreset: str | None = None) -> None:
         num_envs = _attribute(env, "num_envs")
-        if num_envs is None or not hasattr(env, "step"):
-            advice = "Wrap single environments with gymnasium.vector.SyncVectorEnv"
-            expected = "a vectorized environment with num_envs and step()"
-            raise UsageError("record", f"from {type(env).__name__}", expected, "none", advice)
+        self._is_single = num_envs is None and hasattr(env, "action_space") and hasattr(env, "reset")
+        if not hasattr(env, "step") or not (self._is_single or num_envs is not None):
+            expected = "a gymnasium.Env, or a vectorized environment with num_envs and step()"
+            raise UsageError("record", f"from {type(env).__name__}", expected, "neither")
         if autoreset not in (None, *_MODES.values()):
             raise UsageError("record", "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset))
-        self.env, self.num_envs, self.seen = env, int(num_envs), dict[str, Any]()
+        self.env, self.num_envs, self.seen = env, 1 if self._is_single else int(num_envs), dict[str, Any]()
         self.name = str(getattr(_attribute(env, "spec"), "id", None) or type(getattr(env, "unwrapped", env)).__name__)
         self.is_over = np.zeros(self.num_envs, bool)
         mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
         mode = _MODES.get(str(getattr(mode, "value", mode)).replace("_", "").lower())
-        self.mode = autoreset or mode or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
+        mode = autoreset or mode or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
+        self._is_mode_told, self.mode = mode is not None, mode or ("disabled" if self._is_single else None)
 
     def start(self, seed: int | None) -> Any:
         """Reset all envs; give the observation as the env gives it."""
         options, observation = {}, None
-        if seed is not None and _attribute(self.env, "single_action_space") is not None:
+        if seed is not None and (self._is_single or _attribute(self.env, "single_action_space") is not None):
             options = {"seed": seed}
         elif seed is not None and hasattr(self.env, "seed"):
             self.env.seed(seed)
@@ -77,18 +80,20 @@ class Simulator:
         if privileged is None and not np.any(is_reset):
             privileged = self.seen.get("privileged_observation")
         if observation is not None:
-            self.seen = copied(_fields(observation, privileged))
+            self.seen = self.copied(_fields(observation, privileged))
         self.is_over &= True if is_reset is None else ~is_reset
         return observation
 
     @property
-    def reset_options(self) -> dict[str, Any] | None:
-        """Options of the reset that envs wait for; None if none waits."""
+    def reset_arguments(self) -> dict[str, Any] | None:
+        """Arguments of the reset that envs wait for; None if none waits."""
         if self.mode != "disabled" or not self.is_over.any():
             return None
+        if self._is_single:
+            return {}
         if isinstance(_attribute(self.env, "auto_reset"), bool):  # ManiSkill's name for the same
-            return {"env_idx": self._as_env(np.flatnonzero(self.is_over))}
-        return {"reset_mask": self._as_env(self.is_over.copy())}
+            return {"options": {"env_idx": self._as_env(np.flatnonzero(self.is_over))}}
+        return {"options": {"reset_mask": self._as_env(self.is_over.copy())}}
 
     def read(self, result: Any) -> tuple[dict[str, Any], np.ndarray, Any]:
         """Read what `step()` returned: further values for `RolloutWriter.add`, the ends (`[N]` bool), the infos.
@@ -110,12 +115,15 @@ class Simulator:
             privileged = _critic(infos) if privileged is None else privileged
             truncated = [ended & np.logical_or(*(told(infos, (name,), self.num_envs)[0] for name in _TIMEOUTS))]
             ended &= ~truncated[0]
+        if self._is_single and self.is_over.any() and not self._is_mode_told:
+            advice = "Give autoreset='next_step' if the environment resets itself"
+            raise UsageError("step", repr(self.name), "reset() after the end of an episode", "none", advice)
         present = ~self.is_over
-        record = {"reward": reward, "terminated": ended & present, "truncated": truncated[0] & present}
+        record = {"reward": self.copied(reward), "terminated": ended & present, "truncated": truncated[0] & present}
         done = record["terminated"] | record["truncated"]
         if done.any() and self.mode is None:
             self.mode = self._told_mode(observation, infos)
-        fields = self.seen = copied(_fields(observation, privileged))
+        fields = self.seen = self.copied(_fields(observation, privileged))
         if self.mode in ("next_step", "disabled"):
             self.is_over = done if self.mode == "next_step" else self.is_over | done
             record["env_mask"] = present
@@ -130,8 +138,16 @@ class Simulator:
         """Give actions as the env takes them: tensors on its device, or arrays of its space's dtype and shape."""
         if isinstance(_leaf(self.seen.get("observation")), torch.Tensor):
             return mapped(self._as_env, actions)
-        is_of_all = _attribute(self.env, "single_action_space") is not None
+        is_of_all = self._is_single or _attribute(self.env, "single_action_space") is not None
         return _as_arrays(actions, _attribute(self.env, "action_space"), is_of_all)
+
+    def copied(self, tree: Any) -> Any:
+        """Copy mappings and tuples as dicts of `[N, ...]`; tuples (of `spaces.Tuple`) get the keys "0", "1", ..."""
+        return map_leaves(self._copied, _named(tree))
+
+    def _copied(self, leaf: Any) -> Any:
+        copy = leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf)
+        return copy[None] if self._is_single else copy
 
     def _told_mode(self, observation: Any, infos: Any) -> str:
         """Tell the autoreset mode from a step in which an episode ended."""
@@ -162,13 +178,6 @@ def told(infos: Any, names: Sequence[str], num_envs: int) -> tuple[np.ndarray, n
             if is_told.any():
                 return is_told & array.astype(bool), is_told
     return np.zeros(num_envs, bool), np.zeros(num_envs, bool)
-
-
-def copied(tree: Any) -> Any:
-    """Copy nested mappings and tuples as dicts; tuples (of `spaces.Tuple`) get the keys "0", "1", ..."""
-    return map_leaves(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf), _named(tree)
-    )
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:

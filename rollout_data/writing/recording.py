@@ -6,9 +6,9 @@ writer's.
 
 from __future__ import annotations
 
-import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +22,12 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.core.host_arrays import as_given, on_host
 from storage.core.threads import Owner
-from storage.errors import UsageError
+from storage.errors import RolloutDataWarning, UsageError
 
 from ..format.header import TERMINATED, TRUNCATED
 from ..index.folder import BlockFolder
 from ..index.index import TrajectoryIndex
-from .environments import Simulator, copied, mapped, told
+from .environments import Simulator, mapped, told
 from .writer import RolloutWriter
 
 #: Methods of an env that are recorded.
@@ -91,13 +91,14 @@ class RecordingWrapper:
         data_dir: The data folder.
         autoreset: When an env is reset whose episode has ended: "next_step" (its next step only resets it),
             "same_step" (infos have the final observation, or none is recorded) or "disabled" (the loop resets it).
-            None reads it from `metadata["autoreset_mode"]`, or from what is returned when an episode ends.
+            None reads it from `metadata["autoreset_mode"]`, or from what is returned when an episode ends; a single
+            env is "disabled" then.
         options: Of `RolloutWriter`, and these:
             `success_only`: keep only episodes of whose last step infos tell a success.
             `keep`: keep only episodes of whose `EpisodeSummary` this is true.
             `success_key="success"`: what tells success in infos, or `is_<key>`; in `final_info`, where that is.
             `max_dropped`: raise when this many episodes in a row were dropped. Left out, it is 1000, or 10 per env if
-            that is more; here only while infos never told a success.
+            that is more; a `RecordingWrapper` then warns once and goes on, unless infos never told a success.
 
     Raises:
         UsageError: An argument is wrong; from a step: it cannot be recorded, or `max_dropped` episodes were dropped.
@@ -108,7 +109,7 @@ class RecordingWrapper:
     def __init__(
         self, env: Any, data_dir: str | os.PathLike[str], *, autoreset: str | None = None, **options: Any
     ) -> None:
-        recorder = _Recorder(Simulator(env, autoreset), data_dir, **{"max_dropped": math.inf, **options})
+        recorder = _Recorder(Simulator(env, autoreset), data_dir, is_in_loop=True, **options)
         self.__dict__.update(env=env, rollout_writer=recorder.writer, _recorder=recorder, _is_open=True)
         self.__dict__["_owner"] = Owner(f"a recording into {str(data_dir)!r}")
 
@@ -161,7 +162,8 @@ def record_demonstrations(
             Isaac Gym, or of such an interface: `num_envs`, and `step(actions)` that returns gymnasium's five values,
             `obs, rewards, dones, infos` or `obs, privileged_obs, rewards, dones, infos`, as arrays or tensors. The
             groups `critic` and `privileged` of a dict observation are the privileged observation; a group `policy`
-            that is alone beside them is the observation.
+            that is alone beside them is the observation. Or a single `gymnasium.Env`, recorded as one env: the policy
+            gets its observation and gives its action, both without an axis for envs.
         policy: Observation -> actions; or an object with `act_inference` or `act`. A torch module gets
             tensors, anything else the observation as the environment gives it.
         data_dir: The data folder.
@@ -205,8 +207,8 @@ def record_demonstrations(
             if have[0] >= goals[0] and have[1] >= goals[1]:
                 break
             observation, *_ = recorder.call("step", simulator.executed(act(observation)))
-            if (waiting := simulator.reset_options) is not None:
-                observation, *_ = recorder.call("reset", options=waiting)
+            if (waiting := simulator.reset_arguments) is not None:
+                observation, *_ = recorder.call("reset", **waiting)
             num_steps += 1
         if not keep_unfinished:
             writer.discard(np.arange(simulator.num_envs))
@@ -235,15 +237,16 @@ class _Recorder:
         keep: Callable[[EpisodeSummary], Any] | None = None,
         success_key: str = "success",
         max_dropped: float | None = None,
+        is_in_loop: bool = False,
         metadata: Mapping[str, Any] | None = None,
         **writer_options: Any,
     ) -> None:
         if keep is not None and not callable(keep):
             raise UsageError("record", "", "keep a callable of an EpisodeSummary, or None", repr(keep))
         num_envs = simulator.num_envs
-        self._default_limit = max(1000, 10 * num_envs)
-        self._limit = self._default_limit if max_dropped is None else max_dropped
+        self._limit = max(1000, 10 * num_envs) if max_dropped is None else max_dropped
         arguments.real("record", "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1)
+        self._goes_on, self._has_warned = is_in_loop and max_dropped is None, False
         self.simulator, self._success_only, self._keep = simulator, success_only, keep
         self._names = (success_key, f"is_{success_key}")
         self._is_choosing = success_only or keep is not None
@@ -265,7 +268,7 @@ class _Recorder:
         """Call one of the env's methods in `_RECORDED` and record what it does."""
         if name in ("step", "step_async"):
             given = (*args, *kwargs.values())[0]
-            self._action = copied(self.simulator.executed(given))  # a simulator may clip them in place
+            self._action = self.simulator.copied(self.simulator.executed(given))  # a simulator may clip them in place
         elif name != "reset_wait":
             options = kwargs.get("options") or {}
             chosen = (options.get("reset_mask"), options.get("env_idx"), kwargs.get("env_ids"))
@@ -326,17 +329,25 @@ class _Recorder:
 
     def _check_dropped(self, infos: Any, num_dropped: int) -> None:
         self._num_dropped_in_a_row = num_dropped and self._num_dropped_in_a_row + num_dropped
-        limit, why, advice = self._limit, "keep is false of them", "Change the policy or keep, or raise max_dropped"
-        if self._success_only and self._is_success_told:
+        if self._num_dropped_in_a_row < self._limit:
+            return
+        is_told = self._is_success_told or not self._success_only
+        if is_told and self._has_warned:
+            return
+        why, advice = "keep is false of them", "Change the policy or keep, or raise max_dropped"
+        if self._success_only and is_told:
             why = "they ended without success" + (" or keep is false of them" if self._keep else "")
-        elif self._success_only:
+        elif not is_told:
             infos = infos.get("final_info", infos) if isinstance(infos, Mapping) else infos
             names = {name for info in ([infos] if isinstance(infos, Mapping) else infos) for name in info or ()}
             why = f"infos never have {' or '.join(map(repr, self._names))}, but {sorted(map(str, names))}"
-            limit, advice = min(limit, self._default_limit), "Say with success_key what tells success"
-        if self._num_dropped_in_a_row >= limit:
-            got = f"{self._num_dropped_in_a_row} in a row to drop: {why}"
-            raise UsageError("go on recording", "", "episodes to keep", got, advice)
+            advice = "Say with success_key what tells success"
+        got = f"{self._num_dropped_in_a_row} in a row to drop: {why}"
+        error = UsageError("go on recording", "", "episodes to keep", got, advice)
+        if not (is_told and self._goes_on):
+            raise error
+        self._has_warned = True
+        warnings.warn(f"nothing is recorded: {got}. {advice}", RolloutDataWarning, stacklevel=5)
 
 
 def _count(data_dir: Path) -> tuple[int, int, int]:

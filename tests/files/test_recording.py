@@ -361,3 +361,90 @@ def test_what_cannot_be_recorded_is_said(tmp_path, env, policy, text):
 def test_a_recording_needs_a_goal(tmp_path):
     with pytest.raises(UsageError, match="min_timesteps or min_trajectories above 0, got neither"):
         record_demonstrations(TensorEnvs(), zeros, tmp_path)
+
+
+class Single(gymnasium.Env):
+    """Alone: episode k has k % 3 + 2 frames, every other one times out; observations are written in place."""
+
+    def __init__(self, form="array"):
+        self.inner = Counting(form=form)
+        self.observation_space, self.action_space = self.inner.observation_space, spaces.Discrete(5)
+        self.is_over, self.seeds = True, []
+
+    def reset(self, *, seed=None, options=None):
+        self.is_over = False
+        self.seeds.append(seed)
+        return self.inner.reset()
+
+    def step(self, action):
+        assert not self.is_over and self.action_space.contains(action)
+        observation, reward, terminated, truncated, _ = self.inner.step(action)
+        self.is_over = terminated or truncated
+        return observation, reward, terminated, truncated, {"is_success": terminated}
+
+
+@pytest.mark.parametrize("form", ["array", "dict", "tuple"])
+def test_a_single_environment_is_recorded_as_one(tmp_path, form):
+    env = Single(form)
+    summary = record_demonstrations(
+        env, lambda observation: 3, tmp_path, min_trajectories=7, seed=5, show_progress=False
+    )
+    found = check_counting(tmp_path, form)
+    assert summary.num_trajectories == len(found) == 7 and env.seeds == [5] + [None] * 7
+    assert [int(one.column(NAMES[form][0])[0, 1]) for one in found] == list(range(7)), "each from its first frame on"
+    for one in found:
+        assert one.column("action").tolist() == [3] * one.length and one.column("action").dtype == np.int64
+
+
+def test_a_loop_sees_a_single_environment_as_it_is(tmp_path):
+    def play(env):
+        seen = [env.reset(seed=1)]
+        for number in range(20):
+            seen.append(env.step(number % 2))
+            if seen[-1][2] or seen[-1][3] or number == 12:
+                seen.append(env.reset())
+        return [[item.tolist() if isinstance(item, np.ndarray) else item for item in values] for values in seen]
+
+    with RecordingWrapper(gymnasium.wrappers.TimeLimit(Single(), 9), tmp_path / "a", success_only=True) as wrapper:
+        assert play(wrapper) == play(gymnasium.wrappers.TimeLimit(Single(), 9))
+    assert {end_of(one) for one in check_counting(tmp_path / "a")} == {"terminated"}
+    with RecordingWrapper(Single(), tmp_path / "b") as wrapper:
+        play(wrapper)
+    found = check_counting(tmp_path / "b")
+    assert sum(one.length for one in found) == 20
+    assert [end_of(one) for one in found].count("open") == 2, "the one that was cut, and the last"
+
+
+def test_real_single_environments_are_recorded(tmp_path):
+    env = gymnasium.make("CartPole-v1")
+    record_demonstrations(
+        env, lambda state: int(state[2] > 0), tmp_path / "a", min_trajectories=3, seed=0, show_progress=False
+    )
+    expected = gymnasium.make("CartPole-v1")
+    state, _ = expected.reset(seed=0)
+    first = trajectories_of(tmp_path / "a")[0]
+    for t in range(first.length):
+        assert first.column("observation")[t].tolist() == state.tolist()
+        state, reward, *_ = expected.step(int(state[2] > 0))
+        assert first.column("action")[t] == int(first.column("observation")[t][2] > 0)
+        assert first.column("reward")[t] == reward
+    assert first.finals["observation"].tolist() == state.tolist()
+    policy = torch.nn.Linear(3, 1)
+    record_demonstrations(gymnasium.make("Pendulum-v1"), policy, tmp_path / "b", min_timesteps=250, show_progress=False)
+    action = trajectories_of(tmp_path / "b")[0].column("action")
+    assert action.shape == (200, 1) and action.dtype == np.float32
+
+
+def test_a_single_environment_that_resets_itself_is_told_apart(tmp_path):
+    def play(env):
+        env.reset()
+        for _ in range(9):
+            env.step(0)
+
+    text = r"expected reset\(\) after the end .* autoreset='next_step' if"
+    wrapper = RecordingWrapper(gymnasium.wrappers.Autoreset(Single()), tmp_path / "a")
+    with wrapper, pytest.raises(UsageError, match=text):
+        play(wrapper)
+    with RecordingWrapper(gymnasium.wrappers.Autoreset(Single()), tmp_path / "b", autoreset="next_step") as wrapper:
+        play(wrapper)
+    assert [one.length for one in check_counting(tmp_path / "b")] == [2, 3, 2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout_data import RecordingWrapper, RolloutDataset, WindowDataset, record_demonstrations
-from storage.errors import UsageError
+from storage.errors import RolloutDataWarning, UsageError
 from tests.files.readback import end_of, trajectories_of
 from tests.files.simulator_fakes import (
     SB3,
@@ -282,12 +282,21 @@ def test_a_wrapped_loop_goes_on_while_nothing_succeeds_yet(tmp_path):
             *values, success, last = super().advance(actions, envs)
             return *values, success & False, last
 
-    env = Failing("torch")
-    with RecordingWrapper(env, tmp_path, success_only=True) as wrapper:
-        observation, _ = wrapper.reset()
-        for _ in range(2000):
-            observation, *_ = wrapper.step(policy_of(env)(observation))
-    assert wrapper.rollout_writer.num_trajectories == 0
+    def play(**options):
+        env = Failing("torch")
+        with RecordingWrapper(env, tmp_path, success_only=True, **options) as wrapper:
+            observation, _ = wrapper.reset()
+            for _ in range(2000):
+                observation, *_ = wrapper.step(policy_of(env)(observation))
+        assert wrapper.rollout_writer.num_trajectories == 0
+
+    with pytest.warns(
+        RolloutDataWarning, match="nothing is recorded: 100. in a row to drop: they ended without"
+    ) as seen:
+        play()
+    assert len(seen) == 1, "once"
+    with pytest.raises(UsageError, match="500 in a row to drop"):
+        play(max_dropped=500)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
