@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from storage.core import arguments
-from storage.core.host_arrays import viewable
+from storage.core.memory import viewable
 from storage.errors import (
     CorruptFileError,
     DataFileError,

@@ -3,8 +3,8 @@
 from .checkpoints.saver import AsyncCheckpointSaver, load_checkpoint, load_checkpoint_meta, load_checkpoint_parallel
 from .codecs.compressed import CompressedTensorDict
 from .codecs.images import compress_image_seq, decompress_image_seq, decompress_many
-from .core.buffer_pool import BufferPool
 from .core.fields import Field, Schema
+from .core.memory import BufferPool
 from .core.prefix_sum import PrefixSum
 from .errors import (
     BufferEmptyError,

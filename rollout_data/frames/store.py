@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from storage.core.buffer_pool import BufferPool
+from storage.core.memory import BufferPool
 from storage.core.threads import each
 from storage.errors import DataFileError, UsageError
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.core.buffer_pool import BufferPool
+from storage.core.memory import BufferPool
 from storage.core.tree import map_leaves, unflatten
 from storage.errors import SchemaError
 

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 
 from storage.core.arguments import whole
-from storage.core.buffer_pool import BufferPool
-from storage.core.host_arrays import as_given
-from storage.core.modes import lasting
+from storage.core.memory import BufferPool, as_given, lasting
 from storage.core.tree import flatten, unflatten
 from storage.errors import MissingFieldError, UsageError
 

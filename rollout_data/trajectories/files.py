@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from storage.checkpoints.files import load_checkpoint, save_to
-from storage.core.buffer_pool import BufferPool
 from storage.core.durable import replace_file
+from storage.core.memory import BufferPool
 from storage.core.tree import unflatten
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 

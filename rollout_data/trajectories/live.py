@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from storage.core.buffer_pool import BufferPool
 from storage.core.fields import Field
-from storage.core.host_arrays import take_rows
+from storage.core.memory import BufferPool, take_rows
 from storage.core.records import Key, flat_name
 from storage.core.rows import Cut, Group, Part, Target
 from storage.core.samplers import uniform
@@ -245,7 +244,7 @@ class LiveTrajectories:
             parts = (np.flatnonzero(place == one) for one in np.unique(place))
             each = ((part, self._rows_at_one_place(window, run[part], row[part], wanted)) for part in parts)
             rows = _joined(each, len(row), self.pool)
-        return plan([None if name is None else rows[name] for name in columns])
+        return plan([None if name is None else rows[name].numpy() for name in columns])
 
     def _rows_at_one_place(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
         """Copy rows from the cache, from mapped files, or of one trajectory that is elsewhere."""

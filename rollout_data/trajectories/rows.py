@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from storage.core.buffer_pool import BufferPool
 from storage.core.fields import Field, Schema, dtype_name
-from storage.core.host_arrays import as_given
+from storage.core.memory import BufferPool, as_given
 from storage.core.tree import flatten
 from storage.errors import SchemaError
 

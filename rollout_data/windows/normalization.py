@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from storage.core.durable import crc32, replace_file
 from storage.core.fields import DTYPES, Field
-from storage.core.host_arrays import on_host
+from storage.core.memory import on_host
 from storage.errors import RolloutDataError, UsageError
 
 from ..format.header import DATA

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import Dataset
 
 from storage.core.arguments import is_whole
-from storage.core.buffer_pool import BufferPool
+from storage.core.memory import BufferPool
 from storage.core.tree import flatten, map_leaves, unflatten
 from storage.errors import MissingFieldError, UsageError
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.core.host_arrays import as_given, on_host
+from storage.core.memory import as_given, on_host
 from storage.core.tree import map_leaves
 from storage.errors import UsageError, nearest
 

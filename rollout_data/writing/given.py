@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from storage.core.host_arrays import as_given
+from storage.core.memory import as_given
 from storage.core.tree import map_leaves
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
 

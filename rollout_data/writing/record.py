@@ -17,7 +17,7 @@ import torch
 from storage.codecs.codecs import check_codec, codec_of
 from storage.codecs.quantizers import image_error
 from storage.core.fields import Field, Schema, dtype_name
-from storage.core.host_arrays import as_given, on_host
+from storage.core.memory import as_given, on_host
 from storage.core.tree import check_same_names, flatten
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 

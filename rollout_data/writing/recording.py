@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from storage.core import arguments
-from storage.core.host_arrays import as_given, on_host
+from storage.core.memory import as_given, on_host
 from storage.core.threads import Owner
 from storage.errors import RolloutDataWarning, UsageError
 

@@ -15,8 +15,8 @@ from math import prod
 import numpy as np
 import torch
 
-from storage.core.buffer_pool import BufferPool
 from storage.core.fields import Field, Schema
+from storage.core.memory import BufferPool
 from storage.errors import RolloutDataWarning
 
 from ..format.header import DATA, DROPPED, ENDS, FINAL, layouts_of

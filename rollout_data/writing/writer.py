@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from storage.core import arguments
-from storage.core.buffer_pool import BufferPool
 from storage.core.fields import Schema
+from storage.core.memory import BufferPool
 from storage.core.threads import Owned
 from storage.errors import ClosedError, DataFileError, RolloutDataWarning, UsageError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..core.buffer_pool import BufferPool
+from ..core.memory import BufferPool
 
 #: Every tensor starts at a multiple of this in the buffer; no dtype needs more.
 _ALIGNMENT = 64

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..codecs.lz4 import check_level
 from ..core import arguments
-from ..core.buffer_pool import BufferPool
+from ..core.memory import BufferPool
 from ..core.threads import Unique, Worker
 from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError
 from ..live.monitors import PerformanceMonitor

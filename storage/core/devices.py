@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from . import arguments
-from .buffer_pool import BufferPool
+from .memory import BufferPool
 
 
 class StreamOrder:

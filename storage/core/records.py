@@ -18,7 +18,7 @@ import torch
 
 from ..errors import FieldTypeError, MissingFieldError, SchemaError
 from .fields import DTYPES, Field, Schema, dtype_name, signed
-from .host_arrays import as_given
+from .memory import as_given
 from .tree import check_same_names, flatten
 
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.host_arrays import own, tensor_of
+from ..core.memory import own, tensor_of
 from ..core.tree import map_leaves
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..live.rates import RateLimitedError

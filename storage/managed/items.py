@@ -17,7 +17,7 @@ import torch
 
 from ..core.devices import StreamOrder
 from ..core.fields import Field, Schema
-from ..core.host_arrays import as_given
+from ..core.memory import as_given
 from ..core.records import COMPLEX_DTYPES, dense, make_field
 from ..core.tree import check_same_names, unflatten
 from ..errors import CorruptFileError, FieldTypeError, SchemaError

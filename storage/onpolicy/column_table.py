@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.buffer_pool import BufferPool
 from ..core.fields import DTYPES, Field, Schema
-from ..core.modes import lasting
+from ..core.memory import BufferPool, lasting
 from ..core.records import Cast, always_fit, as_tensor, fit
 from ..core.tree import check_same_names, flatten, unflatten
 from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest

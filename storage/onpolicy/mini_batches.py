@@ -15,7 +15,7 @@ import torch
 
 from ..core.arguments import whole
 from ..core.devices import Delivery
-from ..core.modes import lasting
+from ..core.memory import lasting
 from ..errors import UsageError
 from .padding import find_segments, gather_padded
 

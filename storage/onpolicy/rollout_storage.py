@@ -14,7 +14,7 @@ import torch
 
 from ..core import arguments
 from ..core.devices import Delivery
-from ..core.modes import lasting
+from ..core.memory import lasting
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
 from ..saving.store import State, Store, checked_count

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.fields import Field, signed
-from ..core.modes import lasting
+from ..core.memory import lasting
 from ..core.tree import check_same_names
 from ..errors import MissingFieldError, SchemaError, UsageError
 from ..saving.store import State

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.host_arrays import column_of, own
-from ..core.modes import lasting
+from ..core.memory import filled, lasting, own
 from .sum_tree import MinTree
 
 #: `collected` of a row that does not say when; it is never stale.
@@ -56,12 +55,12 @@ class RowLimits:
                 "limit rows", "max_staleness", max_staleness, ">= 0, or inf", lambda x: x >= 0
             )
         device = torch.device(device)
-        self.row_ids = column_of(capacity, NONE, torch.int64, device)
-        self._uses = column_of(capacity, 0, torch.int64, device)
+        self.row_ids = filled((capacity,), NONE, torch.int64, device)
+        self._uses = filled((capacity,), 0, torch.int64, device)
         #: Uses that are still to be counted: counting 4096 at once takes 4 % of a draw and its update.
         self._used: list[torch.Tensor] = []
         self._num_used = 0
-        self.collected = column_of(capacity, UNKNOWN, torch.int64, device)
+        self.collected = filled((capacity,), UNKNOWN, torch.int64, device)
         self.num_valid = 0
         self._own_row_ids = own(self.row_ids)
         self._oldest = None if isinf(self.max_staleness) else MinTree(capacity, device)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import arguments
-from ..core.host_arrays import library, own, tensor_of
+from ..core.memory import library, own, tensor_of
 from ..errors import SchemaError, UsageError
 from .limits import NONE, UNKNOWN, RowLimits
 from .rows import PrioritizedRows, PriorityRule

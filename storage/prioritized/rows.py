@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.host_arrays import column_of, library, own
-from ..core.modes import lasting
+from ..core.memory import filled, lasting, library, own
 from ..errors import UsageError
 from .sum_tree import BLOCK, SumTree, last_copies
 
@@ -79,7 +78,7 @@ class PrioritizedRows:
     def __init__(self, capacity: int, rule: PriorityRule, device: torch.device | str = "cpu") -> None:
         self.rule = rule
         self.device = torch.device(device)
-        self.priorities = column_of(capacity, 0, torch.float64, self.device)
+        self.priorities = filled((capacity,), 0, torch.float64, self.device)
         self._own_priorities = own(self.priorities)
         self.max_priority = 1.0
         self.num_draws = 0

@@ -13,7 +13,7 @@ A draw and a write alone took 86 / 539, a heap of pairs in numpy 217 / 1020, rej
 are even and 382 / 10200 where they are skewed; rejection also draws independently, not one per stratum.
 
 Most time goes to the number of calls, not to arithmetic. So on the CPU memory is handled as arrays of numpy
-(`own` in `core/host_arrays.py`); variables named `own_...` share the memory of the tensor.
+(`own` in `core/memory.py`); variables named `own_...` share the memory of the tensor.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 from ..core import arguments
-from ..core.host_arrays import column_of, own, take_rows, tensor_of
-from ..core.modes import lasting
+from ..core.memory import filled, lasting, own, take_rows, tensor_of
 
 #: Numbers that are reduced to one.
 WIDTH = 16
@@ -112,7 +111,7 @@ class WideTree:
             sizes.append(-(-sizes[-1] // WIDTH))
         #: The leaves first, the top last; each but the top is a whole number of blocks.
         places = [-(-size // BLOCK) * BLOCK for size in sizes]
-        self._levels = [column_of(size, self.NEUTRAL, torch.float64, self.device) for size in places]
+        self._levels = [filled((size,), self.NEUTRAL, torch.float64, self.device) for size in places]
         self._own_levels = [own(level) for level in self._levels]
         #: `[num, WIDTH]` blocks of each level but the top, from the leaves up.
         self._blocks = [level.reshape(-1, WIDTH) for level in self._own_levels[:-1]]

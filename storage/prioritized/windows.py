@@ -135,7 +135,7 @@ class PrioritizedWindows(Store):
             self._order.wait(is_write=False)
             places = self._ring.place(lane, last - (self.seq_length - 1))
             cut = self._ring.cut_of(self._ring.names, ())
-            found = cut(self._ring.windows(places, self.seq_length, cut))
+            found = self._ring.windows(places, self.seq_length, cut)
             self._order.record(is_write=False)
         shape = (num_windows, self.seq_length)
         found = map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), found)

@@ -16,8 +16,7 @@ import torch
 
 from ..core.devices import StreamOrder
 from ..core.fields import Schema
-from ..core.host_arrays import as_given
-from ..core.modes import lasting
+from ..core.memory import as_given, lasting
 from ..core.prefix_sum import PrefixSum
 from ..core.records import Key, flat_name
 from ..core.samplers import Weighted, generator_on
@@ -136,14 +135,14 @@ class TrajectoryDictBuffer(BufferStore):
         num_windows = count_windows(batch_size, length)
         needed = length + (1 if self.output_key_tp1 else 0)
         with self._lock:
-            cut = self._ring.cut_of(self.output_key_t, self.output_key_tp1, self.contiguous, apart=True)
+            cut = self._ring.cut_of(tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True)
             self._order.wait(is_write=False)
             episode = self._weights(needed).draw(num_windows, self.generator)
             choices = self.lengths[episode] - needed + 1
             bits = torch.randint(1 << 62, (num_windows,), generator=self.generator, device=self.device)
             # The remainder of 62 random bits is uniform to one part in 2 ** 62 / choices.
             first = self.start_idx[episode] + bits % choices
-            found = cut(self._ring.windows(first, length, cut, never_wraps=True))
+            found = self._ring.windows(first, length, cut, never_wraps=True)
             self._order.record(is_write=False)
         return on_device(found, self.output_device)
 

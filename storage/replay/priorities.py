@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.host_arrays import as_given
+from ..core.memory import as_given
 from ..errors import UsageError, nearest
 
 

@@ -15,7 +15,7 @@ import torch
 from ..core import arguments
 from ..core.devices import Delivery
 from ..core.fields import Field, Schema
-from ..core.host_arrays import as_given
+from ..core.memory import as_given
 from ..core.samplers import generator_on, uniform
 from ..errors import BufferEmptyError, FieldTypeError, SchemaError
 from ..ring.ring import RingStore

@@ -20,7 +20,7 @@ from ..core.records import Key, RecordReader, Rows, normal
 from ..core.samplers import generator_on
 from ..core.tree import flatten, map_leaves
 from ..errors import BufferEmptyError, SchemaError, UsageError
-from ..ring.ends import FinalRows, Places, end_places, find_ends
+from ..ring.ends import EndedRows, Places, end_places, find_ends
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
 from ..saving.buffer_store import FINALS, ROW_KEY, ROWS, BufferStore, rows_written
@@ -78,7 +78,7 @@ class RingBuffer(BufferStore):
         self._reader = self._new_reader()
         self._ring: RingStore | None = None
         self._boundaries: Boundaries | None = None
-        self._finals: FinalRows | None = None
+        self._finals: EndedRows | None = None
         self._end_places: Places = []
         self._lock = threading.RLock()
         self._order = StreamOrder(self.device)
@@ -205,7 +205,7 @@ class RingBuffer(BufferStore):
         if final is not None and len(final[0]):
             step, lane, schema, leaves = final
             if self._finals is None:
-                self._finals = FinalRows(ring, schema)
+                self._finals = EndedRows(ring, schema)
             self._finals.append(lane, step + ring.total, leaves)
         if self._boundaries is not None:
             self._boundaries.note(find_ends(rows.tensors, self._end_places))
@@ -241,7 +241,7 @@ class RingBuffer(BufferStore):
             "total": 0 if ring is None else ring.total,
             "_idx": self._idx,
             "_is_full": self._is_full,
-            "accepted_share": 1.0 if boundaries is None else boundaries.rejection.share,
+            "accepted_share": 1.0 if boundaries is None else boundaries.share,
             "num_lanes": None if ring is None else ring.num_lanes,
             "has_finals": finals is not None,
         }
@@ -260,9 +260,8 @@ class RingBuffer(BufferStore):
         if finals is not None:
             if ROW_KEY in finals.schema:
                 raise SchemaError("save final rows", "", f"fields of other names than {ROW_KEY!r}", "one of that name")
-            keys, columns = finals.live()
-            tensors[f"{FINALS}/{ROW_KEY}"] = keys.unsqueeze(1)
-            tensors |= {f"{FINALS}/{name}": rows for name, rows in columns.items()}
+            tensors[f"{FINALS}/{ROW_KEY}"] = finals.keys().unsqueeze(1)
+            tensors |= {f"{FINALS}/{name}": rows for name, rows in finals.live()[2].items()}
         return State(self._arguments(), numbers, tensors)
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
@@ -284,7 +283,7 @@ class RingBuffer(BufferStore):
             ring.put_slots(first, {name: x if num_lead == 2 else x.unsqueeze(1) for name, x in part.items()})
         ring.total = total
         if boundaries is not None:
-            boundaries.rejection.share = _accepted_share(numbers)
+            boundaries.share = _accepted_share(numbers)
             boundaries.next_ages.copy_(_oldest_ages(numbers, num_lanes, min(ring.oldest, ring.num_slots)))
             columns = [ring.slots_view(name)[:live] for name in ring.schema]
             ends = find_ends(columns, self._end_places)
@@ -304,8 +303,13 @@ class RingBuffer(BufferStore):
             raise SchemaError("load final rows", "", "a buffer with end_key, and rows", "one without")
         columns = {name: table.read(name) for name in table.shapes}
         keys = columns.pop(ROW_KEY).flatten()
-        self._finals = FinalRows(ring, Schema(ring.schema[name] for name in columns))
-        self._finals.restore(keys, columns, boundaries)
+        finals = self._finals = EndedRows(ring, Schema(ring.schema[name] for name in columns))
+        finals.check(keys, columns)
+        lane, row_id = finals.named(keys.to(ring.device))
+        is_ended = (row_id >= ring.oldest) & (row_id < ring.total) & boundaries.ended(lane, row_id)
+        if not bool(is_ended.all()):
+            raise SchemaError("load final rows", "", "keys of rows that ended a trajectory", "others")
+        finals.append(lane, row_id, columns)
 
     def _given(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Bring a result to the device that results go to."""

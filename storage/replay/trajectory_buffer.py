@@ -16,7 +16,7 @@ from ..core.fields import Schema
 from ..core.records import Key, flat_name, names_below
 from ..core.tree import unflatten
 from ..errors import SchemaError, UsageError
-from ..ring.ends import FinalRows, Places, may_follow, put_finals
+from ..ring.ends import EndedRows, Places, may_follow, put_finals
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries, Rule
 from .dict_buffer import DictBuffer
@@ -181,8 +181,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             places = boundaries.draw_places(num_windows, length + offset, self.generator)
             if places is None:
                 raise _no_window(length, offset)
-            cut = ring.cut_of(self.output_key_t, self.output_key_tp1, self.contiguous, apart=True)
-            return cut(ring.windows(places, length, cut))
+            cut = ring.cut_of(tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True)
+            return ring.windows(places, length, cut)
         if drawn is None:
             raise _no_window(length, offset)
         lane, last = drawn
@@ -194,7 +194,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         return bool(self.output_key_tp1) and (self.at_end == "mark" or self._known_finals is not None)
 
     @property
-    def _known_finals(self) -> FinalRows | None:
+    def _known_finals(self) -> EndedRows | None:
         """The final rows, if they hold all that is given one row later."""
         ring, finals = self._ring, self._finals
         if ring is None or finals is None:
@@ -209,8 +209,10 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         self, ring: RingStore, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
     ) -> dict[str, torch.Tensor]:
         """Copy windows of `length` rows that end at `last`, and what comes one row later."""
-        cut = ring.cut_of(self.output_key_t, self.output_key_tp1, self.contiguous, nested=False, apart=True)
-        found = cut(ring.windows(ring.place(lane, last - (length - 1)), length, cut))
+        cut = ring.cut_of(
+            tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, nested=False, apart=True
+        )
+        found = ring.windows(ring.place(lane, last - (length - 1)), length, cut)
         if goes_to_ends:
             assert self._boundaries is not None
             ended, finals = self._boundaries.ended(lane, last), self._known_finals

@@ -1,4 +1,4 @@
-"""Ends of trajectories: which rows are one, and what was observed after them.
+"""Ends of trajectories: which rows are one, and what is kept of those.
 
 One rule: any value that is not 0, in any field that `end_key` names, ends a trajectory. What follows from an end is
 decided in `windows.py`.
@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from ..core.fields import Schema, signed
-from ..core.modes import lasting
+from ..core.memory import lasting
 from ..core.records import listed, names_below
 from ..errors import SchemaError
 from .ring import RingStore
-from .windows import Boundaries
 
 #: Of each field that ends trajectories: its place among the fields, and how many values it has.
 Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
+_BOOL = np.dtype(np.bool_)
 
 
 def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
@@ -41,7 +41,8 @@ def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
         leaf = leaves[place]
         lead = leaf.shape[:num_lead]
         flags = leaf.reshape(lead) if width == 1 else (leaf.reshape((*lead, width)) != 0).any(-1)
-        flags = flags if flags.dtype in (bool, torch.bool) else flags != 0
+        if flags.dtype is not _BOOL and flags.dtype is not torch.bool:
+            flags = flags != 0
         found = flags if found is None else found | flags
     if found is None:
         like, shape = leaves[0], tuple(leaves[0].shape[:num_lead])
@@ -50,15 +51,15 @@ def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
     return found
 
 
-class FinalRows:
-    """The true last observations of trajectories, beside a ring, because they are few.
+class EndedRows:
+    """Fields that are kept of rows that ended a trajectory, beside a ring, because they are few.
 
-    A final row belongs to the row that ended a trajectory, named by lane and id, and dies with it. Keys grow with
-    every append, so that finding one is a binary search.
+    They are named by lane and id, and die with the row. Keys grow with every append, so that finding one is a binary
+    search.
 
     Args:
         ring: The ring that the rows belong to.
-        schema: The fields that are kept of a final row.
+        schema: The fields.
     """
 
     @lasting
@@ -72,27 +73,31 @@ class FinalRows:
             for name, field in schema.items()
         }
 
-    def __len__(self) -> int:
-        """Final rows in memory, dead ones that were not yet dropped included."""
-        return self._last - self._first
-
     @property
     def num_bytes(self) -> int:
         """Memory that is reserved."""
-        return sum(x.numel() * x.element_size() for x in (self._keys, *self._columns.values()))
+        return sum(x.nbytes for x in (self._keys, *self._columns.values()))
 
+    @lasting
     def append(self, lane: torch.Tensor, row_id: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
         """Keep rows: `[num, *event]` per field, sorted by (id, lane) and newer than all that are kept."""
-        num_new = len(lane)
-        if self._last + num_new > len(self._keys):
-            self._move(num_new)
-        self._keys[self._last : self._last + num_new] = self._key(lane, row_id)
+        stop = self._last + len(lane)
+        if stop > len(self._keys):
+            live = self._live()
+            num_kept, num_more = live.stop - live.start, max(_FIRST_ROOM, live.stop - live.start + 2 * len(lane))
+
+            def moved(x: torch.Tensor) -> torch.Tensor:
+                return torch.cat([x[live], x.new_zeros((num_more, *x.shape[1:]))])
+
+            self._keys, self._columns = moved(self._keys), {name: moved(x) for name, x in self._columns.items()}
+            self._first, self._last, stop = 0, num_kept, num_kept + len(lane)
+        self._keys[self._last : stop] = self._key(lane, row_id)
         for name, leaf in leaves.items():
-            self._columns[name][self._last : self._last + num_new] = leaf
-        self._last += num_new
+            self._columns[name][self._last : stop] = leaf
+        self._last = stop
 
     def find(self, lane: torch.Tensor, row_id: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look rows up: (whether there is a final row, where it lies), both shaped like `lane`."""
+        """Look rows up: (whether a row is kept, where it lies), both shaped like `lane`."""
         keys = self._keys[self._first : self._last]
         if not len(keys):
             return torch.zeros_like(lane, dtype=torch.bool), torch.zeros_like(lane)
@@ -101,30 +106,34 @@ class FinalRows:
         return keys[place] == wanted, place + self._first
 
     def take(self, name: str, place: torch.Tensor) -> torch.Tensor:
-        """Copy final rows of a field: `[len(place), *event]`."""
+        """Copy a field of rows: `[len(place), *event]`."""
         return self._columns[name].index_select(0, place)
 
-    def holding(self, names: Iterable[str]) -> FinalRows | None:
-        """Give these final rows if they have all of some fields."""
+    def holding(self, names: Iterable[str]) -> EndedRows | None:
+        """Give these rows if they have all of some fields."""
         return self if all(name in self.schema for name in names) else None
 
     def clear(self) -> None:
         """Forget everything."""
         self._first, self._last = 0, 0
 
-    def live(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Show what is live: keys and fields, sharing memory."""
-        self._drop_dead()
-        kept = slice(self._first, self._last)
-        return self._keys[kept], {name: x[kept] for name, x in self._columns.items()}
+    def keys(self) -> torch.Tensor:
+        """Show the keys of what is live, `id * num_lanes + lane`, sharing memory."""
+        return self._keys[self._live()]
 
-    def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor], boundaries: Boundaries) -> None:
-        """Take back what `live` gave.
+    def live(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Show what is live: lane, id and fields, which share memory."""
+        live = self._live()
+        return *self.named(self._keys[live]), {name: x[live] for name, x in self._columns.items()}
 
-        Raises:
-            SchemaError: It is not of rows that ended a trajectory here, or has other shapes or dtypes.
-        """
-        ring, action = self._ring, "load final rows"
+    def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the lane and the id of keys."""
+        row_id = torch.div(keys, self._ring.num_lanes, rounding_mode="floor")
+        return keys - row_id * self._ring.num_lanes, row_id
+
+    def check(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Raise `SchemaError` if keys and fields are not as `keys` and `live` give them."""
+        action = "load final rows"
         if keys.dtype is not torch.int64 or keys.dim() != 1:
             raise SchemaError(action, "", "their keys as [num] int64", f"{keys.dtype} {list(keys.shape)}")
         for name, leaf in leaves.items():
@@ -132,34 +141,19 @@ class FinalRows:
             if list(leaf.shape) != shape or leaf.dtype is not field.torch_dtype:
                 expected = f"{field.torch_dtype} {shape}"
                 raise SchemaError(action, f"with {name!r}", expected, f"{leaf.dtype} {list(leaf.shape)}")
-        keys = keys.to(ring.device)
-        lane, row_id = keys % ring.num_lanes, torch.div(keys, ring.num_lanes, rounding_mode="floor")
-        is_ended = (row_id >= ring.oldest) & (row_id < ring.total) & boundaries.ended(lane, row_id)
-        if not bool(is_ended.all()) or not bool((keys[1:] > keys[:-1]).all()):
-            raise SchemaError(action, "", "ascending keys of rows that ended a trajectory", "others")
-        self.clear()
-        self.append(lane, row_id, leaves)
+        if not bool((keys[1:] > keys[:-1]).all()):
+            raise SchemaError(action, "", "ascending keys", "others")
 
     def _key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
         return row_id * self._ring.num_lanes + lane
 
-    def _drop_dead(self) -> None:
+    def _live(self) -> slice:
         keys = self._keys[self._first : self._last]
         self._first += int(torch.searchsorted(keys, self._ring.oldest * self._ring.num_lanes))
-
-    @lasting
-    def _move(self, num_new: int) -> None:
-        keys, columns = self.live()
-        num_kept, num_more = len(keys), max(_FIRST_ROOM, len(keys) + 2 * num_new)
-
-        def moved(x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([x, x.new_zeros((num_more, *x.shape[1:]))])
-
-        self._keys, self._columns = moved(keys), {name: moved(x) for name, x in columns.items()}
-        self._first, self._last = 0, num_kept
+        return slice(self._first, self._last)
 
 
-def may_follow(finals: FinalRows | None, is_marked: bool, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def may_follow(finals: EndedRows | None, is_marked: bool, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Say of rows that ended a trajectory whether something is given behind them: what was observed, or a mark."""
     if is_marked or finals is None:
         return torch.full_like(lane, is_marked, dtype=torch.bool)
@@ -168,7 +162,7 @@ def may_follow(finals: FinalRows | None, is_marked: bool, lane: torch.Tensor, la
 
 def put_finals(
     ring: RingStore,
-    finals: FinalRows | None,
+    finals: EndedRows | None,
     following: Mapping[str, torch.Tensor],
     lane: torch.Tensor,
     last: torch.Tensor,

@@ -17,10 +17,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from ..core.buffer_pool import MIN_POOLED_BYTES, BufferPool
 from ..core.fields import Schema
-from ..core.host_arrays import zeroed
-from ..core.modes import lasting
+from ..core.memory import MIN_POOLED_BYTES, BufferPool, filled, lasting
 from ..core.records import names_below
 from ..core.rows import Cut, Group, Target, lay_out
 from ..errors import UsageError
@@ -29,8 +27,6 @@ from ..errors import UsageError
 _MIN_TORCH_BYTES = 256 * 1024
 #: So many ways of cutting rows are remembered.
 _MAX_CUTS = 8
-#: What is gathered before the same is gathered again a row later: a good half of a processor's own cache.
-_TURN_BYTES = 3 << 19
 
 
 class RingStore:
@@ -62,9 +58,9 @@ class RingStore:
         self.stride = self.num_slots + self.num_guards
         self._pool = BufferPool(max(8, 2 * len(self.groups)))
         self._bases = [
-            zeroed((self.num_lanes, self.stride, group.width), group.unit, self.device) for group in self.groups
+            filled((self.num_lanes, self.stride, group.width), 0, group.unit, self.device) for group in self.groups
         ]
-        self._sources: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._sources: dict[tuple[int, int, int], tuple[torch.Tensor, npt.NDArray[Any] | None]] = {}
         self._cuts: dict[Any, Cut] = {}
         found: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
@@ -145,86 +141,61 @@ class RingStore:
 
     def gather(self, places: torch.Tensor, contiguous: bool = False, nested: bool = False) -> dict[str, Any]:
         """Copy rows: `[len(places), *event]` per field, views of one new tensor per group; by flat name, or nested."""
-        cut = self.cut_of(self.names, (), contiguous, nested)
-        return cut(self.rows(places, cut))
+        return self.rows(places, self.cut_of(self.names, (), contiguous, nested))
 
     def cut_of(
         self,
-        keys: Sequence[str],
-        next_keys: Sequence[str],
+        keys: tuple[str, ...],
+        next_keys: tuple[str, ...],
         contiguous: bool = False,
         nested: bool = True,
         apart: bool = False,
     ) -> Cut:
-        """Give what cuts the fields of some keys, and below `next` those of some one row later; planned once."""
-        asked = tuple(keys), tuple(next_keys), contiguous, nested, apart
+        """Give what `rows`, or with `apart` `windows`, cut fields by: those of some keys, and below `next` those of
+        some one row later; planned once."""
+        asked = keys, next_keys, contiguous, nested, apart
         found = self._cuts.get(asked)
         if found is None:
             targets = [
                 Target(row, name, f"next/{name}" if row else name)
-                for row in (0, 1)
-                for key in (keys, next_keys)[row]
+                for row, wanted in enumerate((keys, next_keys))
+                for key in wanted
                 for name in names_below(self.schema, key, "sample windows")
             ]
+            if next_keys and not apart and not self.num_guards:
+                raise UsageError("cut rows", "and those that follow", "a ring with guards", "one without")
             if len(self._cuts) >= _MAX_CUTS:
                 self._cuts.clear()
-            found = self._cuts[asked] = self.cut(targets, contiguous, nested, apart)
+            found = self._cuts[asked] = Cut(self.groups, targets, contiguous, nested, apart, self.device)
         return found
 
-    def cut(self, targets: Sequence[Target], contiguous: bool = False, nested: bool = True, apart: bool = False) -> Cut:
-        """Make what cuts `rows`, or with `apart` those of `windows`, into fields; once for many samples."""
-        if not apart and not self.num_guards and any(target.row for target in targets):
-            raise UsageError("cut rows", "and those that follow", "a ring with guards", "one without")
-        return Cut(self.groups, targets, contiguous, nested, apart)
+    def rows(self, places: torch.Tensor, cut: Cut) -> dict[str, Any]:
+        """Copy the fields of rows, and of those that follow them, in memory of their own."""
+        return cut([self._take(place, width, 0, places) if width else None for place, width in enumerate(cut.widths)])
 
-    def rows(self, places: torch.Tensor, cut: Cut) -> list[torch.Tensor | None]:
-        """Copy what `cut` needs of rows, and of those that follow them: of each group, packed."""
-        return [
-            self._take(self._source(place, width), places) if width else None for place, width in enumerate(cut.widths)
-        ]
-
-    def windows(
-        self, places: torch.Tensor, length: int, cut: Cut, never_wraps: bool = False
-    ) -> list[torch.Tensor | None]:
-        """Copy what `cut`, made with `apart`, needs of windows, and of the same windows one row later.
+    def windows(self, places: torch.Tensor, length: int, cut: Cut, never_wraps: bool = False) -> dict[str, Any]:
+        """Copy the fields of windows, and of the same windows one row later, `[len(places) * length, *event]`.
 
         Args:
             places: Of the first rows.
             length: Rows of a window.
-            cut: What is wanted.
+            cut: What is wanted, made with `apart`.
             never_wraps: The caller knows that no window reaches across the end of the memory.
-
-        Returns:
-            Of each group `[len(places) * length, width]`, packed, time fastest; then the same one row later.
         """
-        reach = length + cut.reach - 1
+        reach, starts = length + cut.reach - 1, [places, places]
         is_one_piece = never_wraps or reach <= self.num_guards + 1
-        starts = [places, places]
         if not is_one_piece:
             rows_of = self._unrolled(places, reach)
             starts = [rows_of[:, :length].flatten(), rows_of[:, reach - length :].flatten()]
-        found: list[torch.Tensor | None] = [None] * (2 * len(self.groups))
-        for place, (group, wanted) in enumerate(zip(self.groups, cut.wanted, strict=True)):
+        found: list[Any] = [None] * (2 * len(self.groups))
+        for place, group in enumerate(self.groups):
             units = (length if is_one_piece else 1) * group.width
-            # To look a row later at the same places takes less time than to count the places up.
-            sources = {row: self._source(place, units, row * is_one_piece) for row in (0, 1) if wanted[row]}
-            for row, rows in self._take_near(sources, starts).items():
-                found[place + row * len(self.groups)] = rows.view(-1, group.width)
-        return found
-
-    def _take_near(self, sources: Mapping[int, torch.Tensor], starts: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copy rows of two sources; those at one position of their indices lie near each other in memory."""
-        num_rows, num_units = starts[0].shape[0], max((source.shape[1] for source in sources.values()), default=0)
-        per_turn = max(1, _TURN_BYTES // max(1, 4 * num_units))
-        if len(sources) < 2 or num_rows <= per_turn:
-            return {row: self._take(source, starts[row]) for row, source in sources.items()}
-        # In turns of so many as stay in a processor's cache, so that memory is waited for once.
-        rooms = {row: self._room(num_rows, source) for row, source in sources.items()}
-        for first in range(0, num_rows, per_turn):
-            turn = slice(first, first + per_turn)
-            for row, source in sources.items():
-                torch.index_select(source, 0, starts[row][turn], out=rooms[row][turn])
-        return rooms
+            for row in (0, 1):
+                if cut.wanted[place][row]:
+                    # To look a row later at the same places takes less time than to count the places up.
+                    rows = self._take(place, units, row * is_one_piece, starts[row])
+                    found[place + row * len(self.groups)] = rows.reshape(-1, group.width)
+        return cut(found)
 
     def column(self, name: str) -> torch.Tensor:
         """Give a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
@@ -274,28 +245,28 @@ class RingStore:
         steps = torch.arange(length, device=places.device)
         return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
 
-    def _source(self, place: int, units: int, skipped: int = 0) -> torch.Tensor:
-        """See a group's memory as all pieces of so many units that start some rows behind a row."""
-        found = self._sources.get((place, units, skipped))
-        if found is None:
-            width, base = self.groups[place].width, self._bases[place]
-            num_rows = self.num_lanes * self.stride - -(-units // width) + 1 - skipped
-            found = base.as_strided((num_rows, units), (width, 1), skipped * width)
-            self._sources[place, units, skipped] = found
-        return found
+    def _take(self, place: int, units: int, skipped: int, index: torch.Tensor) -> Any:
+        """Copy pieces of so many units of a group that start some rows behind the rows at `index`: `[n, units]`.
 
-    def _take(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Copy rows of `source`."""
-        if not self._is_on_cpu or index.shape[0] * source.shape[1] * source.itemsize < MIN_POOLED_BYTES:
+        They come as an array on the CPU, where memory of some size is reused when free.
+        """
+        source, array = self._sources.get((place, units, skipped)) or self._source(place, units, skipped)
+        if not self._is_on_cpu:
             return source.index_select(0, index)
-        return torch.index_select(source, 0, index, out=self._room(index.shape[0], source))
+        num_rows = index.shape[0]
+        if array is not None and num_rows * array.strides[0] < MIN_POOLED_BYTES:
+            return array.take(index.numpy(), 0)
+        out = self._pool.empty((num_rows, units), source.dtype)
+        return torch.index_select(source, 0, index, out=out).numpy()
 
-    def _room(self, num_rows: int, source: torch.Tensor) -> torch.Tensor:
-        """Give memory for rows like those of `source`; large memory on the CPU is reused when free."""
-        shape = num_rows, source.shape[1]
-        if self._is_on_cpu:
-            return self._pool.empty(shape, source.dtype)
-        return torch.empty(shape, dtype=source.dtype, device=self.device)
+    def _source(self, place: int, units: int, skipped: int) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
+        """See a group's memory as pieces that overlap; as an array too if they do not, on the CPU."""
+        width, base = self.groups[place].width, self._bases[place]
+        num_rows = self.num_lanes * self.stride - -(-units // width) + 1 - skipped
+        tensor = base.as_strided((num_rows, units), (width, 1), skipped * width)
+        array = tensor.numpy() if self._is_on_cpu and tensor.is_contiguous() else None
+        self._sources[place, units, skipped] = tensor, array
+        return tensor, array
 
 
 def _array(slots: torch.Tensor) -> npt.NDArray[Any] | None:

@@ -17,7 +17,7 @@ from ..core.fields import Schema
 from ..core.records import Key, names_below
 from ..core.tree import unflatten
 from ..errors import FieldTypeError, SchemaError, UsageError
-from .ends import FinalRows, may_follow, put_finals
+from .ends import EndedRows, may_follow, put_finals
 from .ring import RingStore
 from .windows import Boundaries, Rule
 
@@ -74,14 +74,14 @@ class TransitionSampler:
         self,
         ring: RingStore,
         boundaries: Boundaries,
-        finals: FinalRows | None,
+        finals: EndedRows | None,
         end_names: list[str],
         request: TransitionRequest,
     ) -> None:
         self._ring, self._boundaries, self._request = ring, boundaries, request
         self._given_finals = finals
         names = (name for key in request.next_keys for name in names_below(ring.schema, key, _ACTION))
-        self._next_names = list(dict.fromkeys(names))
+        self._next_names = tuple(dict.fromkeys(names))
         _check_names(ring.schema, self._next_names, request)
         self._finals = None if finals is None else finals.holding(self._next_names)
         self._end_names = end_names
@@ -94,7 +94,7 @@ class TransitionSampler:
                 got = ring.schema[self._reward_name].dtype
                 raise FieldTypeError("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)
 
-    def serves(self, request: TransitionRequest, ring: RingStore, finals: FinalRows | None) -> bool:
+    def serves(self, request: TransitionRequest, ring: RingStore, finals: EndedRows | None) -> bool:
         """Tell whether this was made of the same parts."""
         is_same = request is self._request or request == self._request
         return is_same and ring is self._ring and finals is self._given_finals
@@ -119,8 +119,7 @@ class TransitionSampler:
 
     def _pairs(self, places: torch.Tensor, contiguous: bool, nested: bool) -> dict[str, Any]:
         """Copy rows, and those of `next_keys` that follow them."""
-        cut = self._ring.cut_of(self._ring.names, self._next_names, contiguous, nested)
-        return cut(self._ring.rows(places, cut))
+        return self._ring.rows(places, self._ring.cut_of(self._ring.names, self._next_names, contiguous, nested))
 
     def _rule(self) -> Rule:
         """Say which first rows make a complete transition."""
@@ -214,7 +213,7 @@ class TransitionSampler:
         return rows.view(*ids.shape, *rows.shape[1:])
 
 
-def _check_names(schema: Schema, next_names: list[str], request: TransitionRequest) -> None:
+def _check_names(schema: Schema, next_names: tuple[str, ...], request: TransitionRequest) -> None:
     """Refuse fields that would be replaced by what a transition adds to them."""
     added = [f"next/{name}" for name in next_names]
     added += ["discount"] if request.num_steps > 1 else []

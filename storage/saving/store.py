@@ -18,7 +18,7 @@ import torch
 
 from ..core.arguments import is_whole
 from ..core.durable import existing_folder
-from ..core.modes import lasting
+from ..core.memory import lasting
 from ..errors import CorruptFileError, ForeignFileError, MissingFieldError, RolloutDataError, SchemaError, nearest
 from .columns import SAVE_ID, open_columns
 from .folder import CONFIG_NAME, NONSENSE, device_for, load_one_save, read_config, write_folder

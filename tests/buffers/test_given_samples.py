@@ -13,7 +13,7 @@ import torch
 
 from rollout_data import TrajectoryReplayBuffer
 from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
-from storage.core import buffer_pool
+from storage.core import memory
 from storage.core.tree import flatten
 
 #: Rows of so many bytes and more are gathered into memory that is used again.
@@ -137,14 +137,14 @@ def test_a_sample_may_be_changed_without_changing_the_buffer_or_the_next_one(kin
 @pytest.fixture
 def mapped(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """Every buffer that is mapped from now on."""
-    allocate, found = buffer_pool._allocate, []
+    allocate, found = memory._allocate, []
 
     def noted(num_bytes: int) -> Any:
         new = allocate(num_bytes)
         found.append(weakref.ref(new))
         return new
 
-    monkeypatch.setattr(buffer_pool, "_allocate", noted)
+    monkeypatch.setattr(memory, "_allocate", noted)
     return found
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import DictBuffer, Field, RingStore, Schema, SchemaError
-from storage.core.rows import Target
 
 FIELDS = Schema(
     [Field("a", (3,)), Field("flag", (1,), "bool"), Field("deep/b", (2, 2), "int64"), Field("c", (1,), "uint8")]
@@ -32,12 +31,7 @@ def windows_of(
     ring: RingStore, places: torch.Tensor, length: int, next_names: Sequence[str] = ()
 ) -> dict[str, torch.Tensor]:
     """Give all fields of windows, and below `next` some of them one row later, by flat name."""
-    targets = [
-        *(Target(0, name, name) for name in ring.schema),
-        *(Target(1, name, f"next/{name}") for name in next_names),
-    ]
-    cut = ring.cut(targets, nested=False, apart=True)
-    return cut(ring.windows(places, length, cut))
+    return ring.windows(places, length, ring.cut_of(ring.names, tuple(next_names), nested=False, apart=True))
 
 
 @given(

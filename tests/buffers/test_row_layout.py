@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
 from storage.core.fields import Schema
 from storage.core.records import make_field
-from storage.core.rows import Target
+from storage.core.rows import Cut, Target
 from storage.errors import SchemaError, UsageError
 from storage.ring.ends import find_ends
 from storage.ring.ring import RingStore
@@ -61,18 +61,15 @@ def test_every_way_out_of_a_ring_keeps_every_bit(
         assert same_bits(gathered[name], leaf[row, lane])
         assert not contiguous or gathered[name].is_contiguous()
     if ring.num_guards:
-        targets = [*(Target(0, name, name) for name in schema), *(Target(1, name, f"next/{name}") for name in names)]
-        cut = ring.cut(targets, contiguous)
-        pairs = cut(ring.rows(places, cut))
+        pairs = ring.rows(places, ring.cut_of(ring.names, tuple(names), contiguous))
         assert list(pairs) == [*schema, "next"] if names else list(schema)
         for name, leaf in rows.items():
             assert same_bits(pairs[name], leaf[row, lane])
             assert not contiguous or pairs[name].is_contiguous()
         for name in names:
             assert same_bits(pairs["next"][name], rows[name][row + 1, lane])
-    targets = [*(Target(0, name, name) for name in schema), *(Target(1, name, f"next/{name}") for name in names)]
-    cut = ring.cut(targets, contiguous, nested=False, apart=True)
-    windows = cut(ring.windows(ring.place(lane[:2], torch.tensor([0, 2])), 2, cut))
+    cut = ring.cut_of(ring.names, tuple(names), contiguous, nested=False, apart=True)
+    windows = ring.windows(ring.place(lane[:2], torch.tensor([0, 2])), 2, cut)
     for name, leaf in rows.items():
         assert same_bits(windows[name], torch.cat([leaf[[0, 1], lanes - 1], leaf[[2, 3], 0]]))
         assert not contiguous or windows[name].is_contiguous()
@@ -147,18 +144,17 @@ def test_a_cut_nests_and_orders_as_asked_and_refuses_names_that_clash() -> None:
     ring = RingStore(4, 1, Schema([make_field("a/b", (2,), "float32"), make_field("c", (), "int64")]))
     ring.write([torch.arange(8.0).view(4, 1, 2), torch.arange(4).view(4, 1)])
     places = torch.tensor([2, 0])
-    cut = ring.cut([Target(1, "c", "x/later"), Target(0, "c", "y"), Target(0, "a/b", "x/now"), Target(1, "c", "y")])
-    found = cut(ring.rows(places, cut))
+    asked = [Target(1, "c", "x/later"), Target(0, "c", "y"), Target(0, "a/b", "x/now"), Target(1, "c", "y")]
+    found = ring.rows(places, Cut(ring.groups, asked))
     assert list(found) == ["x", "y"] and list(found["x"]) == ["later", "now"]
     assert found["x"]["later"].tolist() == found["y"].tolist() == [3, 1]
     assert found["x"]["now"].tolist() == [[4, 5], [0, 1]]
-    flat = ring.cut([Target(0, "a/b", "a/b")], nested=False)
-    assert list(flat(ring.rows(places, flat))) == ["a/b"]
+    assert list(ring.rows(places, Cut(ring.groups, [Target(0, "a/b", "a/b")], nested=False))) == ["a/b"]
     with pytest.raises(SchemaError, match="a mapping above it"):
-        ring.cut([Target(0, "c", "x"), Target(0, "a/b", "x/now")])
+        Cut(ring.groups, [Target(0, "c", "x"), Target(0, "a/b", "x/now")])
 
 
 def test_rows_that_follow_are_not_asked_of_a_ring_without_guards() -> None:
     ring = RingStore(4, 1, Schema([make_field("a", (2,), "float32")]), num_guards=0)
     with pytest.raises(UsageError, match="guards"):
-        ring.cut([Target(1, "a", "next/a")])
+        ring.cut_of((), ("a",))

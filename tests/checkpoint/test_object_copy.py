@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.checkpoints.object_copy import copy_object
-from storage.core.buffer_pool import BufferPool
+from storage.core.memory import BufferPool
 
 Pair = namedtuple("Pair", "first second")
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float64]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.core.buffer_pool import MIN_HUGE_BYTES, MIN_POOLED_BYTES, BufferPool
+from storage.core.memory import MIN_HUGE_BYTES, MIN_POOLED_BYTES, BufferPool
 
 SIZE = MIN_POOLED_BYTES
 

@@ -1,0 +1,228 @@
+"""Memory: reused buffers for large results, tensors that are kept, and tensors as arrays.
+
+One rule: a pooled buffer is handed out again only if no tensor, view or array over it is alive, which Python's own
+reference count says. Fresh large memory costs a page fault per 4 KiB, which is 2-5 times the cost of filling it; a
+reused buffer costs none, and a new one of 3 MiB or more asks for 2 MiB pages.
+
+Small calls of numpy take a third of the time of torch's. Code that does many writes one set of lines for both: `own`
+gives an array on the CPU and the tensor itself elsewhere, and `tensor_of` goes back.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from math import prod
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+#: Below this size the C allocator recycles memory by itself, so that pooling gains nothing.
+MIN_POOLED_BYTES = 128 * 1024
+#: From this size on a buffer is aligned to, and asks for, huge pages.
+MIN_HUGE_BYTES = 3 * 1024 * 1024
+_HUGE_PAGE_BYTES = 2 * 1024 * 1024
+_MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+#: What pooled memory is asked for as most often.
+_NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype("f4"),
+    torch.int32: np.dtype("i4"),
+    torch.uint8: np.dtype("u1"),
+}
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def lasting(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate what makes tensors that are kept: it is called outside of inference mode, and without gradients.
+
+    torch forbids writing to tensors made in inference mode once it is over, and a policy may make the first call in it
+    and the next one outside.
+    """
+
+    @wraps(function)
+    def made(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*arguments, **options)
+
+    return made
+
+
+def _references(buffers: Sequence[object]) -> list[int]:
+    """Count who holds each of the buffers, the list and this call included."""
+    return list(map(sys.getrefcount, buffers))
+
+
+#: What an object counts that only its list holds; asked of this interpreter, as versions differ.
+_FREE_REFERENCES = _references([object()])[0]
+
+
+def _counts_are_exact() -> bool:
+    """Whether reference counts tell who holds an array: CPython with the global lock."""
+    gil_enabled = getattr(sys, "_is_gil_enabled", None)
+    return sys.implementation.name == "cpython" and (gil_enabled is None or bool(gil_enabled()))
+
+
+class BufferPool:
+    """Hand out CPU memory and take it back by itself.
+
+    Args:
+        max_buffers: How many buffers are kept for reuse at most, free and lent ones together.
+            Beyond that buffers are ordinary memory, given back to the system when dropped.
+
+    A tensor from here is the caller's like any other: it may be kept, sliced, reshaped, viewed as
+    another dtype or turned into an array for any time; its memory is reused only after the last of
+    those is gone. All methods may be called from any thread. Where reference counts do not tell
+    (PyPy, free-threaded builds), every call allocates plainly. A pickled pool arrives empty.
+    """
+
+    def __init__(self, max_buffers: int = 8) -> None:
+        self.max_buffers = int(max_buffers)
+        self.num_reused = 0
+        self.num_allocated = 0
+        self._buffers: list[npt.NDArray[Any]] = []
+        self._lock = threading.Lock()
+        self._is_exact = _counts_are_exact()
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Give `[num_bytes]` uint8 on the CPU with arbitrary content."""
+        return self.empty((num_bytes,), torch.uint8)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Give a contiguous tensor like `torch.empty(shape, dtype=dtype)`, from pooled memory."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        # The array holds a slice that holds its buffer; the tensor's storage is exactly as large as asked.
+        kind = _NUMPY_DTYPES.get(dtype)
+        if kind is None:
+            return torch.from_numpy(self._lend(num_bytes)).view(dtype).view(tuple(shape))
+        return torch.from_numpy(np.ndarray(tuple(shape), kind, self._lend(num_bytes)))  # in half the time
+
+    def clear(self) -> None:
+        """Forget every buffer; lent ones live on until their holders drop them."""
+        with self._lock:
+            self._buffers.clear()
+
+    @property
+    def num_kept(self) -> int:
+        """Buffers in the pool, lent or free."""
+        return len(self._buffers)
+
+    @property
+    def num_lent(self) -> int:
+        """Buffers in the pool that something still refers to."""
+        with self._lock:
+            return sum(count > _FREE_REFERENCES for count in _references(self._buffers))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BufferPool, (self.max_buffers,)
+
+    def _lend(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Give the first bytes of a free buffer: the smallest that wastes at most half of itself."""
+        with self._lock:
+            counts = _references(self._buffers)
+            free = [place for place, count in enumerate(counts) if count <= _FREE_REFERENCES]
+            found, size = -1, 2 * num_bytes + 1
+            for place in free:
+                if num_bytes <= (nbytes := self._buffers[place].nbytes) < size:
+                    found, size = place, nbytes
+            if found >= 0:
+                self.num_reused += 1
+                return self._buffers[found][:num_bytes]
+            buffer = _allocate(num_bytes)
+            self.num_allocated += 1
+            if len(counts) >= self.max_buffers and free:
+                del self._buffers[free[0]]
+            if len(self._buffers) < self.max_buffers:
+                self._buffers.append(buffer)
+            return buffer[:num_bytes]
+
+
+def _allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Map private anonymous memory for at least `num_bytes`; nothing is touched yet."""
+    is_huge = num_bytes >= MIN_HUGE_BYTES
+    page = _HUGE_PAGE_BYTES if is_huge else mmap.PAGESIZE
+    size = -(-num_bytes // page) * page
+    # One page more than needed, never touched, buys the alignment that huge pages want.
+    room = size + page if is_huge else size
+    if hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS"):
+        mapped = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        mapped = mmap.mmap(-1, room)
+    if is_huge and _MADV_HUGEPAGE is not None:
+        try:
+            mapped.madvise(_MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages: ordinary ones work as well, only slower
+            pass
+    start = -np.frombuffer(mapped, dtype=np.uint8).ctypes.data % page
+    # frombuffer with an offset, not a slice: slices of this array must hold this array itself.
+    return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=start)
+
+
+def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate numbers, all alike, that are asked for at random; much of it on huge pages, which takes a quarter less.
+
+    Zeros on the CPU are those of the system itself, which it gives when a page is first written.
+    """
+    if device.type != "cpu" or prod(shape) * dtype.itemsize < MIN_POOLED_BYTES:
+        return torch.full(shape, value, dtype=dtype, device=device)
+    pool = BufferPool(1)
+    found = pool.empty(shape, dtype)
+    return found if value == 0 and pool.num_allocated else found.fill_(value)
+
+
+def library(device: torch.device) -> ModuleType:
+    """Give the library whose functions take what `own` gives: numpy on the CPU, else torch."""
+    return np if device.type == "cpu" else torch
+
+
+def own(tensor: torch.Tensor) -> Any:
+    """Show a tensor as an array if it is on the CPU; memory is shared."""
+    return tensor.numpy() if tensor.is_cpu else tensor
+
+
+def tensor_of(values: Any) -> torch.Tensor:
+    """Show what `own` gave, or what was computed from it, as a tensor; memory is shared."""
+    return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+
+
+def take_rows(source: Any, index: Any, out: Any) -> None:
+    """Copy rows of what `own` gives to `out`; indices are in range."""
+    if isinstance(source, torch.Tensor):
+        torch.index_select(source, 0, index, out=out)
+    else:
+        source.take(index, axis=0, out=out, mode="clip")  # "raise" would copy twice
+
+
+def as_given(value: Any) -> torch.Tensor:
+    """View what a caller gave as a tensor: a tensor where it is, anything else on the CPU; Python's floats as float64.
+
+    `torch.as_tensor` alone moves even a tensor to the default device and rounds floats to the default dtype.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.as_tensor(viewable(np.asarray(value)), device="cpu")
+
+
+def on_host(value: Any) -> npt.NDArray[Any]:
+    """Give a tensor, array or list as an array; bfloat16 as float32."""
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    value = value.detach()
+    array: npt.NDArray[Any] = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
+    return array
+
+
+def viewable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Give an array that torch can view: itself, or a copy if it is backwards, unaligned, byte-swapped or read-only."""
+    is_odd = any(stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides)
+    if not is_odd and array.dtype.isnative and array.flags.writeable and array.flags.aligned:
+        return array
+    return np.array(array, array.dtype.newbyteorder("="), order="C")
