@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
 from storage.saving.plain_files import read_json
 
-from ..index.folder import unlisted
+from ..index.folder import entries_of
 
 METADATA_NAME = "metadata.json"
 SEGMENTS, MAPPING = "obs_segments", "obs_disassemble_mapping"
@@ -70,8 +70,6 @@ def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], lis
         UsageError: `data_dir` is not a folder.
         DataFileError: It may not be listed.
     """
-    if not data_dir.is_dir():
-        raise UsageError("open the data folder", repr(str(data_dir)), "a folder", "none")
     problems: list[DataFileError] = []
     folders = []
     root = os.path.realpath(data_dir)
@@ -90,12 +88,11 @@ def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path,
     while waiting:
         path = waiting.pop()
         try:
-            with os.scandir(path) as scanned:
-                entries = sorted(scanned, key=lambda entry: entry.name)
-        except OSError as cause:
-            if path == data_dir and not isinstance(cause, (FileNotFoundError, NotADirectoryError)):
-                raise unlisted(path, cause) from cause
-            problems.append(_skipped(path, "a readable folder", cause.strerror or "an error"))
+            entries = sorted(entries_of(path), key=lambda entry: entry.name)
+        except RolloutDataError as cause:
+            if path == data_dir:
+                raise
+            problems.append(_skipped(path, "a readable folder", cause.got))
             problems[-1].__cause__ = cause
             continue
         others = []
@@ -104,10 +101,10 @@ def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path,
                 waiting.append(Path(entry.path))
             elif entry.is_symlink() and os.path.isdir(entry.path):
                 if not is_inside(entry.path, root):
-                    problems.append(_outside(Path(entry.path)))
+                    problems.append(_outside(entry.path))
                 elif entry.name.startswith(FOLDER_PREFIX):
                     advice = "Skipped; its target is read where it lies, if that is a trajectory folder"
-                    problems.append(_skipped(Path(entry.path), "a folder", "a link to one", advice))
+                    problems.append(_skipped(entry.path, "a folder", "a link to one", advice))
             else:
                 others.append(entry)
         yield path, others
@@ -119,23 +116,21 @@ def _chunk_files(
     files, strangers = [], []
     for entry in entries:
         match = _CHUNK_NAME.fullmatch(entry.name)
-        path = Path(entry.path)
         try:
             if match is None:
                 strangers += [] if entry.name.startswith(".") else [entry.name]
             elif entry.is_symlink() and not is_inside(entry.path, root):
-                problems.append(_outside(path))
+                problems.append(_outside(entry.path))
             elif not entry.is_file():  # a pipe would be waited for
-                problems.append(_skipped(path, "a plain file", "something else"))
+                problems.append(_skipped(entry.path, "a plain file", "something else"))
             else:
                 stat = entry.stat()
-                files.append(ChunkFile(int(match[1]), int(match[2]), path, stat.st_mtime_ns, stat.st_size))
+                files.append(ChunkFile(int(match[1]), int(match[2]), Path(entry.path), stat.st_mtime_ns, stat.st_size))
         except OSError:  # removed since it was listed
             continue
     if strangers:
-        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
-        expected, got = "chunks called traj_START_END.pickle", f"{strangers[0]!r}{more}"
-        problems.append(_skipped(folder, expected, got, "Skipped these files"))
+        got = repr(strangers[0]) + (f" and {len(strangers) - 1} more" if len(strangers) > 1 else "")
+        problems.append(_skipped(folder, "chunks called traj_START_END.pickle", got, "Skipped these files"))
     return files
 
 
@@ -154,13 +149,13 @@ def read_metadata(data_dir: Path, folders: list[TrajectoryFolder]) -> tuple[dict
     parents = dict.fromkeys([data_dir, *(folder.path.parent for folder in folders if folder.path != data_dir)])
     problems: list[DataFileError] = []
     found: dict[str, Any] = {}
-    for parent in parents:
-        path = parent / METADATA_NAME
+    for path in (parent / METADATA_NAME for parent in parents):
         if not os.path.lexists(path):
             continue
+        if not is_inside(path, root):
+            problems.append(_outside(path))
+            continue
         try:
-            if not is_inside(path, root):
-                raise _outside(path)
             content = _read_json(path)
         except DataFileError as problem:
             problems.append(problem)
@@ -185,11 +180,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     raise CorruptFileError("read", repr(str(path)), "a JSON object", f"{cause}"[:200], advice) from cause
 
 
-def _skipped(path: Path, expected: str, got: str, advice: str = "Skipped") -> DataFileError:
+def _skipped(path: str | Path, expected: str, got: str, advice: str = "Skipped") -> DataFileError:
     return DataFileError("read", repr(str(path)), expected, got, advice)
 
 
-def _outside(path: Path) -> DataFileError:
-    return UnsafeFileError(
-        "read", repr(str(path)), "a file below the data folder", "a link that leads out of it", "Skipped"
-    )
+def _outside(path: str | Path) -> DataFileError:
+    expected, got = "a file below the data folder", "a link that leads out of it"
+    return UnsafeFileError("read", repr(str(path)), expected, got, "Skipped")

@@ -214,7 +214,13 @@ def _read_open_file(path: Path, file: h5py.File, descriptor: int) -> BlockHeader
     writer, sequence = about["writer"], int(about["sequence"])
     if not isinstance(writer, str) or sequence < 0:
         raise _wrong("a writer's name and a sequence number", f"{writer!r} and {sequence}")
-    _check_fragments(fragments, locations)
+    sizes = {table: {rows for _, rows in columns.values()} for table, columns in locations.items()}
+    if any(len(counts) > 1 for counts in sizes.values()):
+        raise _wrong("as many rows in every column", sizes)
+    num_rows, num_finals = (next(iter(sizes[table]), 0) for table in (DATA, FINAL))
+    check_fragments(fragments, num_rows, num_finals)
+    if (num_frames := int(fragments["length"].sum())) > num_rows:
+        raise _wrong(f"each of {num_rows} rows in one fragment", f"{num_frames} frames")
     return BlockHeader(
         path=path,
         schema=schema,
@@ -366,24 +372,15 @@ def _read_attributes(path: Path, file: h5py.File) -> tuple[Schema, dict[str, Cod
     return schema, read_codings(texts["codecs"], schema)
 
 
-def stray_fragments(fragments: np.ndarray, num_rows: int | np.ndarray, num_finals: int | np.ndarray) -> np.ndarray:
-    """bool `[F]`: the fragment does not lie inside tables of this size, or of these sizes, int64 `[F]`."""
+def check_fragments(fragments: np.ndarray, num_rows: int | np.ndarray, num_finals: int | np.ndarray) -> None:
+    """Check that every fragment lies inside tables of this size, or of these sizes, int64 `[F]`.
+
+    Raises:
+        CorruptFileError: Without the place.
+    """
     row, length, final = fragments["row"], fragments["length"], fragments["final_row"]
-    is_stray: np.ndarray = (row < 0) | (length < 0) | (row > num_rows - length) | (final < -1) | (final >= num_finals)
-    return is_stray
-
-
-def _check_fragments(fragments: np.ndarray, locations: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
-    """Check that every fragment lies inside the tables of its own block."""
-    sizes = {table: {rows for _, rows in columns.values()} for table, columns in locations.items()}
-    if any(len(counts) > 1 for counts in sizes.values()):
-        raise _wrong("as many rows in every column", sizes)
-    num_rows, num_finals = (next(iter(sizes[table]), 0) for table in (DATA, FINAL))
-    is_wrong = stray_fragments(fragments, num_rows, num_finals)
+    is_wrong = (row < 0) | (length < 0) | (row > num_rows - length) | (final < -1) | (final >= num_finals)
     is_wrong |= (fragments["start"] < 0) | (fragments["env"] < 0) | (fragments["trajectory"] < 0)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
-        expected = f"fragments within {num_rows} rows and {num_finals} final rows"
-        raise _wrong(expected, f"{fragments[first]} at {first}")
-    if (num_frames := int(fragments["length"].sum())) > num_rows:
-        raise _wrong(f"each of {num_rows} rows in one fragment", f"{num_frames} frames")
+        raise _wrong("fragments within the rows of their block", f"{fragments[first]} at {first}")

@@ -12,9 +12,7 @@ import os
 import sys
 import time
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -27,6 +25,7 @@ import torch
 
 from storage.core.durable import crc32, sync_path
 from storage.core.fields import Schema
+from storage.core.threads import each
 from storage.errors import UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
 
@@ -41,6 +40,8 @@ _SYNC_FILE_RANGE_WRITE = 2
 #: Rows are gathered, checked and written in parts that stay in the second-level cache meanwhile: parts of 4 MiB
 #: took a third longer.
 PART_BYTES = 1 << 20
+#: At most so many threads write, and so many pieces before it is asked again whether they should.
+_NUM_THREADS, _PIECES_A_TURN = 2, 16
 
 
 @dataclass
@@ -122,13 +123,46 @@ def _write_file(path: Path, content: BlockContent, durable: bool, is_in_haste: C
         _write_tables(file, content, codings)
         file.close()
         header.write_to(out.fileno())
-        pieces = _Pieces(content, offsets, starts_writeback=durable)
-        pieces.write_all(out.fileno(), is_in_haste)
-        tables = {f"checksums/{table}": values for table, values in pieces.checksums.items()}
+        tables = _write_rows(out.fileno(), content, offsets, is_in_haste, durable)
         for name, values in (tables | _plain_tables(content)).items():
             write_at(out.fileno(), np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, offsets[name])
         if durable:
             os.fsync(out.fileno())
+
+
+def _write_rows(
+    descriptor: int,
+    content: BlockContent,
+    offsets: Mapping[str, int],
+    is_in_haste: Callable[[], bool],
+    starts_writeback: bool,
+) -> dict[str, np.ndarray]:
+    """Write all rows; give `checksums/<table>`: `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks."""
+    pieces, checksums, part_bytes = list[_Piece](), {}, PART_BYTES
+    for table, columns in content.rows.items():
+        values = checksums[f"checksums/{table}"] = np.zeros((len(content.fragments), len(columns)), "<u4")
+        for position, (name, source) in enumerate(columns.items()):
+            ranges = row_ranges(table, content.fragments)
+            if isinstance(source, CodedRows):
+                ranges = source.table.byte_ranges(*ranges)
+            offset, num_bytes = offsets[f"{table}/{name}"], source.num_rows * source.row_bytes
+            pieces += _cut(source, offset, ranges, values[:, position])
+            part_bytes = max(part_bytes, source.row_bytes)
+            # The disk's blocks are allocated at once, which makes writing a tenth faster. Not `os.posix_fallocate`,
+            # which writes to every block where the file system cannot do better.
+            if num_bytes >= PART_BYTES:
+                _hasten("fallocate64", descriptor, 0, offset, num_bytes)
+    memory = [np.empty(part_bytes, np.uint8) for _ in range(_NUM_THREADS)]
+
+    def write(piece: _Piece) -> None:
+        own = memory.pop()
+        piece.write(descriptor, own, starts_writeback)
+        memory.append(own)
+
+    for first in range(0, len(pieces), _PIECES_A_TURN):
+        num_threads = min(_NUM_THREADS, torch.get_num_threads()) if is_in_haste() else 1
+        each(write, pieces[first : first + _PIECES_A_TURN], num_threads)
+    return checksums
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,78 +196,6 @@ class _Piece:
             if starts_writeback:  # at once, so that the flush has little left to do
                 _hasten("sync_file_range", descriptor, self.offset + low * row_bytes, len(part), _SYNC_FILE_RANGE_WRITE)
         self.checksums[self.places] = sums
-
-
-class _Pieces:
-    """The rows of a block, in pieces that one or two threads write.
-
-    Attributes:
-        checksums: Table -> `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks; filled by `write_all`.
-    """
-
-    def __init__(self, content: BlockContent, offsets: Mapping[str, int], starts_writeback: bool) -> None:
-        self._starts_writeback = starts_writeback
-        self._waiting: deque[_Piece] = deque()
-        self._columns: list[tuple[int, int]] = []
-        self._part_bytes = PART_BYTES
-        self._helper: Future[None] | None = None
-        self.checksums: dict[str, np.ndarray] = {}
-        for table, columns in content.rows.items():
-            values = self.checksums[table] = np.zeros((len(content.fragments), len(columns)), "<u4")
-            for position, (name, source) in enumerate(columns.items()):
-                ranges = row_ranges(table, content.fragments)
-                if isinstance(source, CodedRows):
-                    ranges = source.table.byte_ranges(*ranges)
-                self._part_bytes = max(self._part_bytes, source.row_bytes)
-                offset = offsets[f"{table}/{name}"]
-                self._columns.append((offset, source.num_rows * source.row_bytes))
-                self._waiting += _cut(source, offset, ranges, values[:, position])
-
-    def write_all(self, descriptor: int, is_in_haste: Callable[[], bool]) -> None:
-        """Write all pieces; from when it `is_in_haste`, a second thread writes some of them."""
-        for offset, num_bytes in self._columns:
-            # The disk's blocks are allocated at once, which makes writing a tenth faster. Not `os.posix_fallocate`,
-            # which writes to every block where the file system cannot do better.
-            if num_bytes >= PART_BYTES:
-                _hasten("fallocate64", descriptor, 0, offset, num_bytes)
-        self._write(descriptor, lambda: torch.get_num_threads() > 1 and is_in_haste())
-        if self._helper is not None:
-            self._helper.result()
-
-    def _write(self, descriptor: int, is_helped: Callable[[], bool]) -> None:
-        memory = np.empty(self._part_bytes, np.uint8)
-        try:
-            while (piece := self._next()) is not None:
-                if self._helper is None and self._waiting and is_helped():
-                    self._helper = self._begin_helper(os.dup(descriptor))
-                piece.write(descriptor, memory, self._starts_writeback)
-        except BaseException:  # Ctrl-C too: the other thread must not go on
-            self._waiting.clear()
-            raise
-
-    def _next(self) -> _Piece | None:
-        try:
-            return self._waiting.popleft()
-        except IndexError:  # the other thread took the last one
-            return None
-
-    def _begin_helper(self, descriptor: int) -> Future[None] | None:
-        """Start a second thread. It closes its descriptor itself: after Ctrl-C it may outlive that of the block."""
-
-        def work() -> None:
-            try:
-                self._write(descriptor, lambda: False)
-            finally:
-                os.close(descriptor)
-
-        pool = ThreadPoolExecutor(1, "block")
-        try:
-            return pool.submit(work)
-        except RuntimeError:  # the interpreter exits, or the system has no thread left: one does all
-            os.close(descriptor)
-            return None
-        finally:
-            pool.shutdown(wait=False)
 
 
 def _cut(source: RowSource, offset: int, ranges: tuple[np.ndarray, np.ndarray], checksums: np.ndarray) -> list[_Piece]:

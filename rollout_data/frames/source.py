@@ -1,65 +1,62 @@
-"""A source of trajectories: one or several data folders, what was lost in them and what was reported.
+"""Data folders as one source of trajectories: what is there now, as an index and a store of rows.
 
-One rule: a problem is reported once, by name, and a loss counted once; the subclasses in `sources.py` know what
-the folders hold.
+One rule: a snapshot never changes; `refresh` makes a new one when the folders have. A file that cannot be read is
+reported once, by name, a loss is counted once, and the rest goes on.
 """
 
 from __future__ import annotations
 
 import os
-import stat
+import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
-from ..index.folder import unlisted
-from ..index.index import Block, Key, LostBlockError
+from ..foreign.trajectory_folder import FolderScan, read_chunk_rows, scan_trajectory_folder
+from ..foreign.trajectory_listing import ChunkFile, is_trajectory_folder
+from ..format.header import layouts_of, read_header
+from ..format.schema import RowLayout
+from ..index.folder import BlockFolder, block_names, read_metadata
+from ..index.index import Block, Int64s, Key, LostBlockError, TrajectoryIndex
 from .coded import CHUNK_CACHE_BYTES
-from .store import FrameStore
+from .store import GONE, FileFrames, FileMap, FrameStore, MappedFrames, Place, can_map
 
 #: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
 BlocksInUse = Callable[[], Collection[Block]]
-#: So many problems are kept, and so many known again, by their hashes: those of as many files are told once.
-MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
 DataDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+#: The last problems are kept, and more are known again by their hashes, so that each is reported once.
+MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
+#: Between batches the folders are looked at for this share of the time at most, and once a second.
+_LOOK_SHARE = 0.005
 
 
 def absolute_paths(data_dir: DataDirs) -> list[Path]:
     """Give the folders of a `data_dir` argument so that they stay the same when the process goes elsewhere."""
     try:
         listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
-        return [arguments.path("open the dataset", "", os.fspath(path)).absolute() for path in listed]
+        paths = [arguments.path("open the dataset", "", os.fspath(path)).absolute() for path in listed]
     except TypeError as cause:
         raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
-
-
-def as_paths(data_dir: DataDirs) -> list[Path]:
-    """Give the folders of a `data_dir` argument, absolute; each must exist."""
-    paths = absolute_paths(data_dir)
     if not paths:
         raise UsageError("open the dataset", "", "at least one data folder", "none")
-    for path in paths:
-        try:
-            found = "a folder" if stat.S_ISDIR(os.stat(path).st_mode) else "a file"
-        except (FileNotFoundError, NotADirectoryError):
-            found = "nothing there"
-        except OSError as cause:
-            raise unlisted(path, cause) from cause
-        if found != "a folder":
-            raise UsageError("open the dataset", repr(str(path)), "a folder", found)
     return paths
 
 
-class Source(ABC):
-    """The blocks of one or several data folders.
+class Source:
+    """One or several data folders, of block files or of the older trajectory layout; empty ones are decided later.
 
     Attributes:
+        paths: The folders, absolute.
+        schema: The fields that all of them must have; None as long as there is no trajectory.
         problems: What was left out or repaired, in the order in which it was found; the last `MAX_PROBLEMS`.
         num_problems: How many there were.
         num_vanished_blocks: Blocks, or chunks, that were lost since they were found: removed or spoilt.
@@ -69,51 +66,70 @@ class Source(ABC):
     def __init__(
         self, data_dir: DataDirs, verify_on_open: bool = False, chunk_cache_bytes: int = CHUNK_CACHE_BYTES
     ) -> None:
-        self.paths = as_paths(data_dir)
+        self.paths = absolute_paths(data_dir)
+        self.verify_on_open, self.chunk_cache_bytes = verify_on_open, chunk_cache_bytes
+        self.schema: Schema | None = None
         self.problems: list[RolloutDataError] = []
         self.num_problems = self.num_vanished_blocks = self.num_lost_trajectories = 0
         self._reported: dict[int, None] = {}
-        self._lost: set[Key] = set()  # counted already
-        self._verify_on_open, self._chunk_cache_bytes = verify_on_open, chunk_cache_bytes
-        self._schema: Schema | None = None
-        self._open_folders()
+        self.lost: set[Key] = set()  # counted already
+        self._folders: _Blocks | _Chunks | None = None
+        self._decide(_kind_of_all(self.paths))
 
-    @abstractmethod
-    def _open_folders(self) -> None:
-        """Begin with the folders as they are."""
+    def _decide(self, kind: type[_Blocks] | type[_Chunks] | None) -> None:
+        if self._folders is None and kind is not None:
+            self._folders = kind(self)
 
     @property
-    @abstractmethod
+    def holds_blocks(self) -> bool:
+        """Whether these are folders of block files."""
+        return isinstance(self._folders, _Blocks)
+
+    @property
     def metadata(self) -> dict[str, Any]:
         """Contents of the first folder's metadata.json, with the established totals."""
+        if isinstance(self._folders, _Chunks):
+            return dict(self._folders.scans[0].metadata)
+        return read_metadata(self.paths[0])
 
-    @abstractmethod
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
         """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
+        self._decide(_kind_of_all(self.paths) if self._folders is None else None)
+        if self._folders is not None:
+            self._folders.refresh(in_use)
 
-    def release(self, in_use: BlocksInUse = tuple) -> None:  # noqa: B027 - most have nothing to unmap
+    def release(self, in_use: BlocksInUse = tuple) -> None:
         """Unmap blocks that are gone and not `in_use`, which gives the disk their room back; for between batches.
 
         Cheap: it seldom looks at the folders. Reading such a block from an earlier snapshot is a `LostBlockError`.
         """
+        if isinstance(self._folders, _Blocks):
+            self._folders.release(in_use)
 
-    @abstractmethod
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
         """Give what is there now; with `upto` only blocks up to this sequence number of each writer."""
+        if self._folders is None:
+            return FrameStore(TrajectoryIndex([]), layouts_of(Schema([])))
+        return self._folders.snapshot(upto)
 
-    @abstractmethod
     def sight(self) -> Any:
         """Say what `refresh` has found, so that `adopt` gives another process the same; the same object if it is."""
+        return None if self._folders is None else self._folders.sight()
 
-    @abstractmethod
     def adopt(self, sight: Any) -> None:
         """Take what another process has seen for what is there; None changes nothing."""
+        if sight is not None:
+            self._decide(_Chunks if isinstance(sight, list) else _Blocks)
+            assert self._folders is not None
+            self._folders.adopt(sight)
 
     def forget(self, problem: DataFileError, num_trajectories: int) -> None:
         """Report trajectories that cannot be read; a lost block is left out from the next refresh on."""
         self.num_lost_trajectories += num_trajectories
         if isinstance(problem, LostBlockError):
-            self._count_lost([problem.key])
+            self.count_lost([problem.key])
+            if isinstance(self._folders, _Chunks):
+                self._folders.leave_out(problem.key[0])
         self.report(problem)
 
     def report(self, problem: RolloutDataError) -> None:
@@ -128,16 +144,268 @@ class Source(ABC):
             del self.problems[:-MAX_PROBLEMS]
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
 
-    def _count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
+    def count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
         """Count blocks that are gone, once until they are `present` again."""
-        new = set(keys) - self._lost
+        new = set(keys) - self.lost
         self.num_vanished_blocks += len(new)
-        self._lost = (self._lost | new) - set(present)
+        self.lost = (self.lost | new) - set(present)
 
-    def _check_schema(self, schema: Schema, where: str) -> None:
+    def check_schema(self, schema: Schema, where: Path) -> None:
         """Raise unless the folders have the same fields."""
-        if self._schema is None:
-            self._schema = schema
-        elif difference := self._schema.difference(schema):
+        if self.schema is None:
+            self.schema = schema
+        elif difference := self.schema.difference(schema):
             expected, advice = f"the fields of {str(self.paths[0])!r}", "Open them as separate datasets"
-            raise DataFileError("open the folders together", repr(where), expected, difference, advice)
+            raise DataFileError("open the folders together", repr(str(where)), expected, difference, advice)
+
+
+def _kind_of_all(paths: Sequence[Path]) -> type[_Blocks] | type[_Chunks] | None:
+    """Tell how folders are read, None as long as all are empty."""
+    kinds: dict[Path, type[_Blocks] | type[_Chunks]] = {}
+    for path in paths:
+        has_blocks = bool(block_names(path))
+        if is_trajectory_folder(path, with_chunk=has_blocks):  # an empty one beside block files says nothing
+            kinds[path] = _Chunks
+        elif has_blocks:
+            kinds[path] = _Blocks
+    if len(set(kinds.values())) > 1:
+        old = ", ".join(str(path) for path, kind in kinds.items() if kind is _Chunks)
+        got = f"trajectory folders in {old} beside block files"
+        raise UsageError("open the folders together", "", "folders of one kind", got)
+    return next(iter(kinds.values()), None)
+
+
+class _Blocks:
+    """Folders of block files."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        labels = [""] if len(source.paths) == 1 else [f"{number}:" for number in range(len(source.paths))]
+        self._folders = [
+            BlockFolder(path, source.verify_on_open, label) for path, label in zip(source.paths, labels, strict=True)
+        ]
+        #: Blocks that are gone and in use; blocks that another process has seen.
+        self._pinned: list[Block] = []
+        self._adopted: list[Block] | None = None
+        self._files: FileMap | None = None
+        self._last: FrameStore | None = None
+        self._sight: tuple[FrameStore | None, Any] = None, None
+        self._broken: DataFileError | None = None
+        self._look_due_s = 0.0
+
+    def sight(self) -> Any:
+        if self._sight[0] is not (store := self.snapshot()):
+            index, folders = store.index, [path.resolve() for path in self._source.paths]
+            blocks = [(folders.index(block.path.parent.resolve()), block) for block in index.blocks]
+            self._sight = store, (self._source.schema, index.num_present, blocks)
+        return self._sight[1]
+
+    def adopt(self, sight: Any) -> None:
+        if sight is not self._sight[1]:
+            self._source.schema, num_present, placed = sight
+            paths = self._source.paths
+            blocks = [replace(block, path=paths[folder] / block.path.name) for folder, block in placed]
+            self._adopted, self._pinned, self._last = blocks[:num_present], blocks[num_present:], None
+
+    def refresh(self, in_use: BlocksInUse) -> None:
+        has_changed = self._last is None or bool(self._pinned) or self._adopted is not None
+        self._adopted = None
+        for folder in self._folders:
+            has_changed |= folder.refresh()
+            for problem in folder.problems.values():
+                self._source.report(problem)
+        if not has_changed:
+            return
+        blocks = self._blocks()
+        present, before = {block.key for block in blocks}, self._last.index if self._last is not None else None
+        if before is not None:
+            self._source.count_lost({block.key for block in before.blocks[: before.num_present]} - present, present)
+        mapped = self._files.mapped if self._files is not None else ()
+        gone = [block for block in in_use() if block.key not in present and block.identity in mapped]
+        if gone != self._pinned or before is None or _identities(before.blocks) != _identities(blocks):
+            self._pinned, self._last = gone, None
+        self._source.lost.intersection_update(key for key, *_ in mapped)
+
+    def release(self, in_use: BlocksInUse) -> None:
+        if self._files is None or (start_s := time.monotonic()) < self._look_due_s:
+            return
+        try:
+            present = {f"{one.data_dir}{os.sep}{name}" for one in self._folders for name in block_names(one.data_dir)}
+        except RolloutDataError:  # the folder itself cannot be looked at: `refresh` tells
+            return
+        if gone := {identity for identity in self._files.mapped if str(identity[0][0]) not in present}:
+            self._source.count_lost(key for key, *_ in gone)
+            if unused := gone - _identities(in_use()):
+                self._files.unmap(unused)
+        stop_s = time.monotonic()
+        self._look_due_s = stop_s + max(1.0, (stop_s - start_s) / _LOOK_SHARE)
+
+    def _blocks(self) -> list[Block]:
+        if self._adopted is not None:
+            return self._adopted
+        return [folder.blocks[name] for folder in self._folders for name in sorted(folder.blocks)]
+
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
+        if self._last is not None and upto is None:
+            return self._last
+        for folder in self._folders:
+            if folder.schema is not None and folder.blocks:
+                self._source.check_schema(folder.schema, folder.data_dir)
+        layouts = layouts_of(self._source.schema or self._folders[0].schema or Schema([]))
+        blocks = self._blocks()
+        if upto is not None:
+            blocks = [block for block in blocks if block.sequence <= upto.get(block.writer, -1)]
+        if can_map([*blocks, *self._pinned]):
+            store: FrameStore = self._mapped_frames(blocks, layouts)
+        else:
+            store = FileFrames(TrajectoryIndex(blocks), layouts, partial(_read_block, layouts=layouts))
+        if upto is None:
+            self._report_broken(store.index)
+            self._last = store
+        return store
+
+    def _mapped_frames(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> FrameStore:
+        files = self._files
+        if files is None or files.layouts is not layouts or not files.has_room(blocks):
+            # Blocks that are gone cannot be mapped again: what is played of them counts as lost.
+            files = self._files = FileMap(layouts, blocks, self._source.chunk_cache_bytes)
+        mapped = []
+        for block in blocks:
+            try:
+                files.add(block)
+                mapped.append(block)
+            except FileNotFoundError:
+                self._source.count_lost([block.key])
+            except RolloutDataError as problem:
+                self._source.report(problem)
+        is_as_found = self._adopted is None and not self._pinned and mapped == self._blocks()
+        built = self._folders[0].built if is_as_found and len(self._folders) == 1 else None
+        # What another process has seen is numbered as there, whether or not it could be mapped here.
+        known = mapped if self._adopted is None else blocks
+        self._look_due_s = 0.0
+        return MappedFrames(TrajectoryIndex([*known, *self._pinned], len(known), built), layouts, files)
+
+    def _report_broken(self, index: TrajectoryIndex) -> None:
+        """Keep one problem for the trajectories that lack a block now; warn at the first of them only."""
+        problems = self._source.problems
+        if self._broken is not None and self._broken in problems:
+            problems.remove(self._broken)
+        if index.num_broken:
+            problem = _lacking_blocks(index, repr(", ".join(map(str, self._source.paths))))
+            if self._broken is None:
+                self._source.report(problem)
+            else:
+                problems.append(problem)
+            self._broken = problem
+
+
+class _Chunks:
+    """Folders of the older `trajectory_K/traj_START_END.pickle` layout.
+
+    A chunk is a block. One that cannot be read is left out until it has changed, and the fields stay those of the
+    first chunks that were found.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._unreadable: set[ChunkFile] = set()
+        self._mixed: set[Path] = set()
+        self.scans = self._sight = [scan_trajectory_folder(path) for path in source.paths]
+        self._last = self._store()
+        self._report_left_out()
+
+    def refresh(self, in_use: BlocksInUse) -> None:
+        scans = [scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable) for old in self.scans]
+        before, self.scans = self.scans, scans
+        if [_contents(scan) for scan in scans] != [_contents(scan) for scan in before]:
+            present = {(file.path, "") for scan in scans for file in scan.known}
+            self._source.count_lost({block.key for block in self._last.index.blocks} - present, present)
+            self._last, self._sight = self._store(), scans
+        self._report_left_out()
+
+    def sight(self) -> Any:
+        return self._sight
+
+    def adopt(self, sight: Any) -> None:
+        if sight is not self._sight:
+            self.scans = self._sight = sight
+            self._last = self._store()
+
+    def leave_out(self, path: Path) -> None:
+        """Read a chunk no more until it has changed."""
+        self._unreadable.update(scan.files[path] for scan in self.scans if path in scan.files)
+
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
+        return self._last
+
+    def _report_left_out(self) -> None:
+        for scan in self.scans:
+            for problem in scan.problems:
+                self._source.report(problem)
+        for path in self._source.paths:
+            names = [] if path in self._mixed else block_names(path)
+            if count := sum(name.startswith("rollout_") for name in names):
+                self._mixed.add(path)
+                got = f"{count} block file{'s' if count > 1 else ''} beside trajectory folders"
+                advice = "Only the trajectory folders are read; move one or the other to a folder of their own"
+                problem = DataFileError("read all of", repr(str(path)), "data of one kind", got, advice)
+                self._source.report(problem)
+
+    def _store(self) -> FrameStore:
+        chunks: dict[Key, tuple[FolderScan, int]] = {}
+        blocks: list[Block] = []
+        for number, scan in enumerate(self.scans):
+            if scan.signature:
+                self._source.check_schema(scan.schema, scan.data_dir)
+            fragments = scan.fragments.copy()
+            folder_of = [path.parent.relative_to(scan.data_dir).as_posix() for path in scan.chunk_paths]
+            fragments["trajectory"] = _numbers_within(np.array(folder_of)[scan.chunk_of], fragments["trajectory"])
+            parts = np.split(fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths))))
+            for chunk, path in enumerate(scan.chunk_paths):
+                blocks.append(Block(path, f"{number}:{folder_of[chunk]}", chunk, parts[chunk]))
+                chunks[blocks[-1].key] = scan, chunk
+
+        def read(block: Block, place: Place) -> np.ndarray:
+            scan, chunk = chunks[block.key]
+            return read_chunk_rows(scan, chunk, columns=[place[1]])[place[1]]
+
+        layouts = layouts_of(self._source.schema or Schema([]))
+        return FileFrames(TrajectoryIndex(blocks), layouts, read, losses=(*GONE, DataFileError))
+
+
+def _contents(scan: FolderScan) -> Any:
+    return scan.chunk_paths, list(scan.known)
+
+
+def _identities(blocks: Iterable[Block]) -> set[Any]:
+    return {block.identity for block in blocks}
+
+
+def _lacking_blocks(index: TrajectoryIndex, where: str) -> DataFileError:
+    missing = TrajectoryIndex(index.blocks).missing_blocks()
+    named = [
+        f"{', '.join(f'{a}' if b == a + 1 else f'{a}:{b}' for a, b in gaps[:4])} of writer {writer!r}"
+        for writer, gaps in missing.items()
+    ]
+    more = f" and of {len(named) - 3} more" if len(named) > 3 else ""
+    got = f"{index.num_broken} without all of their blocks, where there is no block {'; '.join(named[:3])}{more}"
+    advice = "They are left out; bring the blocks back, unless they were removed on purpose"
+    return DataFileError("read all trajectories", f"of {where}", "whole ones", got, advice)
+
+
+def _numbers_within(folder: np.ndarray, trajectory: Int64s) -> Int64s:
+    """Number trajectories within their folder, 0 in all but the folders that hold several."""
+    _, folder_number = np.unique(folder, return_inverse=True)
+    pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
+    return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(pairs[0], folder_number)
+
+
+def _read_block(block: Block, place: Place, layouts: Mapping[str, RowLayout]) -> np.ndarray:
+    """Map or decode one kind of row of one block, where blocks cannot be mapped side by side."""
+    offset, num_rows = block.places[place]
+    column = layouts[place[0]].columns[place[1]]
+    if column.is_coded:
+        return read_header(block.path).read_rows(*place, 0, num_rows)
+    if num_rows == 0:
+        return np.zeros((0, column.row_bytes), np.uint8)
+    return np.memmap(block.path, np.uint8, "r", offset, (num_rows, column.row_bytes))

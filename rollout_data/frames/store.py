@@ -47,18 +47,21 @@ _FEW_RUNS = 8
 
 
 def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: torch.Tensor) -> None:
-    """Copy rows into `out`.
+    """Copy rows into `out`, which is on the device of `words` and int32.
 
     Args:
-        words: `[R, W]` int32, the rows; on any device.
-        runs: Covers all rows of `out`, each once, in ascending order; none reaches from one window into the next.
+        words: `[R, W]` int32, the rows.
+        runs: Where they go and how many they are; none reaches from one window into the next.
         first: int64, first row of each run in `words`.
-        length: Rows of a window.
-        out: int32 on the device of `words`, `[num_windows, length, W]` of any strides, or contiguous
-            `[num_windows * length, W]`.
+        length: Rows of a window; then the runs cover all of `out`, each row once, in ascending order. With 0 they may
+            cover a part of it.
+        out: `[num_windows, length, W]` of any strides, or contiguous `[rows, W]`.
     """
-    windows, width = as_windows(out, length), words.shape[1]
-    num_words, num_windows = words.shape[0], windows.shape[0]
+    windows = out if out.dim() == 3 else out.view(-1, length, out.shape[1]) if length else out[None]
+    if not length:
+        _copy_rows(words, _numbers(first, runs.num_rows), _numbers(runs.target, runs.num_rows), windows)
+        return
+    width, num_words, num_windows = words.shape[1], words.shape[0], windows.shape[0]
     size, starts, broken = length, first, _NO_PIECES
     if len(first) != num_windows:  # otherwise each window is one run
         num_rows = num_windows * length
@@ -69,7 +72,7 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         crossed = runs.target[runs.target % size != 0] // size
         broken = crossed[np.diff(crossed, prepend=-1) != 0]
         starts[broken] = 0
-    rows = torch.from_numpy(starts) if words.device.type == "cpu" else torch.from_numpy(starts).to(words.device)
+    rows = torch.from_numpy(starts).to(words.device)
     if windows.is_contiguous():  # a piece is one copy
         pieces = words.as_strided((num_words - size + 1, size * width), (width, 1))
         torch.index_select(pieces, 0, rows, out=windows.view(-1, size * width))
@@ -79,31 +82,27 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
             torch.index_select(pieces, 0, some, out=windows[:, part * size : (part + 1) * size])
     if len(broken):
         place = (size * broken[:, None] + np.arange(size)).reshape(-1)
-        numbers = torch.from_numpy(place + shift[runs.target.searchsorted(place, side="right") - 1])
-        scratch = _scratch_rows(len(place), width, words.dtype) if words.device.type == "cpu" else None
-        _put_rows(torch.index_select(words, 0, numbers.to(words.device), out=scratch), place, windows)
+        _copy_rows(words, place + shift[runs.target.searchsorted(place, side="right") - 1], place, windows)
 
 
-def as_windows(out: torch.Tensor, length: int) -> torch.Tensor:
-    """View memory for rows as windows, `[num_windows, length, W]`; with length 0 as a single one."""
-    if out.dim() == 3:
-        return out
-    return out.view(-1, length, out.shape[1]) if length else out[None]
-
-
-def _scratch_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Give memory for rows on their way; of few sizes, as a pool has no use for what is a little too small."""
-    return _scratch.empty((1 << (num_rows - 1).bit_length(), width), dtype)[:num_rows]
-
-
-def _put_rows(rows: torch.Tensor, place: Int64s, windows: torch.Tensor) -> None:
-    """Copy `rows` to places in windows; on the CPU through numpy, which takes a quarter of the time."""
+def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: torch.Tensor) -> None:
+    """Copy single rows to places in windows; on the CPU through numpy, which takes a quarter of the time."""
+    if not len(numbers):
+        return
+    rows = torch.from_numpy(numbers).to(words.device)
     window, row = np.divmod(place, windows.shape[1])
-    if windows.device.type == "cpu":
-        windows.numpy()[window, row] = rows.cpu().numpy()
+    if words.device.type == "cpu":
+        # A pool has no use for memory that is a little too small: it gives powers of two.
+        scratch = _scratch.empty((1 << (len(numbers) - 1).bit_length(), words.shape[1]), words.dtype)[: len(numbers)]
+        windows.numpy()[window, row] = torch.index_select(words, 0, rows, out=scratch).numpy()
     else:
-        at = torch.from_numpy(window).to(windows.device), torch.from_numpy(row).to(windows.device)
-        windows[at] = rows.to(windows.device)
+        at = torch.from_numpy(window).to(words.device), torch.from_numpy(row).to(words.device)
+        windows[at] = torch.index_select(words, 0, rows)
+
+
+def _numbers(first: Int64s, count: Int64s) -> Int64s:
+    """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
+    return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
 
 
 def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:
@@ -120,19 +119,6 @@ def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> i
             if cost < lowest:
                 best, lowest = size, cost
     return best
-
-
-def scatter(words: torch.Tensor, runs: Runs, first: Int64s, out: torch.Tensor) -> None:
-    """Copy rows into some rows of `out`; like `gather`, but the runs need not cover it."""
-    if runs.target.size:
-        rows = torch.index_select(words, 0, torch.from_numpy(_numbers(first, runs.num_rows)).to(words.device))
-        _put_rows(rows, _numbers(runs.target, runs.num_rows), as_windows(out, 0))
-
-
-def _numbers(first: Int64s, count: Int64s) -> Int64s:
-    """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
-    shift = first - (np.cumsum(count) - count)
-    return np.repeat(shift, count) + np.arange(int(count.sum()))
 
 
 class FrameStore:
@@ -154,15 +140,8 @@ class FrameStore:
         return self.index.locate(trajectory, frame, count, target)
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        """Copy runs of rows into `out`, int32 on `device`: `[rows, row_bytes / 4]`, or windows (see `gather`).
-
-        `length` > 0: the runs cover `out`, made of windows of this many rows; 0: only a part of it.
-        """
-        words, first = self._words(place), self._first(place, runs)
-        if length:
-            gather(words, runs, first, length, out)
-        else:
-            scatter(words, runs, first, out)
+        """Copy runs of rows of `row_bytes / 4` words into `out`, on `device` (see `gather`)."""
+        gather(self._words(place), runs, self._first(place, runs), length, out)
 
     def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
         """Final observation rows `[K, row_bytes]` uint8 of trajectories that have one; new memory."""
@@ -329,7 +308,7 @@ class FileFrames(FrameStore):
         self._cache = RowCache(max_cached_bytes, keeps_last=True)
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        windows = as_windows(out, 0).view(torch.uint8).numpy()
+        windows = (out if out.dim() == 3 else out[None]).view(torch.uint8).numpy()
         for to, block, row, count in zip(*(column.tolist() for column in runs), strict=True):
             rows = self._cache.get((block, place))
             if rows is None:
@@ -363,7 +342,10 @@ class CachedFrames(FrameStore):
         self.is_lost = source.is_lost
         trajectories = trajectories[~self.is_lost[trajectories]]
         lengths = source.index.lengths[trajectories]
-        self._check_fits(int(lengths.sum()))
+        needed = int(lengths.sum()) * self.layouts[DATA].frame_bytes
+        if device.type == "cpu" and (free := free_memory_bytes()) is not None and needed > 0.9 * free:
+            expected, got = f"at most 90 % of the free {free / 2**30:.1f} GiB", f"{needed / 2**30:.1f} GiB"
+            raise UsageError("cache the dataset in memory", "", expected, got, "Use cache='none'")
         self._first_row = np.full(len(source.index), -1, np.int64)
         self._first_row[trajectories] = np.cumsum(lengths) - lengths
         has_final = trajectories[source.index.final_row[trajectories] >= 0]
@@ -374,28 +356,17 @@ class CachedFrames(FrameStore):
         for name, column in self.layouts[DATA].columns.items():
             # Pooled memory has huge pages, which make gathering from it 1.25 times faster.
             rows = BufferPool(1).empty((int(lengths.sum()), column.row_bytes // 4), torch.int32)
-            self._fill((DATA, name), source, runs, rows)
+            for first in range(0, len(runs.target), 4096):  # in portions: index arrays stay small beside the data
+                part = Runs(*(values[first : first + 4096] for values in runs))
+                start, stop = int(part.target[0]), int(part.target[-1] + part.num_rows[-1])
+                source.copy((DATA, name), part._replace(target=part.target - start), 1, rows[start:stop])
+            self._rows[DATA, name] = rows.to(device)
         for name in self.layouts[FINAL].columns:
             self._rows[FINAL, name] = source.finals(name, has_final).view(torch.int32).to(device)
 
     def holds(self, trajectories: Int64s) -> bool:
         """True if all these trajectories are here that can be read."""
         return bool((self.is_lost[trajectories] | (self._first_row[trajectories] >= 0)).all())
-
-    def _fill(self, place: Place, source: FrameStore, runs: Runs, rows: torch.Tensor) -> None:
-        """Copy in portions, so that index arrays stay small beside the data."""
-        for first in range(0, len(runs.num_rows), 4096):
-            part = Runs(*(column[first : first + 4096] for column in runs))
-            start, stop = int(part.target[0]), int(part.target[-1] + part.num_rows[-1])
-            shifted = part._replace(target=part.target - start)
-            source.copy(place, shifted, 1, rows[start:stop])
-        self._rows[place] = rows.to(self.device)
-
-    def _check_fits(self, num_rows: int) -> None:
-        needed = num_rows * self.layouts[DATA].frame_bytes
-        if self.device.type == "cpu" and (free := free_memory_bytes()) is not None and needed > 0.9 * free:
-            expected, got = f"at most 90 % of the free {free / 2**30:.1f} GiB", f"{needed / 2**30:.1f} GiB"
-            raise UsageError("cache the dataset in memory", "", expected, got, "Use cache='none'")
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
         return Runs(target, np.zeros_like(target), self._first_row[trajectory] + frame, count)

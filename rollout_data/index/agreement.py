@@ -1,13 +1,16 @@
-"""How the processes of one reader agree on what is in the folders, so that all of them plan the same.
+"""The processes that read one dataset: who reads what, and how they agree on what is in the folders.
 
-One rule: one process looks, the others take its word. Among ranks that is rank 0, in the process that trains; for
-the workers of `rollout_data.loader` it is the process that takes their batches; of a plain DataLoader, the first worker
-that needs it.
+One rule: one process looks at the folders, and the others take over what it found. Among ranks that is rank 0; for the
+workers of `rollout_data.loader` the process that takes their batches; of a plain DataLoader the first worker that needs
+it. The rank is asked in the process that trains and travels with the dataset from there: a worker process that was not
+forked has no process group, and would take itself for rank 0 of 1.
 """
 
 from __future__ import annotations
 
+import hmac
 import multiprocessing
+import operator
 import os
 import pickle
 import secrets
@@ -19,14 +22,15 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils.data import get_worker_info
 
-from storage.errors import RolloutDataError, UsageError
+from storage.errors import CorruptFileError, RolloutDataError, UsageError
 
-from .sharding import Shard, current_shard
-
+#: "auto" asks torch.distributed, "none" reads everything in each process, (rank, world size) says it outright.
+ShardChoice = Literal["auto", "none"] | tuple[int, int]
 #: Look at the folders; what was seen can be pickled. None: the same as before.
 Look = Callable[[], Any]
 #: Give what was seen for the pass of this number, here or by the process that looks for all.
@@ -35,6 +39,65 @@ _POLL_S = 0.001
 _ENDED = "ended"
 #: Notes of so many passes stay, in case one worker is far behind another.
 _NUM_NOTES = 20_000
+_KEY_BYTES = 32
+
+
+class Shard(NamedTuple):
+    """Number `number` of `total` shares."""
+
+    number: int
+    total: int
+
+    def part_of(self, size: int) -> slice:
+        """Give the share of `size` things in a row: all shares together are all of them, each once."""
+        return slice(self.number * size // self.total, (self.number + 1) * size // self.total)
+
+
+ALONE = Shard(0, 1)
+
+
+def checked_shard(value: Any) -> Shard | None:
+    """Check a `shard` argument; None stands for "auto"."""
+    if isinstance(value, str) and value in ("auto", "none"):
+        return None if value == "auto" else ALONE
+    try:
+        shard = None if isinstance(value, str) else Shard(*map(operator.index, value))
+    except TypeError:
+        shard = None
+    if shard is None or not 0 <= shard.number < shard.total:
+        expected = "shard 'auto', 'none' or (rank, world size) with 0 <= rank < world size"
+        raise UsageError("share the data out", "", expected, repr(value))
+    return shard
+
+
+def current_shard(chosen: Shard | None = None) -> Shard:
+    """Give the share that was `chosen`, or else that of this rank (torch.distributed, if initialized)."""
+    if chosen is not None:
+        return chosen
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return Shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return ALONE
+
+
+def current_worker() -> Shard:
+    """Give the number of this DataLoader worker among those of its loader; 0 of 1 outside of workers."""
+    worker = get_worker_info()
+    return ALONE if worker is None else Shard(worker.id, worker.num_workers)
+
+
+def is_in_worker() -> bool:
+    """True inside a DataLoader worker process, where CUDA must not be touched."""
+    return get_worker_info() is not None
+
+
+def refuse_second_split() -> None:
+    """Raise where accelerate reads in rank 0 alone, or lets each rank keep a part of what it reads."""
+    state = sys.modules.get("accelerate.state")
+    loader = state.GradientState().active_dataloader if state is not None else None
+    kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
+    if kinds & {"DataLoaderDispatcher", "IterableDatasetShard"}:
+        advice = "Do not prepare this loader, or give the dataset shard='none'"
+        raise UsageError("share the data out", "", "ranks that read a share each", "accelerate, which splits", advice)
 
 
 def alone(number: int, look: Look) -> Any:
@@ -42,7 +105,12 @@ def alone(number: int, look: Look) -> Any:
     return look()
 
 
-def among_ranks(number: int, look: Look) -> Any:
+def agreement_of(shard: Shard) -> Agree:
+    """Choose how this process agrees with the others, outside of workers."""
+    return _among_ranks if shard.total > 1 and shard == current_shard() else alone
+
+
+def _among_ranks(number: int, look: Look) -> Any:
     """Let rank 0 look and tell the others; all ranks call this at the same step of their streams."""
     told = [_told(look) if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(told, src=0)
@@ -62,21 +130,6 @@ def _heard(told: Any) -> Any:
     if problem is not None:
         raise problem
     return seen
-
-
-def agreement_of(shard: Shard) -> Agree:
-    """Choose how this process agrees with the others, outside of workers."""
-    return among_ranks if shard.total > 1 and shard == current_shard() else alone
-
-
-def refuse_second_split() -> None:
-    """Raise where accelerate reads in rank 0 alone, or lets each rank keep a part of what it reads."""
-    state = sys.modules.get("accelerate.state")
-    loader = state.GradientState().active_dataloader if state is not None else None
-    kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
-    if kinds & {"DataLoaderDispatcher", "IterableDatasetShard"}:
-        advice = "Do not prepare this loader, or give the dataset shard='none'"
-        raise UsageError("share the data out", "", "ranks that read a share each", "accelerate, which splits", advice)
 
 
 class Undecided(Exception):
@@ -107,36 +160,42 @@ class Deferred:
 class Board:
     """Notes of the plain DataLoader workers of one dataset, in a temporary folder that is made with the first of them.
 
-    Of several workers that leave a note of one name, the first one's counts.
+    Of several workers that leave a note of one name, the first one's counts. A note is read only if it was signed with
+    the key of this board, which the processes of the dataset alone have.
     """
 
     def __init__(self) -> None:
         self._path = Path(tempfile.gettempdir()) / f"rollout_data_{secrets.token_hex(16)}"
+        self._key = secrets.token_bytes(_KEY_BYTES)
         self._finish = weakref.finalize(self, _remove, self._path, os.getpid())
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers get the same board; any other copy one of its own."""
-        return {"_path": self._path if multiprocessing.context.get_spawning_popen() is not None else None}
+        is_for_worker = multiprocessing.context.get_spawning_popen() is not None
+        return {"_path": self._path, "_key": self._key} if is_for_worker else {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if state["_path"] is None:
-            Board.__init__(self)
+        if state:
+            vars(self).update(state)
         else:
-            self._path = state["_path"]
+            Board.__init__(self)
 
     def read(self, name: str) -> Any:
         """Give a note, None if there is none."""
         try:
-            # Nothing foreign: the folder is this user's, its name is known to the dataset alone.
-            return pickle.loads((self._path / name).read_bytes())
+            note = (self._path / name).read_bytes()
         except FileNotFoundError:
             return None
+        signature, content = note[:_KEY_BYTES], note[_KEY_BYTES:]
+        if not hmac.compare_digest(signature, hmac.digest(self._key, content, "sha256")):
+            raise CorruptFileError("read the note", repr(str(self._path / name)), "one of this dataset", "another")
+        return pickle.loads(content)
 
     def write(self, name: str, note: Any, is_final: bool = False) -> bool:
         """Leave a note, whole or not at all; one that `is_final` only where there is none: False if there was."""
         self._path.mkdir(mode=0o700, exist_ok=True)
-        temporary = self._path / f".{name}.{os.getpid()}"
-        temporary.write_bytes(pickle.dumps(note))
+        temporary, content = self._path / f".{name}.{os.getpid()}", pickle.dumps(note)
+        temporary.write_bytes(hmac.digest(self._key, content, "sha256") + content)
         try:
             (os.link if is_final else os.replace)(temporary, self._path / name)
         except FileExistsError:

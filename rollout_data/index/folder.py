@@ -22,23 +22,15 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
-from ..format.header import DATA, FINAL, FRAGMENT_DTYPE, METADATA_NAME, layouts_of, open_block, stray_fragments
+from ..format.header import DATA, FINAL, FRAGMENT_DTYPE, METADATA_NAME, check_fragments, layouts_of, open_block
 from ..format.write import TEMPORARY_PREFIX
-from .index import Block, Int64s, TrajectoryIndex
+from .index import Block, Int64s, TrajectoryIndex, joined_fragments
 from .metadata import BAD_METADATA, Metadata, load_metadata, read_document
 
 INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 2
 #: What a damaged cache makes the readers of zip, npy and JSON raise; RuntimeError covers odd zip members.
 _BAD_CACHE = (*BAD_METADATA, EOFError, ArithmeticError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
-#: Arrays of the cache beside those of the index: of B blocks with C columns and F fragments in all.
-_CACHED = {
-    "fragments": "`[F]` of `FRAGMENT_DTYPE`",
-    "bounds": "int64 `[B + 1]`, first fragment of each block",
-    "places": "int64 `[B, C, 2]`, (byte offset, number of rows)",
-    "stamps": "int64 `[B, 2]`, a `FileStamp`",
-    "sequences": "int64 `[B]`",
-}
 #: Size in bytes and time of the last change in ns: by these a file is known again.
 FileStamp = tuple[int, int]
 
@@ -49,20 +41,29 @@ def stamp_of(path: Path) -> FileStamp | None:
     return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
-def block_names(data_dir: Path) -> list[str]:
-    """Name what is opened as blocks in a folder.
+def entries_of(folder: Path) -> list[os.DirEntry[str]]:
+    """List a folder.
 
     Raises:
         UsageError: There is no such folder.
         DataFileError: It may not be listed.
     """
+    where = repr(str(folder))
     try:
-        with os.scandir(data_dir) as entries:
-            return [entry.name for entry in entries if entry.name.endswith((".h5", ".hdf5")) and entry.name[0] != "."]
+        with os.scandir(folder) as entries:
+            return list(entries)
     except (FileNotFoundError, NotADirectoryError) as cause:
-        raise UsageError("open the data folder", repr(str(data_dir)), "a folder", "none") from cause
+        got = "a file" if isinstance(cause, NotADirectoryError) else "nothing there"
+        raise UsageError("open the data folder", where, "a folder", got) from cause
     except OSError as cause:
-        raise unlisted(data_dir, cause) from cause
+        advice = "See to it that it may be read, and entered"
+        raise DataFileError("open the data folder", where, "a folder that can be listed", str(cause), advice) from cause
+
+
+def block_names(data_dir: Path) -> list[str]:
+    """Name what is opened as blocks in a folder; errors as of `entries_of`."""
+    names = [entry.name for entry in entries_of(data_dir)]
+    return [name for name in names if name.endswith((".h5", ".hdf5")) and name[0] != "."]
 
 
 class BlockFolder:
@@ -102,19 +103,21 @@ class BlockFolder:
         if found == self._stamps and (self._is_schema_fixed or not self.blocks):
             return False
         for name in [name for name in self._stamps if found.get(name) != self._stamps[name]]:
-            del self._stamps[name]
-            self.blocks.pop(name, None)
-            self.problems.pop(name, None)
-            self.built = None
+            self._forget(name)
         opened = self._open_new(found)
-        if not self._is_schema_fixed and (strangers := self._fix_schema(opened)):
+        if not self._is_schema_fixed and self._fix_schema(opened):
             # The cache knew blocks that are fewer than others now: each is named when it is opened.
-            self.blocks = {}
-            for name in strangers:
-                del self._stamps[name]
+            for name in list(self.blocks):
+                self._forget(name)
             opened |= self._open_new(found)
         self._keep(opened)
         return True
+
+    def _forget(self, name: str) -> None:
+        del self._stamps[name]
+        self.blocks.pop(name, None)
+        self.problems.pop(name, None)
+        self.built = None
 
     def _open_new(self, found: Mapping[str, FileStamp]) -> dict[str, tuple[Schema, Block]]:
         """Open the files that are not known yet, by name in order."""
@@ -123,8 +126,8 @@ class BlockFolder:
         self.built = None if names else self.built
         return {name: block for name in names if (block := self._open(name, found[name])) is not None}
 
-    def _fix_schema(self, opened: Mapping[str, tuple[Schema, Block]]) -> Mapping[str, Block]:
-        """Choose the fields of this folder; gives the blocks known so far if they have others.
+    def _fix_schema(self, opened: Mapping[str, tuple[Schema, Block]]) -> bool:
+        """Choose the fields of this folder; True if the blocks known so far have others.
 
         Blocks have their fields under a checksum, metadata.json has not: where it names the fields of
         none of them, they are right. Of several kinds of blocks it tells which one is meant, or else
@@ -141,22 +144,22 @@ class BlockFolder:
         self.problems.pop(METADATA_NAME, None)
         if problem is not None:
             self.problems[METADATA_NAME] = problem
-        strangers = self.blocks if chosen != self.schema else {}
-        self.schema, self._is_schema_fixed = chosen, bool(votes)
-        return strangers
+        before, self.schema, self._is_schema_fixed = self.schema, chosen, bool(votes)
+        return bool(self.blocks) and chosen != before
 
     def _keep(self, opened: Mapping[str, tuple[Schema, Block]]) -> None:
-        """Take the opened blocks that fit the others."""
+        """Take the opened blocks that have the fields of this folder, each once."""
         held = {(block.writer, block.sequence): block for block in self.blocks.values()}
-        for name in sorted(opened):
-            schema, block = opened[name]
-            key = block.writer, block.sequence
-            try:
-                self._check_fits(schema, block, held.get(key))
-            except DataFileError as problem:
-                self.problems[name] = problem
+        for name, (schema, block) in sorted(opened.items(), key=lambda item: item[0]):
+            other, where = held.get((block.writer, block.sequence)), repr(str(block.path))
+            if self.schema is not None and (difference := self.schema.difference(schema)):
+                expected, advice = "the fields of the blocks beside it", "Move it to a folder of its own"
+                self.problems[name] = DataFileError("read the block", where, expected, difference, advice)
+            elif other is not None:
+                got, advice = f"a second copy of {other.path.name!r}", "Remove one of them"
+                self.problems[name] = DataFileError("read the block", where, "each block once", got, advice)
             else:
-                self.blocks[name] = held[key] = block
+                self.blocks[name] = held[block.writer, block.sequence] = block
 
     def _list_files(self) -> dict[str, FileStamp]:
         """Files that may be blocks, with their size and time; what is no file becomes a problem."""
@@ -202,16 +205,6 @@ class BlockFolder:
         writer = self.label + header.writer
         return header.schema, Block(header.path, writer, header.sequence, header.fragments, places, *stamp)
 
-    def _check_fits(self, schema: Schema, block: Block, other: Block | None) -> None:
-        """Raise unless a block has the fields of this folder, and is not a copy of another one."""
-        where = repr(str(block.path))
-        if self.schema is not None and (difference := self.schema.difference(schema)):
-            expected, advice = "the fields of the blocks beside it", "Move it to a folder of its own"
-            raise DataFileError("read the block", where, expected, difference, advice)
-        if other is not None:
-            copy = f"a second copy of {other.path.name!r}"
-            raise DataFileError("read the block", where, "each block once", copy, "Remove one of them")
-
     def _load_cache(self, found: Mapping[str, FileStamp]) -> None:
         """Take what the cache knows of files that are still there; a bad cache is no cache."""
         path = self.data_dir / INDEX_CACHE_NAME
@@ -225,36 +218,29 @@ class BlockFolder:
                 if about["version"] != _CACHE_VERSION:
                     return
                 schema, places = Schema.from_json(about["schema"]), [(table, name) for table, name in about["places"]]
-                arrays = {name: cache[name] for name in _CACHED}
-                num_rows = _num_rows(schema, places, arrays)
+                fragments, bounds, located = cache["fragments"], cache["bounds"], cache["places"]
+                num_rows = _check_cached(schema, places, fragments, bounds, located, cache["stamps"])
                 columns = (
+                    about["names"],
                     json.loads(bytes(cache["writers"])),
-                    arrays["sequences"].tolist(),
-                    np.split(arrays["fragments"], arrays["bounds"][1:-1]),
-                    [dict(zip(places, map(tuple, at), strict=True)) for at in arrays["places"].tolist()],
-                    map(tuple, arrays["stamps"].tolist()),
+                    cache["sequences"].tolist(),
+                    np.split(fragments, bounds[1:-1]),
+                    [dict(zip(places, map(tuple, at), strict=True)) for at in located.tolist()],
+                    map(tuple, cache["stamps"].tolist()),
                 )
                 blocks = {
                     name: Block(self.data_dir / name, self.label + writer, sequence, part, at, *stamp)
-                    for name, writer, sequence, part, at, stamp in zip(about["names"], *columns, strict=True)
+                    for name, writer, sequence, part, at, stamp in zip(*columns, strict=True)
                     if found.get(name) == stamp
                 }
-                if list(blocks) == about["names"] and len(blocks) == len(found):
-                    built = {name: cache[name] for name in about["index"]}
-                    if not TrajectoryIndex(list(blocks.values()), built).check_valid(*num_rows)[0]:
-                        return
-                    self.built = built
+                built = {name: cache[name] for name in about["index"]}
+                is_all = list(blocks) == about["names"] and len(blocks) == len(found)
+                if is_all and not TrajectoryIndex(list(blocks.values()), built=built).is_valid(*num_rows):
+                    return
         except _BAD_CACHE:
-            self.built = None
             return
-        self.schema, self.blocks = schema, blocks
+        self.schema, self.blocks, self.built = schema, blocks, built if is_all else None
         self._stamps = {name: found[name] for name in blocks}
-
-
-def unlisted(path: Path, cause: OSError) -> DataFileError:
-    """Build the error for a folder that may not be listed."""
-    advice = "See to it that it may be read, and entered"
-    return DataFileError("open the data folder", repr(str(path)), "a folder that can be listed", str(cause), advice)
 
 
 def _unlike_blocks(path: Path, got: str) -> CorruptFileError:
@@ -262,22 +248,39 @@ def _unlike_blocks(path: Path, got: str) -> CorruptFileError:
     return CorruptFileError("use the metadata", repr(str(path)), "the fields of the blocks beside it", got, advice)
 
 
-def _num_rows(schema: Schema, places: list[tuple[str, str]], arrays: Mapping[str, np.ndarray]) -> list[Int64s]:
-    """Count the rows in the two tables of each cached block, int64 `[B]`.
+def _check_cached(
+    schema: Schema,
+    places: list[tuple[str, str]],
+    fragments: np.ndarray,
+    bounds: np.ndarray,
+    located: np.ndarray,
+    stamps: np.ndarray,
+) -> list[Int64s]:
+    """Check what a cache says of B blocks with C columns as `read_header` checks it in each of them.
+
+    Args:
+        schema: Their fields.
+        places: `[C]`, table and column.
+        fragments, bounds: `[F]` of `FRAGMENT_DTYPE`, int64 `[B + 1]`, first fragment of each block.
+        located: int64 `[B, C, 2]`, byte offset and number of rows of each column.
+        stamps: int64 `[B, 2]`, a `FileStamp` each.
+
+    Returns:
+        int64 `[B]`, the rows in the two tables of each block.
 
     Raises:
         CorruptFileError: Rows lie outside their file, or fragments outside the rows.
     """
-    fragments, bounds, at = arrays["fragments"], arrays["bounds"], arrays["places"]
     columns = [layouts_of(schema)[table].columns[name] for table, name in places]
     row_bytes = np.array([0.0 if column.is_coded else column.row_bytes for column in columns])  # a product may not wrap
-    is_right = (at >= 0).all() and (at[..., 0] + at[..., 1] * row_bytes <= arrays["stamps"][:, :1]).all()
-    tables = [at[:, [place[0] == table for place in places], 1] for table in (DATA, FINAL)]
+    tables = [located[:, [place[0] == table for place in places], 1] for table in (DATA, FINAL)]
     num_rows = [table.max(axis=1, initial=0) for table in tables]
-    block = np.repeat(np.arange(len(at)), np.diff(bounds))
-    is_right &= fragments.dtype == FRAGMENT_DTYPE and bounds[0] == 0 and (tables[0] == num_rows[0][:, None]).all()
-    if not is_right or stray_fragments(fragments, *(count[block] for count in num_rows)).any():
-        raise CorruptFileError("use the index cache", "", "rows within their files, fragments within the rows")
+    is_right = (located >= 0).all() and (located[..., 0] + located[..., 1] * row_bytes <= stamps[:, :1]).all()
+    is_right &= fragments.dtype == FRAGMENT_DTYPE and bounds[0] == 0 and bounds[-1] == len(fragments)
+    if not (is_right and (tables[0] == num_rows[0][:, None]).all()):
+        raise CorruptFileError("use the index cache", "", "rows within their files")
+    block = np.repeat(np.arange(len(located)), np.diff(bounds))
+    check_fragments(fragments, *(counts[block] for counts in num_rows))
     return num_rows
 
 
@@ -303,7 +306,7 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
     folder.refresh()
     if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
         metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right
-    index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
+    index = TrajectoryIndex(list(folder.blocks.values()), built=folder.built)
     return {**metadata.to_json(), "total_timesteps": index.num_frames, "total_trajectories": len(index)}
 
 
@@ -321,8 +324,9 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
     if folder.schema is None or not blocks:
         return
     index: dict[str, Any] = TrajectoryIndex(blocks).arrays()
+    places = list(blocks[0].places)
     about: dict[str, Any] = {"version": _CACHE_VERSION, "schema": folder.schema.to_json(), "names": names}
-    about |= {"places": (places := list(blocks[0].places)), "index": list(index)}
+    about |= {"places": places, "index": list(index)}
     path = folder.data_dir / INDEX_CACHE_NAME
     temporary = path.with_name(f"{TEMPORARY_PREFIX}rollout_{writer}_index_{os.getpid()}_{id(folder):x}")
     try:
@@ -334,7 +338,7 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
                 stamps=np.array([(block.file_bytes, block.mtime_ns) for block in blocks], np.int64),
                 sequences=np.array([block.sequence for block in blocks], np.int64),
                 bounds=np.cumsum([0] + [len(block.fragments) for block in blocks]),
-                fragments=np.concatenate([block.fragments for block in blocks]),
+                fragments=joined_fragments(blocks),
                 places=np.array([[block.places[place] for place in places] for block in blocks], np.int64),
                 **index,
             )

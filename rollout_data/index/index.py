@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,7 +95,8 @@ class Runs(NamedTuple):
     num_rows: Int64s
 
 
-_ARRAYS = [
+#: What is computed for an index, and kept in the index cache.
+_COMPUTED = [
     "first_frame",
     "fragment_frame",
     "fragment_block",
@@ -109,9 +109,6 @@ _ARRAYS = [
     "final_block",
     "final_row",
 ]
-
-#: What the index needs of a fragment.
-_COLUMNS = ("trajectory", "env", "flags", "start", "length", "row", "final_row", "end_time_ns")
 _ALL, _TERMINATED = slice(None), int(End.TERMINATED)
 
 
@@ -134,92 +131,91 @@ class TrajectoryIndex:
     def __init__(
         self,
         blocks: Sequence[Block],
-        built: Mapping[str, np.ndarray] | None = None,
         num_present: int | None = None,
+        built: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self.blocks = tuple(blocks)
         self.num_present = len(self.blocks) if num_present is None else num_present
         self.writers = sorted({block.writer for block in self.blocks})
         self._broken_writers = np.zeros(0, np.int64)
         if built is None:
-            self._build(_fragments_of(self.blocks, self.writers))
+            self._build()
         else:
-            vars(self).update({name: built[name] for name in _ARRAYS})
+            vars(self).update({name: built[name] for name in _COMPUTED})
             self.num_dropped, self.num_broken = map(int, built["counts"])
         is_terminated = np.where(self.flags & TERMINATED, np.uint8(End.TERMINATED), np.uint8(End.UNKNOWN))
         self.end = np.where(self.flags & TRUNCATED, np.uint8(End.TRUNCATED), is_terminated)
 
-    def _build(self, parts: SimpleNamespace) -> None:
+    def _build(self) -> None:
         """Choose the trajectories and their order; lay their frames one after the other."""
-        parts = _taken(parts, np.lexsort((parts.end_time_ns, parts.start, parts.trajectory, parts.writer)))
-        is_head = _changes(parts.writer, parts.trajectory)
+        table, number = joined_fragments(self.blocks), {name: place for place, name in enumerate(self.writers)}
+        sizes = [len(block.fragments) for block in self.blocks]
+        writer = np.repeat(np.array([number[block.writer] for block in self.blocks], np.int64), sizes)
+        order = np.lexsort((table["end_time_ns"], table["start"], table["trajectory"], writer))
+        block, writer = np.repeat(np.arange(len(sizes)), sizes)[order], writer[order]
+        trajectory, env, flag, start, length, row, final_row, end_time_ns, _ = (
+            np.ascontiguousarray(table[name])[order] for name in FRAGMENT_DTYPE.names or ()
+        )
+        # Fragments of one trajectory follow each other now; `first` is the first one of each.
+        is_head = _changes(writer, trajectory)
         first, group = np.flatnonzero(is_head), np.cumsum(is_head) - 1
-        flags = np.bitwise_or.reduceat(parts.flags, first)
-        lengths = np.add.reduceat(parts.length, first)
-        ends = np.maximum.reduceat(parts.end_time_ns, first)
-        finals = np.maximum.reduceat(np.where(parts.final_row >= 0, np.arange(len(group)), -1), first)
-        before = np.cumsum(parts.length) - parts.length
-        is_gap = (parts.length > 0) & (parts.start != before - before[first][group])
+        flags = np.bitwise_or.reduceat(flag, first)
+        lengths, ends = np.add.reduceat(length, first), np.maximum.reduceat(end_time_ns, first)
+        finals = np.maximum.reduceat(np.where(final_row >= 0, np.arange(len(group)), -1), first)
+        before = np.cumsum(length) - length
+        is_gap = (length > 0) & (start != before - before[first][group])
         is_dropped = (flags & DROPPED) > 0
         is_broken = np.logical_or.reduceat(is_gap, first) & ~is_dropped
         is_undecided = ((flags & TENTATIVE) > 0) & ((flags & (TERMINATED | TRUNCATED)) == 0)
-        self._broken_writers = np.unique(parts.writer[first[is_broken]])
+        self._broken_writers = np.unique(writer[first[is_broken]])
         self.num_dropped, self.num_broken = int(is_dropped.sum()), int(is_broken.sum())
         kept = np.flatnonzero(~is_broken & ~is_dropped & ~is_undecided & (lengths > 0))
-        kept = kept[np.lexsort((parts.trajectory[first[kept]], parts.writer[first[kept]], ends[kept]))]
-        heads, finals = first[kept], finals[kept]
-        self.flags, self.end_time_ns = flags[kept], ends[kept]
-        self.env, self.writer, self.number = parts.env[heads], parts.writer[heads], parts.trajectory[heads]
-        self.final_block = np.where(finals >= 0, parts.block[finals], -1)
-        self.final_row = np.where(finals >= 0, parts.final_row[finals], -1)
+        heads = first[kept]
+        order = np.lexsort((trajectory[heads], writer[heads], ends[kept]))
+        kept, heads = kept[order], heads[order]
+        self.flags, self.end_time_ns, finals = flags[kept], ends[kept], finals[kept]
+        self.env, self.writer, self.number = env[heads], writer[heads], trajectory[heads]
+        self.final_block = np.where(finals >= 0, block[finals], -1)
+        self.final_row = np.where(finals >= 0, final_row[finals], -1)
         rank = np.full(len(first), -1, np.int64)
         rank[kept] = np.arange(len(kept))
         rank = rank[group]
-        used = np.flatnonzero((rank >= 0) & (parts.length > 0))
+        used = np.flatnonzero((rank >= 0) & (length > 0))
         used = used[np.argsort(rank[used], kind="stable")]
-        parts, rank = _taken(parts, used), rank[used]
+        rank, block, row, length = rank[used], block[used], row[used], length[used]
         # Fragments that follow each other in a trajectory and in a block are one.
+        frame, num_frames = np.cumsum(length) - length, int(length.sum())
         is_head = _changes(rank)
-        is_start = is_head | _changes(parts.block, parts.row - np.cumsum(parts.length) + parts.length)
-        frame = np.cumsum(parts.length) - parts.length
-        num_frames = int(parts.length.sum())
-        self.fragment_block, self.fragment_row = parts.block[is_start], parts.row[is_start]
+        is_start = is_head | _changes(block, row - frame)
+        self.fragment_block, self.fragment_row = block[is_start], row[is_start]
         self.fragment_frame = np.append(frame[is_start], num_frames)
         self.first_frame = np.append(frame[is_head], num_frames)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All that was computed, in the form that `__init__` takes as `built` for the same blocks."""
-        counts = np.array([self.num_dropped, self.num_broken])
-        return {"counts": counts, **{name: vars(self)[name] for name in _ARRAYS}}
-
-    def check_valid(self, num_rows: Int64s, num_finals: Int64s) -> tuple[bool, str]:
-        """Check an index that was not built here: (ok, reason).
-
-        Args:
-            num_rows, num_finals: int64 `[B]`, rows in the two tables of each block.
-        """
-        sizes = np.diff(self.fragment_frame)
-        block, row = self.fragment_block, self.fragment_row
-        has_final = self.final_row >= 0
-        columns = (self.env, self.writer, self.number, self.final_block, self.final_row, self.end_time_ns)
-        rules = {
-            "one entry a trajectory": all(len(column) == len(self) == len(self.first_frame) - 1 for column in columns),
-            "one entry a fragment": len(sizes) == len(block) == len(row),
-            "frames from 0 on": self.fragment_frame[:1].tolist() == self.first_frame[:1].tolist() == [0],
-            "frames in order": bool((sizes > 0).all() and (np.diff(self.first_frame) > 0).all()),
-            "trajectories of whole fragments": bool(np.isin(self.first_frame, self.fragment_frame).all()),
-            "as many frames in fragments": self.fragment_frame[-1:].tolist() == self.first_frame[-1:].tolist(),
-            "known writers": bool(((self.writer >= 0) & (self.writer < len(self.writers))).all()),
-            "known blocks": _within(block, len(num_rows)) and _within(self.final_block[has_final], len(num_rows)),
+        return {
+            "counts": np.array([self.num_dropped, self.num_broken]),
+            **{name: vars(self)[name] for name in _COMPUTED},
         }
-        failed = [name for name, holds in rules.items() if not holds]
-        if failed:
-            return False, failed[0]
-        if bool(((row < 0) | (row > num_rows[block] - sizes)).any()):
-            return False, "rows within their block"
-        if bool((self.final_row[has_final] >= num_finals[self.final_block[has_final]]).any()):
-            return False, "final rows within their block"
-        return True, ""
+
+    def is_valid(self, num_rows: Int64s, num_finals: Int64s) -> bool:
+        """Check an index that was `built` elsewhere; int64 `[B]`, rows in the two tables of each block."""
+        sizes, block, row = np.diff(self.fragment_frame), self.fragment_block, self.fragment_row
+        per_trajectory = (self.env, self.writer, self.number, self.final_block, self.final_row, self.end_time_ns)
+        final_block, final_row = self.final_block[self.final_row >= 0], self.final_row[self.final_row >= 0]
+        return (
+            all(len(column) == len(self) == len(self.first_frame) - 1 for column in per_trajectory)
+            and len(sizes) == len(block) == len(row)
+            and self.fragment_frame[0] == self.first_frame[0] == 0
+            and self.fragment_frame[-1] == self.first_frame[-1]
+            and bool((sizes > 0).all() and (np.diff(self.first_frame) > 0).all())
+            and bool(np.isin(self.first_frame, self.fragment_frame).all())
+            and _within(self.writer, len(self.writers))
+            and _within(block, len(num_rows))
+            and _within(final_block, len(num_rows))
+            and bool((row >= 0).all() and (row <= num_rows[block] - sizes).all())
+            and bool((final_row < num_finals[final_block]).all())
+        )
 
     def __len__(self) -> int:
         return len(self.flags)
@@ -227,10 +223,6 @@ class TrajectoryIndex:
     @property
     def num_frames(self) -> int:
         return int(self.first_frame[-1])
-
-    @property
-    def num_fragments(self) -> int:
-        return len(self.fragment_row)
 
     @property
     def lengths(self) -> Int64s:
@@ -377,22 +369,17 @@ def _within(values: Int64s, stop: int) -> bool:
     return bool(((values >= 0) & (values < stop)).all())
 
 
-def _fragments_of(blocks: Sequence[Block], writers: Sequence[str]) -> SimpleNamespace:
-    """The fragments of all blocks as columns `[F]`, with the numbers of their block and writer."""
-    sizes = np.array([len(block.fragments) for block in blocks], np.int64)
-    number = {name: number for number, name in enumerate(writers)}
-    table = np.concatenate([np.zeros(0, FRAGMENT_DTYPE), *(block.fragments for block in blocks)])
-    columns = {name: np.ascontiguousarray(table[name]) for name in _COLUMNS}
-    writer = np.array([number[block.writer] for block in blocks], np.int64)
-    return SimpleNamespace(block=np.repeat(np.arange(len(blocks)), sizes), writer=np.repeat(writer, sizes), **columns)
-
-
-def _taken(columns: SimpleNamespace, order: Int64s) -> SimpleNamespace:
-    return SimpleNamespace(**{name: column[order] for name, column in vars(columns).items()})
+def joined_fragments(blocks: Sequence[Block]) -> np.ndarray:
+    """The fragments of all blocks, one block after the other: a new array of `FRAGMENT_DTYPE`."""
+    # As bytes: joining structured arrays compares their fields block by block, which takes longer than the rest.
+    parts = [np.ascontiguousarray(block.fragments, FRAGMENT_DTYPE).view(np.uint8) for block in blocks]
+    return np.concatenate([np.zeros(0, np.uint8), *parts]).view(FRAGMENT_DTYPE)
 
 
 def _changes(*columns: Int64s) -> np.ndarray:
     """bool, the row differs from the one before it in one of the columns; True for the first."""
     is_new = np.ones(len(columns[0]), bool)
-    is_new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    is_new[1:] = False
+    for column in columns:
+        is_new[1:] |= column[1:] != column[:-1]
     return is_new

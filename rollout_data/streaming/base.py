@@ -19,7 +19,7 @@ from storage.core import arguments
 from storage.core.arguments import whole
 from storage.errors import UsageError
 
-from ..index.sharding import is_in_worker
+from ..index.agreement import is_in_worker
 
 #: More streams than this are a mistake; each costs some memory before a frame is read.
 _MAX_ENVS = 1 << 24

@@ -18,7 +18,7 @@ from storage.errors import UsageError
 from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.source import DataDirs, absolute_paths
 from ..frames.store import FrameStore
-from ..index.sharding import ShardChoice, checked_shard
+from ..index.agreement import ShardChoice, checked_shard
 from ..transition import Transition
 from .batches import BatchOptions, BatchReader, write_into
 from .delivery import PrefetchedBatches

@@ -20,9 +20,8 @@ from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, Us
 from storage.live.prefetch import PrefetchedItems
 
 from ..frames.source import Source
-from ..frames.sources import open_source
-from ..index.agreement import Agree, Board, agreement_of, alone, refuse_second_split
-from ..index.sharding import ALONE, Shard, current_shard, current_worker, is_in_worker
+from ..index import agreement
+from ..index.agreement import Agree, Board, Shard, current_shard, current_worker, is_in_worker
 from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader
@@ -51,11 +50,11 @@ class RolloutStream(RolloutFileBase):
     def _begin_unread(self, shard: Shard | None) -> None:
         """Be a new stream; `shard`: see `checked_shard`."""
         self._chosen_shard = shard
-        self._travelled = ALONE  # the rank of the process that sent this copy to a worker
+        self._travelled = agreement.ALONE  # the rank of the process that sent this copy to a worker
         self._epoch, self._is_used = 0, False  # whether a batch of that epoch was delivered
         self.lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
         self._board, self._num_iterations = Board(), 0
-        self.agree: Agree = alone  # how this process learns what is in the folders
+        self.agree: Agree = agreement.alone  # how this process learns what is in the folders
         self._is_told = False  # by the process with a `RolloutLoader`
         self.num_dropped_frames = 0
         self._forget()
@@ -83,7 +82,7 @@ class RolloutStream(RolloutFileBase):
         for name in ("_source", "_dealer", "_deal", "_reader", "_readahead", "_state", "lent_to"):
             del state[name]
         state["_travelled"] = self._rank()
-        state["agree"] = self.agree if self._is_told else alone
+        state["agree"] = self.agree if self._is_told else agreement.alone
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,8 +96,8 @@ class RolloutStream(RolloutFileBase):
         """The share of this process; a worker that was not forked knows it from the process that made it."""
         shard = current_shard(self._chosen_shard)
         if self._chosen_shard is None and shard.total > 1:
-            refuse_second_split()
-        return self._travelled if shard == ALONE and self._chosen_shard is None and is_in_worker() else shard
+            agreement.refuse_second_split()
+        return self._travelled if shard == agreement.ALONE and self._chosen_shard is None and is_in_worker() else shard
 
     # What there is
 
@@ -106,7 +105,7 @@ class RolloutStream(RolloutFileBase):
     def source(self) -> Source:
         """The opened folders."""
         if self._source is None:
-            self._source = open_source(self._paths, self.verify_on_open, self._chunk_cache_bytes)
+            self._source = Source(self._paths, self.verify_on_open, self._chunk_cache_bytes)
         return self._source
 
     @property
@@ -156,7 +155,7 @@ class RolloutStream(RolloutFileBase):
         self._shard = self._rank()
         self._mine = np.arange(num_envs)[self._shard.part_of(num_envs)]
         if not self._is_told:
-            self.agree = self._board.agree(self._group()) if is_in_worker() else agreement_of(self._shard)
+            self.agree = self._board.agree(self._group()) if is_in_worker() else agreement.agreement_of(self._shard)
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
         skips = self.on_error == "skip"
         self._dealer = Dealer(

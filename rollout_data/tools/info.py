@@ -28,7 +28,7 @@ def describe(data_dir: str) -> dict[str, Any]:
     folder = BlockFolder(path)
     folder.refresh()
     blocks = list(folder.blocks.values())
-    index = TrajectoryIndex(blocks, folder.built)
+    index = TrajectoryIndex(blocks, built=folder.built)
     metadata = load_metadata(path)
     names = [*folder.blocks, *folder.problems]
     if not (metadata and metadata.schema) and not any(name.startswith("rollout_") for name in names):

@@ -21,7 +21,6 @@ from ..format.header import DATA
 from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.cut import Allocate
 from ..frames.source import DataDirs, Source, absolute_paths
-from ..frames.sources import BlockSource, open_source
 from ..frames.store import FrameStore
 from ..index.index import Int64s
 from .fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
@@ -116,7 +115,7 @@ class WindowDataset(WindowBatches):
     def _open(self) -> None:
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
         super()._open()
-        self._source: Source = open_source(self._paths, self._verify_on_open, self._chunk_cache_bytes)
+        self._source = Source(self._paths, self._verify_on_open, self._chunk_cache_bytes)
         self._source.refresh()
         before = [*(self.opened_as or []), *5 * [None]]
         upto, fingerprint, first_of_training, num_windows, form = before[:5]
@@ -141,7 +140,7 @@ class WindowDataset(WindowBatches):
         if form not in (None, form_now):
             what = f"windows of (first anchor, least length, stride) {form_now}"
             raise UsageError("open the windows again", f"of {self.data_dir!r}", what, str(form))
-        if upto is None and isinstance(self._source, BlockSource):
+        if upto is None and self._source.holds_blocks:
             upto = self._store.index.writers_upto()
         #: Windows that it had when it was opened for the first time.
         self.num_at_first: int = len(self) if num_windows is None else num_windows
@@ -257,7 +256,7 @@ class WindowDataset(WindowBatches):
         cache folder), which is made anew when the data have changed. Where it cannot be written it is computed again
         the next time.
         """
-        folder = self._source.paths[0] if isinstance(self._source, BlockSource) else None
+        folder = self._source.paths[0] if self._source.holds_blocks else None
         names = [field.source for field in self.plan.fields if field.column and not field.is_next]
         return compute_statistics(self._store, folder, self.trajectories, names, quantiles, use_cache, progress)
 

@@ -17,8 +17,8 @@ import numpy as np
 from storage.core.arguments import choice, real
 from storage.errors import UsageError
 
+from ..index.agreement import Shard
 from ..index.index import Int64s, TrajectoryIndex, mixed
-from ..index.sharding import Shard
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]

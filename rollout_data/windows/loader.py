@@ -17,9 +17,8 @@ from storage.core.arguments import whole
 from storage.errors import RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
 
-from ..index.agreement import agreement_of
+from ..index.agreement import ShardChoice, agreement_of, checked_shard, current_shard
 from ..index.index import Int64s
-from ..index.sharding import ShardChoice, checked_shard, current_shard
 from .dataset import WindowDataset
 from .index import Even, checked_even, rank_batches
 from .mixture import WindowMixture

@@ -17,9 +17,8 @@ from storage.core.tree import flatten, unflatten
 from storage.errors import UsageError
 
 from ..frames.cut import Allocate
-from ..index.agreement import agreement_of
+from ..index.agreement import ShardChoice, agreement_of, checked_shard, current_shard
 from ..index.index import Int64s
-from ..index.sharding import ShardChoice, checked_shard, current_shard
 from .dataset import WindowDataset
 from .index import Even, arrivals, checked_even, checked_windows, rank_batches
 from .shared import WindowBatches

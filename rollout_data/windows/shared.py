@@ -27,7 +27,7 @@ from storage.core.tree import flatten, map_leaves, unflatten
 from storage.errors import MissingFieldError, UsageError
 
 from ..frames.cut import Allocate
-from ..index.sharding import is_in_worker
+from ..index.agreement import is_in_worker
 
 #: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.
 NUM_PLACES = 8

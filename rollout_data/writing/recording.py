@@ -356,7 +356,7 @@ def _count(data_dir: Path) -> tuple[int, int, int]:
         return 0, 0, 0
     folder = BlockFolder(data_dir)
     folder.refresh()
-    index = TrajectoryIndex(list(folder.blocks.values()), folder.built)
+    index = TrajectoryIndex(list(folder.blocks.values()), built=folder.built)
     return index.num_frames, len(index), int(((index.flags & (TERMINATED | TRUNCATED)) != 0).sum())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 
 import numpy as np
@@ -31,19 +30,19 @@ class CopiedRows(ArrayRows):
         return out
 
 
-class ReadBesides(ArrayRows):
-    """Rows that call `then` when another thread than the main one reads them, or keep the main one until it did."""
+class ReadByTwo(ArrayRows):
+    """Rows that two threads read at once: the first one waits for the second; then each read calls `then`."""
 
     def __init__(self, rows, then=lambda: None):
         super().__init__(rows)
-        self._then, self._has_helped = then, threading.Event()
+        self._readers, self._are_two, self._then = set(), threading.Event(), then
 
     def read(self, start, stop, out):
-        if threading.current_thread() is threading.main_thread():
-            assert self._has_helped.wait(60)
-        else:
-            self._has_helped.set()
-            self._then()
+        self._readers.add(threading.current_thread())
+        if len(self._readers) == 2:
+            self._are_two.set()
+        assert self._are_two.wait(60)
+        self._then()
         return super().read(start, stop, out)
 
 
@@ -100,8 +99,8 @@ def test_rows_and_checksums_do_not_depend_on_parts_and_threads(tmp_path_factory,
     check(path, made)
 
 
-def test_a_block_that_two_threads_wrote_is_that_of_one(tmp_path):
-    check(write_block(tmp_path, content(rows=ReadBesides), durable=False), content())
+def test_two_threads_write_where_torch_is_told_to_use_them(tmp_path):
+    check(write_block(tmp_path, content(rows=ReadByTwo), durable=False), content())
 
 
 def test_one_thread_writes_where_torch_is_told_to_use_one(tmp_path):
@@ -120,39 +119,12 @@ def test_one_thread_writes_where_torch_is_told_to_use_one(tmp_path):
     assert readers == {threading.current_thread()}
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), MemoryError("rows")])
-def test_what_stops_the_helper_stops_the_block(tmp_path, error):
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_stops_a_thread_stops_the_block(tmp_path, error):
     def fail():
         raise error
 
-    with pytest.raises(type(error)) as caught:
-        write_block(tmp_path, content(rows=lambda rows: ReadBesides(rows, fail)), durable=False)
-    assert caught.value is error and not list(tmp_path.iterdir())
-
-
-def test_after_ctrl_c_the_helper_writes_to_no_other_file(tmp_path):
-    """It may end after its block was given up, when the number of its file is that of another one."""
-    has_begun, may_go_on, has_read = threading.Event(), threading.Event(), threading.Event()
-
-    class Interrupted(ArrayRows):
-        def read(self, start, stop, out):
-            if threading.current_thread() is threading.main_thread():
-                assert has_begun.wait(60)
-                raise KeyboardInterrupt
-            has_begun.set()
-            assert may_go_on.wait(60)
-            has_read.set()
-            return super().read(start, stop, out)
-
     before = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        write_block(tmp_path, content(rows=Interrupted), durable=False)
-    assert not list(tmp_path.iterdir())
-    others = [open(tmp_path / f"other{number}", "xb") for number in range(4)]  # noqa: SIM115 - closed below
-    may_go_on.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-    assert has_read.is_set()
-    for other in others:
-        other.close()
-        assert os.path.getsize(other.name) == 0
+    with pytest.raises(type(error)) as caught:
+        write_block(tmp_path, content(rows=lambda rows: ReadByTwo(rows, fail)), durable=False)
+    assert caught.value is error and not list(tmp_path.iterdir()) and set(threading.enumerate()) == before

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout_data import RolloutDataset, WindowDataset
-from rollout_data.frames.sources import UndecidedSource, open_source
+from rollout_data.frames.source import Source
 from rollout_data.index.folder import INDEX_CACHE_NAME, save_index_cache
 from storage.errors import DataFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import record
@@ -89,9 +89,9 @@ def test_an_empty_folder_is_of_the_kind_of_the_others(tmp_path):
 
 
 def test_an_undecided_source_is_empty_and_says_so(tmp_path):
-    source = open_source(tmp_path)
+    source = Source(tmp_path)
     source.refresh()
-    assert isinstance(source, UndecidedSource) and len(source.snapshot().index) == 0
+    assert len(source.snapshot().index) == 0
     with pytest.raises(UsageError, match="expected at least 1 trajectories, got 0"):
         opened(tmp_path).get_batch()
     with pytest.raises(UsageError, match="cannot read windows"):
@@ -99,7 +99,7 @@ def test_an_undecided_source_is_empty_and_says_so(tmp_path):
 
 
 def test_an_undecided_source_passes_on_what_it_finds(tmp_path):
-    source = open_source(tmp_path)
+    source = Source(tmp_path)
     record(tmp_path, [4])
     (tmp_path / "text.h5").write_text("hello")
     with pytest.warns(RolloutDataWarning, match="text.h5"):
@@ -128,14 +128,10 @@ def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
 
 
 def test_a_folder_inside_one_that_may_not_be_entered_is_one_clear_error(tmp_path, monkeypatch):
-    stat = os.stat
+    def refuse(path="."):
+        raise PermissionError(13, "Permission denied", str(path))
 
-    def refuse(path, *args, **options):
-        if str(path) == str(tmp_path / "secret"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, *args, **options)
-
-    monkeypatch.setattr("os.stat", refuse)
+    monkeypatch.setattr("os.scandir", refuse)
     with pytest.raises(DataFileError, match=r"cannot open the data folder '.*secret'.*Permission denied"):
         opened(tmp_path / "secret").get_batch()
 
@@ -239,7 +235,7 @@ def test_blocks_that_vanish_between_passes_are_counted_and_what_they_break_is_to
 
 
 def test_a_source_is_decided_by_its_own_refresh(tmp_path):
-    one, two = open_source(tmp_path), open_source(tmp_path)
+    one, two = Source(tmp_path), Source(tmp_path)
     record(tmp_path, [4])
     one.refresh()
     assert len(one.snapshot().index) == 1 and len(two.snapshot().index) == 0

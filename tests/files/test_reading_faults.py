@@ -16,7 +16,7 @@ import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
 from rollout_data.format.header import open_block
-from rollout_data.frames.sources import open_source
+from rollout_data.frames.source import Source
 from rollout_data.index.folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import drain, frames_of, record
@@ -134,7 +134,7 @@ def test_a_block_with_other_fields_is_left_out(tmp_path):
 
 def test_a_block_that_vanishes_between_listing_and_opening_is_skipped(tmp_path):
     paths = record_blocks(tmp_path)
-    source = open_source(tmp_path)
+    source = Source(tmp_path)
     source.refresh()
     paths[1].unlink()
     assert source.snapshot().index.number.tolist() == [0, 2]
