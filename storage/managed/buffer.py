@@ -317,7 +317,7 @@ class ManagedBuffer(Store):
         numbers, tensors = store.state(f"of {self.name!r}")
         more_numbers, more_tensors = more or ({}, {})
         numbers |= {"rate_limiter": limiter, **more_numbers}
-        return State(self._arguments(), numbers, {**tensors, "rng": self.rng.get_state(), **more_tensors})
+        return State(self._arguments(), numbers, {**tensors, **more_tensors})
 
     def _get_state(self) -> State:
         return self._state_with(self._store)

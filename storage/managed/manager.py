@@ -282,7 +282,7 @@ class BufferManager(Store):
         cfg: dict[str, Any] = {"buffer_name": self.buffer_name, "sample_ratio": self.sample_ratio}
         numbers: dict[str, Any] = {}
         with self._choice_lock, self._locked(self._buffers):
-            tensors = {"rng": self.rng.get_state()}
+            tensors: dict[str, torch.Tensor] = {}
             for place, (name, buffer) in enumerate(self._buffers.items()):
                 state = buffer.copy_state()  # before the locks are released
                 kind = next(kind for kind, its in _KINDS.items() if type(buffer) is its)
@@ -294,7 +294,6 @@ class BufferManager(Store):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._locked(self._buffers):
             self._set_buffers({name: place for place, name in enumerate(self._buffers)}, numbers, tensors)
-            self.rng.set_state(tensors["rng"])
 
     def _set_buffers(
         self, places: Mapping[str, int], numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]

@@ -340,14 +340,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         given = {name: shape_from_json(x) if isinstance(x, list) else x for name, x in arguments.items()}
         return cls(**given, device=device, generator=0)
 
-    def _recipe(self) -> dict[str, Any]:
-        return {**super()._recipe(), "output_device": self._delivery.output_device}
-
-    @classmethod
-    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
-        made = super()._from_recipe({**recipe, "output_device": None})
-        made._delivery = Delivery(made.device, recipe["output_device"])
-        return made
+    def _options(self) -> dict[str, Any]:
+        return {"_delivery": Delivery(self.device, self._delivery.output_device)}
 
     def _get_state(self) -> State:
         with self._lock:
@@ -358,8 +352,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 "num_partial_rows": self._num_partial_rows or self._table.num_rows * self._table.has_results,
                 "states": self._states.layout,
             }
-            tensors = {**self._table.kept(), "rng": self.rng.get_state()}
-            return State(self._arguments(), numbers, tensors)
+            return State(self._arguments(), numbers, self._table.kept())
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
@@ -370,7 +363,6 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._table.replace(kept, num_rows, leaves)
             self._table.note_results(num_partial_rows > 0)
             self._states.layout = numbers["states"]
-            self.rng.set_state(tensors["rng"])
             self.step, self._num_partial_rows = step, num_partial_rows
 
     def _row_limits(self) -> tuple[int, int]:

@@ -193,7 +193,7 @@ class PrioritizedWindows(Store):
     def _get_state(self) -> State:
         arguments: dict[str, Any] = {"capacity": self.capacity, "seq_length": self.seq_length, "stride": self.stride}
         arguments |= {"end_key": self.end_key, **vars(self.rule)}
-        tensors = {"rng": self.rng.get_state()}
+        tensors: dict[str, torch.Tensor] = {}
         numbers: dict[str, Any] = {"schema": None, "num_dead_updates": self.num_dead_updates}
         if self._ring is not None:
             ring = self._ring
@@ -211,7 +211,6 @@ class PrioritizedWindows(Store):
             schema, num_lanes = Schema.from_json(numbers["schema"]), int(numbers["num_lanes"])
             made._create(schema, num_lanes)
             made._fill(schema, numbers, tensors)
-        self.rng.set_state(tensors["rng"].cpu())
         for name in ("_reader", "_ring", "_boundaries", "_windows"):
             if hasattr(made, name):
                 setattr(self, name, getattr(made, name))

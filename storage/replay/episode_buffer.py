@@ -23,8 +23,9 @@ from ..core.samplers import Weighted, generator_on
 from ..core.tree import unflatten
 from ..errors import RolloutDataWarning, SchemaError, UsageError
 from ..ring.ring import RingStore
-from ..saving.buffer_store import ROWS, BufferStore
+from ..saving.buffer_store import BufferStore
 from ..saving.columns import Table
+from ..saving.folder import ROWS
 from ..saving.store import State
 from .episodes import Episodes, read_episodes
 from .ring_buffer import on_device
@@ -202,7 +203,7 @@ class TrajectoryDictBuffer(BufferStore):
         numbers |= {"motion_ids": list(self.motion_ids), "file_names": list(self.file_names)}
         numbers |= {"lengths": self.lengths.tolist(), "priorities": self.priorities.tolist()}
         rows = {f"{ROWS}/{name}": self._ring.slots_view(name)[:, 0] for name in self._ring.schema}
-        return State({}, numbers, {"rng": self.generator.get_state(), **rows})
+        return State({}, numbers, rows)
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         table, lengths = tables[ROWS], numbers["lengths"]

@@ -127,7 +127,7 @@ class ReplayBuffer(Store):
             self._delivery.wait_for_writes()
             arguments = {"obs_dim": list(self.obs_dim), "buffer_size": self.buffer_size}
             tensors = {name: self._ring.slots_view(name)[: self.num_samples] for name in _NAMES}
-            return State(arguments, {"total": self._ring.total}, {**tensors, "rng": self.rng.get_state()})
+            return State(arguments, {"total": self._ring.total}, tensors)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
@@ -137,6 +137,5 @@ class ReplayBuffer(Store):
                 if total < 0 or tensors[name].shape != expected or tensors[name].dtype != torch.float32:
                     got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
                     raise SchemaError("load a state", f"with {name!r}", f"float32 {list(expected)}", got)
-            self.rng.set_state(tensors["rng"])
             self._ring.put_slots(0, {name: tensors[name] for name in _NAMES})
             self._ring.total = total

@@ -23,8 +23,9 @@ from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..ring.ends import EndedRows, Places, end_places, find_ends
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
-from ..saving.buffer_store import FINALS, ROW_KEY, ROWS, BufferStore, rows_written
+from ..saving.buffer_store import ROW_KEY, BufferStore, rows_written
 from ..saving.columns import Table
+from ..saving.folder import FINALS, ROWS
 from ..saving.store import State
 
 #: Step and lane of rows that end a trajectory, and what was observed after them.
@@ -245,7 +246,7 @@ class RingBuffer(BufferStore):
             "num_lanes": None if ring is None else ring.num_lanes,
             "has_finals": finals is not None,
         }
-        tensors = {"rng": self.generator.get_state()}
+        tensors: dict[str, torch.Tensor] = {}
         if ring is None:
             return State(self._arguments(), numbers, tensors)
         self._order.wait(is_write=False)

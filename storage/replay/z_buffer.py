@@ -18,8 +18,9 @@ from ..core.records import as_tensor
 from ..core.samplers import generator_on, uniform
 from ..errors import BufferEmptyError, SchemaError
 from ..ring.ring import RingStore
-from ..saving.buffer_store import ROWS, BufferStore, rows_written
+from ..saving.buffer_store import BufferStore, rows_written
 from ..saving.columns import Table
+from ..saving.folder import ROWS
 from ..saving.store import State
 
 _NAME = "z"
@@ -104,7 +105,7 @@ class ZBuffer(BufferStore):
         arguments = {"capacity": self.capacity, "dim": self.dim, "dtype": dtype_name(self.dtype)}
         numbers = {"total": self._ring.total, "_idx": self._ring.cursor, "_is_full": len(self) == self.capacity}
         rows = self._ring.slots_view(_NAME)[: len(self), 0]
-        return State(arguments, numbers, {"rng": self.generator.get_state(), f"{ROWS}/{_NAME}": rows})
+        return State(arguments, numbers, {f"{ROWS}/{_NAME}": rows})
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         table = tables[ROWS]

@@ -11,20 +11,20 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from ..core.durable import existing_folder
-from ..errors import CorruptFileError, ForeignFileError, RolloutDataWarning, SchemaError
-from .columns import SAVE_ID, Table, TensorTable, open_columns
-from .folder import CONFIG_NAME, device_for, write_folder
+from ..errors import CorruptFileError, RolloutDataWarning, SchemaError
+from .columns import SAVE_ID, Table, open_columns
+from .folder import FINALS, ROWS, check_version, device_for, write_folder
 from .store import Store
 
 FORMAT, VERSION = "rollout-data buffer", 1
-#: Tables of rows, and of final observations; the column that says to which rows these belong.
-ROWS, FINALS, ROW_KEY = "buffer", "finals", "row_key"
-_OWN_NAMES = frozenset({CONFIG_NAME, f"{ROWS}.hdf5", f"{FINALS}.hdf5"})
+#: The column of the table of final observations that says to which rows they belong; its name has no levels.
+ROW_KEY = "row_key"
 _Self = TypeVar("_Self", bound="BufferStore")
 
 
@@ -93,7 +93,7 @@ class BufferStore(Store):
                 "nested_key_separator": separator,
                 "generator": self.rng.get_state().numpy().tobytes().hex(),
             }
-            write_folder(folder, tables, lambda sums: about, _OWN_NAMES)
+            write_folder(folder, tables, about)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, from any device; nothing is changed if it does not fit.
@@ -101,9 +101,8 @@ class BufferStore(Store):
         Raises:
             SchemaError: The state is of another class or version, or of a buffer made with other arguments.
         """
-        if isinstance(state, Mapping) and "tensors" not in state:
-            state = self._of_earlier(state)
-        super().load_state_dict(state)
+        is_earlier = isinstance(state, Mapping) and "tensors" not in state
+        super().load_state_dict(self._of_earlier(state) if is_earlier else state)
 
     @classmethod
     @abstractmethod
@@ -115,50 +114,33 @@ class BufferStore(Store):
         """Take over a state with equal arguments; what does not fit raises. Only attributes are replaced."""
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        self._set_tables(numbers, {name: TensorTable(columns) for name, columns in _tables(tensors).items()})
+        self._set_tables(numbers, {name: Table(columns) for name, columns in _tables(tensors).items()})
 
     def _onto_device(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # its rows are copied once, into the memory of the buffer
-
-    def _recipe(self) -> dict[str, Any]:
-        return {**super()._recipe(), "nested_key_separator": self.nested_key_separator}
-
-    @classmethod
-    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
-        made = super()._from_recipe(recipe)
-        made.nested_key_separator = recipe["nested_key_separator"]
-        return made
 
     @classmethod
     def _of_save(
         cls: type[_Self], folder: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
     ) -> _Self:
-        if config.get("format", FORMAT) != FORMAT or config.get("version", VERSION) != VERSION:
-            got = f"{config.get('format')} {config.get('version')}"
-            raise ForeignFileError("load", repr(str(folder)), f"{FORMAT} {VERSION}", got, "Update this package")
+        check_version(folder, {"format": FORMAT, "version": VERSION, **config}, FORMAT, VERSION)
         for name in cls._REQUIRED:
             if name not in config:
                 raise CorruptFileError("load", repr(str(folder)), f"{name!r} in its config.json", "none")
         made: _Self = cls._from_arguments(cls._of_flat(config), device_for(config.get("device"), device))
-        made.nested_key_separator = config.get("nested_key_separator", "-")
-        path = existing_folder(folder)
+        separator = made.nested_key_separator = config.get("nested_key_separator", "-")
+        paths = {table: existing_folder(folder) / f"{table}.hdf5" for table in (ROWS, FINALS)}
         # Only a buffer that never held a row is saved without rows.
-        names = [] if "format" in config and not config.get("num_lanes") and not config.get("total", 1) else [ROWS]
-        names = names or [ROWS] * (path / f"{ROWS}.hdf5").exists()
-        if names and config.get("has_finals", (path / f"{FINALS}.hdf5").exists()):
-            names.append(FINALS)
+        is_empty = "format" in config and not config.get("num_lanes") and not config.get("total", 1)
+        if is_empty and not paths[ROWS].exists():
+            paths.clear()
+        elif not config.get("has_finals", paths[FINALS].exists()):
+            del paths[FINALS]
         with ExitStack() as files:
-            tables: dict[str, Table] = {
-                name: files.enter_context(
-                    open_columns(
-                        path / f"{name}.hdf5",
-                        config.get(SAVE_ID),
-                        separator=made.nested_key_separator,
-                        unsplit=ROW_KEY if name == FINALS else None,
-                    )
-                )
-                for name in names
-            }
+            tables: dict[str, Table] = {}
+            for table, path in paths.items():
+                names = partial(_column_name, separator=separator, table=table)
+                tables[table] = files.enter_context(open_columns(path, config.get(SAVE_ID), names))
             made._set_tables(config, tables)
         drawn = torch.tensor(list(bytes.fromhex(config.get("generator", ""))), dtype=torch.uint8, device="cpu")
         if drawn.shape == made.rng.get_state().shape:  # a state of CUDA's generator is not one of the CPU's
@@ -198,6 +180,10 @@ def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
         if column:
             found.setdefault(table, {})[column] = tensor
     return found
+
+
+def _column_name(key: str, separator: str, table: str) -> str:
+    return key if table == FINALS and key == ROW_KEY else key.replace(separator, "/")
 
 
 def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:

@@ -7,10 +7,9 @@ read is first checked against the length of the file. What the columns mean is n
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from ..core.durable import crc32
 from ..core.fields import DTYPES, Schema, dtype_name
 from ..core.records import COMPLEX_DTYPES, make_field
+from ..core.threads import Worker
 from ..errors import CorruptFileError, SchemaError
 from .hdf5 import Allowance, SparseFile, attribute, begin_file, member, open_hdf5, reserve, write_at
 
@@ -30,7 +30,7 @@ from .hdf5 import Allowance, SparseFile, attribute, begin_file, member, open_hdf
 CHUNK_BYTES = 8 << 20
 #: Threads that read ahead, however many columns there are; several, as checksums take as long as reading.
 _NUM_READERS = 4
-#: So much is written before flushing begins.
+#: So much is written before it is flushed beside the writing; to flush all at the end takes a third longer.
 _FLUSH_BYTES = 128 << 20
 #: Rows start at a multiple of this, so that they can be mapped.
 _ALIGNMENT = 64
@@ -42,26 +42,18 @@ _DTYPE_TAG, _CRC_TAG = "torch_dtype", "crc32"
 _DTYPES = {**DTYPES, **COMPLEX_DTYPES, "bfloat16": (torch.bfloat16, np.dtype("<i2"))}
 
 
-class Table(ABC):
-    """Rows of several columns, in memory or in a file.
+class Table:
+    """Rows of several columns; here of tensors, which are not copied.
 
     Attributes:
         shapes: Of each column by name, rows first.
+        dtypes: Names of their dtypes.
     """
 
-    shapes: dict[str, tuple[int, ...]]
-
-    @abstractmethod
-    def dtype(self, name: str) -> str:
-        """Give the name of a column's dtype."""
-
-    @abstractmethod
-    def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield (first row, rows of every column) from the first row to the last; a chunk lasts until the next one."""
-
-    @abstractmethod
-    def read(self, name: str) -> torch.Tensor:
-        """Give all rows of a column."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.dtypes = {name: name_of(tensor) for name, tensor in tensors.items()}
 
     @property
     def num_rows(self) -> int:
@@ -75,28 +67,19 @@ class Table(ABC):
         """Say which fields there are; `num_lead` axes come before the event."""
         if any(len(shape) < num_lead for shape in self.shapes.values()):
             raise SchemaError("load rows", expected=f"columns of at least {num_lead} axes", got=str(self.shapes))
-        return Schema(make_field(name, shape[num_lead:], self.dtype(name)) for name, shape in self.shapes.items())
-
-
-class TensorTable(Table):
-    """Columns in memory, which are not copied."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = dict(tensors)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-    def dtype(self, name: str) -> str:
-        return _name_of(self._tensors[name])
+        return Schema(make_field(name, shape[num_lead:], self.dtypes[name]) for name, shape in self.shapes.items())
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Yield (first row, rows of every column) from the first row to the last; a chunk lasts until the next one."""
         yield 0, self._tensors
 
     def read(self, name: str) -> torch.Tensor:
+        """Give all rows of a column."""
         return self._tensors[name]
 
 
-def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str) -> dict[str, int]:
-    """Write tensors from any device as datasets; give their checksums.
+def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str) -> None:
+    """Write tensors from any device as datasets.
 
     Args:
         path: The new file.
@@ -106,88 +89,48 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
     Raises:
         OSError: The disk is full.
     """
-    header, sums = SparseFile(), {}
-    with begin_file(header, _ALIGNMENT, keeps_order=True) as file, _Appender(path) as appender:
-        places = {name: reserve(file, name, _DTYPES[_name_of(x)][1], tuple(x.shape)) for name, x in columns.items()}
+    header, num_unflushed = SparseFile(), 0
+    with ExitStack() as stack:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        stack.callback(os.close, handle)
+        writer, flusher = Worker("a save", 0), Worker("the flushing of a save", 0)
+        stack.callback(writer.close)
+        stack.callback(flusher.close)
+        file = stack.enter_context(begin_file(header, _ALIGNMENT, keeps_order=True))
+        places = {name: reserve(file, name, _DTYPES[name_of(x)][1], tuple(x.shape)) for name, x in columns.items()}
         file.attrs[SAVE_ID] = save_id
         for name, column in columns.items():
-            sums[name] = _write_column(appender, column, places[name])
-            file[name].attrs[_CRC_TAG] = np.uint32(sums[name])
+            place, crc = places[name], 0
+            for data in _chunks_of(column):
+                writer.submit(write_at, handle, data, place)  # waits until the chunk before it is written
+                place, crc, num_unflushed = place + len(data), crc32(data, crc), num_unflushed + len(data)
+                if num_unflushed >= _FLUSH_BYTES and not flusher.num_pending:
+                    flusher.submit(os.fdatasync, handle)
+                    num_unflushed = 0
+            file[name].attrs[_CRC_TAG] = np.uint32(crc)
             if column.dtype is torch.bfloat16:
                 file[name].attrs[_DTYPE_TAG] = "bfloat16"
         file.close()
-        header.write_to(appender.handle)
-    return sums
+        header.write_to(handle)
 
 
-def _write_column(appender: _Appender, column: torch.Tensor, place: int) -> int:
-    row_bytes = prod(column.shape[1:]) * column.element_size()
-    step = max(1, CHUNK_BYTES // max(1, row_bytes))
-    # Two rooms, for all chunks: fresh memory for each would cost as much as writing it.
+def _chunks_of(column: torch.Tensor) -> Iterator[memoryview]:
+    """Lay out the rows of a column; the bytes of a chunk last until the next but one."""
+    step = _chunk_rows(prod(column.shape[1:]) * column.element_size())
+    # Fresh memory for each chunk would cost as much as writing it.
     rooms = torch.empty((2, min(step, len(column)), *column.shape[1:]), dtype=column.dtype, device="cpu")
-    crc = 0
     for number, part in enumerate(torch.split(column, step)):
-        data = _bytes(_as_array(rooms[number % 2][: len(part)].copy_(part)))
-        appender.put(data, place + number * step * row_bytes)
-        crc = crc32(data, crc)
-    appender.wait()
-    return crc
-
-
-class _Appender:
-    """Write a chunk in a thread while the next one is laid out, and flush to the disk in another.
-
-    When the file is closed little is left to be flushed, which takes a third of the time of saving otherwise.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._pool = ThreadPoolExecutor(2)
-        self._written: Future[None] = self._pool.submit(lambda: None)
-        self._flushed = self._written
-        self._unflushed_bytes = 0
-
-    def put(self, data: memoryview, place: int) -> None:
-        """Begin to write a chunk, which must not change until then; wait until the one before it is written."""
-        following = self._pool.submit(write_at, self.handle, data, place)
-        self.wait()
-        self._written = following
-        self._unflushed_bytes += len(data)
-        if self._unflushed_bytes >= _FLUSH_BYTES and self._flushed.done():
-            self._flushed.result()
-            self._flushed, self._unflushed_bytes = self._pool.submit(os.fdatasync, self.handle), 0
-
-    def wait(self) -> None:
-        """Wait until all chunks are written; raise what went wrong."""
-        self._written.result()
-
-    def __enter__(self) -> _Appender:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._pool.shutdown()
-        os.close(self.handle)
-        if kind is None:
-            self.wait()
-            self._flushed.result()
+        yield _bytes(_as_array(rooms[number % 2][: len(part)].copy_(part)))
 
 
 @contextmanager
-def open_columns(
-    path: Path,
-    save_id: object = None,
-    names: Iterable[str] | None = None,
-    separator: str = "/",
-    unsplit: str | None = None,
-) -> Iterator[ColumnFile]:
+def open_columns(path: Path, save_id: object, names: Iterable[str] | Callable[[str], str]) -> Iterator[StoredTable]:
     """Open what `write_columns` wrote, or what an earlier system did.
 
     Args:
         path: The file.
-        save_id: Of the save that the file should be of, if that is known and the file tells.
-        names: Which datasets; None for all that are not in groups.
-        separator: Joins levels of names in the file.
-        unsplit: A dataset whose name has no levels, whatever is in it.
+        save_id: Of the save that the file should be of, if that is known and the file tells; or None.
+        names: Of the datasets to read; or what turns each key of the file into the name of a column.
 
     Raises:
         CorruptFileError, UnsafeFileError: Naming the file and the dataset; also for what the block raises because
@@ -199,14 +142,13 @@ def open_columns(
             if save_id is not None and found is not None and str(found) != save_id:
                 got = f"one of {str(found)!r}"
                 raise CorruptFileError("load", repr(str(path)), f"a file of the save {save_id!r}", got)
-            found_names = file if names is None else names
-            keys = {key if key == unsplit else key.replace(separator, "/"): key for key in found_names}
-            yield ColumnFile(path, handle, {name: member(file, key, path) for name, key in keys.items()})
+            keys = {names(key): key for key in file} if callable(names) else {name: name for name in names}
+            yield StoredTable(path, handle, {name: member(file, key, path) for name, key in keys.items()})
     except FileNotFoundError as cause:
         raise CorruptFileError("load", repr(str(path.parent)), f"the file {path.name}", "none") from cause
 
 
-class ColumnFile(Table):
+class StoredTable(Table):
     """The datasets of an open file.
 
     Args:
@@ -214,83 +156,68 @@ class ColumnFile(Table):
         handle: Its descriptor.
         datasets: By the names of columns.
 
+    Attributes:
+        sums: Checksums that columns should have; None where that is not known.
+
     Raises:
         CorruptFileError: A dataset is no rows of numbers, or all are together larger than the file.
     """
 
     def __init__(self, path: Path, handle: int, datasets: Mapping[str, Any]) -> None:
         self._path, self._handle, self._datasets = path, handle, datasets
+        self.shapes, self.dtypes = {}, {}
+        self.sums: dict[str, int | None] = {}
+        self._sums_so_far: dict[str, int] = {}
         allowance = Allowance(os.fstat(handle).st_size)
         for name, found in datasets.items():
             where = f"{name!r} of {str(path)!r}"
             if not isinstance(found, h5py.Dataset) or not found.shape or found.dtype.kind not in "biufc":
                 got = f"{found.dtype} of shape {found.shape}" if isinstance(found, h5py.Dataset) else "a group"
-                raise CorruptFileError("load", where, "rows of numbers", got)
+                raise CorruptFileError("read", where, "rows of numbers", got)
             allowance.take(found, where)
-        self.shapes = {name: tuple(found.shape) for name, found in datasets.items()}
-
-    def dtype(self, name: str) -> str:
-        dtype = self._datasets[name].dtype
-        if attribute(self._datasets[name], _DTYPE_TAG) == "bfloat16" and dtype.itemsize == 2:
-            return "bfloat16"
-        if dtype.kind == "c":
-            return str(dtype.newbyteorder("="))
-        return dtype_name(dtype, f"of {name!r} in {str(self._path)!r}")
+            self.shapes[name], self.dtypes[name] = tuple(found.shape), _dtype_of(found, where)
+            self.sums[name] = attribute(found, _CRC_TAG)
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        step = max(1, CHUNK_BYTES // max(1, sum(map(_row_bytes, self._datasets.values()))))
+        num_rows, step = self.num_rows, _chunk_rows(sum(map(_row_bytes, self._datasets.values())))
+        rooms = [{name: self._empty(name, min(step, num_rows)) for name in self.shapes} for _ in range(2)]
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            rooms = {name: self._empty(name, (2, step)) for name in self.shapes}
-            chunks = (self._chunks(name, rooms[name], step, pool) for name in self.shapes)
-            for first, parts in zip(range(0, self.num_rows, step), zip(*chunks, strict=True), strict=True):
-                yield first, dict(zip(self.shapes, parts, strict=True))
 
-    def read(self, name: str, crc: int | None = None) -> torch.Tensor:
-        """Read a column whole; compare its checksum with `crc` instead of its own."""
-        found = self._empty(name, ())
-        step = max(1, CHUNK_BYTES // max(1, _row_bytes(self._datasets[name])))
-        with ThreadPoolExecutor(1) as pool:
-            for _ in self._chunks(name, found, step, pool, crc):
-                pass
+            def ask(first: int) -> dict[str, Future[torch.Tensor]]:
+                num_left = num_rows - first
+                outs = rooms[first // step % 2] if num_left > 0 else {}
+                return {name: pool.submit(self._fill, name, first, out[:num_left]) for name, out in outs.items()}
+
+            following = ask(0)
+            for first in range(0, num_rows, step):
+                parts = {name: part.result() for name, part in following.items()}
+                following = ask(first + step)
+                yield first, parts
+
+    def read(self, name: str) -> torch.Tensor:
+        num_rows, step = self.shapes[name][0], _chunk_rows(_row_bytes(self._datasets[name]))
+        found = self._empty(name, num_rows)
+        for first in range(0, num_rows, step):
+            self._fill(name, first, found[first : first + step])
         return found
 
-    def _empty(self, name: str, lead: tuple[int, ...]) -> torch.Tensor:
-        """Give memory for a column, or with `lead` for chunks of its rows: `[chunks, rows, ...]`."""
-        num_rows, *rest = self.shapes[name]
-        shape = (*lead[:-1], min(lead[-1], num_rows), *rest) if lead else (num_rows, *rest)
-        return torch.empty(shape, dtype=_DTYPES[self.dtype(name)][0], device="cpu")
+    def _empty(self, name: str, num_rows: int) -> torch.Tensor:
+        return torch.empty((num_rows, *self.shapes[name][1:]), dtype=_DTYPES[self.dtypes[name]][0], device="cpu")
 
-    def _chunks(
-        self, name: str, out: torch.Tensor, step: int, pool: ThreadPoolExecutor, crc: int | None = None
-    ) -> Iterator[torch.Tensor]:
-        """Read rows into `out`, a chunk ahead, and compare their checksum at the end, if there is one.
-
-        `out` is as long as the column, or two chunks that take turns.
-        """
-        dataset = self._datasets[name]
-        num_rows, is_whole = len(dataset), out.shape == self.shapes[name]
-        expected = attribute(dataset, _CRC_TAG) if crc is None else crc
-        place, row_bytes = _place(dataset), _row_bytes(dataset)
-
-        def read(start: int, crc: int) -> tuple[torch.Tensor, int]:
-            part = out[start : start + step] if is_whole else out[start // step % 2][: num_rows - start]
-            array = _as_array(part)
-            if place is None and array.size:
-                dataset.read_direct(array, np.s_[start : start + len(part)])
-            elif place is not None:
-                self._read_at(place + start * row_bytes, _bytes(array), name)
-            return part, 0 if expected is None else crc32(_bytes(array), crc)
-
-        so_far, starts = 0, range(0, num_rows, step)
-        following = pool.submit(read, 0, 0)
-        for start in starts:
-            part, so_far = following.result()
-            if start != starts[-1]:
-                following = pool.submit(read, start + step, so_far)
-            yield part
-        if expected is not None and so_far != int(expected):
-            where = f"{name!r} of {str(self._path)!r}"
-            raise CorruptFileError("load", where, f"checksum {int(expected):08x}", f"{so_far:08x}")
+    def _fill(self, name: str, first: int, out: torch.Tensor) -> torch.Tensor:
+        """Read rows from `first` on into `out`; in order, so that the checksum is known after the last ones."""
+        dataset, array = self._datasets[name], _as_array(out)
+        data, place = _bytes(array), _place(dataset)
+        if place is None and array.size:
+            dataset.read_direct(array, np.s_[first : first + len(out)])
+        elif place is not None:
+            self._read_at(place + first * _row_bytes(dataset), data, name)
+        if (expected := self.sums[name]) is not None:
+            crc = self._sums_so_far[name] = crc32(data, self._sums_so_far[name] if first else 0)
+            if first + len(out) == len(dataset) and crc != int(expected):
+                where = f"{name!r} of {str(self._path)!r}"
+                raise CorruptFileError("load", where, f"checksum {int(expected):08x}", f"{crc:08x}")
+        return out
 
     def _read_at(self, place: int, data: memoryview, name: str) -> None:
         while data:
@@ -300,8 +227,21 @@ class ColumnFile(Table):
             data, place = data[count:], place + count
 
 
-def _name_of(tensor: torch.Tensor) -> str:
+def name_of(tensor: torch.Tensor) -> str:
+    """Give the name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _dtype_of(dataset: h5py.Dataset, where: str) -> str:
+    if attribute(dataset, _DTYPE_TAG) == "bfloat16" and dataset.dtype.itemsize == 2:
+        return "bfloat16"
+    if dataset.dtype.kind == "c":
+        return str(dataset.dtype.newbyteorder("="))
+    return dtype_name(dataset.dtype, f"of {where}")
+
+
+def _chunk_rows(row_bytes: int) -> int:
+    return max(1, CHUNK_BYTES // max(1, row_bytes))
 
 
 def _as_array(part: torch.Tensor) -> npt.NDArray[Any]:

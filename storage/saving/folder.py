@@ -17,11 +17,14 @@ from typing import Any, TypeVar
 import torch
 
 from ..core.durable import existing_folder, replace_folder
-from ..errors import CorruptFileError, DataFileError, RolloutDataError, RolloutDataWarning
+from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, RolloutDataWarning
 from .columns import SAVE_ID, write_columns
 from .plain_files import read_json, write_json
 
 CONFIG_NAME = "config.json"
+#: Tables of stores in general; of rows, and of final observations.
+COLUMNS, ROWS, FINALS = "columns", "buffer", "finals"
+_OWN_NAMES = frozenset({CONFIG_NAME, *(f"{table}.hdf5" for table in (COLUMNS, ROWS, FINALS))})
 #: What values of wrong kinds make Python and torch raise.
 NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 #: A folder that is saved anew each time while it is read is read so often; a read takes about as long as a save.
@@ -36,27 +39,24 @@ class MissingFolderError(DataFileError, FileNotFoundError):
 
 
 def write_folder(
-    folder: str | os.PathLike[str],
-    tables: Mapping[str, Mapping[str, torch.Tensor]],
-    config: Callable[[dict[str, dict[str, int]]], dict[str, Any]],
-    own_names: frozenset[str],
+    folder: str | os.PathLike[str], tables: Mapping[str, Mapping[str, torch.Tensor]], config: Mapping[str, Any]
 ) -> None:
     """Write a folder; it takes the place of an earlier save.
 
     Args:
         folder: The folder.
         tables: Name of a file without its ending -> its columns.
-        config: Checksums of the columns of each table -> the content of `config.json`.
-        own_names: Files that an earlier save may have left there.
+        config: The content of `config.json`.
 
     Raises:
         DataFileError: There is a file, or a folder with anything else in it.
         OSError: The disk is full.
     """
     save_id = secrets.token_hex(8)
-    with replace_folder(folder, own_names) as new:
-        sums = {name: write_columns(new / f"{name}.hdf5", columns, save_id) for name, columns in tables.items()}
-        write_json(new / CONFIG_NAME, {**config(sums), SAVE_ID: save_id})
+    with replace_folder(folder, _OWN_NAMES) as new:
+        for name, columns in tables.items():
+            write_columns(new / f"{name}.hdf5", columns, save_id)
+        write_json(new / CONFIG_NAME, {**config, SAVE_ID: save_id})
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -69,6 +69,13 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     raise MissingFolderError("load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none") from cause
 
 
+def check_version(folder: str | os.PathLike[str], config: Mapping[str, Any], known: str, version: int) -> None:
+    """Raise `ForeignFileError` if a config says that it is of another format or version."""
+    if config.get("format") != known or config.get("version") != version:
+        got = f"{config.get('format')} {config.get('version')}"
+        raise ForeignFileError("load", repr(str(folder)), f"{known} {version}", got, "Update this package")
+
+
 def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]], _Made]) -> _Made:
     """Load a folder by its config; again, as long as another process saves meanwhile and the files are not of one save.
 
@@ -76,20 +83,17 @@ def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]],
         path: The folder.
         load: Loads what a config says; raises if a file is of another save.
     """
-    config = read_config(path)
-    for _ in range(_MAX_READS):
-        place = existing_folder(path)
+    num_reads = 0
+    while True:
+        place, config, num_reads = existing_folder(path), read_config(path), num_reads + 1
         try:
             with as_damage(path):
                 return load(config)
         except (RolloutDataError, OSError):
             is_there = existing_folder(path) == place  # not between the two renames of a saver
-            newer = read_config(path)
-            if is_there and newer.get(SAVE_ID) == config.get(SAVE_ID):
+            is_same = is_there and read_config(path).get(SAVE_ID) == config.get(SAVE_ID)
+            if is_same or num_reads == _MAX_READS:
                 raise
-            config = newer
-    with as_damage(path):
-        return load(config)
 
 
 @contextmanager

@@ -20,12 +20,22 @@ from ..core.arguments import is_whole
 from ..core.durable import existing_folder
 from ..core.memory import lasting
 from ..errors import CorruptFileError, ForeignFileError, MissingFieldError, RolloutDataError, SchemaError, nearest
-from .columns import SAVE_ID, open_columns
-from .folder import CONFIG_NAME, NONSENSE, device_for, load_one_save, read_config, write_folder
+from .columns import SAVE_ID, name_of, open_columns
+from .folder import (
+    COLUMNS,
+    CONFIG_NAME,
+    NONSENSE,
+    check_version,
+    device_for,
+    load_one_save,
+    read_config,
+    write_folder,
+)
 
 FORMAT, VERSION = "rollout-data snapshot", 1
-_COLUMNS = "columns"
-_OWN_NAMES = frozenset({CONFIG_NAME, f"{_COLUMNS}.hdf5"})
+_LOAD = "load a state"
+#: Keys of a config, and what they are.
+_CONFIG = {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}
 _Store = TypeVar("_Store", bound="Store")
 
 #: Name -> class, for everything that can be loaded by `load_store`; classes are added as they are defined.
@@ -43,7 +53,7 @@ class State:
     Attributes:
         arguments: JSON-able keywords that make an equal, empty store.
         numbers: JSON-able counters and flags.
-        tensors: By name, levels joined by "/"; `rng` is the state of the random generator.
+        tensors: By name, levels joined by "/"; `rng` is the state of the random generator, added by `Store`.
     """
 
     arguments: dict[str, Any]
@@ -77,11 +87,11 @@ class Store(ABC):
 
     @abstractmethod
     def _get_state(self) -> State:
-        """Take this apart; the tensors may share memory with it, and be views."""
+        """Take this apart, but for the random state; the tensors may share memory with it, and be views."""
 
     @abstractmethod
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state with equal arguments; the tensors are on this device and ours to keep.
+        """Take over a state with equal arguments, but for the random state; the tensors are on this device, and ours.
 
         What does not fit raises. Attributes that were replaced by then get their old values back, so that a method
         either replaces attributes only, or checks everything before it writes to memory.
@@ -92,6 +102,10 @@ class Store(ABC):
         """Make an equal, empty store without drawing from torch's own generator; its random state comes next."""
         make: Any = cls
         return make(**arguments, device=device, generator=0)
+
+    def _options(self) -> dict[str, Any]:
+        """List attributes besides the state that copies in memory have too."""
+        return {name: vars(self)[name] for name in ("output_device", "nested_key_separator") if name in vars(self)}
 
     def state_dict(self) -> dict[str, Any]:
         """Copy everything, the random state too; tensors stay on this device."""
@@ -104,14 +118,14 @@ class Store(ABC):
             SchemaError: The state is of another class or version, or of a store made with other arguments.
         """
         if not isinstance(state, Mapping):
-            raise SchemaError("load a state", "", "a mapping", type(state).__name__)
+            raise SchemaError(_LOAD, "", "a mapping", type(state).__name__)
         if state.get("version", VERSION) != VERSION:
-            raise SchemaError("load a state", "", f"version {VERSION}", repr(state["version"]))
+            raise SchemaError(_LOAD, "", f"version {VERSION}", repr(state["version"]))
         for key in ("class", "arguments", "numbers", "tensors"):
             if key not in state:
-                raise MissingFieldError("load a state", "", f"the key {key!r}", ", ".join(map(repr, state)))
+                raise MissingFieldError(_LOAD, "", f"the key {key!r}", ", ".join(map(repr, state)))
             if key != "class" and not isinstance(state[key], Mapping):
-                raise SchemaError("load a state", f"with {key!r}", "a mapping", type(state[key]).__name__)
+                raise SchemaError(_LOAD, f"with {key!r}", "a mapping", type(state[key]).__name__)
         self.check_equal(state["class"], state["arguments"])
         self._take_state(state["numbers"], state["tensors"])
 
@@ -125,19 +139,11 @@ class Store(ABC):
             OSError: The disk is full; the earlier save stays.
         """
         with self._lock:
-            state = self._get_state()
+            state = self._whole_state()
+            columns = [{"name": name, "dtype": name_of(x), "shape": list(x.shape)} for name, x in state.tensors.items()]
             about = {"format": FORMAT, "version": VERSION, "class": type(self).__name__, "device": str(self.device)}
-            about |= {"arguments": state.arguments, "numbers": state.numbers}
-
-            def config(sums: dict[str, dict[str, int]]) -> dict[str, Any]:
-                columns = [
-                    {"name": name, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
-                    | {"crc32": sums[_COLUMNS][name]}
-                    for name, x in state.tensors.items()
-                ]
-                return {**about, "columns": columns}
-
-            write_folder(folder, {_COLUMNS: state.tensors}, config, _OWN_NAMES)
+            about |= {"arguments": state.arguments, "numbers": state.numbers, "columns": columns}
+            write_folder(folder, {COLUMNS: state.tensors}, about)
 
     @classmethod
     def load(cls: type[_Store], folder: str | os.PathLike[str], device: torch.device | str | None = None) -> _Store:
@@ -155,44 +161,40 @@ class Store(ABC):
     def copy_state(self) -> State:
         """Copy everything as it is at one moment, on this device."""
         with self._lock:
-            state = self._get_state()
-            tensors = {
-                name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in state.tensors.items()
-            }
-            return State(state.arguments, state.numbers, tensors)
+            state = self._whole_state()
+            for name, x in state.tensors.items():
+                state.tensors[name] = x.detach().clone(memory_format=torch.contiguous_format)
+            return state
 
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
         """Raise `SchemaError` if a state is of another class than this, or of a store made with other arguments."""
         if name != type(self).__name__:
-            raise SchemaError("load a state", "", f"one of {type(self).__name__}", f"one of {name}")
+            raise SchemaError(_LOAD, "", f"one of {type(self).__name__}", f"one of {name}")
         mine = self._get_state().arguments
         for key in (*mine, *arguments):
             if mine.get(key) != arguments.get(key):
                 got = repr(arguments.get(key))
-                raise SchemaError("load a state", "", f"one with {key}={mine.get(key)!r}", got, "Make an equal store")
+                raise SchemaError(_LOAD, "", f"one with {key}={mine.get(key)!r}", got, "Make an equal store")
 
     def __reduce__(self) -> tuple[Any, ...]:
         with self._lock:
-            return _remade, (type(self), self._recipe(), vars(self.copy_state()))
+            return _remade, (type(self), self.device, self._options(), vars(self.copy_state()))
 
-    def _recipe(self) -> dict[str, Any]:
-        """Say what makes an equal, empty store."""
-        recipe = {"arguments": self._get_state().arguments, "device": self.device}
-        return recipe | {"output_device": vars(self).get("output_device")}
-
-    @classmethod
-    def _from_recipe(cls, recipe: Mapping[str, Any]) -> Any:
-        made = cls._from_arguments(recipe["arguments"], recipe["device"])
-        if recipe["output_device"] is not None:
-            made.output_device = recipe["output_device"]
-        return made
+    def _whole_state(self) -> State:
+        state = self._get_state()
+        return State(state.arguments, state.numbers, {**state.tensors, "rng": self.rng.get_state()})
 
     @classmethod
     def _of_save(
         cls: type[_Store], folder: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
     ) -> _Store:
         where = repr(str(folder))
-        _check_config(where, config)
+        check_version(folder, config, FORMAT, VERSION)
+        config.setdefault("device", "cpu")
+        for key, expected in _CONFIG.items():
+            if not isinstance(config.get(key), expected):
+                got = type(config[key]).__name__ if key in config else "none"
+                raise CorruptFileError("read", f"{CONFIG_NAME} in {where}", f"{key!r} as a {expected.__name__}", got)
         kind = STORES.get(config["class"])
         if kind is None or not issubclass(kind, cls):
             options = nearest(config["class"], (name for name, known in STORES.items() if issubclass(known, cls)))
@@ -213,7 +215,7 @@ class Store(ABC):
         empty = cls._from_arguments(arguments, torch.device("meta"))._get_state().tensors
         num_bytes, most = (sum(x.nbytes for x in found.values()) for found in (empty, tensors))
         if num_bytes > most:
-            raise SchemaError("load a state", "", f"arguments of a store of at most {most} bytes", str(num_bytes))
+            raise SchemaError(_LOAD, "", f"arguments of a store of at most {most} bytes", str(num_bytes))
 
     @lasting
     def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -223,7 +225,7 @@ class Store(ABC):
             try:
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor):
-                        raise SchemaError("load a state", f"with {name!r}", "a tensor", type(tensor).__name__)
+                        raise SchemaError(_LOAD, f"with {name!r}", "a tensor", type(tensor).__name__)
                 torch.Generator(self.rng.device).set_state(tensors["rng"].cpu())
                 self._set_state(numbers, {name: self._onto_device(name, x) for name, x in tensors.items()})
                 self.rng.set_state(tensors["rng"].cpu())
@@ -233,9 +235,9 @@ class Store(ABC):
                 if isinstance(cause, RolloutDataError) or not isinstance(cause, NONSENSE):
                     raise
                 if isinstance(cause, KeyError):
-                    raise MissingFieldError("load a state", f"without {cause}") from cause
+                    raise MissingFieldError(_LOAD, f"without {cause}") from cause
                 expected, got = "what state_dict() of an equal store gave", f"{type(cause).__name__}: {cause}"
-                raise SchemaError("load a state", "", expected, got) from cause
+                raise SchemaError(_LOAD, "", expected, got) from cause
 
     def _onto_device(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Copy to where the rows are; random states stay on the CPU."""
@@ -272,40 +274,30 @@ def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) ->
     """Give a count of a loaded state; raise `SchemaError` if it is no int from `low` to `high`."""
     count = numbers[name]
     if not is_whole(count) or not low <= count <= high:
-        raise SchemaError("load a state", f"with {name!r}", f"an int from {low} to {high}", repr(count))
+        raise SchemaError(_LOAD, f"with {name!r}", f"an int from {low} to {high}", repr(count))
     return int(count)
 
 
-def _remade(kind: type[Store], recipe: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
-    made = kind._from_recipe(recipe)
+def _remade(kind: type[Store], device: torch.device, options: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+    made = kind._from_arguments(state["arguments"], device)
+    vars(made).update(options)
     made._take_state(state["numbers"], state["tensors"])
     return made
 
 
-def _check_config(where: str, config: dict[str, Any]) -> None:
-    """Check what a folder's `config.json` says of itself."""
-    if config.get("format") != FORMAT or config.get("version") != VERSION:
-        got = f"{config.get('format')} {config.get('version')}"
-        raise ForeignFileError("load a store from", where, f"{FORMAT} {VERSION}", got)
-    config.setdefault("device", "cpu")
-    for key, kind in {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}.items():
-        if not isinstance(config.get(key), kind):
-            got = type(config[key]).__name__ if key in config else "none"
-            raise CorruptFileError("read", f"{CONFIG_NAME} in {where}", f"{key!r} as a {kind.__name__}", got)
-
-
 def _read_tensors(folder: str | os.PathLike[str], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Read all tensors of a folder onto the CPU; sizes are checked before anything is allocated."""
-    path, found = existing_folder(folder) / f"{_COLUMNS}.hdf5", {}
+    path, found = existing_folder(folder) / f"{COLUMNS}.hdf5", {}
     columns = {column["name"]: column for column in config["columns"]}
-    with open_columns(path, config.get(SAVE_ID), list(columns)) as file:
+    with open_columns(path, config.get(SAVE_ID), columns) as file:
         for name, column in columns.items():
-            dtype = file.dtype(name)
+            dtype = file.dtypes[name]
             is_old = column["dtype"] == "bfloat16" and dtype == "uint16"  # earlier saves do not mark them
             if list(file.shapes[name]) != column["shape"] or not (is_old or dtype == column["dtype"]):
                 where, got = f"{name!r} of {str(path)!r}", f"{dtype} of shape {list(file.shapes[name])}"
                 raise CorruptFileError("read", where, f"{column['dtype']} of shape {column['shape']}", got)
-            found[name] = file.read(name, column["crc32"])
+            file.sums[name] = column.get("crc32", file.sums[name])  # earlier saves have them there
+            found[name] = file.read(name)
             if is_old:
                 found[name] = found[name].view(torch.bfloat16)
     return found
