@@ -104,9 +104,9 @@ class DictBuffer(RingBuffer):
             if request is None:
                 request = TransitionRequest(**options) if options else _PLAIN
             sampler = self._last_sampler
-            if sampler is None or not sampler.serves(request, ring, self._finals):
-                sampler = TransitionSampler(ring, self._boundaries, self._finals, self._end_names(), request)
-                self._last_sampler = sampler
+            if sampler is None or not sampler.serves(request, self._boundaries):
+                names = [ring.names[place] for place, _ in self._end_places]
+                sampler = self._last_sampler = TransitionSampler(self._boundaries, names, request)
             self._order.wait(is_write=False)
             found = sampler.sample(batch_size, self.generator, self.contiguous)
             self._order.record(is_write=False)

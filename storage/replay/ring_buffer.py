@@ -28,9 +28,6 @@ from ..saving.columns import Table
 from ..saving.folder import FINALS, ROWS
 from ..saving.store import State
 
-#: Step and lane of rows that end a trajectory, and what was observed after them.
-_Ended = tuple[torch.Tensor, torch.Tensor, Schema, dict[str, torch.Tensor]]
-
 
 class RingBuffer(BufferStore):
     """Rows on a ring under one lock: everything but how they are given back.
@@ -39,7 +36,8 @@ class RingBuffer(BufferStore):
         As for `DictBuffer`.
     """
 
-    _REQUIRED = ("capacity",)
+    _REQUIRED: ClassVar[tuple[str, ...]] = ("capacity",)
+    #: Arguments that make an equal buffer, by the names of its attributes.
     _ARGUMENTS: ClassVar[tuple[str, ...]] = (
         "capacity",
         "num_envs",
@@ -48,6 +46,8 @@ class RingBuffer(BufferStore):
         "narrow",
         "contiguous",
     )
+    #: What fills it.
+    _WRITER: ClassVar[str] = "extend"
     #: Whether leaves come as `[n, lanes, *event]`.
     _has_lane_axis: bool = False
 
@@ -76,28 +76,24 @@ class RingBuffer(BufferStore):
         self.contiguous = bool(contiguous)
         self.auto_unsqueeze, self.narrow = auto_unsqueeze, narrow
         self.generator = generator_on(generator, self.device)
-        self._reader = self._new_reader()
-        self._ring: RingStore | None = None
-        self._boundaries: Boundaries | None = None
-        self._finals: EndedRows | None = None
-        self._end_places: Places = []
         self._lock = threading.RLock()
         self._order = StreamOrder(self.device)
+        self._forget()
 
     # What it holds.
 
     def __len__(self) -> int:
         """Rows that are held."""
-        return 0 if self._ring is None else self._ring.num_live * self._rows_per_slot
+        return 0 if self._ring is None else self._ring.num_live * self.num_envs
 
     @property
     def total(self) -> int:
         """Rows that were ever added since the creation or `clear`; row ids count to here."""
-        return 0 if self._ring is None else self._ring.total * self._rows_per_slot
+        return 0 if self._ring is None else self._ring.total * self.num_envs
 
     @property
     def _idx(self) -> int:
-        return 0 if self._ring is None else self._ring.cursor * self._rows_per_slot
+        return 0 if self._ring is None else self._ring.cursor * self.num_envs
 
     @property
     def _is_full(self) -> bool:
@@ -106,7 +102,7 @@ class RingBuffer(BufferStore):
     @property
     def num_bytes(self) -> int:
         """Memory that is reserved for rows and all that belongs to them."""
-        return sum(x.num_bytes for x in (self._ring, self._boundaries, self._finals) if x is not None)
+        return sum(x.num_bytes for x in (self._ring, self._boundaries) if x is not None)
 
     # Writing.
 
@@ -134,26 +130,26 @@ class RingBuffer(BufferStore):
             rows = self._reader.read(data)
             if rows is None:
                 return
-            end_places = self._end_places if self._ring is not None else self._find_ends(rows.schema)
-            last = None if final is None else self._read_final(final, rows, end_places)
+            places = self._end_places if ring is not None else self._find_ends(rows.schema)
+            last = None if final is None else self._read_final(final, rows, places)
             if rows.num_rows == 0:
                 return
-            if self._ring is None:
-                self._create(rows.schema, rows.tensors[0].shape[1])
-            self._write(rows, last)
+            if ring is None:
+                ring = self._create(rows.schema, rows.tensors[0].shape[1])
+            self._order.wait(is_write=True)
+            if self._boundaries is not None:
+                self._boundaries.note(find_ends(rows.tensors, self._end_places), last)
+            ring.write(rows.tensors)
+            self._order.record(is_write=True)
 
     def clear(self) -> None:
         """Forget every row; keys, shapes and the memory stay."""
         with self._lock:
-            for part in (self._ring, self._boundaries, self._finals):
+            for part in (self._ring, self._boundaries):
                 if part is not None:
                     part.clear()
 
     # Inside.
-
-    @property
-    def _rows_per_slot(self) -> int:
-        return self.num_envs
 
     @property
     def _has_lanes_in_file(self) -> bool:
@@ -165,79 +161,61 @@ class RingBuffer(BufferStore):
 
     def _arguments(self) -> dict[str, Any]:
         """Give the arguments that make an equal buffer, as JSON."""
-        return {name: getattr(self, name) for name in RingBuffer._ARGUMENTS}
+        return {name: getattr(self, name) for name in self._ARGUMENTS}
 
     @classmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        wanted = [name for kind in cls.__mro__ for name in vars(kind).get("_ARGUMENTS", ())]
-        found = {name: config[name] for name in wanted if name in config}
+        found = {name: config[name] for name in cls._ARGUMENTS if name in config}
         if not {"format", "generator"} & config.keys() and isinstance(found.get("end_key"), list):
             found["end_key"] = tuple(found["end_key"])  # earlier systems have one key, perhaps nested
         return found
 
-    def _new_reader(self) -> RecordReader:
+    def _forget(self) -> None:
+        """Forget rows, fields and memory."""
         num_lanes = None if self._has_lane_axis else self.num_envs
-        return RecordReader(num_lanes, self._has_lane_axis, self.auto_unsqueeze, self.narrow)
+        self._reader = RecordReader(num_lanes, self._has_lane_axis, self.auto_unsqueeze, self.narrow)
+        self._ring: RingStore | None = None
+        self._boundaries: Boundaries | None = None
+        self._end_places: Places = []
 
     def _find_ends(self, schema: Schema) -> Places:
         """Find the fields that end trajectories; none if rows have nothing to do with each other."""
         return end_places(schema, self.end_key)
 
-    def _end_names(self) -> list[str]:
-        assert self._ring is not None
-        names = list(self._ring.schema)
-        return [names[place] for place, _ in self._end_places]
-
     def _make_ring(self, schema: Schema, num_lanes: int) -> tuple[RingStore, Boundaries | None]:
         ring = RingStore(self._num_slots, num_lanes, schema, self.device)
         return ring, Boundaries(ring) if self._find_ends(schema) else None
 
-    def _create(self, schema: Schema, num_lanes: int) -> None:
+    def _create(self, schema: Schema, num_lanes: int) -> RingStore:
         """Allocate; nothing is changed if that fails."""
         places = self._find_ends(schema)
-        ring, boundaries = self._make_ring(schema, num_lanes)
-        self._end_places, self._ring, self._boundaries, self._finals = places, ring, boundaries, None
+        ring, self._boundaries = self._make_ring(schema, num_lanes)
+        self._end_places, self._ring = places, ring
         self._reader.freeze(schema, num_lanes)
+        return ring
 
-    def _write(self, rows: Rows, final: _Ended | None) -> None:
-        ring = self._ring
-        assert ring is not None
-        self._order.wait(is_write=True)
-        if final is not None and len(final[0]):
-            step, lane, schema, leaves = final
-            if self._finals is None:
-                self._finals = EndedRows(ring, schema)
-            self._finals.append(lane, step + ring.total, leaves)
-        if self._boundaries is not None:
-            self._boundaries.note(find_ends(rows.tensors, self._end_places))
-        ring.write(rows.tensors)
-        self._order.record(is_write=True)
-
-    def _read_final(self, final: Any, rows: Rows, places: Places) -> _Ended:
-        """Check final observations; give step, lane and leaves of the rows that end a trajectory."""
+    def _read_final(self, final: Any, rows: Rows, places: Places) -> Rows:
+        """Check final observations."""
         if not places:
             raise UsageError("add final rows", "", "a buffer with end_key", "one without")
         reader = RecordReader(rows.tensors[0].shape[1], self._has_lane_axis, self.auto_unsqueeze, self.narrow)
         reader.schema = rows.schema if self._reader.schema is None else self._reader.schema
-        names = list(flatten(final)) if self._finals is None else list(self._finals.schema)
-        read = reader.read(final, names)
+        known = None if self._boundaries is None else self._boundaries.finals
+        read = reader.read(final, list(flatten(final) if known is None else known.schema))
         if read is None or read.num_rows != rows.num_rows:
             got = "none" if read is None else str(read.num_rows)
             raise SchemaError("add final rows", "", f"{rows.num_rows} rows, as many as data has", got)
-        step, lane = find_ends(rows.tensors, places).nonzero(as_tuple=True)
-        ended = {
-            name: leaf[step.to(leaf.device), lane.to(leaf.device)]
-            for name, leaf in zip(read.schema, read.tensors, strict=True)
-        }
-        return step.to(self.device), lane.to(self.device), read.schema, ended
+        return read
 
     def _filled(self, action: str) -> RingStore:
         if self._ring is None or not self._ring.total:
-            raise BufferEmptyError(action, f"from a {type(self).__name__}", "rows", "none", "Call extend() first")
+            advice = f"Call {self._WRITER}() first"
+            raise BufferEmptyError(action, f"from a {type(self).__name__}", "rows", "none", advice)
         return self._ring
 
     def _get_state(self) -> State:
-        ring, boundaries, finals = self._ring, self._boundaries, self._finals
+        ring, boundaries = self._ring, self._boundaries
+        finals = None if boundaries is None else boundaries.finals
         numbers: dict[str, Any] = {
             "total": 0 if ring is None else ring.total,
             "_idx": self._idx,
@@ -266,51 +244,43 @@ class RingBuffer(BufferStore):
         return State(self._arguments(), numbers, tensors)
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        self._ring = self._boundaries = self._finals = None
-        self._reader = self._new_reader()
+        self._forget()
         if ROWS not in tables or not tables[ROWS].shapes:
             return
-        rows = tables[ROWS]
+        rows, num_slots = tables[ROWS], self._num_slots
         num_lead = 2 if self._has_lanes_in_file else 1
-        schema, live = rows.schema(num_lead), rows.num_rows
-        num_lanes = next(iter(rows.shapes.values()))[1] if num_lead == 2 else 1
-        if live > self._num_slots:
-            raise SchemaError("load rows", expected=f"at most {self._num_slots} rows, the capacity", got=f"{live} rows")
-        total = rows_written(numbers, live, self._num_slots, self._rows_per_slot)
-        self._create(schema, num_lanes)
-        ring, boundaries = self._ring, self._boundaries
-        assert ring is not None
+        live, num_lanes = rows.num_rows, next(iter(rows.shapes.values()))[1] if num_lead == 2 else 1
+        if live > num_slots:
+            raise SchemaError("load rows", expected=f"at most {num_slots} rows, the capacity", got=f"{live} rows")
+        total = rows_written(numbers, live, num_slots, self.num_envs)
+        ring = self._create(rows.schema(num_lead), num_lanes)
         for first, part in rows.rows():
             ring.put_slots(first, {name: x if num_lead == 2 else x.unsqueeze(1) for name, x in part.items()})
         ring.total = total
+        boundaries = self._boundaries
         if boundaries is not None:
             boundaries.share = _accepted_share(numbers)
-            boundaries.next_ages.copy_(_oldest_ages(numbers, num_lanes, min(ring.oldest, ring.num_slots)))
-            columns = [ring.slots_view(name)[:live] for name in ring.schema]
-            ends = find_ends(columns, self._end_places)
+            boundaries.next_ages.copy_(_oldest_ages(numbers, num_lanes, min(ring.oldest, num_slots)))
+            ends = find_ends([ring.slots_view(name)[:live] for name in ring.schema], self._end_places)
             ring.total = ring.oldest
-            boundaries.note(ends.roll(-(ring.total % ring.num_slots), 0) if live == ring.num_slots else ends)
+            boundaries.note(ends.roll(-(ring.total % num_slots), 0) if live == num_slots else ends)
             ring.total = total
         if FINALS in tables:
-            self._set_finals(tables[FINALS])
+            if boundaries is None:
+                raise SchemaError("load final rows", "", "a buffer with end_key, and rows", "one without")
+            columns = {name: tables[FINALS].read(name) for name in tables[FINALS].shapes}
+            keys = columns.pop(ROW_KEY).flatten()
+            finals = boundaries.finals = EndedRows(ring, Schema(ring.schema[name] for name in columns))
+            finals.check(keys, columns)
+            lane, row_id = finals.named(keys.to(ring.device))
+            is_ended = (row_id >= ring.oldest) & (row_id < total) & boundaries.ended(lane, row_id)
+            if not bool(is_ended.all()):
+                raise SchemaError("load final rows", "", "keys of rows that ended a trajectory", "others")
+            finals.append(lane, row_id, columns)
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
         columns = {name: x if self._has_lanes_in_file else x.squeeze(1) for name, x in state.get("columns", {}).items()}
         return super()._of_earlier({**state, "columns": columns})
-
-    def _set_finals(self, table: Table) -> None:
-        ring, boundaries = self._ring, self._boundaries
-        if ring is None or boundaries is None:
-            raise SchemaError("load final rows", "", "a buffer with end_key, and rows", "one without")
-        columns = {name: table.read(name) for name in table.shapes}
-        keys = columns.pop(ROW_KEY).flatten()
-        finals = self._finals = EndedRows(ring, Schema(ring.schema[name] for name in columns))
-        finals.check(keys, columns)
-        lane, row_id = finals.named(keys.to(ring.device))
-        is_ended = (row_id >= ring.oldest) & (row_id < ring.total) & boundaries.ended(lane, row_id)
-        if not bool(is_ended.all()):
-            raise SchemaError("load final rows", "", "keys of rows that ended a trajectory", "others")
-        finals.append(lane, row_id, columns)
 
     def _given(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Bring a result to the device that results go to."""

@@ -7,7 +7,7 @@ in the read-only buffer by the lengths of the episodes it was made from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -16,9 +16,9 @@ from ..core.fields import Schema
 from ..core.records import Key, flat_name, names_below
 from ..core.tree import unflatten
 from ..errors import SchemaError, UsageError
-from ..ring.ends import EndedRows, Places, may_follow, put_finals
+from ..ring.ends import Places
 from ..ring.ring import RingStore
-from ..ring.windows import Boundaries, Rule
+from ..ring.windows import Boundaries
 from .dict_buffer import DictBuffer
 
 #: Fields that end trajectories unless `end_key` says otherwise: those of these that there are.
@@ -49,7 +49,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         options: Those of `DictBuffer`.
     """
 
-    _ARGUMENTS: ClassVar[tuple[str, ...]] = (
+    _ARGUMENTS = (
+        *(name for name in DictBuffer._ARGUMENTS if name != "num_envs"),
         "n_dim",
         "seq_length",
         "output_key_t",
@@ -136,13 +137,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
                 return {}
             offset = 1 if self.output_key_tp1 else 0
             lane, last = self._boundaries.list_all(1 + offset)
-            return self._given(unflatten(self._gather(self._ring, lane, last - offset, 1)))
-
-    def _arguments(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in self._ARGUMENTS}
-        shared = super()._arguments()
-        del shared["num_envs"]
-        return {**shared, **own}
+            return self._given(unflatten(self._gather(self._boundaries, lane, last - offset, 1)))
 
     @property
     def _has_lanes_in_file(self) -> bool:
@@ -167,79 +162,57 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
     def _draw(self, ring: RingStore, num_windows: int, length: int) -> dict[str, Any]:
         """Draw windows; give them nested."""
-        boundaries = self._boundaries
+        boundaries, drawn = self._boundaries, None
+        num_later = offset = 1 if self.output_key_tp1 else 0
         assert boundaries is not None
-        offset = 1 if self.output_key_tp1 else 0
-        goes_to_ends = self._goes_to_ends
-        if self.start_mode == "trajectory":
-            goes_on = self._may_go_on if goes_to_ends else None
-            drawn = boundaries.draw_by_trajectory(num_windows, length + offset, self.generator, goes_on)
-        elif goes_to_ends:
-            drawn = boundaries.draw(num_windows, length, self.generator, self._rule_to_ends(length))
-            offset = 0
-        else:
-            places = boundaries.draw_places(num_windows, length + offset, self.generator)
-            if places is None:
-                raise _no_window(length, offset)
-            cut = ring.cut_of(tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True)
-            return ring.windows(places, length, cut)
-        if drawn is None:
-            raise _no_window(length, offset)
-        lane, last = drawn
-        return unflatten(self._gather(ring, lane, last - offset, length, goes_to_ends))
+        is_marked, later = self.at_end == "mark", self._later(ring)
+        #: Whether windows may end where their trajectory does.
+        goes_to_ends = bool(offset) and (is_marked or boundaries.finals_of(later) is not None)
 
-    @property
-    def _goes_to_ends(self) -> bool:
-        """Whether windows may end where their trajectory does."""
-        return bool(self.output_key_tp1) and (self.at_end == "mark" or self._known_finals is not None)
-
-    @property
-    def _known_finals(self) -> EndedRows | None:
-        """The final rows, if they hold all that is given one row later."""
-        ring, finals = self._ring, self._finals
-        if ring is None or finals is None:
-            return None
-        return finals.holding(name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION))
-
-    def _may_go_on(self, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Say of ended trajectories, by their last row, whether windows may end with it."""
-        return may_follow(self._known_finals, self.at_end == "mark", lane, last)
-
-    def _gather(
-        self, ring: RingStore, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """Copy windows of `length` rows that end at `last`, and what comes one row later."""
-        cut = ring.cut_of(
-            tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, nested=False, apart=True
-        )
-        found = ring.windows(ring.place(lane, last - (length - 1)), length, cut)
-        if goes_to_ends:
-            assert self._boundaries is not None
-            ended, finals = self._boundaries.ended(lane, last), self._known_finals
-            later = {x.field: found[x.name].unflatten(0, (-1, length))[:, -1] for x in cut.targets if x.row}
-            put_finals(ring, finals, later, lane, last, ended)
-            if self.at_end == "mark":
-                flags = torch.ones((len(lane), length), dtype=torch.bool, device=lane.device)
-                flags[:, -1] = ~ended | may_follow(finals, False, lane, last)
-                found["next_valid"] = flags.view(-1, 1)
-        return found
-
-    def _rule_to_ends(self, length: int) -> Rule:
-        """Say which windows are inside a trajectory and have a next row, a final one, or are to be marked."""
-        ring, boundaries = self._ring, self._boundaries
-        assert ring is not None and boundaries is not None
-        is_inside = boundaries.rule(length)
+        def goes_on(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+            return boundaries.may_follow(later, is_marked, lane, last)
 
         def is_valid(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-            ended = boundaries.ended(lane, last)
-            return is_inside(lane, last) & torch.where(ended, self._may_go_on(lane, last), last + 1 < ring.total)
+            follows = torch.where(boundaries.ended(lane, last), goes_on(lane, last), last + 1 < ring.total)
+            return follows & (boundaries.age(lane, last) >= length - 1)
 
-        return is_valid
+        if self.start_mode == "trajectory":
+            rule = goes_on if goes_to_ends else None
+            drawn = boundaries.draw_by_trajectory(num_windows, length + offset, self.generator, rule)
+        elif goes_to_ends:
+            drawn, offset = boundaries.draw(num_windows, length, self.generator, is_valid), 0
+        else:
+            places = boundaries.draw_places(num_windows, length + offset, self.generator)
+            if places is not None:
+                return ring.windows(places, length, ring.cut_of(*self._keys(), self.contiguous, apart=True))
+        if drawn is None:
+            expected = f"a stretch of {length + num_later} rows in one trajectory"
+            raise UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
+        lane, last = drawn
+        return unflatten(self._gather(boundaries, lane, last - offset, length, goes_to_ends))
 
+    def _keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return tuple(self.output_key_t), tuple(self.output_key_tp1)
 
-def _no_window(length: int, offset: int) -> UsageError:
-    expected = f"a stretch of {length + offset} rows in one trajectory"
-    return UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
+    def _later(self, ring: RingStore) -> list[str]:
+        """List the fields that are given one row later."""
+        return [name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION)]
+
+    def _gather(
+        self, boundaries: Boundaries, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Copy windows of `length` rows that end at `last`, and what comes one row later."""
+        ring = boundaries.ring
+        cut = ring.cut_of(*self._keys(), self.contiguous, nested=False, apart=True)
+        found = ring.windows(ring.place(lane, last - (length - 1)), length, cut)
+        if goes_to_ends:
+            last_rows = {name: found[f"next/{name}"].unflatten(0, (-1, length))[:, -1] for name in self._later(ring)}
+            follows = boundaries.put_finals(last_rows, lane, last, boundaries.ended(lane, last))
+            if self.at_end == "mark":
+                flags = torch.ones((len(lane), length), dtype=torch.bool, device=lane.device)
+                flags[:, -1] = follows
+                found["next_valid"] = flags.view(-1, 1)
+        return found
 
 
 def as_list(keys: Sequence[Key]) -> list[str]:

@@ -6,13 +6,13 @@ decided in `windows.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.fields import Schema, signed
+from ..core.fields import Schema
 from ..core.memory import lasting
 from ..core.records import listed, names_below
 from ..errors import SchemaError
@@ -109,10 +109,6 @@ class EndedRows:
         """Copy a field of rows: `[len(place), *event]`."""
         return self._columns[name].index_select(0, place)
 
-    def holding(self, names: Iterable[str]) -> EndedRows | None:
-        """Give these rows if they have all of some fields."""
-        return self if all(name in self.schema for name in names) else None
-
     def clear(self) -> None:
         """Forget everything."""
         self._first, self._last = 0, 0
@@ -151,40 +147,3 @@ class EndedRows:
         keys = self._keys[self._first : self._last]
         self._first += int(torch.searchsorted(keys, self._ring.oldest * self._ring.num_lanes))
         return slice(self._first, self._last)
-
-
-def may_follow(finals: EndedRows | None, is_marked: bool, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Say of rows that ended a trajectory whether something is given behind them: what was observed, or a mark."""
-    if is_marked or finals is None:
-        return torch.full_like(lane, is_marked, dtype=torch.bool)
-    return finals.find(lane, last)[0]
-
-
-def put_finals(
-    ring: RingStore,
-    finals: EndedRows | None,
-    following: Mapping[str, torch.Tensor],
-    lane: torch.Tensor,
-    last: torch.Tensor,
-    ended: torch.Tensor,
-) -> None:
-    """Where a trajectory ended, replace what follows: by its final observation, else by the last row itself.
-
-    Args:
-        ring, finals: Where rows come from.
-        following: `[n, *event]` per field, one row after each of `last`.
-        lane, last: `[n]`, the last rows.
-        ended: `[n]` bool, which of them ended a trajectory.
-    """
-    rows = ended.nonzero().squeeze(1)
-    if not len(rows):
-        return
-    lane, last = lane[rows], last[rows]
-    places = ring.place(lane, last)
-    if finals is not None:
-        is_known, at = finals.find(lane, last)
-    for name, leaf in following.items():
-        own = ring.column(name).index_select(0, places)
-        if finals is not None:
-            signed(own)[is_known] = signed(finals.take(name, at[is_known]))
-        signed(leaf)[rows] = signed(own)

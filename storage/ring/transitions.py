@@ -13,13 +13,10 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.fields import Schema
 from ..core.records import Key, names_below
 from ..core.tree import unflatten
 from ..errors import FieldTypeError, SchemaError, UsageError
-from .ends import EndedRows, may_follow, put_finals
-from .ring import RingStore
-from .windows import Boundaries, Rule
+from .windows import Boundaries
 
 _ACTION = "sample transitions"
 
@@ -63,113 +60,88 @@ class TransitionSampler:
     """Draw and gather transitions of one ring.
 
     Args:
-        ring: The rows.
-        boundaries: Where trajectories end.
-        finals: Final observations, if any were given.
+        boundaries: Where the trajectories of the ring end, and final observations.
         end_names: Fields that end trajectories.
         request: What is asked for.
     """
 
-    def __init__(
-        self,
-        ring: RingStore,
-        boundaries: Boundaries,
-        finals: EndedRows | None,
-        end_names: list[str],
-        request: TransitionRequest,
-    ) -> None:
-        self._ring, self._boundaries, self._request = ring, boundaries, request
-        self._given_finals = finals
-        names = (name for key in request.next_keys for name in names_below(ring.schema, key, _ACTION))
-        self._next_names = tuple(dict.fromkeys(names))
-        _check_names(ring.schema, self._next_names, request)
-        self._finals = None if finals is None else finals.holding(self._next_names)
+    def __init__(self, boundaries: Boundaries, end_names: list[str], request: TransitionRequest) -> None:
+        self._boundaries, self._ring, self._request = boundaries, boundaries.ring, request
         self._end_names = end_names
+        schema = self._ring.schema
+        names = (name for key in request.next_keys for name in names_below(schema, key, _ACTION))
+        self._next_names = tuple(dict.fromkeys(names))
+        added = [f"next/{name}" for name in self._next_names] + ["next"] * bool(self._next_names)
+        added += ["discount"] * (request.num_steps > 1) + ["next_valid"] * (request.at_end == "mark")
+        for name in added:
+            if name in schema:
+                expected, got = "a name that no transition adds", "that of something that is computed"
+                raise SchemaError(_ACTION, f"with the field {name!r}", expected, got, "Add it under another name")
+        self._finals_given = boundaries.finals
         is_short = request.num_steps == request.num_frames == 1
         #: Whether every transition is two rows of one trajectory, and nothing else.
-        self._is_plain = is_short and request.at_end == "exclude" and self._finals is None
+        self._is_plain = is_short and request.at_end == "exclude" and boundaries.finals_of(self._next_names) is None
         if request.num_steps > 1:
-            (self._reward_name,) = names_below(ring.schema, request.reward_key, _ACTION)[:1]
-            if not ring.schema[self._reward_name].torch_dtype.is_floating_point:
-                got = ring.schema[self._reward_name].dtype
+            (self._reward_name,) = names_below(schema, request.reward_key, _ACTION)[:1]
+            if not schema[self._reward_name].torch_dtype.is_floating_point:
+                got = schema[self._reward_name].dtype
                 raise FieldTypeError("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)
 
-    def serves(self, request: TransitionRequest, ring: RingStore, finals: EndedRows | None) -> bool:
+    def serves(self, request: TransitionRequest, boundaries: Boundaries) -> bool:
         """Tell whether this was made of the same parts."""
         is_same = request is self._request or request == self._request
-        return is_same and ring is self._ring and finals is self._given_finals
+        return is_same and boundaries is self._boundaries and boundaries.finals is self._finals_given
 
     def sample(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, Any]:
         """Draw transitions uniformly: a nested dict."""
+        names, boundaries = self._ring.names, self._boundaries
         if self._is_plain:
-            places = self._boundaries.draw_places(num_draws, 2, generator)
+            places = boundaries.draw_places(num_draws, 2, generator)
             if places is None:
                 raise _no_transition()
-            return self._pairs(places, contiguous, nested=True)
-        drawn = self._boundaries.draw(num_draws, 1, generator, self._rule())
+            return self._ring.rows(places, self._ring.cut_of(names, self._next_names, contiguous))
+        drawn = boundaries.draw(num_draws, 1, generator, self._is_complete)
         if drawn is None:
             raise _no_transition()
         lane, first = drawn
         num_steps, ended = self._reach(lane, first)
-        found = self._gather(lane, first, num_steps, ended, contiguous)
+        places = self._ring.place(lane, first)
+        if self._request.num_steps == 1:
+            found = self._ring.rows(places, self._ring.cut_of(names, self._next_names, contiguous, nested=False))
+            following = {name: found.pop(f"next/{name}") for name in self._next_names}
+        else:
+            found = self._ring.gather(places, contiguous)
+            rows = self._ring.gather(self._ring.place(lane, first + num_steps - ended.long()), contiguous)
+            following = {name: rows[name] for name in self._next_names}
+            self._sum_rewards(found, lane, first, num_steps)
+        follows = boundaries.put_finals(following, lane, first + num_steps - 1, ended)
+        if self._request.num_frames > 1:
+            self._stack(found, following, lane, first, num_steps)
+        found.update((f"next/{name}", x) for name, x in following.items())
         if self._request.at_end == "mark":
-            is_known = ~ended | may_follow(self._finals, False, lane, first + num_steps - 1)
-            found["next_valid"] = is_known.unsqueeze(1)
+            found["next_valid"] = follows.unsqueeze(1)
         return unflatten(found)
 
-    def _pairs(self, places: torch.Tensor, contiguous: bool, nested: bool) -> dict[str, Any]:
-        """Copy rows, and those of `next_keys` that follow them."""
-        return self._ring.rows(places, self._ring.cut_of(self._ring.names, self._next_names, contiguous, nested))
-
-    def _rule(self) -> Rule:
+    def _is_complete(self, lane: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Say which first rows make a complete transition."""
-        num_frames, oldest = self._request.num_frames, self._ring.oldest
-
-        def is_complete(lane: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-            num_steps, ended = self._reach(lane, first)
-            follows = may_follow(self._finals, self._request.at_end == "mark", lane, first + num_steps - 1)
-            accepted = torch.where(ended, follows, first + num_steps < self._ring.total)
-            if num_frames > 1:
-                accepted &= first - self._boundaries.age(lane, first).clamp(max=num_frames - 1) >= oldest
-            return accepted
-
-        return is_complete
+        num_frames, (num_steps, ended) = self._request.num_frames, self._reach(lane, first)
+        is_marked, last = self._request.at_end == "mark", first + num_steps - 1
+        follows = self._boundaries.may_follow(self._next_names, is_marked, lane, last)
+        accepted = torch.where(ended, follows, first + num_steps < self._ring.total)
+        if num_frames > 1:
+            accepted &= first - self._boundaries.age(lane, first).clamp(max=num_frames - 1) >= self._ring.oldest
+        return accepted
 
     def _reach(self, lane: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor | int, torch.Tensor]:
         """Say how many steps a transition takes, and whether its trajectory ends with them."""
         if self._request.num_steps == 1:
             return 1, self._boundaries.ended(lane, first)
-        steps = torch.arange(1, self._request.num_steps + 1, device=first.device)
-        ids = first.unsqueeze(1) + steps
+        ids = first.unsqueeze(1) + torch.arange(1, self._request.num_steps + 1, device=first.device)
         is_start = (self._boundaries.age(lane.unsqueeze(1).expand_as(ids), ids) == 0) & (ids <= self._ring.total)
         ended = is_start.any(1)
         # argmax gives the first of the largest.
         reached = torch.where(ended, is_start.to(torch.uint8).argmax(1) + 1, self._request.num_steps)
         return reached, ended
-
-    def _gather(
-        self,
-        lane: torch.Tensor,
-        first: torch.Tensor,
-        num_steps: torch.Tensor | int,
-        ended: torch.Tensor,
-        contiguous: bool,
-    ) -> dict[str, torch.Tensor]:
-        places = self._ring.place(lane, first)
-        if self._request.num_steps == 1:
-            found = self._pairs(places, contiguous, nested=False)
-            following = {name: found.pop(f"next/{name}") for name in self._next_names}
-        else:
-            found = self._ring.gather(places, contiguous)
-            next_id = first + num_steps - ended.long()
-            rows = self._ring.gather(self._ring.place(lane, next_id), contiguous)
-            following = {name: rows[name] for name in self._next_names}
-            self._sum_rewards(found, lane, first, num_steps)
-        put_finals(self._ring, self._finals, following, lane, first + num_steps - 1, ended)
-        if self._request.num_frames > 1:
-            self._stack(found, following, lane, first, num_steps)
-        found.update((f"next/{name}", x) for name, x in following.items())
-        return found
 
     def _sum_rewards(
         self, found: dict[str, torch.Tensor], lane: torch.Tensor, first: torch.Tensor, num_steps: torch.Tensor | int
@@ -177,14 +149,14 @@ class TransitionSampler:
         """Replace the first row's reward by the discounted sum, and its end flags by the last step's."""
         request, name = self._request, self._reward_name
         steps = torch.arange(request.num_steps, device=first.device)
-        is_taken = steps < torch.as_tensor(num_steps, device=first.device).unsqueeze(1)
+        taken = torch.as_tensor(num_steps, device=first.device)
+        is_taken = steps < taken.unsqueeze(1)
         # Steps that are not taken read the first row, which is always there, and weigh nothing.
         ids = torch.where(is_taken, first.unsqueeze(1) + steps, first.unsqueeze(1))
         rewards = self._rows_of(name, lane, ids)
         weights = torch.where(is_taken, request.gamma**steps, 0).to(rewards.dtype)
         found[name] = (rewards * weights.view(*ids.shape, *[1] * (rewards.dim() - 2))).sum(1)
-        taken = torch.as_tensor(num_steps, dtype=torch.float32, device=first.device)
-        found["discount"] = (request.gamma**taken).unsqueeze(1)
+        found["discount"] = (request.gamma ** taken.to(torch.float32)).unsqueeze(1)
         last = self._ring.place(lane, first + num_steps - 1)
         for end_name in self._end_names:
             found[end_name] = self._ring.column(end_name).index_select(0, last)
@@ -203,25 +175,13 @@ class TransitionSampler:
         for name in self._next_names:
             found[name] = self._rows_of(name, lane, (first.unsqueeze(1) - back).maximum(start))
             before = ((first + num_steps).unsqueeze(1) - back[:-1]).maximum(start)
-            earlier = self._rows_of(name, lane, before)
-            following[name] = torch.cat([earlier, following[name].unsqueeze(1)], 1)
+            following[name] = torch.cat([self._rows_of(name, lane, before), following[name].unsqueeze(1)], 1)
 
     def _rows_of(self, name: str, lane: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Copy a field of `[n, any]` rows of `[n]` lanes: `[n, any, *event]`."""
         places = self._ring.place(lane.unsqueeze(1).expand_as(ids), ids).flatten()
         rows = self._ring.column(name).index_select(0, places)
         return rows.view(*ids.shape, *rows.shape[1:])
-
-
-def _check_names(schema: Schema, next_names: tuple[str, ...], request: TransitionRequest) -> None:
-    """Refuse fields that would be replaced by what a transition adds to them."""
-    added = [f"next/{name}" for name in next_names]
-    added += ["discount"] if request.num_steps > 1 else []
-    added += ["next_valid"] if request.at_end == "mark" else []
-    for name in [*added, *(["next"] if next_names else [])]:
-        if name in schema:
-            expected, got = "a name that no transition adds", "that of something that is computed"
-            raise SchemaError(_ACTION, f"with the field {name!r}", expected, got, "Add it under another name")
 
 
 def _no_transition() -> UsageError:

@@ -14,14 +14,15 @@ candidates are listed once instead, which is the same law; if none is, the calle
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.fields import Field, Schema
+from ..core.fields import Field, Schema, signed
 from ..core.memory import filled, lasting, own, tensor_of
+from ..core.records import Rows
 from ..core.samplers import uniform
 from .ends import EndedRows
 from .ring import RingStore
@@ -53,6 +54,7 @@ class Boundaries:
         next_ages: `[num_lanes]` int32, age of each lane's next row; 0 if the last written row ended a trajectory.
         share: How many candidates were accepted lately, to propose about enough next time. Saved with the random
             state, as both say which numbers come next.
+        finals: What was observed after the last rows of trajectories, if that was ever given.
     """
 
     @lasting
@@ -61,6 +63,7 @@ class Boundaries:
         self.ages = filled((ring.num_slots, ring.num_lanes), 0, torch.int32, ring.device)
         self.next_ages = torch.zeros(ring.num_lanes, dtype=torch.int32, device=ring.device)
         self.share = 0.9
+        self.finals: EndedRows | None = None
         self._segments = EndedRows(ring, _SEGMENT) if keeps_segments else None
         # As arrays on the CPU, where numpy takes a third of the time for few rows.
         self._ages, self._next_ages = own(self.ages), own(self.next_ages)
@@ -69,19 +72,22 @@ class Boundaries:
     @property
     def num_bytes(self) -> int:
         """Memory that is reserved for what is known of rows."""
-        return self.ages.nbytes
+        return self.ages.nbytes + (0 if self.finals is None else self.finals.num_bytes)
 
-    def note(self, ends: Any) -> None:
+    def note(self, ends: Any, final: Rows | None = None) -> None:
         """Note rows that are about to be written: `ends` is `[n, lanes]` bool. Call it before the ring's `write`.
 
         Args:
             ends: A tensor, or, if the ring is on the CPU, an array, which with one lane may be `[n]`.
+            final: Observations after the rows, as many; of those that end a trajectory they are kept.
         """
         ring, num_rows = self.ring, len(ends)
         if not num_rows:
             return
         if isinstance(ends, torch.Tensor):
             ends = own(ends.to(ring.device))
+        if final is not None:
+            self._note_final(tensor_of(ends), final)
         if num_rows == 1:
             slot, ended = ring.total % ring.num_slots, ends.reshape(-1)
             self._note_segments(ended[None], self._next_ages[None])
@@ -110,8 +116,9 @@ class Boundaries:
     def clear(self) -> None:
         """Forget every row."""
         self.next_ages.zero_()
-        if self._segments is not None:
-            self._segments.clear()
+        for kept in (self._segments, self.finals):
+            if kept is not None:
+                kept.clear()
 
     def age(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
         """Give the ages of live rows, or of the rows that come next."""
@@ -124,6 +131,46 @@ class Boundaries:
     def ended(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
         """Tell which live rows are the last of their trajectory."""
         return self.age(lane, row_id + 1) == 0
+
+    def finals_of(self, names: Iterable[str]) -> EndedRows | None:
+        """Give the final observations if they have all of some fields."""
+        return self.finals if self.finals is not None and all(name in self.finals.schema for name in names) else None
+
+    def may_follow(self, names: Iterable[str], is_marked: bool, lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Say of rows that ended a trajectory whether fields are given behind them: observations, or a mark."""
+        finals = self.finals_of(names)
+        if is_marked or finals is None:
+            return torch.full_like(lane, is_marked, dtype=torch.bool)
+        return finals.find(lane, last)[0]
+
+    def put_finals(
+        self, following: Mapping[str, torch.Tensor], lane: torch.Tensor, last: torch.Tensor, ended: torch.Tensor
+    ) -> torch.Tensor:
+        """Where a trajectory ended, replace what follows: by its final observation, else by the last row itself.
+
+        Args:
+            following: `[n, *event]` per field, one row after each of `last`.
+            lane, last: `[n]`, the last rows.
+            ended: `[n]` bool, which of them ended a trajectory.
+
+        Returns:
+            `[n]` bool, of which rows now a following one is known.
+        """
+        finals, follows = self.finals_of(following), ~ended
+        rows = ended.nonzero().squeeze(1)
+        if not len(rows):
+            return follows
+        lane, last = lane[rows], last[rows]
+        places = self.ring.place(lane, last)
+        if finals is not None:
+            is_known, at = finals.find(lane, last)
+            follows[rows] = is_known
+        for name, leaf in following.items():
+            new = self.ring.column(name).index_select(0, places)
+            if finals is not None:
+                signed(new)[is_known] = signed(finals.take(name, at[is_known]))
+            signed(leaf)[rows] = signed(new)
+        return follows
 
     def rule(self, length: int) -> Rule:
         """Say when a window of live rows is inside one trajectory."""
@@ -207,6 +254,15 @@ class Boundaries:
             step, lane = tensor_of(ends).nonzero(as_tuple=True)
             num_rows = tensor_of(ages)[step, lane].long() + 1
             self._segments.append(lane, step + self.ring.total, {"num_rows": num_rows})
+
+    def _note_final(self, ends: torch.Tensor, final: Rows) -> None:
+        step, lane = ends.nonzero(as_tuple=True)
+        if len(step):
+            if self.finals is None:
+                self.finals = EndedRows(self.ring, final.schema)
+            leaves = zip(final.schema, final.tensors, strict=True)
+            ended = {name: leaf[step.to(leaf.device), lane.to(leaf.device)] for name, leaf in leaves}
+            self.finals.append(lane, step + self.ring.total, ended)
 
     def _candidates(self, length: int) -> tuple[int, int]:
         """Give the first candidate, and how many there are: windows of live rows, row by row, and the lanes of each.
