@@ -1,14 +1,16 @@
 """`TrajectoryDictBuffer`: a fixed set of episodes, drawn in proportion to priorities.
 
 One rule: it is read-only but for the priorities. Episodes lie behind one another; a window never
-leaves its episode, because its start is drawn among the starts that the episode has.
+leaves its episode, because its start is drawn among the starts that the episode has. Their boundaries come from
+their lengths, never from flags; a flag that contradicts them is an error, or a place to split, as the caller chooses.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,20 +20,19 @@ from ..core.devices import StreamOrder
 from ..core.fields import Schema
 from ..core.memory import as_given, lasting
 from ..core.prefix_sum import PrefixSum
-from ..core.records import Key, flat_name
+from ..core.records import Key, RecordReader, flat_name
 from ..core.samplers import Weighted, generator_on
-from ..core.tree import unflatten
+from ..core.tree import flatten, unflatten
 from ..errors import RolloutDataWarning, SchemaError, UsageError
 from ..ring.ring import RingStore
 from ..saving.buffer_store import BufferStore
 from ..saving.columns import Table
 from ..saving.folder import ROWS
 from ..saving.store import State
-from .episodes import Episodes, read_episodes
 from .ring_buffer import on_device
 from .trajectory_buffer import as_list, check_length, count_windows
 
-_ACTION = "sample windows"
+_ACTION, _MAKE = "sample windows", "make a trajectory buffer"
 _OPTIONS = (
     "seq_length",
     "output_key_t",
@@ -41,6 +42,8 @@ _OPTIONS = (
     "contiguous",
     "nested_key_separator",
 )
+#: An episode: its leaves `[T, 1, *event]`, its motion id, and the file that it came from.
+_Episode = tuple[list[torch.Tensor], Any, str | None]
 
 
 class TrajectoryDictBuffer(BufferStore):
@@ -69,6 +72,18 @@ class TrajectoryDictBuffer(BufferStore):
     """
 
     _REQUIRED = ("lengths", "priorities", *_OPTIONS)
+    # Set by whichever of the constructor and `load` made this.
+    seq_length: int
+    output_key_t: list[str]
+    output_key_tp1: list[str]
+    end_key: str
+    motion_id_key: str
+    contiguous: bool
+    output_device: torch.device | None
+    priorities: torch.Tensor
+    motion_ids: list[Any]
+    file_names: list[str | None]
+    _order: StreamOrder
 
     def __init__(
         self,
@@ -87,27 +102,19 @@ class TrajectoryDictBuffer(BufferStore):
         nested_key_separator: str = "-",
         generator: torch.Generator | int | None = None,
     ) -> None:
-        found = read_episodes(episodes, end_key, motion_id_key, file_names, split_on_end)
-        options = {
-            "seq_length": seq_length,
-            "output_key_t": as_list(output_key_t),
-            "output_key_tp1": as_list(output_key_tp1),
-            "end_key": flat_name(end_key),
-            "motion_id_key": flat_name(motion_id_key),
-            "contiguous": contiguous,
-            "nested_key_separator": nested_key_separator,
-        }
-        self._lock = threading.RLock()
-        self._set_up(found.schema, found.lengths, torch.device(device), options, generator)
+        end_name, motion_name = flat_name(end_key), flat_name(motion_id_key)
+        schema, found = _read(list(episodes), end_name, motion_name, file_names, split_on_end)
+        self.device, self._lock = torch.device(device), threading.RLock()
+        self.generator = generator_on(generator, self.device)
         self.output_device = None if output_device is None else torch.device(output_device)
-        self._take(found)
-
-    #: Set by whichever of the constructor and `load` made this.
-    priorities: torch.Tensor
-    motion_ids: list[Any]
-    file_names: list[str | None]
-    output_device: torch.device | None
-    _ring: RingStore
+        options = (seq_length, output_key_t, output_key_tp1, end_name, motion_name, contiguous, nested_key_separator)
+        self._set_up(schema, [len(leaves[0]) for leaves, _, _ in found], dict(zip(_OPTIONS, options, strict=True)))
+        self._order.wait(is_write=True)
+        for first, (leaves, _, _) in zip(self.start_idx.tolist(), found, strict=True):
+            self._ring.put_slots(first, dict(zip(schema, leaves, strict=True)))
+        self._order.record(is_write=True)
+        self.motion_ids = [motion_id for _, motion_id, _ in found]
+        self.file_names = [name for _, _, name in found]
 
     def __len__(self) -> int:
         """Frames of all episodes."""
@@ -209,8 +216,7 @@ class TrajectoryDictBuffer(BufferStore):
         table, lengths = tables[ROWS], numbers["lengths"]
         if table.num_rows != sum(lengths):
             raise SchemaError("load episodes", expected=f"{sum(lengths)} frames", got=str(table.num_rows))
-        options = {name: numbers[name] for name in _OPTIONS}
-        self._set_up(table.schema(1), lengths, self.device, options, self.generator)
+        self._set_up(table.schema(1), lengths, numbers)
         for first, part in table.rows():
             self._ring.put_slots(first, {name: rows.unsqueeze(1) for name, rows in part.items()})
         self.motion_ids, self.file_names = list(numbers["motion_ids"]), list(numbers["file_names"])
@@ -221,46 +227,25 @@ class TrajectoryDictBuffer(BufferStore):
         self.priorities = priorities
 
     @lasting
-    def _set_up(
-        self,
-        schema: Schema,
-        lengths: Sequence[int],
-        device: torch.device,
-        options: Mapping[str, Any],
-        generator: torch.Generator | int | None,
-    ) -> None:
-        check_length(options["seq_length"])
+    def _set_up(self, schema: Schema, lengths: Sequence[int], options: Mapping[str, Any]) -> None:
+        """Take over options, and make room for episodes of these lengths."""
         bounds = PrefixSum([int(length) for length in lengths])
-        self.seq_length: int = int(options["seq_length"])
-        self.output_key_t = as_list(options["output_key_t"])
-        self.output_key_tp1 = as_list(options["output_key_tp1"])
-        self.end_key: str = options["end_key"]
-        self.motion_id_key: str = options["motion_id_key"]
-        self.contiguous = bool(options["contiguous"])
-        self.nested_key_separator: str = options["nested_key_separator"]
-        self.device = device
+        for name in _OPTIONS:
+            setattr(self, name, options[name])
+        self.seq_length, self.contiguous = check_length(self.seq_length), bool(self.contiguous)
+        self.output_key_t, self.output_key_tp1 = as_list(self.output_key_t), as_list(self.output_key_tp1)
         self.capacity = bounds.total
-        self.lengths = torch.from_numpy(bounds.lengths).to(device)
-        self.start_idx = torch.from_numpy(bounds.starts).to(device)
+        self.lengths = torch.from_numpy(bounds.lengths).to(self.device)
+        self.start_idx = torch.from_numpy(bounds.starts).to(self.device)
         self.stop_idx = self.start_idx + self.lengths
         self.motion_ids = [None] * len(bounds)
         self.file_names = [None] * len(bounds)
-        self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=device)
-        self.generator = generator_on(generator, device)
-        self._ring = RingStore(self.capacity, 1, schema, device, num_guards=0)
+        self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=self.device)
+        self._ring = RingStore(self.capacity, 1, schema, self.device, num_guards=0)
         self._ring.total = self.capacity
-        self._order = StreamOrder(device)
+        self._order = StreamOrder(self.device)
         #: Length that is needed -> how episodes of at least that length are drawn.
         self._drawn_by: dict[int, Weighted] = {}
-
-    def _take(self, episodes: Episodes) -> None:
-        self._order.wait(is_write=True)
-        first = 0
-        for rows in episodes.rows:
-            self._ring.put_slots(first, dict(zip(episodes.schema, rows, strict=True)))
-            first += len(rows[0])
-        self._order.record(is_write=True)
-        self.motion_ids, self.file_names = episodes.motion_ids, episodes.file_names
 
     def _weights(self, needed: int) -> Weighted:
         """Say how episodes of at least `needed` frames are drawn."""
@@ -276,3 +261,71 @@ class TrajectoryDictBuffer(BufferStore):
                 weights = is_long.to(torch.float32)
             self._drawn_by[needed] = Weighted(weights)
         return self._drawn_by[needed]
+
+
+def _read(
+    episodes: list[Mapping[str, Any]],
+    end_name: str,
+    motion_name: str,
+    file_names: Iterable[str | None] | None,
+    split_on_end: bool,
+) -> tuple[Schema, list[_Episode]]:
+    """Check episodes, and cut out what describes them.
+
+    Raises:
+        UsageError, SchemaError, FieldTypeError: Naming the episode and the leaf that does not fit.
+    """
+    names = [None] * len(episodes) if file_names is None else list(file_names)
+    if not episodes or len(names) != len(episodes):
+        expected = f"{len(episodes)} file names, one per episode" if episodes else "at least one episode"
+        raise UsageError(_MAKE, "", expected, str(len(names)) if episodes else "none")
+    parts = [_take_apart(flatten(episode), motion_name) for episode in episodes]
+    # A motion id that only some episodes have is known of them, but no column.
+    keeps_ids = all(motion_name in columns for columns, _, _ in parts)
+    reader, found = RecordReader(1, False, auto_unsqueeze=True, narrow=False), []
+    for number, (columns, motion_id, own_name) in enumerate(parts):
+        if not keeps_ids:
+            columns.pop(motion_name, None)
+        if not columns:
+            raise UsageError(_MAKE, f"of episode {number}", "columns", "none")
+        if end_name not in columns:
+            length = len(next(iter(columns.values())))
+            columns[end_name] = torch.zeros((length, 1), dtype=torch.bool, device="cpu")
+        try:
+            rows = reader.read(unflatten(columns))
+        except SchemaError as error:
+            error.where = f"{error.where} in episode {number}"
+            raise
+        if rows is None or not rows.num_rows:
+            raise UsageError(_MAKE, f"of episode {number}", "at least one frame", "none")
+        if reader.schema is None:
+            reader.freeze(rows.schema, 1)
+        place = list(rows.schema).index(end_name)
+        for piece in _split(rows.tensors, place, split_on_end, f"of episode {number}"):
+            found.append((piece, motion_id, names[number] or own_name))
+    assert reader.schema is not None
+    return reader.schema, found
+
+
+def _take_apart(columns: dict[str, Any], motion_name: str) -> tuple[dict[str, Any], Any, str | None]:
+    """Split an episode into columns, motion id and file name."""
+    file_name = columns.pop("file_name", None)
+    value: Any = columns.get(motion_name)
+    if value is None or isinstance(value, (str, int, float)) or getattr(value, "ndim", 1) == 0:
+        columns.pop(motion_name, None)
+        return columns, value.item() if hasattr(value, "item") else value, file_name
+    first = torch.as_tensor(value, device="cpu")[:1].flatten().tolist()
+    return columns, (first[0] if len(first) == 1 else first or None), file_name
+
+
+def _split(rows: list[torch.Tensor], place: int, split_on_end: bool, where: str) -> Iterator[list[torch.Tensor]]:
+    """Cut an episode where a flag inside it says so; set the flags of all pieces anew."""
+    inside = (rows[place] != 0).flatten(1).any(1)[:-1].nonzero().flatten().tolist()
+    if inside and not split_on_end:
+        advice, got = "Cut it there, or give split_on_end=True", f"one on frame {inside[0]}"
+        raise UsageError(_MAKE, where, "an end flag on the last frame only", got, advice)
+    for start, stop in pairwise([0, *(step + 1 for step in inside), len(rows[0])]):
+        piece = [leaf[start:stop] for leaf in rows]
+        piece[place] = torch.zeros_like(piece[place])
+        piece[place][-1] = 1
+        yield piece

@@ -50,7 +50,11 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
     """
 
     _ARGUMENTS = (
-        *(name for name in DictBuffer._ARGUMENTS if name != "num_envs"),
+        "capacity",
+        "end_key",
+        "auto_unsqueeze",
+        "narrow",
+        "contiguous",
         "n_dim",
         "seq_length",
         "output_key_t",
