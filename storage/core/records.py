@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import isfinite, prod
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -180,7 +180,7 @@ def _in_range(action: str, where: str, value: torch.Tensor, field: Field) -> tor
     if field.torch_dtype.is_floating_point:
         wide = value if value.is_floating_point() else value.double()
         kept = wide.to(field.torch_dtype)
-        if bool(kept.sum().isfinite()):  # one look, where all is well
+        if isfinite(kept.sum().item()):  # one look, where all is well
             return kept
         is_lost = kept.isinf() & wide.isfinite()
     else:

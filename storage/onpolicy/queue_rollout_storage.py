@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import real
-from ..errors import BufferEmptyError, SchemaError
+from ..errors import SchemaError
 from ..saving.store import State
 from .columns import Column, MiniBatch, ShapeLike, Transition, batch_type, brought, replaced
 from .rollout_storage import RolloutStorage
@@ -120,11 +120,7 @@ class QueueRolloutStorage(RolloutStorage):
         return self.num_timesteps_each_rollout, self.num_target_steps
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
-        if self.buffer_full:
-            return self.num_transitions_per_env
-        if self.step == 0:
-            raise BufferEmptyError(action, "", "a rollout", "no step yet")
-        return self.step
+        return self.num_transitions_per_env if self.buffer_full else super()._num_rows_for(action, allow_partial=True)
 
 
 _Labelled: Any = batch_type([brought("action_labels", batch="action_labels")], MiniBatch)

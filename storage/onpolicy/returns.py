@@ -33,7 +33,7 @@ _NUMPY_DTYPES = frozenset((torch.uint8, torch.bool, torch.int64, torch.int32, to
 #: Numbers that are swept several times: 256 KiB of float32 stay in the L2 cache; on CUDA starting takes longer.
 _PIECE_SIZE, _PIECE_SIZE_CUDA = 1 << 16, 1 << 20
 #: How many numbers an elementwise call takes through in the time that it takes to start.
-_CALL_SIZE_NUMPY, _CALL_SIZE_TORCH, _CALL_SIZE_CUDA = 3_000, 10_000, 250_000
+_CALL_SIZE_NUMPY, _CALL_SIZE_TORCH, _CALL_SIZE_CUDA = 5_000, 10_000, 250_000
 
 
 @torch.no_grad()
@@ -284,7 +284,8 @@ def _scan(lib: Any, x: Any, decay: Any) -> None:
     call_size = _CALL_SIZE_NUMPY if lib is np else _CALL_SIZE_CUDA if x.is_cuda else _CALL_SIZE_TORCH
     longest = num_steps / (3 + 3 * num_steps * width / call_size)
     x, decay, reach = x.reshape(num_steps, width), decay.reshape(num_steps, width), 1
-    product, spare = lib.empty_like(x), lib.empty_like(x)
+    if reach < longest:
+        product, spare = lib.empty_like(x), lib.empty_like(x)
     while reach < longest:  # x[t] becomes the sum of twice as many steps
         n = num_steps - reach
         lib.multiply(decay[:n], x[reach:], out=product[:n])
@@ -292,11 +293,14 @@ def _scan(lib: Any, x: Any, decay: Any) -> None:
         n -= reach  # products of steps after these are never asked for
         lib.multiply(decay[:n], decay[reach : reach + n], out=spare[:n])
         decay, spare, reach = spare, decay, 2 * reach
-    for stop in range(num_steps - reach, 0, -reach):
-        start = max(0, stop - reach)
-        row, change = x[start:stop], product[: stop - start]
-        lib.multiply(decay[start:stop], x[start + reach : stop + reach], out=change)
+    later, change = x[num_steps - reach :], lib.empty_like(x[:reach])
+    for start in range(num_steps - 2 * reach, -1, -reach):
+        row = x[start : start + reach]
+        lib.multiply(decay[start : start + reach], later, out=change)
         lib.add(row, change, out=row)
+        later = row
+    if rest := num_steps % reach:
+        x[:rest] += decay[:rest] * x[reach : reach + rest]
 
 
 def _write_alive(dones: Any, factor: Any, out: Any) -> None:

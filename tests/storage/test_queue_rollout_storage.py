@@ -156,7 +156,7 @@ def test_clear_in_the_middle_of_a_rollout_discards_and_grows_nothing():
 def test_an_empty_queue_and_a_ratio_below_one_are_refused():
     with pytest.raises(UsageError, match=r"expected buffer_dilation_ratio >= 1, got 0\.5"):
         queue(ratio=0.5)
-    with pytest.raises(BufferEmptyError, match="expected a rollout, got no step yet"):
+    with pytest.raises(BufferEmptyError, match="expected a rollout, got no step since"):
         queue().mini_batch_generator(1, 1)
 
 
