@@ -63,18 +63,18 @@ class StoredArray:
         return array
 
 
+@dataclass(eq=False)
 class PickledDtype:
     """A dtype between its creation and the state that completes it."""
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.dtype = dtype
+    dtype: np.dtype[Any]
 
 
+@dataclass(eq=False)
 class PickledArray:
     """An array between its creation and the state that completes it; None until then."""
 
-    def __init__(self, stored: StoredArray | None = None) -> None:
-        self.stored = stored
+    stored: StoredArray | None = None
 
 
 class TruncatedPickleError(CorruptFileError):

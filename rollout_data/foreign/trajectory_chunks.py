@@ -80,7 +80,12 @@ class OpenChunk(NamedTuple):
 
     @property
     def signature(self) -> Signature:
-        return tuple(_stored_field(key, array) for key, array in self.arrays.items() if _is_field(key))
+        """The arrays that are fields; components are flat."""
+        shapes = {key: array.shape[1:] for key, array in self.arrays.items() if key not in (DONES, *TIMEOUTS)}
+        return tuple(
+            StoredField(key, (prod(shape),) if _is_component(key) else shape, dtype_name(self.arrays[key].dtype))
+            for key, shape in shapes.items()
+        )
 
     def read(self, key: str) -> np.ndarray:
         return self.arrays[key].read(self.file, self.path)
@@ -114,10 +119,6 @@ def scan_chunk(file: ChunkFile) -> Chunk:
 def chunk_problem(path: Path, expected: str, got: str, advice: str = "") -> DataFileError:
     """Build the error for a chunk that is not what this layout says."""
     return DataFileError("read the chunk", repr(str(path)), expected, got, advice)
-
-
-def _is_field(key: str) -> bool:
-    return key != DONES and key not in TIMEOUTS
 
 
 def _is_component(key: str) -> bool:
@@ -168,11 +169,6 @@ def _num_frames(path: Path, arrays: dict[str, StoredArray]) -> int:
     return num_frames
 
 
-def _stored_field(key: str, array: StoredArray) -> StoredField:
-    shape = array.shape[1:]
-    return StoredField(key, (prod(shape),) if _is_component(key) else shape, dtype_name(array.dtype))
-
-
 def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
     """Read dones or timeouts of any numeric dtype, `[T]` or `[T, 1]`, as bool `[T]`."""
     shape = chunk.arrays[key].shape
@@ -183,18 +179,6 @@ def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
         raise chunk_problem(chunk.path, f"finite {key!r}", "NaN or infinity")
     flags: np.ndarray = values.view(np.uint8) != 0 if values.dtype == bool else values != 0
     return flags
-
-
-class Pieces(NamedTuple):
-    """The fragments of one folder.
-
-    Attributes:
-        fragments: `FRAGMENT_DTYPE`; `trajectory` counts from 0 within the folder, times are 0.
-        chunk: int64, position of each fragment's chunk among the kept ones; ascending.
-    """
-
-    fragments: np.ndarray
-    chunk: np.ndarray
 
 
 def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[DataFileError]]:
@@ -232,10 +216,14 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
     return kept, problems
 
 
-def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[Pieces, list[DataFileError]]:
+def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, list[DataFileError]]:
     """Cut the joined chunks of a folder at every recorded end.
 
     A last trajectory without an end is open: the recording stopped before it ended.
+
+    Returns:
+        The fragments, one for each run of frames in one chunk and one trajectory: `FRAGMENT_DTYPE`, `trajectory`
+        counts from 0, times are 0; int64, position of each fragment's chunk, ascending; and what is to be reported.
     """
     lengths = np.array([chunk.num_frames for chunk in chunks], np.int64)
     total = int(lengths.sum())
@@ -246,26 +234,18 @@ def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[Pieces, lis
     if not len(stops) or stops[-1] < total:
         stops, kinds = np.append(stops, total), np.append(kinds, OPEN)
     firsts = np.append(0, stops[:-1])
-    pieces = _fragments(chunk_starts, firsts, stops, kinds)
-    if len(firsts) == 1:
-        return pieces, []
-    inside = int((stops < total).sum())
-    got = f"{inside} inside" + (f", the first at frame {int(ends[0])}" if inside else "")
-    advice = f"Split into {len(firsts)} trajectories"
-    return pieces, [DataFileError("read as one trajectory", repr(str(folder)), "an end at the last frame", got, advice)]
-
-
-def _fragments(chunk_starts: np.ndarray, firsts: np.ndarray, stops: np.ndarray, kinds: np.ndarray) -> Pieces:
-    """Make a fragment of every run of frames that lies in one chunk and one trajectory."""
     starts = np.union1d(chunk_starts, firsts)
-    fragments = np.zeros(len(starts), FRAGMENT_DTYPE)
     chunk = np.searchsorted(chunk_starts, starts, side="right") - 1
     trajectory = np.searchsorted(firsts, starts, side="right") - 1
-    fragments["trajectory"] = trajectory
-    fragments["start"] = starts - firsts[trajectory]
-    fragments["length"] = np.diff(np.append(starts, stops[-1]))
-    fragments["row"] = starts - chunk_starts[chunk]
+    fragments = np.zeros(len(starts), FRAGMENT_DTYPE)
+    fragments["trajectory"], fragments["start"] = trajectory, starts - firsts[trajectory]
+    fragments["length"], fragments["row"] = np.diff(np.append(starts, total)), starts - chunk_starts[chunk]
     fragments["final_row"] = fragments["policy_version"] = -1
     is_last = starts + fragments["length"] == stops[trajectory]
     fragments["flags"] = np.where(fragments["start"] == 0, FIRST, 0) | np.where(is_last, kinds[trajectory], 0)
-    return Pieces(fragments, chunk)
+    if len(firsts) == 1:
+        return fragments, chunk, []
+    inside = int((stops < total).sum())
+    got = f"{inside} inside" + (f", the first at frame {int(ends[0])}" if inside else "")
+    action, advice = "read as one trajectory", f"Split into {len(firsts)} trajectories"
+    return fragments, chunk, [DataFileError(action, repr(str(folder)), "an end at the last frame", got, advice)]

@@ -24,7 +24,6 @@ from .trajectory_chunks import (
     REWARDS,
     Chunk,
     Signature,
-    StoredField,
 )
 from .trajectory_listing import MAPPING, SEGMENTS
 
@@ -65,69 +64,52 @@ def difference(expected: Signature, got: Signature) -> tuple[str, str]:
 def build_schema(
     signature: Signature, metadata: Mapping[str, Any], metadata_path: Path
 ) -> tuple[Schema, list[DataFileError]]:
-    """Declare the fields as users see them.
-
-    Returns:
-        The schema, and where metadata and chunks contradict each other (the chunks rule).
+    """Declare the fields as users see them; say where metadata and chunks contradict each other (the chunks rule).
 
     Raises:
         ForeignFileError: A component that was recorded is coded in an unknown way.
     """
-    segments, problems = _segments(metadata, metadata_path)
-    mapping = metadata.get(MAPPING)
+    problems: list[DataFileError] = []
+
+    def report(expected: str, got: str, advice: str = "The chunks rule") -> None:
+        problems.append(DataFileError("use the metadata", repr(str(metadata_path)), expected, got, advice))
+
+    segments: Any = metadata.get(SEGMENTS)
+    mapping: Any = metadata.get(MAPPING)
+    if segments is not None and not _are_shapes(segments):
+        advice = "Read without them: the components stand in the order of the chunks"
+        report(f"{SEGMENTS} as an object of name -> shape", "something else", advice)
+    segments = segments if _are_shapes(segments) else {}
     mapping = mapping if isinstance(mapping, dict) else {}
     rank = {COMPONENT_PREFIX + name: position for position, name in enumerate(segments)}
     components = [stored for stored in signature if stored.key not in _FIELD_OF_KEY]
     fields = []
     for stored in sorted(components, key=lambda stored: rank.get(stored.key, len(rank))):
         name = stored.key.removeprefix(COMPONENT_PREFIX)
-        shape = segments.get(name, stored.shape)
+        shape = tuple(segments.get(name, stored.shape))
         if segments and (name not in segments or prod(shape) != prod(stored.shape)):
-            got = f"{name!r} of {prod(stored.shape)} values in the chunks"
-            problems.append(_contradiction(metadata_path, f"{SEGMENTS} as in the chunks", got, "The chunks rule"))
+            report(f"{SEGMENTS} as in the chunks", f"{name!r} of {prod(stored.shape)} values in the chunks")
             shape = stored.shape
-        codec, problem = _codec(stored, name, mapping, bool(segments), metadata_path)
-        problems += [problem] if problem else []
+        codec = mapping.get(name, "raw")
+        if not isinstance(codec, str) or codec not in VALUE_CODECS:
+            action, known = f"decode the component {name!r} of", nearest(str(codec), VALUE_CODECS)
+            raise ForeignFileError(action, repr(str(metadata_path)), known, repr(codec))
+        if codec == "raw" and not segments and stored.dtype == "uint8":
+            codec, advice = "normalized_image", "Taken as 'normalized_image', the only codec of this layout"
+            report(f"{MAPPING} for the uint8 {stored.key}", "none", advice)
+        elif codec != "raw" and stored.dtype != (needed := VALUE_CODECS[codec].stored_dtype):
+            expected = f"{needed} in {stored.key}, coded as {codec!r}"
+            report(expected, f"{stored.dtype} in the chunks", "Read as it is, without decoding")
+            codec = "raw"
         fields.append(Field(_COMPONENT + name, shape, stored.dtype if codec == "raw" else "float32", codec))
-    missing = [name for name in segments if COMPONENT_PREFIX + name not in {stored.key for stored in components}]
+    missing = [key for key in rank if key not in {stored.key for stored in components}]
     if components and missing:
-        got = f"no {COMPONENT_PREFIX}{missing[0]} in them"
-        problems.append(_contradiction(metadata_path, f"{SEGMENTS} as in the chunks", got, "The chunks rule"))
+        report(f"{SEGMENTS} as in the chunks", f"no {missing[0]} in them")
     fields += [Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY]
     return Schema(fields), problems
 
 
-def _segments(metadata: Mapping[str, Any], path: Path) -> tuple[dict[str, tuple[int, ...]], list[DataFileError]]:
-    declared = metadata.get(SEGMENTS)
-    if declared is None:
-        return {}, []
-    if isinstance(declared, dict) and all(map(_is_shape, declared.values())):
-        return {name: tuple(shape) for name, shape in declared.items()}, []
-    advice = "Read without them: the components stand in the order of the chunks"
-    return {}, [_contradiction(path, f"{SEGMENTS} as an object of name -> shape", "something else", advice)]
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
-
-
-def _codec(
-    stored: StoredField, name: str, mapping: Mapping[str, Any], is_described: bool, path: Path
-) -> tuple[str, DataFileError | None]:
-    """Give the codec of a component, and what was assumed."""
-    codec = mapping.get(name, "raw")
-    if not isinstance(codec, str) or codec not in VALUE_CODECS:
-        raise ForeignFileError(
-            f"decode the component {name!r} of", repr(str(path)), nearest(str(codec), VALUE_CODECS), repr(codec)
-        )
-    if codec == "raw" and not is_described and stored.dtype == "uint8":
-        advice = "Taken as 'normalized_image', the only codec of this layout"
-        return "normalized_image", _contradiction(path, f"{MAPPING} for the uint8 {stored.key}", "none", advice)
-    if codec != "raw" and stored.dtype != VALUE_CODECS[codec].stored_dtype:
-        expected = f"{VALUE_CODECS[codec].stored_dtype} in {stored.key}, coded as {codec!r}"
-        return "raw", _contradiction(path, expected, f"{stored.dtype} in the chunks", "Read as it is, without decoding")
-    return codec, None
-
-
-def _contradiction(path: Path, expected: str, got: str, advice: str) -> DataFileError:
-    return DataFileError("use the metadata", repr(str(path)), expected, got, advice)
+def _are_shapes(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(shape, list) for shape in value.values()):
+        return False
+    return all(type(size) is int and size > 0 for shape in value.values() for size in shape)

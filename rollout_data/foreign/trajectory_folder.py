@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from operator import itemgetter
 from pathlib import Path
@@ -27,8 +26,6 @@ from ..format.header import DATA, FRAGMENT_DTYPE, layouts_of
 from .pickled_arrays import TruncatedPickleError
 from .trajectory_chunks import (
     Chunk,
-    OpenChunk,
-    Pieces,
     Repair,
     Signature,
     chunk_problem,
@@ -45,8 +42,8 @@ from .trajectory_listing import METADATA_NAME, ChunkFile, list_trajectory_folder
 _NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
 #: The older writer writes chunks in place: a last one that breaks off is left alone while it has changed so lately.
 _WRITING_NS = 10 * 10**9
-#: Of a folder: what orders it among others, the chunks that were kept, their fragments.
-_Joined = tuple[tuple[int, int, str], list[Chunk], Pieces]
+#: Of a folder: what orders it among others, the chunks that were kept, and what `cut_trajectories` gives.
+_Joined = tuple[tuple[int, int, str], list[Chunk], np.ndarray, np.ndarray]
 _CUT = "Left out, with what follows it in its trajectory"
 
 
@@ -79,11 +76,6 @@ class FolderScan:
     known: Mapping[ChunkFile, Chunk] = field(default_factory=dict, repr=False)
     signature: Signature = ()
 
-    @cached_property
-    def files(self) -> dict[Path, ChunkFile]:
-        """What was found at which path."""
-        return {file.path: file for file in self.known}
-
 
 def scan_trajectory_folder(
     data_dir: str | os.PathLike[str],
@@ -109,6 +101,7 @@ def scan_trajectory_folder(
     metadata, metadata_problems = read_metadata(data_dir, folders)
     files = [file for folder in folders for file in folder.files if file not in without]
     known = previous.known if previous else {}
+    known_paths = {file.path for file in known}
     scanned = _scan_chunks([file for file in files if file not in known])
     scanned = {file: known[file] if file in known else scanned[file] for file in files}
     readable = {file: chunk for file, chunk in scanned.items() if isinstance(chunk, Chunk)}
@@ -120,19 +113,21 @@ def scan_trajectory_folder(
         good = []
         for file, found in ((file, scanned[file]) for file in folder.files if file in scanned):
             if isinstance(found, DataFileError):
-                is_new_end = file == folder.files[-1] and (previous is None or file.path not in previous.files)
+                is_new_end = file == folder.files[-1] and file.path not in known_paths
                 problems += [] if is_new_end and _is_being_written(file, found) else [found]
             elif found.signature != signature:
-                problems.append(_disagreement(found, *difference(signature, found.signature)))
+                expected, got = difference(signature, found.signature)
+                advice = f"{_CUT}; move it to a dataset of its own to read it"
+                problems.append(chunk_problem(file.path, f"{expected}, as in most chunks", got, advice))
             else:
                 good.append(found)
         kept, chain_problems = join_chunks(folder.path, good)
         problems += chain_problems
         if kept:
-            pieces, cut_problems = cut_trajectories(folder.path, kept)
+            fragments, chunk_of, cut_problems = cut_trajectories(folder.path, kept)
             problems += cut_problems
             order = kept[-1].file.mtime_ns, folder.number, str(folder.path)
-            joined.append((order, kept, pieces))
+            joined.append((order, kept, fragments, chunk_of))
     return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), readable, signature)
 
 
@@ -182,11 +177,6 @@ def _is_being_written(file: ChunkFile, problem: DataFileError) -> bool:
     return isinstance(problem.__cause__, TruncatedPickleError) and abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
 
 
-def _disagreement(chunk: Chunk, expected: str, got: str) -> DataFileError:
-    advice = f"{_CUT}; move it to a dataset of its own to read it"
-    return chunk_problem(chunk.file.path, f"{expected}, as in most chunks", got, advice)
-
-
 def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
     """Report each kind of repair once, with the first file and the number of the others."""
     paths: dict[Repair, list[Path]] = {}
@@ -205,15 +195,14 @@ def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.n
     paths: list[Path] = []
     tables, chunk_of = [np.zeros(0, FRAGMENT_DTYPE)], [np.zeros(0, np.int64)]
     num_trajectories, time_ns = 0, -1
-    for _, chunks, pieces in sorted(joined, key=itemgetter(0)):
-        fragments = pieces.fragments.copy()
+    for _, chunks, fragments, chunk in sorted(joined, key=itemgetter(0)):
         time_ns = max(time_ns + 1, chunks[-1].file.mtime_ns)
         fragments["end_time_ns"] = time_ns + fragments["trajectory"]
         time_ns = int(fragments["end_time_ns"][-1])
         fragments["trajectory"] += num_trajectories
         num_trajectories = int(fragments["trajectory"][-1]) + 1
         tables.append(fragments)
-        chunk_of.append(pieces.chunk + len(paths))
+        chunk_of.append(chunk + len(paths))
         paths += [chunk.file.path for chunk in chunks]
     return tuple(paths), np.concatenate(tables), np.concatenate(chunk_of)
 
@@ -235,7 +224,15 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
     """
     layout = layouts_of(scan.schema)[DATA]
     with open_chunk(scan.chunk_paths[chunk]) as opened:
-        _check_unchanged(scan, chunk, opened)
+        used = scan.fragments[scan.chunk_of == chunk]
+        there = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
+        is_same = all(there.get(key_of(one.name)) == (one.dtype, one.num_elements) for one in layout.stored.values())
+        num_rows = int((used["row"] + used["length"]).max(initial=0))
+        if opened.num_frames < num_rows or not is_same:
+            expected = f"at least {num_rows} frames of {scan.schema}"
+            got = f"{opened.num_frames} of {', '.join(map(str, opened.signature))}"
+            advice = "It has changed since the dataset was opened; open the dataset again"
+            raise CorruptFileError("read the chunk", repr(str(opened.path)), expected, got, advice)
         rows = {}
         for name in layout.columns if columns is None else columns:
             column = layout.columns[name]
@@ -245,16 +242,3 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
                 table[field_name] = opened.read(key_of(field_name)).reshape(shape)
             rows[name] = table.view(np.uint8).reshape(opened.num_frames, column.row_bytes)
     return rows
-
-
-def _check_unchanged(scan: FolderScan, chunk: int, opened: OpenChunk) -> None:
-    used = scan.fragments[scan.chunk_of == chunk]
-    num_rows = int((used["row"] + used["length"]).max(initial=0))
-    there = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
-    wanted = layouts_of(scan.schema)[DATA].stored.values()
-    is_same = all(there.get(key_of(one.name)) == (one.dtype, one.num_elements) for one in wanted)
-    if opened.num_frames < num_rows or not is_same:
-        expected = f"at least {num_rows} frames of {scan.schema}"
-        got = f"{opened.num_frames} of {', '.join(map(str, opened.signature))}"
-        advice = "It has changed since the dataset was opened; open the dataset again"
-        raise CorruptFileError("read the chunk", repr(str(opened.path)), expected, got, advice)

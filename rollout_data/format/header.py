@@ -22,7 +22,7 @@ from storage.core.fields import Schema
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 from storage.saving.hdf5 import attribute, member, open_hdf5
 
-from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, chain_of, read_codings
+from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, chain_of, check_sum, read_codings
 from .schema import RowLayout
 
 FORMAT_NAME = "rollout-data"
@@ -318,34 +318,29 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileErr
     for table, columns in header.locations.items():
         ranges = list(zip(*(bound.tolist() for bound in row_ranges(table, header.fragments)), strict=True))
         for column, sums in zip(columns, header.checksums[table].T, strict=True):
-            for number, (rows, expected) in enumerate(zip(ranges, sums.tolist(), strict=True)):
-                if rows[0] < rows[1] and (wrong := _wrong_sum(header, table, column, rows, expected)) is not None:
+            for number, ((start, stop), expected) in enumerate(zip(ranges, sums.tolist(), strict=True)):
+                try:
+                    if start < stop:
+                        _check_rows(header, table, column, start, stop, expected)
+                except CorruptFileError as wrong:
                     fragment = header.fragments[number]
                     first = int(fragment["start"])
                     frames = f"{first}:{first + int(fragment['length'])}" if table == DATA else "after the last"
                     action = f"read frames {frames} of trajectory {int(fragment['trajectory'])}"
                     where = f"in {str(header.path)!r}, column {table}/{column}"
-                    yield number, CorruptFileError(action, where, *wrong, advice)
+                    yield number, CorruptFileError(action, where, wrong.expected, wrong.got, advice)
 
 
-def _wrong_sum(
-    header: BlockHeader, table: str, column: str, rows: tuple[int, int], expected: int
-) -> tuple[str, str] | None:
-    """Check what a fragment has in one column, and each of its chunks: (expected, got) if it is wrong."""
+def _check_rows(header: BlockHeader, table: str, column: str, start: int, stop: int, expected: int) -> None:
+    """Compare what a fragment has in one column, and each of its chunks, with their checksums."""
     chunks = header.chunks[table].get(column)
     if chunks is None:
-        data = header.read_rows(table, column, *rows)
+        check_sum(header.read_rows(table, column, start, stop), expected)
     else:
-        first, end = chunks.byte_ranges(*np.array(rows)[:, None])
+        first, end = chunks.byte_ranges(np.array([start]), np.array([stop]))
         data = header.read_bytes(int(first[0]), int(end[0]))
-    if (got := crc32(data.data)) != expected:
-        return f"checksum {expected:08x}", f"{got:08x}"
-    try:
-        if chunks is not None:
-            chunks.check_chunks(*rows, data)
-    except CorruptFileError as error:
-        return error.expected, error.got
-    return None
+        check_sum(data, expected)
+        chunks.check_chunks(start, stop, data)
 
 
 def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

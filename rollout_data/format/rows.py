@@ -7,7 +7,7 @@ decoded, unless two blocks of one field were coded differently. Where they are w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from storage.core.threads import each_part
 
 from .chunk_table import ChunkTable, Coding, chain_of
 from .header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ranges
-from .schema import Column, RowLayout
+from .schema import Column
 
 #: Chunks that "auto" tries.
 _NUM_SAMPLES = 8
@@ -78,50 +78,47 @@ def _decoded(source: RowSource) -> RowSource:
     return ArrayRows(table.read(0, int(table.rows[-1]), lambda start, stop: data[start:stop]))
 
 
-@dataclass(frozen=True)
-class CodingOptions:
-    """How the columns of a block are to be coded.
+@dataclass
+class BlockContent:
+    """What goes into one block.
 
     Attributes:
-        chosen: Field that is coded "auto" -> its codec; what is not there is chosen and put there.
-        max_errors: Field -> largest error that was made before.
-        frames_per_chunk: Most frames of a chunk; None is what suits the codec.
+        schema: All fields, as users see them.
+        writer: Who writes; with `sequence` it names the block.
+        sequence: Position among the writer's blocks.
+        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        reward_sums: `[F, R]` float64; R = 0 without rewards.
+        rows: Table -> column -> its rows; a column that is kept in chunks is coded when the block is
+            written, unless it comes as `CodedRows`.
+        max_errors: Field -> largest error that a codec made of the values that are in `rows`.
+        codecs: Field that is coded "auto" -> its codec. The first block that is written with such a
+            mapping decides; the writer keeps it.
+        frames_per_chunk: Frames of a chunk at most, where columns are coded; None is what suits the codec.
     """
 
-    chosen: MutableMapping[str, str]
-    max_errors: Mapping[str, float]
+    schema: Schema
+    writer: str
+    sequence: int
+    fragments: np.ndarray
+    reward_sums: np.ndarray
+    rows: Mapping[str, Mapping[str, RowSource]]
+    max_errors: Mapping[str, float] = field(default_factory=dict)
+    codecs: MutableMapping[str, str] = field(default_factory=dict)
     frames_per_chunk: int | None = None
-
-    def per_chunk(self, table: str, codec: str, row_bytes: int) -> int:
-        """How many frames a chunk of this table has; final rows are asked for one by one."""
-        if table != DATA:
-            return 1
-        return min(self.frames_per_chunk or chunk_frames(row_bytes, codec), most_chunk_frames(row_bytes))
 
 
 def code_tables(
-    schema: Schema,
-    fragments: np.ndarray,
-    tables: Mapping[str, Mapping[str, RowSource]],
-    options: CodingOptions,
-    num_threads: int | None,
+    content: BlockContent, num_threads: int | None
 ) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
     """Code the columns of a block that are kept in chunks, as far as they are not coded yet.
-
-    Args:
-        schema: All fields.
-        fragments: `[F]`, which rows belong together.
-        tables: Table -> column -> its rows.
-        options: How.
-        num_threads: Most threads; None takes those of torch.
 
     Returns:
         The tables with coded columns, and how every field with a codec is coded.
     """
-    coded = {table: dict(columns) for table, columns in tables.items()}
+    coded = {table: dict(columns) for table, columns in content.rows.items()}
     codings = {}
-    for name, field in schema.items():
-        codec, error = codec_of(field), options.max_errors.get(name, 0.0)
+    for name, item in content.schema.items():
+        codec, error = codec_of(item), content.max_errors.get(name, 0.0)
         if codec.chunks is None:
             if not codec.is_lossless:
                 codings[name] = Coding(codec.name, error)
@@ -131,19 +128,24 @@ def code_tables(
         if len(names) != 1 or any(rows.num_rows for rows in own.values() if not isinstance(rows, CodedRows)):
             # A field has one codec in both tables: what was coded otherwise is decoded and coded anew.
             names, own = set(), {table: _decoded(rows) for table, rows in own.items()}
-        frames = {}
-        for table, rows in own.items():
-            if not isinstance(rows, CodedRows):
-                layout = layouts_of(schema)[table]
-                per_chunk = options.per_chunk(table, codec.name, layout.stored[name].row_bytes)
-                frames[table] = _Frames(rows, layout, layout.columns[name], row_ranges(table, fragments), per_chunk)
-        chosen = names.pop() if names else _chosen(codec.name, name, frames.values(), options.chosen)
-        for table, part in frames.items():
-            own[table] = part.coded(Coding(chosen, error, part.per_chunk), num_threads)
+        frames = {
+            table: _Frames(rows, name, table, codec.name, content)
+            for table, rows in own.items()
+            if not isinstance(rows, CodedRows)
+        }
+        chosen = names.pop() if names else _chosen(codec.name, name, frames.values(), content.codecs)
+        own |= {table: part.coded(chosen, error, num_threads) for table, part in frames.items()}
         for table, rows in own.items():
             coded[table][name] = rows
         codings[name] = _common([rows.coding for rows in own.values() if isinstance(rows, CodedRows)])
     return coded, codings
+
+
+def frames_per_chunk(content: BlockContent, table: str, codec: str, row_bytes: int) -> int:
+    """How many frames a chunk of this table has; final rows are asked for one by one."""
+    if table != DATA:
+        return 1
+    return min(content.frames_per_chunk or chunk_frames(row_bytes, codec), most_chunk_frames(row_bytes))
 
 
 def _chosen(codec: str, name: str, tables: Iterable[_Frames], chosen: MutableMapping[str, str]) -> str:
@@ -165,18 +167,13 @@ def _common(codings: Sequence[Coding]) -> Coding:
 
 
 class _Frames:
-    """The rows of a column as frames, cut into chunks at fragments and within them; `ranges` are their rows."""
+    """The rows of a column as frames, cut into chunks at fragments and within them."""
 
-    def __init__(
-        self,
-        source: RowSource,
-        layout: RowLayout,
-        column: Column,
-        ranges: tuple[np.ndarray, np.ndarray],
-        per_chunk: int,
-    ) -> None:
-        self._source, self.per_chunk = source, per_chunk
-        self._field, self._row_bytes = layout.stored[column.name], column.row_bytes
+    def __init__(self, source: RowSource, name: str, table: str, codec: str, content: BlockContent) -> None:
+        layout = layouts_of(content.schema)[table]
+        self._source, self._field, self._row_bytes = source, layout.stored[name], layout.columns[name].row_bytes
+        self._per_chunk = per_chunk = frames_per_chunk(content, table, codec, self._field.row_bytes)
+        ranges = row_ranges(table, content.fragments)
         #: First row of each chunk, and the end; which chunks a fragment names.
         self._bounds, self._used = [0], list[int]()
         for low, high in sorted({(int(a), int(b)) for a, b in zip(*ranges, strict=True) if b > a}):
@@ -197,7 +194,8 @@ class _Frames:
         """Read some chunks, spread evenly."""
         return [self.read(number) for number in self._used[:: -(-len(self._used) // _NUM_SAMPLES) or 1]]
 
-    def coded(self, coding: Coding, num_threads: int | None) -> CodedRows:
+    def coded(self, codec: str, error: float, num_threads: int | None) -> CodedRows:
+        coding = Coding(codec, error, self._per_chunk)
         chain = chain_of(coding)
         chunks = [b""] * (len(self._bounds) - 1)
         errors = np.zeros(len(chunks))

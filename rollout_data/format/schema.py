@@ -109,20 +109,17 @@ class RowLayout:
         """Give one field in `rows` as users see it: a view for raw fields, a new tensor for coded ones."""
         return self._codecs[name].decode(self.stored_view(name, rows), self.schema[name].torch_dtype)
 
-    def joined_view(self, names: list[str], rows: torch.Tensor) -> torch.Tensor | None:
-        """View several fields as one `[..., D]` tensor; None unless adjacent, of one dtype and stored in it."""
-        fields = [self.stored[name] for name in names]
-        first, offset = fields[0], self.column_of[names[0]].offsets[names[0]]
-        position = offset
-        for name, field in zip(names, fields, strict=True):
-            column = self.column_of[name]
-            if column is not self.column_of[names[0]] or column.offsets[name] != position:
+    def span_of(self, names: Sequence[str]) -> tuple[int, int, torch.dtype] | None:
+        """Where fields stand in their row, (first byte, end, dtype); None unless adjacent, stored as users see them."""
+        column, dtype = self.column_of[names[0]], self._spans[names[0]][2]
+        start = stop = column.offsets[names[0]]
+        for name in names:
+            if self.column_of[name] is not column or column.offsets[name] != stop or self._spans[name][2] != dtype:
                 return None
-            if field.dtype != first.dtype or self.schema[name].dtype != field.dtype:
+            if self.stored[name].dtype != self.schema[name].dtype:
                 return None
-            position += field.row_bytes
-        part = rows[..., offset:position]
-        return part if first.torch_dtype == torch.uint8 else part.view(first.torch_dtype)
+            stop = self._spans[name][1]
+        return start, stop, dtype
 
 
 def joined(

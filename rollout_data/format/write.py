@@ -12,8 +12,8 @@ import os
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +31,7 @@ from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_
 
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, Coding, codings_text
 from .header import ABOUT, CODECS, FORMAT_NAME, FORMAT_VERSION, header_crc, layouts_of, row_ranges
-from .rows import CodedRows, CodingOptions, RowSource, code_tables
+from .rows import BlockContent, CodedRows, RowSource, code_tables
 
 #: Rows start at a multiple of this, so that files can be mapped side by side.
 DATA_ALIGNMENT = 4096
@@ -42,35 +42,6 @@ _SYNC_FILE_RANGE_WRITE = 2
 PART_BYTES = 1 << 20
 #: At most so many threads write, and so many pieces before it is asked again whether they should.
 _NUM_THREADS, _PIECES_A_TURN = 2, 16
-
-
-@dataclass
-class BlockContent:
-    """What goes into one block.
-
-    Attributes:
-        schema: All fields, as users see them.
-        writer: Who writes; with `sequence` it names the block.
-        sequence: Position among the writer's blocks.
-        fragments: `[F]` of `FRAGMENT_DTYPE`.
-        reward_sums: `[F, R]` float64; R = 0 without rewards.
-        rows: Table -> column -> its rows; a column that is kept in chunks is coded when the block is
-            written, unless it comes as `CodedRows`.
-        max_errors: Field -> largest error that a codec made of the values that are in `rows`.
-        codecs: Field that is coded "auto" -> its codec. The first block that is written with such a
-            mapping decides; the writer keeps it.
-        frames_per_chunk: Frames of a chunk at most, where columns are coded; None is what suits the codec.
-    """
-
-    schema: Schema
-    writer: str
-    sequence: int
-    fragments: np.ndarray
-    reward_sums: np.ndarray
-    rows: Mapping[str, Mapping[str, RowSource]]
-    max_errors: Mapping[str, float] = field(default_factory=dict)
-    codecs: MutableMapping[str, str] = field(default_factory=dict)
-    frames_per_chunk: int | None = None
 
 
 def block_name(writer: str, sequence: int) -> str:
@@ -115,8 +86,7 @@ def write_block(
 
 def _write_file(path: Path, content: BlockContent, durable: bool, is_in_haste: Callable[[], bool]) -> None:
     num_threads = None if is_in_haste() else 1
-    options = CodingOptions(content.codecs, content.max_errors, content.frames_per_chunk)
-    coded, codings = code_tables(content.schema, content.fragments, content.rows, options, num_threads)
+    coded, codings = code_tables(content, num_threads)
     content, header = replace(content, rows=coded), SparseFile()
     with begin_file(header, DATA_ALIGNMENT) as file, open(path, "xb", buffering=0) as out:
         offsets = _reserve_tables(file, content)

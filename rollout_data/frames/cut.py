@@ -55,18 +55,16 @@ class Cut:
     """
 
     def __init__(self, layout: RowLayout, names: Sequence[str], is_joined: bool = False) -> None:
-        self._layout, self.names = layout, tuple(names)
-        self.column = layout.column_of[names[0]].name
-        row_bytes = layout.columns[self.column].row_bytes
-        row = layout.joined_view(list(names), torch.empty((1, row_bytes), dtype=torch.uint8, device="cpu"))
-        self.parts = [Cut(layout, [name]) for name in names] if row is None and is_joined else []
-        self._is_coded = row is None
-        # Coded values are decoded from bytes.
-        self._dtype = torch.uint8 if row is None else row.dtype
-        self._width = row_bytes // self._dtype.itemsize
-        self._begin = 0 if row is None else int(row.storage_offset())
-        shape = (row_bytes,) if row is None else tuple(row.shape[1:]) if is_joined else layout.stored[names[0]].shape
-        self._shape, self._strides = shape, torch.empty(shape, device="meta").stride()
+        self._layout, self.names, self.column = layout, tuple(names), layout.column_of[names[0]].name
+        span = layout.span_of(names)
+        self.parts = [Cut(layout, [name]) for name in names] if span is None and is_joined else []
+        self._is_coded, row_bytes = span is None, layout.columns[self.column].row_bytes
+        start, stop, self._dtype = span or (0, row_bytes, torch.uint8)  # coded values are decoded from bytes
+        item_bytes = self._dtype.itemsize
+        self._begin, self._width = start // item_bytes, row_bytes // item_bytes
+        is_flat = is_joined or span is None
+        self._shape = ((stop - start) // item_bytes,) if is_flat else layout.stored[names[0]].shape
+        self._strides = torch.empty(self._shape, device="meta").stride()
 
     def __call__(self, rows: Rows, grid: Grid, allocate: Allocate | None = None) -> torch.Tensor:
         """Give the leaf as `[*grid.sizes, *shape]`; what has to be joined in memory that `allocate` gives."""
@@ -81,16 +79,12 @@ class Cut:
 
 def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, Cut]:
     """Give all fields of a layout by their names in a batch; with `is_joined` each of `groups` is one leaf."""
-    below = {name: group for group in groups for name in layout.schema.below(group) if name != group}
-    joins = {group: [name for name in below if below[name] == group] for group in groups if is_joined}
-    found: dict[str, Cut] = {}
+    leaves: dict[str, list[str]] = {}
     for name in layout.schema:
-        group = below.get(name, "") if is_joined else ""
-        if not group:
-            found[name] = Cut(layout, [name])
-        elif group not in found:
-            found[group] = Cut(layout, joins[group], is_joined=True)
-    return found
+        group = name.partition("/")[0]
+        is_part = is_joined and group in groups and group != name
+        leaves.setdefault(group if is_part else name, []).append(name)
+    return {name: Cut(layout, parts, is_joined=parts != [name]) for name, parts in leaves.items()}
 
 
 def put(values: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:

@@ -333,7 +333,7 @@ class _Chunks:
 
     def leave_out(self, path: Path) -> None:
         """Read a chunk no more until it has changed."""
-        self._unreadable.update(scan.files[path] for scan in self.scans if path in scan.files)
+        self._unreadable.update(file for scan in self.scans for file in scan.known if file.path == path)
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
         return self._last

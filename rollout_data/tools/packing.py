@@ -19,8 +19,8 @@ from storage.core import arguments
 from storage.errors import DataFileError, UsageError
 
 from ..format.header import DATA, DROPPED, ENDS, FIRST, OPEN, TENTATIVE, BlockHeader, open_block
-from ..format.rows import gathered
-from ..format.write import BlockContent, write_block
+from ..format.rows import BlockContent, gathered
+from ..format.write import write_block
 from ..index.folder import BlockFolder, save_index_cache
 from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata, publish_metadata

@@ -16,8 +16,8 @@ from storage.core import arguments
 from storage.errors import RolloutDataError, UsageError
 
 from ..format.header import DROPPED, METADATA_NAME, damaged_fragments, read_header
-from ..format.rows import gathered
-from ..format.write import BlockContent, write_block
+from ..format.rows import BlockContent, gathered
+from ..format.write import write_block
 from ..index.folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata, publish_metadata

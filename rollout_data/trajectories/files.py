@@ -28,9 +28,9 @@ from storage.core.tree import unflatten
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ..format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, open_block
-from ..format.rows import ArrayRows
+from ..format.rows import ArrayRows, BlockContent
 from ..format.schema import RowLayout
-from ..format.write import BlockContent, write_block
+from ..format.write import write_block
 from ..index.index import Block
 from .rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 

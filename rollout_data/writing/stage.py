@@ -20,9 +20,8 @@ from storage.core.memory import BufferPool
 from storage.errors import RolloutDataWarning
 
 from ..format.header import DATA, DROPPED, ENDS, FINAL, layouts_of
-from ..format.rows import RowSource
+from ..format.rows import BlockContent, RowSource
 from ..format.schema import Column, RowLayout
-from ..format.write import BlockContent
 from .cut import PRESENT, Carry, Marks, cut
 from .record import REWARD, Rollout, ends_of
 

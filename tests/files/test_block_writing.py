@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_data.format.header import DATA, FINAL, FRAGMENT_DTYPE, layouts_of, open_block
-from rollout_data.format.rows import ArrayRows
-from rollout_data.format.write import BlockContent, write_block
+from rollout_data.format.rows import ArrayRows, BlockContent
+from rollout_data.format.write import write_block
 from storage.core.fields import Field, Schema
 
 NUM_FRAGMENTS, LENGTH = 30, 50

@@ -10,9 +10,10 @@ import torch
 
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
 from rollout_data.format.header import DATA, read_header
-from rollout_data.format.rows import CodingOptions
+from rollout_data.format.rows import BlockContent, frames_per_chunk
 from rollout_data.frames.coded import RowCache
 from storage.codecs.packers import PACKERS
+from storage.core.fields import Schema
 from storage.core.tree import flatten
 from storage.errors import UsageError
 from tests.files import coded
@@ -69,9 +70,9 @@ def test_a_chunk_of_several_frames_is_64_mib_at_most(tmp_path):
 
 
 def test_a_frame_may_be_as_large_as_it_is():
-    options = CodingOptions({}, {}, 9)
+    content = BlockContent(Schema([]), "w", 0, np.zeros(0), np.zeros(0), {}, frames_per_chunk=9)
     sizes = [0, 1, 7 << 20, 8 << 20, (64 << 20) + 1, 1 << 40]
-    assert [options.per_chunk(DATA, "lz4", size) for size in sizes] == [9, 9, 9, 8, 1, 1]
+    assert [frames_per_chunk(content, DATA, "lz4", size) for size in sizes] == [9, 9, 9, 8, 1, 1]
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd", "blosc2", "shuffle+blosc2zstd"])

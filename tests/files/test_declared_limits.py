@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rollout_data.format.header import DROPPED, FRAGMENT_DTYPE, MAX_HOLLOW_BYTES, layouts_of, open_block
-from rollout_data.format.rows import ArrayRows
+from rollout_data.format.rows import ArrayRows, BlockContent
 from rollout_data.format.schema import RowLayout
-from rollout_data.format.write import BlockContent, write_block
+from rollout_data.format.write import write_block
 from rollout_data.index.folder import BlockFolder
 from rollout_data.index.metadata import load_metadata
 from storage import AdvancedReplayBuffer
