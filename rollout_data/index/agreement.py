@@ -132,31 +132,6 @@ def _heard(told: Any) -> Any:
     return seen
 
 
-class Undecided(Exception):
-    """A pass has to begin, and the thread that reads ahead may not look."""
-
-    def __init__(self, number: int, look: Look) -> None:
-        super().__init__(number)
-        self.number, self.look = number, look
-
-
-class Deferred:
-    """Agreement for a thread that reads ahead: asks by `Undecided`, and finds the answer at its next try."""
-
-    def __init__(self, agree: Agree) -> None:
-        self.agree = agree
-        self._answers: dict[int, Any] = {}
-
-    def __call__(self, number: int, look: Look) -> Any:
-        if number not in self._answers:
-            raise Undecided(number, look)
-        return self._answers.pop(number)
-
-    def decide(self, wanted: Undecided) -> None:
-        """Look, in the thread that takes the batches: all batches before this pass were delivered."""
-        self._answers[wanted.number] = self.agree(wanted.number, wanted.look)
-
-
 class Board:
     """Notes of the plain DataLoader workers of one dataset, in a temporary folder that is made with the first of them.
 

@@ -1,12 +1,14 @@
 """Batches that a thread or worker processes read, with the state of what was delivered.
 
-One rule: the process that takes the batches knows where the stream stands, and looks at the folders when a pass begins;
-threads and workers plan the same, and read.
+One rule: the process that takes the batches plans them, knows where the stream stands, and looks at the folders when a
+pass begins and all batches before were delivered, so that the stream does not depend on how far it was read ahead. A
+thread reads what was planned; workers plan the same, and read.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -16,117 +18,87 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from storage.core.arguments import whole
 from storage.core.threads import Unique
-from storage.errors import UsageError
+from storage.errors import DatasetExhausted, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
-from ..index.agreement import Board, Deferred, Look, Undecided
+from ..index.agreement import Board, Look
+from .cursor import Plan
+from .passes import count_lost
 from .resume import Position
-from .stream import RolloutStream
+from .stream import RolloutStream, Undecided
 
-_TOLD = "told"
+_TOLD, _END = "told", object()
 
 
 class PrefetchedBatches(Unique):
     """Iterate over a dataset while a thread reads ahead; made by `RolloutDataset.prefetch`.
 
     Iteration continues where the dataset stands; where its epoch is over, it begins the next one. While it goes on,
-    the dataset belongs to the thread: do not read from it; a second iteration is refused (`UsageError`). After leaving
-    the loop, or `close()`, the dataset is put back to what was delivered.
+    the dataset belongs to the thread: do not read from it; a second iteration is refused (`UsageError`). The dataset
+    stands behind the last batch that was delivered.
     """
 
     def __init__(self, dataset: RolloutStream, num_batches: int = 2, device: torch.device | str | None = None) -> None:
         self.dataset = dataset
-        self._delivered: Position | None = None
+        self._plans: deque[tuple[Plan, Position]] = deque()
         self._items: PrefetchedItems[Any] | None = None
-        target = torch.device(device) if device is not None else dataset.device
-        self._reader = _Reader(dataset)
-        self._collector: PipelinedDataCollector[Any] = PipelinedDataCollector(self._reader, target, num_batches)
+        target = device if device is not None else dataset.device
+        self._collector: PipelinedDataCollector[Any] = PipelinedDataCollector(self._read(), target, num_batches)
+
+    def _read(self) -> Iterator[Any]:
+        """Read what was planned, in the thread; None where nothing is."""
+        dataset = self.dataset
+        while True:
+            batch = None
+            if self._plans:
+                batch = dataset.read(*self._plans.popleft(), without_time=dataset.num_transitions_per_env is None)
+            yield batch.tensors() if batch is not None and dataset.as_dict else batch
+            del batch
 
     def __iter__(self) -> Iterator[Any]:
-        if self.dataset.lent_to is not None:
-            self.dataset.lent_to.check()
+        dataset, collector = self.dataset, self._collector
+        if dataset.lent_to is not None:
+            dataset.lent_to.check()
             advice = "Leave that loop or close() it, or make another dataset"
             raise UsageError("prefetch", "from a dataset", "no other thread that reads ahead of it", "one", advice)
-        if self.dataset.is_over():
-            self.dataset.reset()
-        self._delivered = self.dataset.position
-        self._reader.begin()
-        items = self._items = self.dataset.lent_to = iter(self._collector)
+        if dataset.is_over():
+            dataset.reset()
+        steps, ahead = dataset.num_transitions_per_env or 1, deque[Position]()
+        self._plans.clear()
+        collector.iterable = self._read()
+        items = self._items = dataset.lent_to = iter(collector)
         try:
             with items:
-                for batch, position in items:
-                    if isinstance(batch, Undecided):
-                        self._reader.decide(batch)
-                    if position is None:
-                        continue
-                    self._delivered = position.value
-                    yield batch
+                while True:
+                    try:
+                        while len(ahead) < collector.max_lag:
+                            plan, position = dataset.plan_next(steps, after=ahead[-1] if ahead else None)
+                            self._plans.append((plan, position))
+                            ahead.append(position)
+                    except (Undecided, DatasetExhausted):
+                        if not ahead:
+                            return
+                    if (batch := next(items, _END)) is _END:  # it was closed
+                        return
+                    if batch is not None:
+                        dataset.commit(ahead.popleft())
+                        yield batch
         finally:
-            self._put_back(items)
+            self._give_back(items)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands after the last delivered batch; see `RolloutDataset.state_dict`."""
-        if self._delivered is None:
-            return self.dataset.state_dict()
-        return self.dataset.state_at(self._delivered)
+        return self.dataset.state_dict()
 
     def close(self) -> None:
         """Stop reading ahead. Idempotent."""
         self._collector.close()
-        if self._items is not None:
-            self._put_back(self._items)
+        self._give_back(self._items)
 
-    def _put_back(self, items: PrefetchedItems[Any]) -> None:
-        """Put the dataset back to what was delivered, unless it belongs to another iteration."""
-        if self.dataset.lent_to is not items:
-            return
-        assert self._delivered is not None
-        self.dataset.agree = self._reader.deferred.agree
-        self.dataset.go_to(self._delivered)
-        self.dataset.lent_to = None
-
-
-class _Boxed:
-    """Keeps a position from being looked into as if it were part of the batch."""
-
-    def __init__(self, value: Position) -> None:
-        self.value = value
-
-
-class _Reader:
-    """The dataset as (batch, position after it); at the begin of a pass a question, then Nones.
-
-    Only the thread that takes the batches looks at the folders: when all batches before were delivered, so that the
-    stream does not depend on how far it was read ahead; and ranks agree there by a collective call.
-    """
-
-    def __init__(self, dataset: RolloutStream) -> None:
-        self.dataset = dataset
-
-    def begin(self) -> None:
-        """Be ready for an iteration."""
-        self._has_asked = False
-        self.deferred = self.dataset.agree = Deferred(self.dataset.agree)
-
-    def decide(self, wanted: Undecided) -> None:
-        """Answer the thread."""
-        self.deferred.decide(wanted)
-        self._has_asked = False
-
-    def __iter__(self) -> Iterator[tuple[Any, _Boxed | None]]:
-        while True:
-            try:
-                batch = self.dataset.get_batch(self.dataset.num_transitions_per_env)
-            except StopIteration:
-                return
-            except Undecided as wanted:
-                self._has_asked = True
-                yield wanted, None
-                while self._has_asked:
-                    yield None, None
-                continue
-            yield batch, _Boxed(self.dataset.position)
-            del batch
+    def _give_back(self, items: PrefetchedItems[Any] | None) -> None:
+        """Let the dataset be read by others, unless they do already."""
+        if self.dataset.lent_to is items:
+            self.dataset.lent_to = None
 
 
 class _WithLosses(IterableDataset[Any]):
@@ -137,7 +109,8 @@ class _WithLosses(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.stream:
-            yield batch, self.stream.take_losses()
+            losses, self.stream.losses = self.stream.losses, []
+            yield batch, losses
 
 
 def _collated(collate: Callable[[Any], Any], item: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -199,8 +172,9 @@ class RolloutLoader:
             while (position := dataset.next_position()) is not None:
                 batch, losses = next(batches)
                 for loss in losses:
-                    dataset.lose(*loss)
+                    count_lost(dataset.source, dataset.position.deal.source, *loss)
                 dataset.commit(position)
+                dataset.release(position)
                 yield batch
                 if dataset.agree is not tell:
                     raise UsageError("go on with an iteration", "over a loader", "one at a time", "a newer one")

@@ -21,6 +21,7 @@ from ..frames.store import FrameStore
 from ..index.agreement import ShardChoice, checked_shard
 from ..transition import Transition
 from .batches import BatchOptions, BatchReader, write_into
+from .cursor import Int64s
 from .delivery import PrefetchedBatches
 from .passes import PassOptions, frame_range
 from .stream import Even, RolloutStream
@@ -158,8 +159,8 @@ class RolloutDataset(RolloutStream):
         return self._store().index.num_frames
 
     def _store(self) -> FrameStore:
-        if self._deal is not None:
-            store: FrameStore = self._deal.source
+        if self._position is not None:
+            store: FrameStore = self._position.deal.source
             return store
         self.source.refresh()
         return self.source.snapshot()
@@ -173,18 +174,19 @@ class RolloutDataset(RolloutStream):
         """Write the next step of `env_ids` into those rows of a `[num_envs, ...]` buffer; only they move on."""
         self._ensure_started()
         ids = np.sort(self._checked_ids(env_ids).numpy())
-        if len(ids) < self.num_envs:
+        some = ids if len(ids) < self.num_envs else None
+        if some is not None:
             self._check_alone("fill the rows of some envs")
-        step, position = self.read_next(1, ids if len(ids) < self.num_envs else None, without_time=True)
-        write_into(buffer, step, torch.from_numpy(ids))
+        plan, position = self.plan_next(1, some)
+        write_into(buffer, self.read(plan, position, some, without_time=True), torch.from_numpy(ids))
         self.commit(position)
         return buffer
 
     def fill_rollout(self, buffer: Transition, num_transitions_per_env: int) -> Transition:
         """Write the next T steps into a `[T, num_envs, ...]` buffer in one plan."""
         self._ensure_started()
-        batch, position = self.read_next(num_transitions_per_env, None, without_time=False)
-        write_into(buffer, batch, None)
+        plan, position = self.plan_next(num_transitions_per_env)
+        write_into(buffer, self.read(plan, position), None)
         self.commit(position)
         return buffer
 
@@ -208,14 +210,17 @@ class RolloutDataset(RolloutStream):
         return rate
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
-        assert self._deal is not None
-        return torch.from_numpy(self._deal.lengths[self._state.trajectory[self._mine][env_ids.numpy()]])
+        return torch.from_numpy(self.position.deal.lengths[self._played(env_ids)])
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Transition:
-        assert self._deal is not None
-        trajectory = self._state.trajectory[self._mine][env_ids.numpy()]
         reader = BatchReader(BatchOptions(self.device, **{**self._look, "mark_first_frame": False}))
-        return reader.frames_at(self._deal, trajectory, position.numpy(), self.interpolation == "linear")
+        is_linear = self.interpolation == "linear"
+        return reader.frames_at(self.position.deal, self._played(env_ids), position.numpy(), is_linear)
+
+    def _played(self, env_ids: torch.Tensor) -> Int64s:
+        """Which trajectories envs of this process are at."""
+        played: Int64s = self.position.state.trajectory[self._mine][env_ids.numpy()]
+        return played
 
 
 def _frame_rate(value: Any) -> float:

@@ -1,4 +1,4 @@
-"""A stream of recorded trajectories: epochs, passes, batches and resuming: plan, gather, commit.
+"""A stream of recorded trajectories: epochs, passes, batches and resuming: plan, read, commit.
 
 One rule: every process plans the envs of all ranks with integers, reads its own share of what the plan says, and only
 then moves on; a failed read leaves every cursor where it was.
@@ -7,7 +7,7 @@ then moves on; a failed read leaves every cursor where it was.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,16 +21,20 @@ from storage.live.prefetch import PrefetchedItems
 
 from ..frames.source import Source
 from ..index import agreement
-from ..index.agreement import Agree, Board, Shard, current_shard, current_worker, is_in_worker
+from ..index.agreement import Agree, Board, Look, Shard, current_shard, current_worker, is_in_worker
 from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps, share_of
-from .passes import Dealer, PassOptions, count_lost, leave_out
+from .passes import Dealer, PassOptions, leave_out
 from .readahead import ReadAhead
 from .resume import Misfit, Position, check_settings, position_in, state_at
 
 Even = Literal["pad", "drop", "none"]
+
+
+class Undecided(Exception):
+    """A pass has to begin, and what it may use is not decided yet."""
 
 
 class RolloutStream(RolloutFileBase):
@@ -56,6 +60,7 @@ class RolloutStream(RolloutFileBase):
         self._board, self._num_iterations = Board(), 0
         self.agree: Agree = agreement.alone  # how this process learns what is in the folders
         self._is_told = False  # by the process with a `RolloutLoader`
+        self._may_look = True  # at the folders
         self.num_dropped_frames = 0
         self._forget()
 
@@ -63,24 +68,20 @@ class RolloutStream(RolloutFileBase):
         """Be as before the first batch."""
         self._source: Source | None = None
         self._dealer: Dealer | None = None
-        self._deal: Deal | None = None
+        self._position: Position | None = None
         self._shard = current_shard(self._chosen_shard)
-        self._state = StreamState.fresh(self.num_envs)
         self._mine = np.arange(self.num_envs)
         self._saved: dict[str, Any] | None = None  # the state just loaded, until a batch was delivered
         self._saved_name = ""
         self._skip: int | None = None
         self._is_continued = False  # in a worker: iterating goes on with the state that was loaded
-        self._reader: BatchReader | None = None
-        self._readahead: ReadAhead | None = None
         self._is_started = False
-        self._losses: list[Any] = []
+        self.losses: list[Any] = []  # names of trajectories that could not be read, and why
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
-        state = self.__dict__.copy()
-        for name in ("_source", "_dealer", "_deal", "_reader", "_readahead", "_state", "lent_to"):
-            del state[name]
+        made_anew = {"_source", "_dealer", "_position", "_readahead", "reader", "lent_to"}
+        state = {name: value for name, value in self.__dict__.items() if name not in made_anew}
         state["_travelled"] = self._rank()
         state["agree"] = self.agree if self._is_told else agreement.alone
         return state
@@ -94,10 +95,11 @@ class RolloutStream(RolloutFileBase):
 
     def _rank(self) -> Shard:
         """The share of this process; a worker that was not forked knows it from the process that made it."""
-        shard = current_shard(self._chosen_shard)
-        if self._chosen_shard is None and shard.total > 1:
+        if self._chosen_shard is not None:
+            return self._chosen_shard
+        if (shard := current_shard()).total > 1:
             agreement.refuse_second_split()
-        return self._travelled if shard == agreement.ALONE and self._chosen_shard is None and is_in_worker() else shard
+        return self._travelled if shard == agreement.ALONE and is_in_worker() else shard
 
     # What there is
 
@@ -121,10 +123,10 @@ class RolloutStream(RolloutFileBase):
     @property
     def num_dataset_looped(self) -> int:
         """How many passes were dealt out completely."""
-        if self._deal is None:
+        if self._position is None:
             return 0
-        is_over = bool(self._state.is_exhausted.any()) and not self._passes.has_pass(self._deal.number + 1)
-        return self._deal.number + int(is_over)
+        state, deal = self._position
+        return deal.number + int(state.is_exhausted.any() and not self._passes.has_pass(deal.number + 1))
 
     # Epochs
 
@@ -158,10 +160,13 @@ class RolloutStream(RolloutFileBase):
             self.agree = self._board.agree(self._group()) if is_in_worker() else agreement.agreement_of(self._shard)
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
         skips = self.on_error == "skip"
-        self._dealer = Dealer(
-            self.source, self._passes, self._epoch, keeps_on, skips, lambda number, look: self.agree(number, look)
-        )
+        self._dealer = Dealer(self.source, self._passes, self._epoch, keeps_on, skips, self._agreed)
         return self._dealer
+
+    def _agreed(self, number: int, look: Look) -> Any:
+        if not self._may_look:
+            raise Undecided
+        return self.agree(number, look)
 
     # Streams (see RolloutFileBase)
 
@@ -172,8 +177,8 @@ class RolloutStream(RolloutFileBase):
         deal = dealer.first()
         self._check_enough(deal, num_envs)
         state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deal, dealer.following)
-        self._saved, self._reader, self.num_dropped_frames = None, None, 0
-        self.go_to(Position(state, deal))
+        self._saved, self.num_dropped_frames = None, 0
+        self._go_to(Position(state, deal))
 
     def _check_enough(self, deal: Deal, num_envs: int) -> None:
         num_trajectories = len(deal.order)
@@ -187,9 +192,10 @@ class RolloutStream(RolloutFileBase):
         raise UsageError(f"start {num_envs} envs", f"on {self.data_dir!r}", expected, got, advice)
 
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
-        assert self._deal is not None and self._dealer is not None
+        assert self._dealer is not None
         self._check_alone("reset some envs")
-        self._state, self._deal = deal_next(self._state, env_ids.numpy(), self._deal, self._dealer.following)
+        state, deal = self.position
+        self._position = Position(*deal_next(state, env_ids.numpy(), deal, self._dealer.following))
 
     def _check_alone(self, action: str) -> None:
         """Raise where other processes plan the same stream: they would not know."""
@@ -198,22 +204,34 @@ class RolloutStream(RolloutFileBase):
             advice = "Reset all envs, or open the dataset with shard='none' and a seed for each rank"
             raise UsageError(action, f"of {self.data_dir!r}", "one process that plays it", got, advice)
 
-    def _plan(self, num_steps: int, envs: Int64s | None = None) -> tuple[Plan, StreamState, Deal]:
-        """Plan the next steps of the envs of all ranks, or of `envs` of one process."""
-        assert self._deal is not None and self._dealer is not None
-        if self._is_over(self._state):
+    def plan_next(
+        self, num_steps: int, envs: Int64s | None = None, after: Position | None = None
+    ) -> tuple[Plan, Position]:
+        """Plan the next steps of `envs` (None: all) of this process: what to read, and where the stream stands then.
+
+        Raises:
+            DatasetExhausted: There is no further batch.
+            Undecided: It is not the next one, but that `after` a position, and a pass begins.
+        """
+        assert self._dealer is not None
+        state, deal = after or self.position
+        if self._is_over(state):
             got = f"all {self.num_dataset_looped} passes were delivered"
             raise DatasetExhausted(
                 "read another batch", f"from {self.data_dir!r}", got=got, advice="reset() starts again"
             )
-        plan, state, deal = plan_steps(self._state, self._deal, num_steps, self._dealer.following, envs)
+        self._may_look = after is None
+        try:
+            plan, state, deal = plan_steps(state, deal, num_steps, self._dealer.following, envs)
+        finally:
+            self._may_look = True
         num_valid = plan.num_valid if envs is None else plan.num_valid[envs]
         if self.drop_last and (num_valid < num_steps).any():
             left = (deal.lengths[state.trajectory] - state.frame) * ~state.is_exhausted
             self.num_dropped_frames = int((plan.num_valid + left)[self._mine].sum())
             got, advice = f"{self.num_dropped_frames} frames are left", "drop_last=False delivers them"
             raise DatasetExhausted("fill another batch", f"from {self.data_dir!r}", got=got, advice=advice)
-        return plan, state, deal
+        return share_of(plan, self._mine) if self._shard.total > 1 else plan, Position(state, deal)
 
     def _is_over(self, state: StreamState) -> bool:
         """True if this rank has nothing more to deliver in this epoch."""
@@ -222,12 +240,6 @@ class RolloutStream(RolloutFileBase):
         ranks = [self._shard.number] if self.even == "none" else range(self._shard.total)
         shares = [Shard(rank, self._shard.total).part_of(len(state.is_exhausted)) for rank in ranks]
         return any(bool(state.is_exhausted[share].all()) for share in shares)
-
-    @property
-    def reader(self) -> BatchReader:
-        """What makes the batches."""
-        self._reader = self._reader or BatchReader(BatchOptions(self.device, **self._look))
-        return self._reader
 
     def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
         """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
@@ -239,23 +251,30 @@ class RolloutStream(RolloutFileBase):
         """
         steps = self._checked_steps(num_transitions_per_env)
         self._ensure_started()
-        batch, position = self.read_next(steps or 1, None, without_time=steps is None)
+        plan, position = self.plan_next(steps or 1)
+        batch = self.read(plan, position, without_time=steps is None)
         self.commit(position)
         return batch.tensors() if self.as_dict else batch
 
-    def read_next(self, num_steps: int, envs: Int64s | None, without_time: bool) -> tuple[Transition, Position]:
-        """Plan and read the next steps of `envs` of this process; None is all."""
-        plan, state, deal = self._plan(num_steps, envs)
-        mine = share_of(plan, self._mine) if self._shard.total > 1 else plan
-        chosen = mine if envs is None else share_of(mine, envs)
+    def read(
+        self, plan: Plan, position: Position, envs: Int64s | None = None, without_time: bool = False
+    ) -> Transition:
+        """Read what was planned; give up files that are gone and that no env plays at the position behind it."""
+        chosen = plan if envs is None else share_of(plan, envs)
         while True:
-            if self._readahead is not None:
-                self._readahead.before(mine)
+            self._readahead.before(plan)
             try:
                 batch = self.reader.read(chosen, self._shard.number, without_time)
-                return batch, Position(state, deal)
             except DataFileError as problem:
-                self._leave_out(mine, problem)
+                self._leave_out(plan, problem)
+            else:
+                self.release(position)
+                return batch
+
+    def release(self, position: Position) -> None:
+        """Give up files of which no env plays anything at a position."""
+        index, played = position.deal.source.index, position.state.trajectory
+        self.source.release(lambda: index.blocks_of(played[played >= 0]))
 
     def _leave_out(self, plan: Plan, problem: DataFileError) -> None:
         """Mark the trajectories of a plan that cannot be read; raise `problem` if it is none of them."""
@@ -263,36 +282,22 @@ class RolloutStream(RolloutFileBase):
             try:
                 played, store = np.union1d(part.pieces.trajectory, part.ends.trajectory), part.deal.source
                 lost = leave_out(self.source, store, played, problem, self.on_error == "skip")
-                return self._losses.append((store.index.keys(lost), problem))
+                return self.losses.append((store.index.keys(lost), problem))
             except DataFileError:
                 continue
         raise problem
 
-    def take_losses(self) -> list[Any]:
-        """Give what could not be read since the last call, as `lose` takes it."""
-        losses, self._losses = self._losses, []
-        return losses
-
-    def lose(self, keys: Sequence[tuple[str, int]], problem: DataFileError) -> None:
-        """Count trajectories that a worker could not read, unless this was known."""
-        assert self._deal is not None
-        count_lost(self.source, self._deal.source, keys, problem)
-
     def commit(self, position: Position) -> None:
         """Count what lies before a position as delivered."""
-        self._state, self._deal = position
-        self._saved, self._is_used = None, True
-        index, played = position.deal.source.index, position.state.trajectory
-        self.source.release(lambda: index.blocks_of(played[played >= 0]))
+        self._position, self._saved, self._is_used = position, None, True
 
     def next_position(self) -> Position | None:
         """Plan the next batch of iteration without reading it: the position behind it, None if there is none."""
         self._ensure_started()
         try:
-            _, state, deal = self._plan(self.num_transitions_per_env or 1)
+            return self.plan_next(self.num_transitions_per_env or 1)[1]
         except DatasetExhausted:
             return None
-        return Position(state, deal)
 
     def __next__(self) -> Any:
         """Give the next batch; in a DataLoader worker the next one that is its turn."""
@@ -325,19 +330,15 @@ class RolloutStream(RolloutFileBase):
             return dict(self._saved)
         if not self._is_started or (not self._is_used and self.is_over()):  # the next epoch has a number, and no more
             return {"version": 1, "is_started": False, "epoch": self._epoch + int(self._is_used)}
-        return self.state_at(self.position)
+        assert self._dealer is not None
+        state = state_at(self.position, self._passes, self._dealer.epoch)
+        return state if current_worker().total == 1 else {**state, "skip": self._skip}
 
     @property
     def position(self) -> Position:
-        """Where the stream stands, as an immutable value: `state_at` writes it down."""
-        assert self._deal is not None
-        return Position(self._state, self._deal)
-
-    def state_at(self, position: Position) -> dict[str, Any]:
-        """Give `state_dict()` as it was at a position of this epoch."""
-        assert self._dealer is not None
-        state = state_at(position, self._passes, self._dealer.epoch)
-        return state if current_worker().total == 1 else {**state, "skip": self._skip}
+        """Where the stream stands."""
+        assert self._position is not None
+        return self._position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, on any number of ranks and workers: the next batches are the same.
@@ -381,7 +382,7 @@ class RolloutStream(RolloutFileBase):
             advice = "Load the state into a dataset like the one that gave it"
             raise UsageError("continue the stream", f"of {self.data_dir!r}", expected, got, advice) from cause
         self._is_used, self._skip = True, skip
-        self.go_to(position)
+        self._go_to(position)
 
     def __iter__(self) -> Iterator[Any]:
         if is_in_worker():
@@ -443,7 +444,6 @@ class RolloutStream(RolloutFileBase):
         """Be what a worker of `rollout_data.loader` reads: from a state on, as it is told."""
         self._saved, self.agree, self._is_told, self._is_continued = saved, agree, True, True
 
-    def go_to(self, position: Position) -> None:
-        self._state, self._deal = position
-        self._readahead = ReadAhead(self.num_envs)
-        self._is_started = True
+    def _go_to(self, position: Position) -> None:
+        self._position, self._is_started = position, True
+        self._readahead, self.reader = ReadAhead(self.num_envs), BatchReader(BatchOptions(self.device, **self._look))
