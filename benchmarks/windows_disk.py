@@ -108,7 +108,7 @@ def _small(tag: str, quick: bool) -> Case:
 
 def _row_bytes(dataset: WindowDataset) -> int:
     window = dataset[0]
-    names = [field.name for field in dataset.plan.fields if field.column]
+    names = [field.name for field in dataset.plan.fields if field.rows]
     leaves = [_leaf(window, name) for name in names]
     return sum(leaf[0].numel() * leaf.element_size() for leaf in leaves)
 

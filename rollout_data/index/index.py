@@ -359,10 +359,11 @@ def random_keys(names: Sequence[str], writer: Int64s, number: Int64s, seed: int)
 def mixed(x: np.ndarray) -> np.ndarray:
     """Scramble uint64 numbers, one to one: the finalizer of splitmix64 (Steele et al. 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    scrambled: np.ndarray = x ^ x >> np.uint64(31)
-    return scrambled
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def _within(values: Int64s, stop: int) -> bool:

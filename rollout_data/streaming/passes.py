@@ -101,9 +101,8 @@ def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, numbe
     """
     order = pool
     if options.random_shuffle_traj_order:
-        keys = index.random_keys(pool, _seed(options, number, _ORDER)) ^ np.uint64(1 << 63)
-        # The same order as signed integers, which torch sorts by their bytes in a third of numpy's time.
-        order = pool[torch.sort(torch.from_numpy(keys.view(np.int64)), stable=True).indices.numpy()]
+        keys = _keys(index.random_keys(pool, _seed(options, number, _ORDER)))
+        order = pool[torch.sort(torch.from_numpy(keys), stable=True).indices.numpy()]
     low, high = options.starting_frame_range
     starts = np.zeros(len(order), np.int64)
     if high > 1:
@@ -117,10 +116,20 @@ def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, numbe
     """How many of a pass's trajectories come no later than the one that was dealt `last`, which may be gone."""
     if not options.random_shuffle_traj_order:
         return int(np.searchsorted(order, index.num_before(last[0], last[1], last[2] + 1)))
-    seed = _seed(options, number, _ORDER)
-    key = random_keys([last[1]], np.zeros(1, np.int64), np.array([last[2]]), seed)[0]
     found = np.flatnonzero(order == index.find([(last[1], last[2])])[0])
-    return int(found[0]) + 1 if len(found) else int(np.searchsorted(index.random_keys(order, seed), key))
+    if len(found):
+        return int(found[0]) + 1
+    seed = _seed(options, number, _ORDER)
+    key = _keys(random_keys([last[1]], np.zeros(1, np.int64), np.array([last[2]]), seed))[0]
+    keys = _keys(index.random_keys(order, seed))
+    first, stop = np.searchsorted(keys, key), np.searchsorted(keys, key, side="right")
+    return int(first) + int(np.count_nonzero(order[first:stop] < index.num_before(*last)))
+
+
+def _keys(keys: np.ndarray) -> np.ndarray:
+    """The upper half of uint64 keys as int32, ascending alike: torch sorts these by their bytes, in half the time."""
+    upper: np.ndarray = (keys >> np.uint64(32)).astype(np.uint32) ^ np.uint32(1 << 31)
+    return upper.view(np.int32)
 
 
 def _seed(options: PassOptions, number: int, purpose: int) -> int:

@@ -23,7 +23,7 @@ from ..frames.cut import Allocate
 from ..frames.source import DataDirs, Source, absolute_paths
 from ..frames.store import FrameStore
 from ..index.index import Int64s
-from .fields import MAX_FRAMES, WindowPlan, checked_delta, plan_windows
+from .fields import MAX_FRAMES, NEXT, WindowPlan, checked_delta, plan_windows
 from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .normalization import FieldStatistics, compute_statistics
 from .reader import MASK, NEXT_MASK, WindowReader
@@ -133,9 +133,11 @@ class WindowDataset(WindowBatches):
         self.plan: WindowPlan = plan_windows(
             layout, self.length, self._delta, self._fields, next_observations, self._flatten_observations
         )
-        self._check_names()
-        first, last, pads = self.plan.first_delta, self.plan.last_delta, self.padding != "none"
-        self._windows = WindowIndex(self._store.index, self.trajectories, first, last, self.stride, pads)
+        for field in self.plan.fields:
+            if field.name.split("/")[0] in (MASK, NEXT_MASK):
+                raise UsageError("read windows", f"with the field {field.name!r}", "another name", "that of the masks")
+        pads = self.padding != "none"
+        self._windows = WindowIndex(self._store.index, self.trajectories, *self.plan.reach, self.stride, pads)
         form_now = [self._windows.first_anchor, self._windows.least_length, self.stride]
         if form not in (None, form_now):
             what = f"windows of (first anchor, least length, stride) {form_now}"
@@ -149,11 +151,6 @@ class WindowDataset(WindowBatches):
         self._reader = WindowReader(
             self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
         )
-
-    def _check_names(self) -> None:
-        for field in self.plan.fields:
-            if field.name.split("/")[0] in (MASK, NEXT_MASK):
-                raise UsageError("read windows", f"with the field {field.name!r}", "another name", "that of the masks")
 
     def _why_empty(self) -> str:
         """Say why there is no window."""
@@ -211,10 +208,11 @@ class WindowDataset(WindowBatches):
         """The fields of a batch in words: equal for datasets whose batches can be put together."""
         schema = self._store.layouts[DATA].schema
         words = [f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"]
-        words += [f"{name} joined" for name in self.plan.joins]
+        words += [f"{field.name} joined" for field in self.plan.fields if field.is_joined]
         for field in self.plan.fields:
-            what = f"{schema[field.source].dtype}{list(schema[field.source].shape)}" if field.column else "bool[]"
-            words.append(f"{field.name} {what} at {field.deltas.tolist()}")
+            for source in field.sources:
+                what = f"{schema[source].dtype}{list(schema[source].shape)}" if field.rows else "bool[]"
+                words.append(f"{NEXT * field.is_next}{source} {what} at {field.deltas.tolist()}")
         return tuple(words)
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
@@ -257,7 +255,8 @@ class WindowDataset(WindowBatches):
         the next time.
         """
         folder = self._source.paths[0] if self._source.holds_blocks else None
-        names = [field.source for field in self.plan.fields if field.column and not field.is_next]
+        read = [field for field in self.plan.fields if field.rows and not field.is_next]
+        names = [source for field in read for source in field.sources]
         return compute_statistics(self._store, folder, self.trajectories, names, quantiles, use_cache, progress)
 
 

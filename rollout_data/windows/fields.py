@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,25 +33,28 @@ MAX_FRAMES = (1 << 31) - 1
 
 @dataclass(frozen=True, eq=False)
 class WindowField:
-    """One field of a window.
+    """One tensor of a batch of windows.
 
     Attributes:
         name: Name in the batch, levels joined by "/".
-        source: The field that is read.
+        sources: The field that is read, or the components that are joined, in the order of the schema.
         deltas: int64 `[L]`, frames relative to the anchor.
-        column: The column that holds it; "" for flags.
-        rows: Which of the rows that are read of the column: a slice, or int64 `[L]`.
+        rows: For each source, which of the rows that are read of its column: a slice, or int64 `[L]`. Flags have none.
+        is_next: It is a next observation.
+        is_joined: Components are joined along the last axis, even if there is only one.
     """
 
     name: str
-    source: str
+    sources: tuple[str, ...]
     deltas: Int64s
-    column: str = ""
-    rows: Any = None
+    rows: tuple[Any, ...]
+    is_next: bool
+    is_joined: bool
 
-    @property
-    def is_next(self) -> bool:
-        return self.name != self.source
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest delta."""
+        return int(self.deltas.min()), int(self.deltas.max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,22 +65,17 @@ class WindowPlan:
         fields: In the order of the schema, then flags, then next observations.
         shapes: Frames to read; columns that need the same ones share one.
         columns: Column -> position in `shapes`.
-        joins: Name in the batch -> the components that are joined under it, in the order of the schema.
     """
 
     fields: tuple[WindowField, ...]
     shapes: tuple[WindowShape, ...]
     columns: Mapping[str, int]
-    joins: Mapping[str, tuple[WindowField, ...]]
 
     @property
-    def first_delta(self) -> int:
-        """The least delta of fields that are not next observations."""
-        return min(int(field.deltas.min()) for field in self.fields if not field.is_next)
-
-    @property
-    def last_delta(self) -> int:
-        return max(int(field.deltas.max()) for field in self.fields if not field.is_next)
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest delta of fields that are not next observations."""
+        ends = [field.reach for field in self.fields if not field.is_next]
+        return min(low for low, _ in ends), max(high for _, high in ends)
 
 
 def plan_windows(
@@ -107,58 +106,54 @@ def plan_windows(
     for name in given:
         _below(name, known, "shift the field")
     chosen = set(known) if fields is None else {one for name in _listed(fields) for one in _below(name, known)}
-    if not chosen:
-        raise UsageError("read windows", "", f"some of the fields {', '.join(known)}", "none")
     names = [name for name in known if name in chosen]
-    deltas = {name: _deltas_of(name, given, length) for name in names}
-    wanted = [(name, name, deltas[name]) for name in names]
+    if not names:
+        raise UsageError("read windows", "", f"some of the fields {', '.join(known)}", "none")
+    wanted = [("", name, _deltas_of(name, given, length)) for name in names]
     if next_observations:
-        nexts = [name for name in names if name.split("/")[0] in OBSERVATIONS and name in layout.schema]
+        nexts = [(NEXT, name, deltas + 1) for _, name, deltas in wanted if _is_observation(name, layout)]
         if not nexts:
             raise UsageError("read next observations", "", "an observation among the fields", ", ".join(names))
-        wanted += [(NEXT + name, name, deltas[name] + 1) for name in nexts]
-    return _plan(layout, wanted, flatten_observations)
+        wanted += nexts
+    shapes, columns = _shapes(layout, wanted)
+    found: dict[str, WindowField] = {}
+    for prefix, source, deltas in wanted:
+        group, *component = source.split("/")
+        is_joined = flatten_observations and bool(component) and group in OBSERVATIONS
+        name = prefix + (group if is_joined else source)
+        rows: tuple[Any, ...] = ()
+        if source in layout.schema:
+            rows = (_rows(deltas, shapes[columns[layout.column_of[source].name]].deltas),)
+        first = found.get(name)
+        if first is None:
+            found[name] = WindowField(name, (source,), deltas, rows, bool(prefix), is_joined)
+        elif np.array_equal(deltas, first.deltas):
+            found[name] = replace(first, sources=(*first.sources, source), rows=first.rows + rows)
+        else:
+            got = f"{deltas.tolist()}, and {first.deltas.tolist()} of {first.sources[0]!r}"
+            raise UsageError("join the component", repr(source), "the same frames of all components", got)
+    return WindowPlan(tuple(found.values()), shapes, columns)
 
 
-def _plan(layout: RowLayout, wanted: list[tuple[str, str, Int64s]], flatten_observations: bool) -> WindowPlan:
+def _is_observation(name: str, layout: RowLayout) -> bool:
+    return name.split("/")[0] in OBSERVATIONS and name in layout.schema
+
+
+def _shapes(
+    layout: RowLayout, wanted: Sequence[tuple[str, str, Int64s]]
+) -> tuple[tuple[WindowShape, ...], dict[str, int]]:
+    """Which frames are read of each column; see `WindowPlan`."""
     needed: dict[str, list[int]] = {}
     for _, source, deltas in wanted:
         if source in layout.schema:
             needed.setdefault(layout.column_of[source].name, []).extend(deltas.tolist())
-    shapes: list[WindowShape] = []
-    columns: dict[str, int] = {}
-    places: dict[tuple[Any, ...], int] = {}
+    shapes: dict[bytes, WindowShape] = {}
+    columns = {}
     for name, deltas_of_column in needed.items():
         shape = WindowShape.of(deltas_of_column, fills_gaps=not layout.columns[name].is_coded)
-        key = tuple(shape.deltas.tolist())
-        if key not in places:
-            places[key] = len(shapes)
-            shapes.append(shape)
-        columns[name] = places[key]
-    fields = []
-    for name, source, deltas in wanted:
-        if source not in layout.schema:
-            fields.append(WindowField(name, source, deltas))
-            continue
-        column = layout.column_of[source].name
-        fields.append(WindowField(name, source, deltas, column, _rows(deltas, shapes[columns[column]].deltas)))
-    return WindowPlan(tuple(fields), tuple(shapes), columns, _joins(fields) if flatten_observations else {})
-
-
-def _joins(fields: Sequence[WindowField]) -> dict[str, tuple[WindowField, ...]]:
-    """Group the components of observations; what was recorded flat is no component."""
-    groups: dict[str, tuple[WindowField, ...]] = {}
-    for field in fields:
-        name = field.name.split("/")[0]
-        if name == field.name or field.source.split("/")[0] not in OBSERVATIONS:
-            continue
-        first = groups.setdefault(name, (field,))[0]
-        if not np.array_equal(field.deltas, first.deltas):
-            got = f"{field.deltas.tolist()}, and {first.deltas.tolist()} of {first.name!r}"
-            raise UsageError("join the component", repr(field.name), "the same frames of all components", got)
-        if first is not field:
-            groups[name] += (field,)
-    return groups
+        shapes.setdefault(shape.deltas.tobytes(), shape)
+        columns[name] = list(shapes).index(shape.deltas.tobytes())
+    return tuple(shapes.values()), columns
 
 
 def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
@@ -207,14 +202,13 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
         return None
     if not isinstance(delta, Mapping) or not all(isinstance(name, str) for name in delta):
         raise UsageError("shift fields", "", "a dict of fields and their lists of whole numbers", repr(delta))
-    return {name: _checked_deltas(name, values) for name, values in delta.items()}
-
-
-def _checked_deltas(name: str, values: Iterable[int]) -> Int64s:
-    try:
-        listed = [operator.index(value) for value in values]
-    except TypeError:
-        raise UsageError("shift the field", repr(name), "a list of whole numbers", repr(values)) from None
-    if not listed or max(map(abs, listed)) > MAX_FRAMES:
-        raise UsageError("shift the field", repr(name), f"at least one number, up to {MAX_FRAMES}", repr(values))
-    return np.array(listed, np.int64)
+    checked = {}
+    for name, values in delta.items():
+        try:
+            listed = [operator.index(value) for value in values]
+        except TypeError:
+            raise UsageError("shift the field", repr(name), "a list of whole numbers", repr(values)) from None
+        if not listed or max(map(abs, listed)) > MAX_FRAMES:
+            raise UsageError("shift the field", repr(name), f"at least one number, up to {MAX_FRAMES}", repr(values))
+        checked[name] = np.array(listed, np.int64)
+    return checked

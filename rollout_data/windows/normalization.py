@@ -82,49 +82,34 @@ def compute_statistics(
 ) -> dict[str, FieldStatistics]:
     """Give the statistics of fields over all frames of some trajectories; see `WindowDataset.statistics`.
 
-    Args:
-        store: The frames.
-        folder: The data folder that the cache lies in; None keeps it in the user's cache folder.
-        trajectories: int64 `[K]`.
-        names: Fields.
-        levels: Quantiles, in [0, 1].
-        use_cache: Take the result from the cache if it is there, and put it there.
-        progress: Show a progress bar.
+    The cache lies in `folder`, the data folder; None keeps it in the user's cache folder.
 
     Raises:
         UsageError: A level lies outside [0, 1], or there is no frame.
     """
-    levels = _checked_levels(levels)
-    if not store.index.lengths[trajectories].sum():
-        raise UsageError("compute statistics", "", "at least one frame", "none")
-    about = {"version": _CACHE_VERSION, "fields": [store.layouts[DATA].schema[name].to_json() for name in names]}
-    about |= {"levels": list(levels), "data": _fingerprint(store, trajectories)}
-    # One file for each question, so that a training and a validation split do not take turns.
-    question = [about["fields"], about["levels"], crc32(trajectories.tobytes())]
-    if folder is None:
-        question.append([os.path.abspath(block.path.parent) for block in store.index.blocks[:1]])
-    path = (folder or _user_folder()) / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
-    found = _load(path, about, names, levels) if use_cache else None
-    if found is None:
-        found = _compute(store, trajectories, names, levels, progress)
-        if use_cache:
-            _save(path, about, found)
-    return found
-
-
-def _user_folder() -> Path:
-    """Where this user's programs keep what can be made again; data of other systems are left as they are."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data"
-
-
-def _checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
     try:
         checked = tuple(float(level) for level in levels)
     except (TypeError, ValueError):
         checked = (np.nan,)
     if not all(0 <= level <= 1 for level in checked):
         raise UsageError("compute quantiles", "", "a list of levels in [0, 1]", repr(levels))
-    return checked
+    if not store.index.lengths[trajectories].sum():
+        raise UsageError("compute statistics", "", "at least one frame", "none")
+    about = {"version": _CACHE_VERSION, "fields": [store.layouts[DATA].schema[name].to_json() for name in names]}
+    about |= {"levels": list(checked), "data": _fingerprint(store, trajectories)}
+    # One file for each question, so that a training and a validation split do not take turns.
+    question = [about["fields"], about["levels"], crc32(trajectories.tobytes())]
+    if folder is None:
+        question.append([os.path.abspath(block.path.parent) for block in store.index.blocks[:1]])
+    if folder is None:  # data of other systems are left as they are
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data"
+    path = folder / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
+    found = _load(path, about, names, checked) if use_cache else None
+    if found is None:
+        found = _compute(store, trajectories, names, checked, progress)
+        if use_cache:
+            _save(path, about, found)
+    return found
 
 
 def _compute(

@@ -6,7 +6,6 @@ codec makes and next observations into which a true last one was put.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,24 +52,14 @@ class WindowReader:
         final = index.final_row[trajectories] >= 0
         is_whole = (index.flags[trajectories] & FINAL_OBSERVATION_ONLY) == 0
         self._has_final = {OBSERVATIONS[0]: final, OBSERVATIONS[1]: final & is_whole}
-        name_of = {field.name: name for name, fields in plan.joins.items() for field in fields}
-        #: Name in a batch -> the fields that are joined under it, or the one field.
-        self._leaves: dict[str, list[WindowField]] = {}
-        for field in plan.fields:
-            self._leaves.setdefault(name_of.get(field.name, field.name), []).append(field)
-        sources = {
-            name: [field.source for field in fields] for name, fields in self._leaves.items() if fields[0].column
+        self._cuts = {
+            field.name: Cut(self._layout, field.sources, field.is_joined) for field in plan.fields if field.rows
         }
-        self._cuts = {name: Cut(self._layout, those, name in plan.joins) for name, those in sources.items()}
-        nexts = [name for name, fields in self._leaves.items() if fields[0].is_next]
-        self._final_cuts = {name: Cut(store.layouts[FINAL], sources[name], name in plan.joins) for name in nexts}
-        own = [field for field in plan.fields if not field.is_next]
-        #: Name in a mask -> a field that it is that of; joined components have the same.
-        self._of_mask = {name_of.get(field.name, field.name): field for field in own}
-        self._of_next_mask = {
-            name_of.get(field.name, field.name).removeprefix(NEXT): field for field in plan.fields if field.is_next
+        self._final_cuts = {
+            field.name: Cut(store.layouts[FINAL], field.sources, field.is_joined)
+            for field in plan.fields
+            if field.is_next
         }
-        self._reach = {field.name: (int(field.deltas.min()), int(field.deltas.max())) for field in plan.fields}
         #: Most batches have no frame of such a trajectory.
         self._has_single_frames = bool((self._lengths == 1).any())
 
@@ -83,15 +72,20 @@ class WindowReader:
             allocate: Gives the memory of the result.
         """
         at = _Places(place, anchor, self._lengths[place])
-        rows, flat = Rows(self._gather(at, allocate)), {}
-        for name, fields in self._leaves.items():
-            if name not in self._cuts:
-                flat[name] = self._flag(fields[0], at)
-                continue
-            values = self._leaf(self._cuts[name], fields, rows, at, allocate)
-            values = self._next(name, values, at, allocate) if name in self._final_cuts else values
-            flat[name] = values.contiguous() if self._contiguous else values
-        return {**unflatten(flat), **self._masks(at)}
+        rows = Rows(self._gather(at, allocate))
+        flat: dict[str, torch.Tensor] = {}
+        masks: dict[str, torch.Tensor] = {}
+        next_masks: dict[str, torch.Tensor] = {}
+        for field in self.plan.fields:
+            values = self._values(field, rows, len(place), allocate) if field.rows else self._flag(field, at)
+            if field.is_next:
+                values = self._with_finals(field, values, at, allocate)
+                next_masks[field.name.removeprefix(NEXT)] = self._mask(field, at)
+            elif not self._mask_is_one or not masks:
+                masks[field.name] = self._mask(field, at)
+            flat[field.name] = values.contiguous() if self._contiguous else values
+        batch = {**unflatten(flat), MASK: next(iter(masks.values())) if self._mask_is_one else unflatten(masks)}
+        return {**batch, NEXT_MASK: unflatten(next_masks)} if next_masks else batch
 
     def _gather(self, at: _Places, allocate: Allocate) -> dict[str, torch.Tensor]:
         """Column -> `[B * W, row_bytes / 4]` int32."""
@@ -111,67 +105,55 @@ class WindowReader:
                 out.numpy()[~at.inside(shape.deltas, *shape.reach).ravel()] = 0
         return rows
 
-    def _leaf(
-        self, cut: Cut, fields: Sequence[WindowField], rows: Rows, at: _Places, allocate: Allocate
-    ) -> torch.Tensor:
-        """Give a field, or components joined, as `[B, L, *shape]`."""
-        if cut.parts:
-            parts = zip(cut.parts, fields, strict=True)
-            return joined([self._leaf(part, [field], rows, at, allocate) for part, field in parts], 2, allocate)
-        field, num = fields[0], len(at.anchor)
-        width = len(self.plan.shapes[self.plan.columns[field.column]].deltas)
-        if isinstance(field.rows, slice):
-            grid = Grid((num, len(field.deltas)), (width, field.rows.step or 1), field.rows.start)
-            return cut(rows, grid)
-        return cut(rows, Grid((num, width), (width, 1))).index_select(1, field.rows)
+    def _values(self, field: WindowField, rows: Rows, num_windows: int, allocate: Allocate) -> torch.Tensor:
+        """Give a field that is stored as `[B, L, *shape]`."""
+        cut = self._cuts[field.name]
+        parts = []
+        for part, chosen in zip(cut.parts or [cut], field.rows, strict=False):
+            width = len(self.plan.shapes[self.plan.columns[part.column]].deltas)
+            if isinstance(chosen, slice):
+                grid = Grid((num_windows, len(field.deltas)), (width, chosen.step or 1), chosen.start)
+                parts.append(part(rows, grid))
+            else:
+                parts.append(part(rows, Grid((num_windows, width), (width, 1))).index_select(1, chosen))
+        return joined(parts, 2, allocate) if cut.parts else parts[0]
 
-    def _next(self, name: str, values: torch.Tensor, at: _Places, allocate: Allocate) -> torch.Tensor:
+    def _with_finals(self, field: WindowField, values: torch.Tensor, at: _Places, allocate: Allocate) -> torch.Tensor:
         """Put true last observations among next ones, which then get memory of their own."""
-        fields = self._leaves[name]
-        if at.least_after > self._reach[fields[0].name][1]:
+        if at.least_after > field.reach[1]:
             return values
-        window, step = np.nonzero(self._has_final_at(fields[0], at))
+        window, step = np.nonzero(self._is_final(field, at))
         if not len(window):
             return values
         which, place = np.unique(self._trajectories[at.place[window]], return_inverse=True)
-        cut = self._final_cuts[name]
-        columns = {self.store.layouts[FINAL].column_of[field.source].name for field in fields}
-        finals = cut(Rows({column: self.store.finals(column, which) for column in columns}), Grid((len(which),), (1,)))
+        columns = {self.store.layouts[FINAL].column_of[source].name for source in field.sources}
+        rows = Rows({column: self.store.finals(column, which) for column in columns})
+        finals = self._final_cuts[field.name](rows, Grid((len(which),), (1,)))
         own = allocate(values.shape, values.dtype).copy_(values)
         put(own, (torch.from_numpy(window), torch.from_numpy(step)), finals[torch.from_numpy(place.reshape(-1))])
         return own
 
-    def _flag(self, field: WindowField, at: _Places) -> torch.Tensor:
-        """`done` or `timeout`: bool `[B, L]`, True on a trajectory's last frame."""
-        flag = np.zeros((len(at.anchor), len(field.deltas)), bool)
-        if at.least_after <= self._reach[field.name][1] + 1 or self._has_single_frames:
-            near = np.flatnonzero((at.after <= self._reach[field.name][1] + 1) | (at.length == 1))
-            last = at.after[near, None] - 1
-            # The nearest frame stands for one outside, unless zeros do.
-            is_last = field.deltas == last if self._is_zero else (field.deltas >= last) | (at.length[near, None] == 1)
-            flag[near] = is_last if field.source == DONE else is_last & self._is_timeout[at.place[near], None]
-        return torch.from_numpy(flag)
-
-    def _has_final_at(self, field: WindowField, at: _Places) -> np.ndarray:
+    def _is_final(self, field: WindowField, at: _Places) -> np.ndarray:
         """bool `[B, L]`, the row is a true last observation that was recorded."""
-        has_final: np.ndarray = self._has_final[field.source.split("/")[0]][at.place]
+        has_final: np.ndarray = self._has_final[field.sources[0].split("/")[0]][at.place]
         found: np.ndarray = (field.deltas == at.after[:, None]) & has_final[:, None]
         return found
 
-    def _masks(self, at: _Places) -> dict[str, Any]:
-        if self._mask_is_one:
-            found: dict[str, Any] = {MASK: torch.from_numpy(self._inside(next(iter(self._of_mask.values())), at))}
-        else:
-            own = {name: torch.from_numpy(self._inside(field, at)) for name, field in self._of_mask.items()}
-            found = {MASK: unflatten(own)}
-        nexts = {}
-        for name, field in self._of_next_mask.items():
-            nexts[name] = torch.from_numpy(self._inside(field, at) | self._has_final_at(field, at))
-        return {**found, NEXT_MASK: unflatten(nexts)} if nexts else found
+    def _flag(self, field: WindowField, at: _Places) -> torch.Tensor:
+        """`done` or `timeout`: bool `[B, L]`, True on a trajectory's last frame."""
+        flag, last = np.zeros((len(at.anchor), len(field.deltas)), bool), field.reach[1] + 1
+        if at.least_after <= last or self._has_single_frames:
+            near = np.flatnonzero((at.after <= last) | (at.length == 1))
+            after = at.after[near, None] - 1
+            # The nearest frame stands for one outside, unless zeros do.
+            is_last = field.deltas == after if self._is_zero else (field.deltas >= after) | (at.length[near, None] == 1)
+            flag[near] = is_last if field.name == DONE else is_last & self._is_timeout[at.place[near], None]
+        return torch.from_numpy(flag)
 
-    def _inside(self, field: WindowField, at: _Places) -> np.ndarray:
-        """bool `[B, L]`, the frame exists; a new array."""
-        return at.inside(field.deltas, *self._reach[field.name])
+    def _mask(self, field: WindowField, at: _Places) -> torch.Tensor:
+        """bool `[B, L]`, the frame exists, or a true last observation does."""
+        inside = at.inside(field.deltas, *field.reach)
+        return torch.from_numpy(inside | self._is_final(field, at) if field.is_next else inside)
 
 
 class _Places:

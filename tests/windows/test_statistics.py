@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_data import RolloutWriter, WindowDataset
-from rollout_data.windows.quantiles import ByteCounts, KeptRows, QuantileSketch, quantiles_of
+from rollout_data.windows.quantiles import ByteCounts, QuantileSketch, quantiles_of
 from storage.errors import UsageError
 from tests.files import coded, recorded
 from tests.formats import folders
@@ -256,6 +256,9 @@ def test_the_sketch_keeps_its_error_bound(num, num_rows, portion, kind, seed):
         sketch.add(values[kind][start : start + portion])
     bound = sketch.error * num + 1e-9
     assert sketch.error <= max(0, np.log2(max(1, num / num_rows))) / (2 * num_rows) + 1e-12
+    if sketch.error == 0:
+        np.testing.assert_allclose(sketch.at(LEVELS), np.quantile(values[kind], LEVELS, axis=0), atol=1e-12)
+        return
     for level, row in zip(LEVELS, sketch.at(LEVELS), strict=True):
         for column, value in enumerate(row):
             own = values[kind][:, column]
@@ -270,7 +273,7 @@ def test_exact_quantiles_equal_those_of_numpy(num, is_signed, seed):
     info = np.iinfo(dtype)
     values = np.random.default_rng(seed).integers(info.min, info.max, (num, 2), dtype, endpoint=True)
     expected = np.quantile(values.astype(np.float64), LEVELS, axis=0)
-    for found in (ByteCounts(2, dtype), KeptRows(num, 2, dtype)):
+    for found in (ByteCounts(2, dtype), QuantileSketch(2, dtype, num)):
         found.add(values[: num // 3])
         found.add(values[num // 3 :])
         np.testing.assert_allclose(found.at(LEVELS), expected, atol=1e-9)
@@ -278,6 +281,10 @@ def test_exact_quantiles_equal_those_of_numpy(num, is_signed, seed):
 
 def test_large_fields_get_a_sketch_in_bounded_memory():
     dtype = np.dtype(np.float32)
-    assert isinstance(quantiles_of(8 << 20, 2, dtype), KeptRows)  # 64 MiB
-    assert isinstance(quantiles_of((8 << 20) + 1, 2, dtype), QuantileSketch)
+    portion = np.zeros((1 << 20, 2), dtype)
+    for num_rows, is_exact in ((8 << 20, True), ((8 << 20) + 1, False)):  # 64 MiB, and more
+        found = quantiles_of(num_rows, 2, dtype)
+        for start in range(0, num_rows, len(portion)):
+            found.add(portion[: num_rows - start])
+        assert (found.error == 0) == is_exact
     assert isinstance(quantiles_of(1 << 40, 2, np.dtype(np.uint8)), ByteCounts)
