@@ -36,8 +36,8 @@ _CPU = torch.device("cpu")
 _BYTES_A_PIECE = 1100
 _PATCH_COST = 2.2
 _NO_PIECES = np.zeros(0, np.int64)
-#: Memory for broken pieces on their way.
-_scratch = BufferPool(2)
+#: Memory for broken pieces on their way, unless they are few.
+_scratch, _FEW_ROWS = BufferPool(2), 64
 #: The kernel allows 65,530 mappings a process by default; stay clear of it.
 _MAX_MAPPINGS = 50_000
 #: Threads that ask the kernel for pages while the disk is the limit.
@@ -66,11 +66,13 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     if len(first) != num_windows:  # otherwise each window is one run
         num_rows = num_windows * length
         size = _piece_size(runs.target, length, num_rows, 4 * width) if num_words >= length else 1
-        num_started = np.diff(-(-runs.target // size), append=num_rows // size)
+        begin = -(-runs.target // size)  # the first piece that begins in each run, or later
         shift = first - runs.target  # what makes the row of a position in `out`
-        starts = np.repeat(shift, num_started) + np.arange(0, num_rows, size)
-        crossed = runs.target[runs.target % size != 0] // size
-        broken = crossed[np.diff(crossed, prepend=-1) != 0]
+        num_begun = np.concatenate((begin[1:], [num_rows // size])) - begin
+        starts = np.repeat(shift, num_begun) + np.arange(0, num_rows, size)
+        broken = runs.target[runs.target % size != 0] // size
+        if len(broken) > 1:
+            broken = broken[np.concatenate(([True], broken[1:] != broken[:-1]))]
         starts[broken] = 0
     rows = torch.from_numpy(starts).to(words.device)
     if windows.is_contiguous():  # a piece is one copy
@@ -92,8 +94,10 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
     rows = torch.from_numpy(numbers).to(words.device)
     window, row = np.divmod(place, windows.shape[1])
     if words.device.type == "cpu":
-        # A pool has no use for memory that is a little too small: it gives powers of two.
-        scratch = _scratch.empty((1 << (len(numbers) - 1).bit_length(), words.shape[1]), words.dtype)[: len(numbers)]
+        scratch = None
+        if len(numbers) > _FEW_ROWS:  # a pool has no use for memory that is a little too small: it gives powers of two
+            size = 1 << (len(numbers) - 1).bit_length()
+            scratch = _scratch.empty((size, words.shape[1]), words.dtype)[: len(numbers)]
         windows.numpy()[window, row] = torch.index_select(words, 0, rows, out=scratch).numpy()
     else:
         at = torch.from_numpy(window).to(words.device), torch.from_numpy(row).to(words.device)
