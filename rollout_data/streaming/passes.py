@@ -173,6 +173,7 @@ class Dealer:
         keeps_on: Device to whose memory the frames are copied first; None leaves them in the files.
         skips: Leave out trajectories that are damaged, rather than raise.
         agree: How this process learns what is in the folders.
+        is_cut_off: Other ranks cannot be asked what they see: the folders must not change from pass to pass.
     """
 
     source: Source
@@ -181,6 +182,7 @@ class Dealer:
     keeps_on: torch.device | None
     skips: bool
     agree: Agree
+    is_cut_off: bool
     _told: Any = None
 
     def first(self) -> Deal:
@@ -234,6 +236,10 @@ class Dealer:
         blocks_in_use = partial(index.blocks_of, in_use) if index is not None else tuple
         self.source.adopt(self.agree(number, partial(self._look, self.options.keep_latest_n_trajs, blocks_in_use)))
         store = self.source.snapshot()
+        if self.is_cut_off and index is not None and _content(index) != _content(store.index):
+            expected = "folders that stay as they are, behind a plain DataLoader in several ranks"
+            advice = "Use rollout_data.loader(dataset, num_workers=...), which asks rank 0"
+            raise UsageError("begin the next pass", f"over {self._where}", expected, "a change", advice)
         if index is not None and index is not store.index:
             in_use = _found_again(index, store.index, in_use)
         return self.dealt(number, store, in_use, before), in_use
@@ -258,6 +264,10 @@ class Dealer:
                 return CachedFrames(store, trajectories, device)
             except DataFileError as problem:
                 leave_out(self.source, store, trajectories, problem, self.skips)
+
+
+def _content(index: TrajectoryIndex) -> Any:
+    return index.writers_upto(), index.num_present
 
 
 def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:

@@ -67,7 +67,7 @@ class RolloutStream(RolloutFileBase):
     def _forget(self) -> None:
         """Be as before the first batch."""
         self._source: Source | None = None
-        self._dealer: Dealer | None = None
+        self._dealer: Any = None  # a `Dealer` from the first batch on
         self._position: Position | None = None
         self._shard = current_shard(self._chosen_shard)
         self._mine = np.arange(self.num_envs)
@@ -90,8 +90,8 @@ class RolloutStream(RolloutFileBase):
         self.__dict__.update(state)
         self.lent_to = None
         self._forget()
-        for name in ("_saved", "_saved_name", "_is_continued"):
-            setattr(self, name, state[name])
+        self._saved, self._saved_name = state["_saved"], state["_saved_name"]
+        self._is_continued = state["_is_continued"]
 
     def _rank(self) -> Shard:
         """The share of this process; a worker that was not forked knows it from the process that made it."""
@@ -159,16 +159,15 @@ class RolloutStream(RolloutFileBase):
         if not self._is_told:
             self.agree = self._board.agree(self._group()) if is_in_worker() else agreement.agreement_of(self._shard)
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
-        skips = self.on_error == "skip"
-        self._dealer = Dealer(self.source, self._passes, self._epoch, keeps_on, skips, self._agreed)
-        return self._dealer
+        is_cut_off = self._shard.total > 1 and is_in_worker() and not self._is_told
+        options = (self._passes, self._epoch, keeps_on, self.on_error == "skip", self._agreed, is_cut_off)
+        self._dealer = dealer = Dealer(self.source, *options)
+        return dealer
 
     def _agreed(self, number: int, look: Look) -> Any:
         if not self._may_look:
             raise Undecided
         return self.agree(number, look)
-
-    # Streams (see RolloutFileBase)
 
     def reset_all(self) -> None:
         self._begin_epoch()
@@ -181,18 +180,16 @@ class RolloutStream(RolloutFileBase):
         self._go_to(Position(state, deal))
 
     def _check_enough(self, deal: Deal, num_envs: int) -> None:
-        num_trajectories = len(deal.order)
-        available = num_trajectories * max(1, self._passes.dataset_loops)
-        if num_trajectories and (self._passes.is_endless or available >= num_envs):
+        num, loops = len(deal.order), max(1, self._passes.dataset_loops)
+        if num and (self._passes.is_endless or num * loops >= num_envs):
             return
         among = "" if self._shard.total == 1 else f" for {self._shard.total} ranks"
         left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
-        expected, got = f"at least {num_envs} trajectories{among}", f"{num_trajectories}{left_out}"
+        expected, got = f"at least {num_envs} trajectories{among}", f"{num}{left_out}"
         advice = "Use fewer envs, more passes (dataset_loops) or more data"
         raise UsageError(f"start {num_envs} envs", f"on {self.data_dir!r}", expected, got, advice)
 
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
-        assert self._dealer is not None
         self._check_alone("reset some envs")
         state, deal = self.position
         self._position = Position(*deal_next(state, env_ids.numpy(), deal, self._dealer.following))
@@ -213,7 +210,6 @@ class RolloutStream(RolloutFileBase):
             DatasetExhausted: There is no further batch.
             Undecided: It is not the next one, but that `after` a position, and a pass begins.
         """
-        assert self._dealer is not None
         state, deal = after or self.position
         if self._is_over(state):
             got = f"all {self.num_dataset_looped} passes were delivered"
@@ -330,7 +326,6 @@ class RolloutStream(RolloutFileBase):
             return dict(self._saved)
         if not self._is_started or (not self._is_used and self.is_over()):  # the next epoch has a number, and no more
             return {"version": 1, "is_started": False, "epoch": self._epoch + int(self._is_used)}
-        assert self._dealer is not None
         state = state_at(self.position, self._passes, self._dealer.epoch)
         return state if current_worker().total == 1 else {**state, "skip": self._skip}
 
@@ -411,8 +406,7 @@ class RolloutStream(RolloutFileBase):
 
     def _group(self) -> str:
         """Name the workers that read this epoch together."""
-        worker = get_worker_info()
-        assert worker is not None
+        worker: Any = get_worker_info()
         return f"{self._rank().number}_{worker.seed - worker.id}_{self._num_iterations}"
 
     def _begin_in_worker(self) -> Iterator[Any]:

@@ -221,6 +221,20 @@ def test_a_pass_beside_a_live_writer_is_dealt_once_by_several_workers(tmp_path):
     assert sorted(frames) == [(number, frame) for number in range(NUM_ENVS) for frame in range(4)]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_several_ranks_beside_a_live_writer_need_a_loader_that_asks_rank_0(tmp_path, num_ranks):
+    folder = LiveFolder(tmp_path)
+    dataset = opened(tmp_path, (1 % num_ranks, num_ranks), num_envs=2, num_transitions_per_env=1, dataset_loops=4)
+    batches = iter(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
+    next(batches)
+    folder.add([2])
+    if num_ranks == 1:
+        assert len(list(batches)) > 3
+    else:
+        with pytest.raises(UsageError, match=r"behind a plain DataLoader in several ranks, got a change.*loader\("):
+            list(batches)
+
+
 @pytest.mark.parametrize("even", ["pad", "drop", "none"])
 def test_ranks_end_together_unless_told_otherwise(tmp_path, even):
     record(tmp_path, [4, 4, 4, 10])
