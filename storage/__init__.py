@@ -16,14 +16,20 @@ from .errors import (
     SchemaError,
     UsageError,
 )
-from .live.monitors import InTickMonitor, NaturalMonitor, OutTickMonitor, PerformanceMonitor, plot_snapshots
+from .live.monitors import (
+    BufferMonitor,
+    InTickMonitor,
+    NaturalMonitor,
+    OutTickMonitor,
+    PerformanceMonitor,
+    plot_snapshots,
+)
 from .live.prefetch import PipelinedDataCollector
 from .live.rates import RateLimitedError, RateLimiter
 from .managed.advanced import AdvancedReplayBuffer
+from .managed.buffer import NaiveReplayBuffer
 from .managed.episodes import EpisodeReplayBuffer
 from .managed.manager import BufferManager
-from .managed.monitor import BufferMonitor
-from .managed.naive import NaiveReplayBuffer
 from .onpolicy.columns import Column, HiddenStates, MiniBatch, Transition
 from .onpolicy.padding import split_and_pad_trajectories, unpad_trajectories
 from .onpolicy.queue_rollout_storage import ActionLabelMiniBatch, ActionLabelRollout, QueueRolloutStorage

@@ -14,10 +14,10 @@ import torch
 from ..errors import MissingFieldError, SchemaError
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "", keeps_empty: bool = False) -> dict[str, Any]:
     """Turn a nested mapping into flat names: `{"a": {"b": x}}` -> `{"a/b": x}`. Leaves are not copied.
 
-    What has `keys` and `items` is a mapping too, as a `TensorDict` is.
+    What has `keys` and `items` is a mapping too, as a `TensorDict` is. With `keeps_empty` an empty one is a leaf.
     """
     if not hasattr(tree, "items"):
         raise SchemaError("read a record", "", "a nested mapping of tensors", type(tree).__name__)
@@ -25,8 +25,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         if not isinstance(key, str) or not key or "/" in key:
             raise SchemaError("name a leaf", f"under {prefix or 'the top'!r}", "a non-empty str without '/'", repr(key))
-        if not isinstance(value, torch.Tensor) and hasattr(value, "items") and hasattr(value, "keys"):
-            flat.update(flatten(value, f"{prefix}{key}/"))
+        is_tree = not isinstance(value, torch.Tensor) and hasattr(value, "items") and hasattr(value, "keys")
+        if is_tree and not (keeps_empty and not value.keys()):
+            flat.update(flatten(value, f"{prefix}{key}/", keeps_empty))
         else:
             flat[prefix + key] = value
     return flat

@@ -1,8 +1,7 @@
 """Monitors: what goes in and out of a buffer, how fast, and what code costs, as plain numbers.
 
-One rule: nothing here acts by itself. A monitor is told what happens and answers when it is asked;
-it keeps a window of fixed size, starts no thread and writes nowhere. All methods may be called from
-any thread. Logging belongs to the user: `snapshot()` gives numbers that any logger takes.
+One rule: a monitor is told what happens and answers when it is asked; it starts no thread and writes nowhere. It keeps
+a window of fixed size, and its methods may be called from any thread. Any logger takes the numbers of `snapshot()`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
     "p95": lambda durations: np.percentile(durations, 95),
     "max": np.max,
 }
-#: Columns of a tick: how many values, their sum, the largest, the smallest.
-_NUM, _SUM, _MAX, _MIN = range(4)
+#: A tick in which nothing was recorded: how many values, their sum, the largest, the smallest.
+_NOTHING: npt.NDArray[np.float64] = np.array([0.0, 0.0, -np.inf, np.inf])
 
 
 class Monitor(ABC):
@@ -50,7 +49,7 @@ class Monitor(ABC):
 
     def text(self) -> str:
         """Give the snapshot as one line: `name=value`, blanks between."""
-        return " ".join(f"{name}={_short(value)}" for name, value in self.snapshot().items())
+        return " ".join(f"{name}={x if isinstance(x, int) else f'{x:.4g}'}" for name, x in self.snapshot().items())
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.text()})"
@@ -61,8 +60,7 @@ class NaturalMonitor(Monitor):
 
     Args:
         window_s: Length of the time window in seconds, above 0.
-        num_slices: The window moves in this many steps, so that memory does not grow with the rate;
-            the rate is that of `window_s`, give or take one slice.
+        num_slices: The window moves in this many steps; the rate is that of `window_s`, give or take one slice.
         clock: Gives seconds; monotonic.
     """
 
@@ -108,17 +106,14 @@ class NaturalMonitor(Monitor):
     def _move(self) -> int:
         """Clear the slices that time has left; give the number of the current one."""
         current = int((self._clock() - self._started) * self.num_slices / self.window_s)
-        for slice_ in range(max(self._newest + 1, current - self.num_slices + 1), current + 1):
-            self._slices[slice_ % self.num_slices] = 0
+        for left in range(max(self._newest + 1, current - self.num_slices + 1), current + 1):
+            self._slices[left % self.num_slices] = 0
         self._newest = max(self._newest, current)
         return self._newest
 
 
 class TickMonitor(Monitor):
     """Rolling mean, largest and smallest value of some quantities over the last `window` ticks.
-
-    Args:
-        window: How many ticks are remembered, at least 1.
 
     A tick is one call of `record`, with one value per item or one for all of them. Means are over
     items, not over ticks. Memory: `window` rows of 4 numbers per quantity.
@@ -140,12 +135,12 @@ class TickMonitor(Monitor):
         Raises:
             UsageError: The quantity is not one of `FIELDS`, or a value is not a finite number.
         """
-        rows = {name: _summary(name, value, self.FIELDS) for name, value in values.items()}
+        tick = {name: _summary(name, value, self.FIELDS) for name, value in values.items()}
         with self._lock:
             place = self._num_ticks % self.window
             self._num_ticks += 1
-            for name in self.FIELDS:
-                self._ticks[name][place] = rows.get(name, _NOTHING)
+            for name, ticks in self._ticks.items():
+                ticks[place] = tick.get(name, _NOTHING)
 
     @property
     def num_ticks(self) -> int:
@@ -157,11 +152,10 @@ class TickMonitor(Monitor):
         with self._lock:
             found: dict[str, int | float] = {"ticks": self._num_ticks}
             for name, ticks in self._ticks.items():
-                number = ticks[:, _NUM].sum()
-                if number:
-                    found[f"{name}_mean"] = float(ticks[:, _SUM].sum() / number)
-                    found[f"{name}_max"] = float(ticks[:, _MAX].max())
-                    found[f"{name}_min"] = float(ticks[:, _MIN].min())
+                numbers, sums, highs, lows = ticks.T
+                if numbers.any():
+                    found[f"{name}_mean"] = float(sums.sum() / numbers.sum())
+                    found[f"{name}_max"], found[f"{name}_min"] = float(highs.max()), float(lows.min())
         return found
 
     def reset(self) -> None:
@@ -179,6 +173,52 @@ class OutTickMonitor(TickMonitor):
     """What is sampled from a buffer: one tick per sample."""
 
 
+class BufferMonitor(Monitor):
+    """What goes in and out of a managed buffer: events per second, and values of the last pushes and samples.
+
+    Args:
+        window_s: Seconds over which rates are taken.
+        window: Pushes, and samples, whose values are remembered.
+
+    Attributes:
+        pushed, sampled: Items per second (`NaturalMonitor`).
+        in_ticks, out_ticks: Values per push and per sample.
+    """
+
+    def __init__(self, window_s: float = 10.0, window: int = 100) -> None:
+        self.pushed, self.sampled = NaturalMonitor(window_s), NaturalMonitor(window_s)
+        self.in_ticks, self.out_ticks = InTickMonitor(window), OutTickMonitor(window)
+        self._parts: dict[str, Monitor] = {
+            "pushed": self.pushed,
+            "sampled": self.sampled,
+            "in": self.in_ticks,
+            "out": self.out_ticks,
+        }
+
+    def note_push(self, num_items: int, **values: Any) -> None:
+        """Note a push; `values` as `InTickMonitor.record` takes them."""
+        self.pushed.record(num_items)
+        self.in_ticks.record(size=num_items, **values)
+
+    def note_sample(self, num_items: int, **values: Any) -> None:
+        """Note a sample; `values` as `OutTickMonitor.record` takes them."""
+        self.sampled.record(num_items)
+        self.out_ticks.record(size=num_items, **values)
+
+    def snapshot(self) -> dict[str, int | float]:
+        """Give the numbers of all four monitors: `pushed/rate`, `out/staleness_max`, ..."""
+        return {f"{part}/{name}": x for part, one in self._parts.items() for name, x in one.snapshot().items()}
+
+    def text(self) -> str:
+        """Give one line."""
+        return "; ".join(f"{part}: {one.text()}" for part, one in self._parts.items())
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for one in self._parts.values():
+            one.reset()
+
+
 class PerformanceMonitor(Monitor):
     """Measure how long named pieces of code take.
 
@@ -194,7 +234,7 @@ class PerformanceMonitor(Monitor):
     def record(self, key: str, seconds: float) -> None:
         """Note a duration (finite, >= 0) under `key`, which need not exist."""
         if not isinstance(key, str) or not key:
-            raise UsageError("record a duration", "", "a name", repr(key))
+            raise UsageError("record a duration", expected="a name", got=repr(key))
         value = real(f"record a duration of {key!r}", "finite seconds", seconds, ">= 0", lambda x: 0 <= x < math.inf)
         with self._lock:
             self._durations.setdefault(key, deque(maxlen=self.window)).append(value)
@@ -268,9 +308,9 @@ def plot_snapshots(
     names = [name for name in known if name != x] if names is None else list(names)
     for name in (*names, *([] if x is None else [x])):
         if name not in known:
-            raise UsageError("plot snapshots", "", nearest(name, known), repr(name))
+            raise UsageError("plot snapshots", expected=nearest(name, known), got=repr(name))
     if not names:
-        raise UsageError("plot snapshots", "", "at least one name to draw", "none")
+        raise UsageError("plot snapshots", expected="at least one name to draw", got="none")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -284,14 +324,10 @@ def plot_snapshots(
     figure.savefig(path, dpi=110)
 
 
-#: A tick in which a quantity was not recorded: neutral to every statistic.
-_NOTHING: npt.NDArray[np.float64] = np.array([0.0, 0.0, -np.inf, np.inf])
-
-
 def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.float64]:
-    """Count, sum, largest and smallest of what was recorded."""
+    """Give number, sum, largest and smallest of what was recorded."""
     if name not in names:
-        raise UsageError("record a tick", "", nearest(name, names), repr(name))
+        raise UsageError("record a tick", expected=nearest(name, names), got=repr(name))
     try:
         if isinstance(value, torch.Tensor):
             value = value.detach().to("cpu", torch.float64)
@@ -309,10 +345,6 @@ def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.floa
 def _wait_for(device: torch.device | str | None) -> None:
     if device is not None and torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _short(value: int | float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def _seconds(value: float) -> str:

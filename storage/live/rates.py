@@ -17,7 +17,8 @@ from typing import Any
 from ..core.arguments import real, whole
 from ..errors import RolloutDataError, UsageError
 
-_STATE = ("num_inserted", "num_sampled")
+_ARGUMENTS = ("samples_per_insert", "tolerance", "min_inserts", "blocking", "timeout_s")
+_COUNTS = ("num_inserted", "num_sampled")
 
 
 class RateLimitedError(RolloutDataError, RuntimeError):
@@ -55,7 +56,7 @@ class RateLimiter:
             timeout_s = real(action, "timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
         self.timeout_s = timeout_s
         self.num_inserted = self.num_sampled = 0
-        #: The largest insertion and draw so far, which say what tolerance is needed.
+        #: The largest draw and insertion so far, which say what tolerance is needed.
         self._largest = [1, 1]
         self._is_closed = False
         self._changed = threading.Condition()
@@ -67,27 +68,34 @@ class RateLimiter:
 
     def insert(self, num_items: int = 1, waits: bool = True) -> bool:
         """Count an insertion of `num_items` and let it pass, at once or, if `waits`, after waiting; False if not."""
-        return self._pass(num_items, 0, self._may_insert, waits)
+        return self._pass(num_items, True, waits)
 
     def sample(self, num_items: int = 1, waits: bool = True) -> bool:
         """Count a draw of `num_items` and let it pass, at once or, if `waits`, after waiting; False if not."""
-        return self._pass(num_items, 1, self._may_sample, waits)
+        return self._pass(num_items, False, waits)
 
     def wait(self, num_items: int, is_push: bool, start_s: float) -> bool:
         """Wait, for `timeout_s` from `start_s` of `time.monotonic()`, until it would pass; nothing is counted."""
+        limit_s = inf if self.timeout_s is None else start_s + self.timeout_s
         with self._changed:
-            return self._wait(num_items, self._may_insert if is_push else self._may_sample, start_s)
+            while not self._may(num_items, is_push):
+                left_s = limit_s - time.monotonic()
+                if not self.blocking or self._is_closed or left_s <= 0:
+                    return False
+                self._changed.wait(None if left_s == inf else left_s)
+            return True
 
     def may_sample(self, num_items: int = 1) -> bool:
         """Tell whether a draw would pass at once; nothing is counted."""
         with self._changed:
-            self._largest_with(1, num_items := _checked(num_items))
-            return self._may_sample(num_items)
+            num_items = _checked(num_items)
+            self._largest_with(num_items, is_push=False)
+            return self._may(num_items, is_push=False)
 
     def may_insert(self, num_items: int = 1) -> bool:
         """Tell whether an insertion would pass at once; nothing is counted."""
         with self._changed:
-            return self._may_insert(_checked(num_items))
+            return self._may(_checked(num_items), is_push=True)
 
     def undo(self, num_inserted: int = 0, num_sampled: int = 0) -> None:
         """Take back what was let pass and then did not happen."""
@@ -107,68 +115,49 @@ class RateLimiter:
     def snapshot(self) -> dict[str, int | float]:
         """Give the counts, the balance and the ratio so far as plain numbers."""
         with self._changed:
-            inserted = self.num_inserted
-            ratio = self.num_sampled / inserted if inserted else 0.0
-            return {
-                "num_inserted": inserted,
-                "num_sampled": self.num_sampled,
-                "balance": self.balance,
-                "samples_per_insert": ratio,
-            }
+            ratio = self.num_sampled / self.num_inserted if self.num_inserted else 0.0
+            return {**self.state_dict(), "balance": self.balance, "samples_per_insert": ratio}
 
     def state_dict(self) -> dict[str, int]:
         """Give the counts."""
         with self._changed:
-            return {name: getattr(self, name) for name in _STATE}
+            return {name: getattr(self, name) for name in _COUNTS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over counts."""
-        inserted, sampled = (whole("load a limiter's state", name, state.get(name), 0) for name in _STATE)
-        self._set(inserted, sampled)
+        self._set(*(whole("load a limiter's state", name, state.get(name), 0) for name in _COUNTS))
 
     def to_json(self) -> dict[str, Any]:
         """Give the arguments that make an equal limiter."""
-        names = ("samples_per_insert", "tolerance", "min_inserts", "blocking", "timeout_s")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _ARGUMENTS}
 
     def _set(self, num_inserted: int, num_sampled: int) -> None:
         with self._changed:
             self.num_inserted, self.num_sampled = num_inserted, num_sampled
             self._changed.notify_all()
 
-    def _may_insert(self, num_items: int) -> bool:
-        is_filling = self.num_inserted < self.min_inserts  # drawing is not allowed yet, so nothing could make room
-        return is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
-
-    def _may_sample(self, num_items: int) -> bool:
-        is_filled = self.num_inserted >= self.min_inserts
-        return not num_items or (is_filled and self.balance - num_items >= -self.tolerance)
-
-    def _wait(self, num_items: int, may: Any, start_s: float) -> bool:
-        limit = None if self.timeout_s is None else start_s + self.timeout_s
-        while not may(num_items):
-            left = None if limit is None else limit - time.monotonic()
-            if not self.blocking or self._is_closed or (left is not None and left <= 0):
-                return False
-            self._changed.wait(left)
-        return True
-
-    def _pass(self, num_items: int, kind: int, may: Any, waits: bool) -> bool:
+    def _pass(self, num_items: int, is_push: bool, waits: bool) -> bool:
         num_items, start_s = _checked(num_items), time.monotonic()
         with self._changed:
-            self._largest = self._largest_with(kind, num_items)
-            if not (self._wait(num_items, may, start_s) if waits else may(num_items)):
+            self._largest = self._largest_with(num_items, is_push)
+            if not self._may(num_items, is_push) and not (waits and self.wait(num_items, is_push, start_s)):
                 return False
-            self._set(self.num_inserted + num_items * (kind == 0), self.num_sampled + num_items * (kind == 1))
+            self._set(self.num_inserted + num_items * is_push, self.num_sampled + num_items * (not is_push))
             return True
 
-    def _largest_with(self, kind: int, num_items: int) -> list[int]:
+    def _may(self, num_items: int, is_push: bool) -> bool:
+        is_filling = self.num_inserted < self.min_inserts
+        if is_push:  # drawing is not allowed while it is filling, so that nothing could make room
+            return is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
+        return not num_items or (not is_filling and self.balance - num_items >= -self.tolerance)
+
+    def _largest_with(self, num_items: int, is_push: bool) -> list[int]:
         """Give the largest sizes with this one; refuse those with which both sides could wait for each other."""
         largest = list(self._largest)
-        largest[kind] = max(largest[kind], num_items)
-        needed = (self.samples_per_insert * largest[0] + largest[1]) / 2
+        largest[is_push] = max(largest[is_push], num_items)
+        needed = (self.samples_per_insert * largest[True] + largest[False]) / 2
         if self.tolerance < needed:
-            what = f"insertions of {largest[0]} and draws of {largest[1]} items"
+            what = f"insertions of {largest[True]} and draws of {largest[False]} items"
             raise UsageError(f"limit {what}", "", f"a tolerance of at least {needed:g}", f"{self.tolerance:g}")
         return largest
 

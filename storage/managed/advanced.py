@@ -7,41 +7,29 @@ the next draw. Items and batches of tensors are two forms of the same rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf, isinf
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core import arguments
 from ..core.memory import own, tensor_of
-from ..core.tree import map_leaves
+from ..core.tree import flatten
 from ..errors import BufferEmptyError, SchemaError, UsageError
-from ..live.rates import RateLimitedError
 from ..prioritized.limits import UNKNOWN, RowLimits
-from ..prioritized.ring import Draw, PrioritizedRing, Update
+from ..prioritized.ring import Draw, PrioritizedRing
 from ..prioritized.rows import PriorityRule
 from ..saving.store import State
-from .buffer import ManagedBuffer
-from .ids import UNIQUE_ID, Request, earliest, leading_size, listed, plain_number, without_given
-from .items import Items, from_json, put_leaf, to_json
+from .buffer import Act, ManagedBuffer, Request
+from .ids import UNIQUE_ID, earliest, listed, plain_number
+from .items import Items, from_json, put_leaf, read_batch, read_items, to_json
 from .used_data import UsedData, UsedQueue, checked_data_id
 
-
-@dataclass(frozen=True)
-class Push:
-    """Checked items, and their priorities and iterations; None where none was given.
-
-    Attributes:
-        items: The items.
-        given: Priorities `[n]` as `own` gives them, and the largest.
-        collected: `[n]` int64.
-    """
-
-    items: Items
-    given: tuple[Any, float] | None
-    collected: torch.Tensor | None
+#: Where an error of tracked data was.
+_DATA = "that are data_ids"
 
 
 class AdvancedReplayBuffer(ManagedBuffer):
@@ -66,6 +54,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
     (`extend_tensors`, `sample_tensors`, `update_priorities`), which take a hundredth of the time. Batches
     are in the order of the slots; shuffle them before cutting them up.
     """
+
+    _contents = ("_store", "_ring", "_used")
 
     def __init__(
         self,
@@ -110,6 +100,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """Items that are neither overwritten nor removed."""
         return len(self._ring)
 
+    # What comes in.
+
     @torch.no_grad()
     def extend_tensors(
         self, batch: Mapping[str, Any], priorities: Any = None, collect_iter: Any = None
@@ -125,17 +117,76 @@ class AdvancedReplayBuffer(ManagedBuffer):
             `[min(n, size)]` int64, the ids of those that stay.
         """
         if not isinstance(batch, Mapping):
-            raise SchemaError("add a batch", "", "a mapping", type(batch).__name__)
-        start_s, num_rows = time.monotonic(), leading_size(batch)
+            raise SchemaError("add a batch", expected="a mapping", got=type(batch).__name__)
+        start_s = time.monotonic()
+        leaf: Any = next(iter(flatten(batch).values()), 0)
 
-        def work() -> tuple[Push, torch.Tensor]:
-            read = self._read_batch(batch, priorities, collect_iter)
-            return read, self.write(read)
+        def prepare() -> Act:
+            items = read_batch(batch, self._store.form)
+            given = None if priorities is None else self._ring.rows.checked(priorities, items.num_rows)
+            collected = self._checked_iterations(collect_iter, items.num_rows)
+            return partial(self._write, items, given, collected, start_s)
 
-        done = self._when_admitted(num_rows, True, work)
-        assert done is not None
-        self.note_push(num_rows, done[0], start_s)
-        return done[1]
+        ids: torch.Tensor = self._alone(len(leaf) if np.ndim(leaf) else 0, True, prepare)
+        return ids
+
+    def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
+        plain, priorities, iterations = [], [], []
+        for item in items:
+            if not isinstance(item, Mapping):
+                raise SchemaError("add an item", expected="a mapping", got=type(item).__name__)
+            one = dict(item)
+            priorities.append(one.pop("priority", None))
+            if "collect_iter" in one:  # a number in any form; never a column
+                one["collect_iter"] = plain_number(one["collect_iter"])
+            iterations.append(earliest(one.get("collect_iter")))
+            if self._used is not None and "data_id" in one:
+                one["data_id"] = checked_data_id(one["data_id"])
+            plain.append(one)
+        is_known = any(iteration != UNKNOWN for iteration in iterations)
+        collected = torch.tensor(iterations, dtype=torch.int64, device=self.device) if is_known else None
+        read = read_items(plain, self._store.form)
+        return partial(self._write, read, self._filled_in(priorities), collected, start_s)
+
+    def _write(
+        self, items: Items, given: tuple[Any, float] | None, collected: torch.Tensor | None, start_s: float
+    ) -> torch.Tensor:
+        """Add checked items with priorities `[n]`, and the largest, and iterations `[n]`; give the ids that stay."""
+        num_passed = max(0, items.num_rows - self.replay_buffer_size)  # overwritten by others of the same push
+        if self._used is not None:
+            pushed = [objects.get("data_id") for objects in items.objects or ()]
+            slots = self._store.ring.slot(self._store.next_ids(items.num_rows))
+            self._used.replace([*self._store.values(slots, "data_id"), *pushed[:num_passed]], pushed)
+        ids = self._store.write(items)
+        kept = None if given is None else (given[0][num_passed:], given[1])
+        self._ring.register(ids, kept, None if collected is None else collected[num_passed:])
+        self._note_push(items.num_rows, start_s, priority=self.max_priority if given is None else given[0])
+        return ids
+
+    def _checked_iterations(self, given: Any, num_rows: int) -> torch.Tensor | None:
+        if given is None:
+            return None
+        found = torch.as_tensor(given, device=self.device)
+        if found.is_floating_point() or found.dtype is torch.bool:
+            raise UsageError("add a batch", expected="collect_iter of integers", got=str(found.dtype))
+        if found.dim() > 1 or (found.dim() and len(found) != num_rows):
+            expected = f"a collect_iter, or {num_rows} of them"
+            raise UsageError("add a batch", expected=expected, got=f"shape {list(found.shape)}")
+        return found.long().expand(num_rows)
+
+    def _filled_in(self, priorities: list[Any]) -> tuple[Any, float] | None:
+        """Check priorities of items; those that are None become the largest so far."""
+        known = [plain_number(value) for value in priorities if value is not None]
+        if not known:
+            return None
+        _, largest = self._ring.rows.checked(known, len(known))
+        highest, values = self.max_priority, []
+        for value in priorities:
+            values.append(highest if value is None else float(value))
+            highest = max(highest, values[-1])
+        return own(torch.tensor(values, dtype=torch.float64, device=self.device)), largest
+
+    # What goes out.
 
     @torch.no_grad()
     def sample(
@@ -156,32 +207,6 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """
         return super().sample(size, cur_learner_iter, sample_range, replace)
 
-    def has(self, request: Request) -> bool:
-        self._drop(self._ring.limits.stale(request.iteration))
-        if request.size == 0:
-            return True
-        if request.sample_range is None:
-            return self._is_enough(request, self.count()) and self._ring.rows.total > 0
-        slots = self._slots_in(request)
-        return self._is_enough(request, len(slots)) and self._ring.rows.has_mass(slots)
-
-    def take(self, request: Request) -> list[Any] | None:
-        start_s = time.monotonic()
-        drawn = None if request.size == 0 else self._draw(request)
-        if drawn is None:
-            return [] if request.size == 0 else None
-        slots, limits = drawn.places, self._ring.limits
-        extra = {
-            **self._ids_of(drawn.ids, slots),
-            "priority": self._ring.rows.priorities[slots].tolist(),
-            "use": limits.uses_with(slots).tolist(),
-            "staleness": limits.staleness(slots, request.iteration).tolist(),
-            "IS": drawn.importance.tolist(),
-        }
-        found = self._store.items(slots, extra, self.output_device)
-        self._finish(drawn, request, start_s)
-        return found
-
     def sample_tensors(
         self, batch_size: int, cur_learner_iter: int = 0
     ) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -195,29 +220,85 @@ class AdvancedReplayBuffer(ManagedBuffer):
         Raises:
             BufferEmptyError: There are not enough items, or the rate limiter refuses (a `ValueError`).
         """
-        request = Request.checked(batch_size, cur_learner_iter, least=1)
-        try:
-            found = self._when_admitted(request.size, False, lambda: self.take_tensors(request))
-        except RateLimitedError:
-            expected, got = "draws that the rate limiter lets pass", f"a batch of {batch_size}"
-            raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first") from None
+        request = Request.checked(arguments.whole("sample", "batch_size", batch_size, 1), cur_learner_iter)
+        found: tuple[dict[str, Any], torch.Tensor, torch.Tensor] | None = self._alone(
+            request.size, False, lambda: self.prepare_tensors(request)
+        )
         if found is None:
-            expected, got = f"items for a batch of {batch_size}", f"{self.count()} of {self.push_count} that were added"
+            expected = f"items for a batch of {batch_size}"
+            if self.rate_limiter is not None:
+                expected += " that the rate limiter lets pass"
+            got = f"{self.count()} of {self.push_count} that were added"
             raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first")
         return found
 
-    def take_tensors(self, request: Request) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor] | None:
-        """Do what `sample_tensors` does; None if there are not enough. The lock is held, the limiter was asked."""
-        start_s = time.monotonic()
-        drawn = self._draw(request)
-        if drawn is None:
+    def prepare_sample(self, request: Request) -> Act | None:
+        return self._prepare(request, self._items_of)
+
+    def prepare_tensors(self, request: Request) -> Act | None:
+        """Do as `prepare_sample`, for `sample_tensors`."""
+        return self._prepare(request, self._batch_of)
+
+    def _prepare(self, request: Request, form: Callable[[Draw, Request], Any]) -> Act | None:
+        self._drop(self._ring.limits.stale(request.iteration))
+        if request.size == 0:
+            return list
+        among = None if request.sample_range is None else self._slots_in(request)
+        num_rows = self.count() if among is None else len(among)
+        is_enough = num_rows >= self.min_sample_ratio * request.size and self.push_count >= self.replay_start_size
+        if not is_enough or not self._ring.rows.has_mass(among):
             return None
-        batch = self._batch(drawn.places)
-        self._finish(drawn, request, start_s)
+        return partial(self._take, request, among, form)
+
+    def _slots_in(self, request: Request) -> torch.Tensor:
+        """List the slots of the items in a range by age, oldest first."""
+        ids = self._store.ring.ids()
+        slots = self._store.ring.slot(ids)
+        live = slots[tensor_of(self._ring.limits.holds(own(slots), own(ids)))]
+        found: torch.Tensor = live[list(request.among(len(live)))]
+        return found
+
+    def _take(self, request: Request, among: torch.Tensor | None, form: Callable[[Draw, Request], Any]) -> Any:
+        """Draw in some form, count the uses of what was drawn, and remove what was used up."""
+        start_s, drawn = time.monotonic(), self._ring.draw(request.size, self.rng, among)
+        assert drawn is not None
+        found = form(drawn, request)
+        if self.monitor is not None:
+            facts = self._facts(drawn, request)
+            facts["staleness"] = facts["staleness"][facts["staleness"] >= 0]
+            self.monitor.note_sample(request.size, time=time.monotonic() - start_s, **facts)
+        used_up = self._ring.limits.use(drawn.places)
+        if self._used is not None:
+            self._used.hold(self._store.values(drawn.places, "data_id"))
+        self._drop(used_up)
+        return found
+
+    def _facts(self, drawn: Draw, request: Request) -> dict[str, torch.Tensor]:
+        """Say of what was drawn, before it is counted, what `sample` and the monitor tell."""
+        slots, limits = drawn.places, self._ring.limits
+        return {
+            "priority": self._ring.rows.priorities[slots],
+            "use": limits.uses_with(slots),
+            "staleness": limits.staleness(slots, request.iteration),
+        }
+
+    def _items_of(self, drawn: Draw, request: Request) -> list[dict[str, Any]]:
+        facts = {**self._facts(drawn, request), "IS": drawn.importance}
+        lists = {name: values.tolist() for name, values in facts.items()}
+        return self._store.items(drawn.places, self._ids_of(drawn.ids, drawn.places) | lists, self.output_device)
+
+    def _batch_of(self, drawn: Draw, _: Request) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+        device = self.output_device or self.device
+        batch = self._store.columns(drawn.places, self.output_device, nested=True)
+        objects = self._store.objects(drawn.places)
+        for name in dict.fromkeys(name for one in objects for name in one):
+            values = [one.get(name) for one in objects]
+            is_number = all(isinstance(value, (bool, int, float)) for value in values)
+            put_leaf(batch, name, torch.tensor(values, device=device) if is_number else values)
         weights, ids = drawn.importance.float(), drawn.ids
-        if self.output_device is not None:
-            ids, weights = ids.to(self.output_device), weights.to(self.output_device)
-        return batch, weights, ids
+        return (batch, weights, ids) if device == self.device else (batch, weights.to(device), ids.to(device))
+
+    # What a learner found.
 
     def update(self, info: Mapping[str, Any]) -> int:
         """Take what a learner found about items of a sample.
@@ -247,7 +328,25 @@ class AdvancedReplayBuffer(ManagedBuffer):
             As for `update`.
         """
         with self._lock:
-            return self.apply_update(self.read_priorities(ids, priorities))
+            return self.prepare_priorities(ids, priorities)()
+
+    def prepare_update(self, info: Mapping[str, Any]) -> Callable[[], int]:
+        if not isinstance(info, Mapping):
+            raise UsageError("update", repr(self.name), "a mapping", type(info).__name__)
+        rows, priorities = self._rows_of(info.get(UNIQUE_ID)), info.get("priority")
+        update = self.prepare_priorities(*([], []) if priorities is None else (rows, priorities))
+        used = [checked_data_id(one) for one in listed(info.get("used_id"))]
+
+        def apply() -> int:
+            if self._used is not None:
+                self._used.release(used)
+            return update()
+
+        return apply
+
+    def prepare_priorities(self, ids: Any, priorities: Any) -> Callable[[], int]:
+        """Do as `prepare_update`, for `update_priorities`."""
+        return partial(self._ring.update, self._ring.checked_update(ids, priorities))
 
     def used_data(self) -> UsedQueue:
         """Give the queue of `data_id`s that no item and no sample needs any more; each comes once.
@@ -263,87 +362,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """Check what must always hold: (whether it does, what does not)."""
         with self._lock:
             ids = self._ring.limits.row_ids[self._ring.limits.valid_slots()]
-            if bool(((ids < self._store.oldest) | (ids >= self._store.total)).any()):
+            if bool(((ids < self._store.ring.oldest) | (ids >= self._store.ring.total)).any()):
                 return False, "an item that is overwritten counts"
             return self._ring.check_valid()
 
-    # Coming and going.
-
-    def read(self, items: Sequence[Any]) -> Push:
-        plain, priorities, iterations = [], [], []
-        for item in items:
-            if not isinstance(item, Mapping):
-                raise SchemaError("add an item", "", "a mapping", type(item).__name__)
-            one = dict(without_given(item))
-            priorities.append(one.pop("priority", None))
-            if "collect_iter" in one:  # a number in any form; never a column
-                one["collect_iter"] = plain_number(one["collect_iter"])
-            iterations.append(earliest(one.get("collect_iter")))
-            if self._used is not None and "data_id" in one:
-                one["data_id"] = checked_data_id(one["data_id"])
-            plain.append(one)
-        is_known = any(iteration != UNKNOWN for iteration in iterations)
-        collected = torch.tensor(iterations, dtype=torch.int64, device=self.device) if is_known else None
-        return Push(self._store.read_items(plain), self._filled_in(priorities), collected)
-
-    def write(self, read: Push) -> torch.Tensor:
-        """Add checked items; give the ids of those that stay."""
-        items, num_passed = read.items, max(0, read.items.num_rows - self.replay_buffer_size)
-        slots = self._store.slots(self._store.next_ids(items.num_rows))
-        gone = self._store.values(slots, "data_id")  # overwritten
-        ids = self._store.write(items)
-        given = None if read.given is None else (read.given[0][num_passed:], read.given[1])
-        self._ring.register(ids, given, None if read.collected is None else read.collected[num_passed:])
-        if self._used is not None:
-            first = (items.objects or [])[:num_passed]  # overwritten by others of the same push
-            passed = [one["data_id"] for one in first if one.get("data_id") is not None]
-            self._used.replace(gone + passed, passed + self._store.values(slots, "data_id"))
-        return ids
-
-    def read_update(self, info: Mapping[str, Any]) -> tuple[Update, list[Any]]:
-        if not isinstance(info, Mapping):
-            raise UsageError("update", repr(self.name), "a mapping", type(info).__name__)
-        rows, priorities = self._rows_of(info.get(UNIQUE_ID)), info.get("priority")
-        update = self._ring.checked_update(*([], []) if priorities is None else (rows, priorities))
-        return update, [checked_data_id(one) for one in listed(info.get("used_id"))]
-
-    def read_priorities(self, ids: Any, priorities: Any) -> tuple[Update, list[Any]]:
-        """Check what `update_priorities` is given; give what `apply_update` takes."""
-        return self._ring.checked_update(ids, priorities), []
-
-    def apply_update(self, read: tuple[Update, list[Any]]) -> int:
-        update, used = read
-        if self._used is not None:
-            self._used.release(used)
-        return self._ring.update(update)
-
-    def _read_batch(self, batch: Mapping[str, Any], priorities: Any, collect_iter: Any) -> Push:
-        items = self._store.read_batch(batch)
-        given = None if priorities is None else self._ring.rows.checked(priorities, items.num_rows)
-        if collect_iter is None:
-            return Push(items, given, None)
-        collected = torch.as_tensor(collect_iter, device=self.device)
-        if collected.is_floating_point() or collected.dtype is torch.bool:
-            raise UsageError("add a batch", "", "collect_iter of integers", str(collected.dtype))
-        if collected.dim() > 1 or (collected.dim() and len(collected) != items.num_rows):
-            expected = f"a collect_iter, or {items.num_rows} of them"
-            raise UsageError("add a batch", "", expected, f"shape {list(collected.shape)}")
-        return Push(items, given, collected.long().expand(items.num_rows))
-
-    def _filled_in(self, priorities: list[Any]) -> tuple[Any, float] | None:
-        """Check priorities of items; those that are None become the largest so far."""
-        known = [plain_number(value) for value in priorities if value is not None]
-        if not known:
-            return None
-        _, largest = self._ring.rows.checked(known, len(known))
-        highest, values = self.max_priority, []
-        for value in priorities:
-            values.append(highest if value is None else float(value))
-            highest = max(highest, values[-1])
-        return own(torch.tensor(values, dtype=torch.float64, device=self.device)), largest
-
-    def _push_values(self, read: Push) -> dict[str, Any]:
-        return {"priority": self.max_priority if read.given is None else read.given[0]}
+    # Removing and saving.
 
     def _drop(self, slots: torch.Tensor | None) -> None:
         """Remove the items in some slots, those that are still there; None is none."""
@@ -360,66 +383,10 @@ class AdvancedReplayBuffer(ManagedBuffer):
         super()._clear()
         self._ring.clear()
 
-    def _release(self) -> None:
-        super()._release()
-        self._ring = self._make_ring()
-
     def _make_ring(self) -> PrioritizedRing:
         size = self.replay_buffer_size
-        return PrioritizedRing(
-            size, 1, self.rule, self.device, RowLimits(size, **self._limits_given, device=self.device)
-        )
-
-    # Drawing.
-
-    def _is_enough(self, request: Request, num_rows: int) -> bool:
-        return num_rows >= self.min_sample_ratio * request.size and self.push_count >= self.replay_start_size
-
-    def _slots_in(self, request: Request) -> torch.Tensor:
-        """List the slots of the items in a range by age, oldest first."""
-        ids = torch.arange(self._store.oldest, self._store.total, device=self.device)
-        slots = self._store.slots(ids)
-        slots = slots[tensor_of(self._ring.limits.holds(own(slots), own(ids)))]
-        return slots[list(request.among(len(slots)))]
-
-    def _draw(self, request: Request) -> Draw | None:
-        """Remove what is stale, and draw; None if there is not enough."""
-        self._drop(self._ring.limits.stale(request.iteration))
-        among = None if request.sample_range is None else self._slots_in(request)
-        if not self._is_enough(request, self.count() if among is None else len(among)):
-            return None
-        return self._ring.draw(request.size, self.rng, among)
-
-    def _finish(self, drawn: Draw, request: Request, start_s: float) -> None:
-        """Count the uses of what was drawn, and remove what was used up."""
-        slots, limits = drawn.places, self._ring.limits
-        if self.monitor is not None:
-            staleness = limits.staleness(slots, request.iteration)
-            self.monitor.note_sample(
-                len(slots),
-                time=time.monotonic() - start_s,
-                use=limits.uses_with(slots),
-                priority=self._ring.rows.priorities[slots],
-                staleness=staleness[staleness >= 0],
-            )
-        used_up = limits.use(slots)
-        if self._used is not None:
-            self._used.hold(self._store.values(slots, "data_id"))
-        self._drop(used_up)
-
-    def _batch(self, slots: torch.Tensor) -> dict[str, Any]:
-        """Gather slots as a nested dict of tensors; objects that are numbers become tensors, others lists."""
-        device, objects = self.output_device, self._store.objects(slots)
-        batch = self._store.columns(slots, nested=True)
-        if device is not None:
-            batch = map_leaves(lambda leaf: leaf.to(device, non_blocking=True), batch)
-        for name in dict.fromkeys(name for one in objects or () for name in one):
-            values = [one.get(name) for one in objects or ()]
-            is_number = all(isinstance(value, (bool, int, float)) for value in values)
-            put_leaf(batch, name, torch.tensor(values, device=device or self.device) if is_number else values)
-        return batch
-
-    # Saving.
+        limits = RowLimits(size, **self._limits_given, device=self.device)
+        return PrioritizedRing(size, 1, self.rule, self.device, limits)
 
     def _arguments(self) -> dict[str, Any]:
         limits = {name: None if x is None or isinf(x) else x for name, x in self._limits_given.items()}
@@ -427,19 +394,17 @@ class AdvancedReplayBuffer(ManagedBuffer):
         tracking = {"enable_track_used_data": self._used is not None}
         return found | {"min_sample_ratio": self.min_sample_ratio, **tracking}
 
-    def _get_state(self) -> State:
-        numbers, tensors = self._ring.state(self._store.num_live)
-        used = None if self._used is None else to_json(self._used.to_json(), "that are data_ids").decode()
-        return self._state_with(self._store, {**numbers, "used_data": used}, tensors)
+    def _get_state(self) -> State:  # type: ignore[override]
+        state = super()._get_state()
+        numbers, tensors = self._ring.state(self._store.ring.num_live)
+        used = None if self._used is None else to_json(self._used.to_json(), _DATA).decode()
+        return State(state.arguments, {**state.numbers, **numbers, "used_data": used}, {**state.tensors, **tensors})
 
-    def _built(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        store, ring, text = (
-            self._store_of(self.replay_buffer_size, numbers, tensors),
-            self._make_ring(),
-            numbers["used_data"],
-        )
-        ring.restore(store.num_live, numbers, tensors)
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        text = numbers["used_data"]
         if (text is None) != (self._used is None):
             raise SchemaError("load a state", "", f"tracked data: {self._used is not None}", f"{text is not None}")
-        used = None if text is None else UsedData.from_json(from_json(text.encode(), "that are data_ids"))
-        return {"_store": store, "_ring": ring, "_used": used}
+        ring = self._make_ring()
+        ring.restore(min(numbers["total"], self.replay_buffer_size), numbers, tensors)
+        self._ring, self._used = ring, None if text is None else UsedData.from_json(from_json(text.encode(), _DATA))
+        super()._set_state(numbers, tensors)

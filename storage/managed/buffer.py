@@ -1,7 +1,7 @@
-"""`ManagedBuffer`: what all buffers share: checked pushes, uniform samples, ids, rates, monitors, saved state.
+"""`ManagedBuffer`, what all buffers of items share, and `NaiveReplayBuffer`, which draws them uniformly.
 
 One rule: a call is checked as a whole, and let pass by the rate limiter, before anything is changed; all of that
-under the buffer's lock. A manager does the same with several buffers at once, by `try_together`.
+under the buffer's lock. A manager does the same with several buffers at once, by `attempt`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,49 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
 from ..core import arguments
 from ..core.samplers import distinct, generator_on, uniform
 from ..errors import ClosedError, UsageError
+from ..live.monitors import BufferMonitor
 from ..live.rates import RateLimitedError, RateLimiter
 from ..saving.store import State, Store
-from .ids import SLOT, UNIQUE_ID, Request, UnknownNameError, as_items, split_unique_id
-from .items import ItemStore
-from .monitor import BufferMonitor
+from .ids import SLOT, UNIQUE_ID, UnknownNameError, as_items, several, split_unique_id
+from .items import ItemStore, read_items
 
 _Self = TypeVar("_Self", bound="ManagedBuffer")
-_Found = TypeVar("_Found")
+#: Does what was checked, and cannot fail.
+Act = Callable[[], Any]
+
+
+class Request(NamedTuple):
+    """What `sample` is asked for; see `ManagedBuffer.sample`."""
+
+    size: int
+    iteration: int = 0
+    sample_range: slice | None = None
+    replace: bool = False
+
+    @classmethod
+    def checked(cls, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False) -> Request:
+        """Check the arguments of a call; numbers of numpy become Python's."""
+        size = arguments.whole("sample", "size", size, 0)
+        if not arguments.is_whole(iteration):
+            raise UsageError("sample", expected="cur_learner_iter as an int", got=repr(iteration))
+        if sample_range is not None and not isinstance(sample_range, slice):
+            raise UsageError("sample", expected="sample_range as a slice or None", got=repr(sample_range))
+        return cls(size, int(iteration), sample_range, bool(replace))
+
+    def among(self, num_rows: int) -> range:
+        """Give the ages in the range asked for, of `num_rows` items, 0 for the oldest."""
+        return range(num_rows)[self.sample_range or slice(None)]
 
 
 class ManagedBuffer(Store):
-    """Items by row, under one lock, drawn uniformly unless a subclass overrides `has` and `take`.
+    """Items by row, under one lock.
 
     Args:
         replay_buffer_size: Items that fit, at least 1.
@@ -41,6 +65,9 @@ class ManagedBuffer(Store):
         monitor: Is told of pushes and samples; None for no monitor.
         rate_limiter: Lets pushes and samples pass, wait, or not; or the arguments of one.
     """
+
+    #: Attributes that a load replaces.
+    _contents: ClassVar[tuple[str, ...]] = ("_store",)
 
     def __init__(
         self,
@@ -55,7 +82,7 @@ class ManagedBuffer(Store):
     ) -> None:
         self.replay_buffer_size = arguments.whole("create a buffer", "replay_buffer_size", replay_buffer_size, 1)
         if not isinstance(name, str) or not name:
-            raise UsageError("create a buffer", "", "a name that is a non-empty str", repr(name))
+            raise UsageError("create a buffer", expected="a name that is a non-empty str", got=repr(name))
         self.name = name
         self.device = torch.device(device)
         self.output_device = None if output_device is None else torch.device(output_device)
@@ -79,15 +106,15 @@ class ManagedBuffer(Store):
 
     def append(self, data: Any) -> None:
         """Add one item."""
-        self.push([data])
+        self._push([data])
 
     def extend(self, data: Iterable[Any]) -> None:
         """Add several items."""
-        self.push(list(data))
+        self._push(several(data))
 
     def count(self) -> int:
         """Items that can be given."""
-        return self._store.num_live
+        return self._store.ring.num_live
 
     def __len__(self) -> int:
         return self.count()
@@ -95,7 +122,7 @@ class ManagedBuffer(Store):
     @property
     def push_count(self) -> int:
         """Items that were ever added, since creation or `clear`."""
-        return self._store.total
+        return self._store.ring.total
 
     def sample_check(
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
@@ -104,7 +131,7 @@ class ManagedBuffer(Store):
         request = Request.checked(size, cur_learner_iter, sample_range, replace)
         with self._lock:
             passes = self.rate_limiter is None or self.rate_limiter.may_sample(request.size)
-            return self.has(request) and passes and not self._is_closed
+            return self.prepare_sample(request) is not None and passes and not self._is_closed
 
     def sample(
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
@@ -122,15 +149,13 @@ class ManagedBuffer(Store):
             A list of copies; None if there are fewer than `size`, or none, or the rate limiter refuses.
         """
         request = Request.checked(size, cur_learner_iter, sample_range, replace)
-        try:
-            return self._when_admitted(request.size, False, lambda: self.take(request))
-        except RateLimitedError:
-            return None
+        found: list[Any] | None = self._alone(request.size, False, lambda: self.prepare_sample(request))
+        return found
 
     def update(self, info: Mapping[str, Any]) -> int:
         """Take what a learner found; gives the number of items that it was applied to."""
         with self._lock:
-            return self.apply_update(self.read_update(info))
+            return self.prepare_update(info)()
 
     def clear(self) -> None:
         """Forget every item; ids count from 0 again."""
@@ -149,7 +174,7 @@ class ManagedBuffer(Store):
             self.rate_limiter.close()
         with self._lock:
             self._clear()
-            self._release()
+            self._store = ItemStore(self.replay_buffer_size, self.device)
 
     def __enter__(self: _Self) -> _Self:
         self.start()
@@ -158,130 +183,112 @@ class ManagedBuffer(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # The steps of a call, for `try_together` and the manager. The lock is held in all but `wait`.
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Lock of all methods."""
-        return self._lock
-
-    def admit(self, num_items: int, is_push: bool) -> bool:
-        """Count what the limiter lets pass at once; False if it does not."""
-        self._check_open(is_push)
-        limiter = self.rate_limiter
-        return limiter is None or (limiter.insert if is_push else limiter.sample)(num_items, waits=False)
-
-    def undo(self, num_items: int, is_push: bool) -> None:
-        """Take back what `admit` counted."""
-        if self.rate_limiter is not None:
-            self.rate_limiter.undo(*((num_items, 0) if is_push else (0, num_items)))
-
-    def wait(self, num_items: int, is_push: bool, start_s: float) -> None:
-        """Wait until the limiter would let it pass, or raise `RateLimitedError`. No lock is held."""
-        if self.rate_limiter is None or self.rate_limiter.wait(num_items, is_push, start_s):
-            return
-        self._check_open(is_push)
-        advice = "Sample first, or raise the tolerance"
-        raise RateLimitedError("push into", repr(self.name), "draws to keep up", f"{num_items} more items", advice)
+    # The steps of a call, for `together` and the manager; the lock is held, but for the first.
 
     def as_list(self, data: Any) -> list[Any]:
         """List what was pushed: one item, or several."""
         return as_items(data)
 
     @abstractmethod
-    def read(self, items: Sequence[Any]) -> Any:
-        """Check items; give what `write` takes."""
+    def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
+        """Check items; give what adds them. The call began at `start_s` of `time.monotonic()`."""
 
     @abstractmethod
-    def write(self, read: Any) -> Any:
-        """Add checked items."""
+    def prepare_sample(self, request: Request) -> Act | None:
+        """Remove what is stale; give what draws, or None if there are not enough."""
 
-    def note_push(self, num_items: int, read: Any, start_s: float) -> None:
-        """Tell the monitor of a push that began at `start_s` of `time.monotonic()`."""
-        if self.monitor is not None:
-            self.monitor.note_push(num_items, time=time.monotonic() - start_s, **self._push_values(read))
-
-    def has(self, request: Request) -> bool:
-        """Tell whether there are enough for `take`."""
-        return request.size == 0 or len(request.among(self.count())) >= (1 if request.replace else request.size)
-
-    def take(self, request: Request) -> list[Any] | None:
-        """Check and draw; None if there are not enough."""
-        if request.size == 0 or not self.has(request):
-            return [] if request.size == 0 else None
-        start_s, ages = time.monotonic(), request.among(self.count())
-        drawn = (uniform if request.replace else distinct)(len(ages), request.size, self.rng)
-        found = self._items_at(ages.start + drawn * ages.step)
-        if self.monitor is not None:
-            self.monitor.note_sample(request.size, time=time.monotonic() - start_s)
-        return found
-
-    def read_update(self, info: Mapping[str, Any]) -> Any:
-        """Check an update; give what `apply_update` takes."""
+    def prepare_update(self, info: Mapping[str, Any]) -> Callable[[], int]:
+        """Check an update; give what applies it and tells to how many items."""
         if isinstance(info, Mapping):
             self._rows_of(info.get(UNIQUE_ID))
+        return lambda: 0
 
-    def apply_update(self, read: Any) -> int:
-        """Take a checked update."""
-        return 0
+    def passes(self, num_items: int, is_push: bool, start_s: float) -> bool:
+        """Wait, with no lock held, until the limiter would let so many items pass; False if it refuses them."""
+        if self.rate_limiter is None or self.rate_limiter.wait(num_items, is_push, start_s):
+            return True
+        self._check_open(is_push)
+        return False
 
-    def built(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Build new contents, attribute by attribute, from a state; raise if it does not fit. Nothing is changed."""
-        torch.Generator(self.rng.device).set_state(self._rng_state(tensors))
-        if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
-            RateLimiter(**self.rate_limiter.to_json()).load_state_dict(numbers["rate_limiter"])
-        return self._built(numbers, tensors)
+    # Saving.
 
-    def adopt(self, built: Mapping[str, Any], numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the contents, the limiter's counts and the random state by those of a state; cannot fail."""
+    def equal_with(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ManagedBuffer:
+        """Make an equal buffer with a state; raise if that does not fit."""
+        made: ManagedBuffer = self._from_arguments(self._arguments(), self.device)
+        made._set_state(numbers, tensors)
+        made.rng.set_state(self._rng_state(tensors))
+        return made
+
+    def adopt(self, made: ManagedBuffer) -> None:
+        """Take over items, counts and random state of an equal buffer, which is not used any more; cannot fail."""
+        vars(self).update({name: vars(made)[name] for name in self._contents})
+        self.rng.set_state(made.rng.get_state())
+        if self.rate_limiter is not None and made.rate_limiter is not None:
+            self.rate_limiter.load_state_dict(made.rate_limiter.state_dict())
+
+    def _arguments(self) -> dict[str, Any]:
+        """Give the arguments that make an equal buffer, as JSON."""
+        limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
+        return {"replay_buffer_size": self.replay_buffer_size, "name": self.name, "rate_limiter": limiter}
+
+    def _get_state(self, store: ItemStore | None = None) -> State:
+        """Take this apart; `store` holds the items if they are not to be saved as they lie."""
+        limiter = None if self.rate_limiter is None else self.rate_limiter.state_dict()
+        numbers, tensors = (store or self._store).state(f"of {self.name!r}")
+        return State(self._arguments(), numbers | {"rate_limiter": limiter}, tensors)
+
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Do as `Store` says; the limiter's counts are set last, as they cannot be put back."""
+        store = ItemStore(self._store.capacity, self.device)
+        self._store = store.restore(numbers, tensors, f"of {self.name!r}")
         if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
             self.rate_limiter.load_state_dict(numbers["rate_limiter"])
-        self.rng.set_state(self._rng_state(tensors))
-        vars(self).update(built)
+
+    def _rng_state(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Give the saved random state, or the own one if it is of a generator on another kind of device."""
+        own, saved = self.rng.get_state(), tensors["rng"]
+        return saved.cpu() if saved.shape == own.shape else own
+
+    def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        if isinstance(tensors.get("rng"), torch.Tensor):
+            tensors = {**tensors, "rng": self._rng_state(tensors)}
+        super()._take_state(numbers, tensors)
 
     # For subclasses.
-
-    def _items_at(self, ages: torch.Tensor) -> list[Any]:
-        """Copy the items of `[n]` ages, 0 for the oldest."""
-        raise NotImplementedError
-
-    def _built(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return {"_store": self._store_of(self.replay_buffer_size, numbers, tensors)}
-
-    def _push_values(self, read: Any) -> dict[str, Any]:
-        """Say what a monitor is told of a push."""
-        return {}
 
     def _clear(self) -> None:
         self._store.clear()
 
-    def _release(self) -> None:
-        """Free the memory."""
-        self._store = ItemStore(self.replay_buffer_size, self.device)
-
     def _push(self, items: Sequence[Any]) -> None:
         start_s = time.monotonic()
+        self._alone(len(items), True, lambda: self.prepare_push(items, start_s))
 
-        def work() -> tuple[Any]:
-            read = self.read(items)
-            self.write(read)
-            return (read,)
+    def _alone(self, num_items: int, is_push: bool, prepare: Callable[[], Act | None]) -> Any:
+        """Do `together` with this buffer alone; give the result, None if there is none."""
+        found = together({self: num_items}, is_push, lambda: [prepare()])
+        return None if found is None else found[0]
 
-        (read,) = self._when_admitted(len(items), True, work) or (None,)
-        self.note_push(len(items), read, start_s)
+    def _uniformly(self, request: Request, num_items: int, items_at: Callable[[torch.Tensor], list[Any]]) -> Act | None:
+        """Prepare a uniform draw among `num_items` items; `items_at` copies those of `[n]` ages, 0 for the oldest."""
+        ages = request.among(num_items)
+        if request.size == 0:
+            return list
+        if len(ages) < (1 if request.replace else request.size):
+            return None
 
-    def _when_admitted(self, number: int, is_push: bool, work: Callable[[], _Found | None]) -> _Found | None:
-        """Do `together` with this buffer alone."""
-        if self.rate_limiter is not None:
-            return together({self: number}, is_push, work)
-        with self._lock:
-            self._check_open(is_push)
-            return work()
+        def take() -> list[Any]:
+            start_s = time.monotonic()
+            drawn = (uniform if request.replace else distinct)(len(ages), request.size, self.rng)
+            found = items_at(ages.start + drawn * ages.step)
+            if self.monitor is not None:
+                self.monitor.note_sample(request.size, time=time.monotonic() - start_s)
+            return found
 
-    def _check_open(self, is_push: bool) -> None:
-        if self._is_closed:
-            action = "push into" if is_push else "sample from"
-            raise ClosedError(action, repr(self.name), "an open buffer", "a closed one", "Make a new one")
+        return take
+
+    def _note_push(self, num_items: int, start_s: float, **values: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.note_push(num_items, time=time.monotonic() - start_s, **values)
 
     def _ids_of(self, ids: torch.Tensor, slots: torch.Tensor) -> dict[str, list[Any]]:
         """Name items as samples do."""
@@ -289,7 +296,7 @@ class ManagedBuffer(Store):
         return {UNIQUE_ID: [f"{prefix}{row}" for row in ids.tolist()], SLOT: slots.tolist()}
 
     def _rows_of(self, unique_ids: Any) -> list[int]:
-        """Give the row ids that are in unique ids (None is none); raise if one is of another buffer."""
+        """Give the rows of unique ids (None is none); raise if one is of another buffer."""
         rows: list[int] = []
         for unique_id in [unique_ids] if isinstance(unique_ids, str) else [] if unique_ids is None else unique_ids:
             name, row = split_unique_id(unique_id)
@@ -298,82 +305,104 @@ class ManagedBuffer(Store):
             rows.append(row)
         return rows
 
-    def _rng_state(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Give the saved random state, or the own one if it is of a generator on another kind of device."""
-        own = self.rng.get_state()
-        return tensors["rng"].cpu() if tensors["rng"].shape == own.shape else own
-
-    def _store_of(self, capacity: int, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ItemStore:
-        return ItemStore.of_state(capacity, self.device, numbers, tensors, f"of {self.name!r}")
-
-    def _arguments(self) -> dict[str, Any]:
-        """Give the arguments that make an equal buffer, as JSON."""
-        limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
-        return {"replay_buffer_size": self.replay_buffer_size, "name": self.name, "rate_limiter": limiter}
-
-    def _state_with(self, store: ItemStore, *more: Mapping[str, Any]) -> State:
-        """Give the state of items, the limiter and the generator, and more numbers and tensors."""
-        limiter = None if self.rate_limiter is None else self.rate_limiter.state_dict()
-        numbers, tensors = store.state(f"of {self.name!r}")
-        more_numbers, more_tensors = more or ({}, {})
-        numbers |= {"rate_limiter": limiter, **more_numbers}
-        return State(self._arguments(), numbers, {**tensors, **more_tensors})
-
-    def _get_state(self) -> State:
-        return self._state_with(self._store)
-
-    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        self.adopt(self.built(numbers, tensors), numbers, tensors)
-
-    def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        if isinstance(tensors.get("rng"), torch.Tensor):
-            tensors = {**tensors, "rng": self._rng_state(tensors)}
-        super()._take_state(numbers, tensors)
-
-    @classmethod
-    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        made: Any = cls
-        return made(**arguments, device=device, generator=0)  # the saved random state comes next
+    def _check_open(self, is_push: bool) -> None:
+        if self._is_closed:
+            action = "push into" if is_push else "sample from"
+            raise ClosedError(action, repr(self.name), "an open buffer", "a closed one", "Make a new one")
 
 
-def try_together(
-    numbers: Mapping[ManagedBuffer, int], is_push: bool, work: Callable[[], _Found | None]
-) -> tuple[_Found | None, ManagedBuffer | None]:
-    """Do `work` under the locks of some buffers if all of their limiters let so many items of each pass at once.
-
-    What they counted is taken back, before the locks are released, if `work` raises or gives None.
+class NaiveReplayBuffer(ManagedBuffer):
+    """The last `replay_buffer_size` items, drawn uniformly.
 
     Args:
-        numbers: Items of each buffer; in the same order in every thread.
+        replay_buffer_size: Items that fit.
+        deepcopy: Has no effect: items are always copied in and out. Kept for callers that pass it.
+        **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`, `monitor`,
+            `rate_limiter`.
+
+    An item is a nested mapping. Its tensors and arrays are kept in columns, whose shapes and dtypes the
+    first item fixes; other leaves are copied as they are. `sample` gives items, or None; they bring `replay_unique_id`
+    (`<name>_<row>`) and `replay_buffer_idx` (the slot).
+    """
+
+    def __init__(self, replay_buffer_size: int, deepcopy: bool = False, **options: Any) -> None:
+        super().__init__(replay_buffer_size, **options)
+
+    def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
+        read = read_items(items, self._store.form)
+
+        def write() -> None:
+            self._store.write(read)
+            self._note_push(read.num_rows, start_s)
+
+        return write
+
+    def prepare_sample(self, request: Request) -> Act | None:
+        return self._uniformly(request, self.count(), self._items_at)
+
+    def _items_at(self, ages: torch.Tensor) -> list[Any]:
+        ids = self._store.ring.oldest + ages
+        slots = self._store.ring.slot(ids)
+        return self._store.items(slots, self._ids_of(ids, slots), self.output_device)
+
+
+def locked(buffers: Iterable[ManagedBuffer]) -> ExitStack:
+    """Take the locks of some buffers, in the same order in all threads, until the end of a `with`."""
+    with ExitStack() as stack:
+        for buffer in sorted(buffers, key=id):
+            stack.enter_context(buffer._lock)
+        return stack.pop_all()
+
+
+def attempt(
+    numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
+) -> tuple[list[Any] | None, ManagedBuffer | None]:
+    """Do something with some buffers if the limiters of all of them let so many items of each pass at once.
+
+    What the limiters counted is taken back, before the locks are released, if it is not done.
+
+    Args:
+        numbers: Items of each buffer.
         is_push: Whether they are pushed or sampled.
-        work: What is to be done.
+        prepare: Checks everything, with the locks held; gives what does it, None for what cannot be done.
 
     Returns:
-        What `work` gave, and the buffer whose limiter does not let it pass, or None.
+        The results, None if it was not done; and the buffer whose limiter does not let it pass, or None.
     """
-    with ExitStack() as locks, ExitStack() as undo:
-        for buffer in numbers:
-            locks.enter_context(buffer.lock)
+    with locked(numbers) as stack:
+        undo = stack.enter_context(ExitStack())
         for buffer, number in numbers.items():
-            if not buffer.admit(number, is_push):
+            buffer._check_open(is_push)
+            if (limiter := buffer.rate_limiter) is None:
+                continue
+            if not (limiter.insert if is_push else limiter.sample)(number, waits=False):
                 return None, buffer
-            undo.callback(buffer.undo, number, is_push)
-        found = work()
-        if found is not None:
-            undo.pop_all()
-        return found, None
+            undo.callback(limiter.undo, *((number, 0) if is_push else (0, number)))
+        acts = prepare()
+        if None in acts:
+            return None, None
+        found = [act() for act in acts if act is not None]
+        undo.pop_all()
+    return found, None
 
 
-def together(numbers: Mapping[ManagedBuffer, int], is_push: bool, work: Callable[[], _Found | None]) -> _Found | None:
-    """Do what `try_together` does, waiting, with no lock held, for limiters that let others wait.
+def together(
+    numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
+) -> list[Any] | None:
+    """Do what `attempt` does, waiting for limiters; None if a sample cannot be drawn or a limiter refuses it.
 
     Raises:
-        RateLimitedError: A limiter refuses, or its time is over.
+        RateLimitedError: A limiter refuses a push.
         ClosedError: A buffer is closed.
     """
     start_s = time.monotonic()
     while True:
-        found, refusing = try_together(numbers, is_push, work)
+        found, refusing = attempt(numbers, is_push, prepare)
         if refusing is None:
             return found
-        refusing.wait(numbers[refusing], is_push, start_s)
+        if refusing.passes(numbers[refusing], is_push, start_s):
+            continue
+        if is_push:
+            got, advice = f"{numbers[refusing]} more items", "Sample first, or raise the tolerance"
+            raise RateLimitedError("push into", repr(refusing.name), "draws to keep up", got, advice)
+        return None

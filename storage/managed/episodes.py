@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,15 +19,14 @@ from ..core.samplers import uniform
 from ..core.tree import unflatten
 from ..errors import SchemaError, UsageError
 from ..saving.store import State
-from .buffer import ManagedBuffer
-from .ids import SLOT, UNIQUE_ID, without_given
-from .items import Items, ItemStore
+from .buffer import Act, ManagedBuffer, Request
+from .ids import GIVEN, SLOT, UNIQUE_ID
+from .items import Items, ItemStore, read_batch, read_items
 
 _FIRST_STEPS = 256
 
 
-@dataclass(frozen=True)
-class _Episode:
+class _Episode(NamedTuple):
     """Where an episode lies: id of its first row, number of steps, and whether it came as a stack."""
 
     first: int
@@ -47,8 +45,10 @@ class EpisodeReplayBuffer(ManagedBuffer):
     An episode is a list of steps, each an item as for `NaiveReplayBuffer`, or a stack: a nested mapping
     of `[T, *event]` tensors and arrays. It comes back in the form in which it was pushed; the steps, or
     the stack, bring the `replay_unique_id` and `replay_buffer_idx` of the episode. `sample` gives whole
-    episodes.
+    episodes; `push` takes one, or a list of episodes that are lists of steps.
     """
+
+    _contents = ("_store", "_episodes", "_total")
 
     def __init__(self, replay_buffer_size: int, **options: Any) -> None:
         super().__init__(replay_buffer_size, **options)
@@ -72,33 +72,11 @@ class EpisodeReplayBuffer(ManagedBuffer):
         """Episodes that are there."""
         return len(self._episodes)
 
-    def push(self, data: Any) -> None:
-        """Add an episode (a list of steps, or a stack), or a list of episodes that are lists of steps.
-
-        Raises:
-            MissingFieldError, SchemaError, FieldTypeError: A step does not fit those before; nothing is added.
-            UsageError: An episode has no steps.
-        """
-        self.extend(self.as_list(data))
-
     def as_list(self, data: Any) -> list[Any]:
         """List what was pushed: one episode, or several."""
-        if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
-            raise SchemaError("push", "", "an episode or a list of episodes", type(data).__name__)
-        if isinstance(data, Mapping):
-            return [data]
-        listed = list(data)
-        return [listed] if listed and all(isinstance(step, Mapping) for step in listed) else listed
-
-    def append(self, data: Any) -> None:
-        """Add one episode."""
-        self.extend([data])
-
-    def extend(self, data: Iterable[Any]) -> None:
-        """Add several episodes, each a list of steps or a stack."""
-        if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Iterable):
-            raise SchemaError("push", repr(self.name), "a list of episodes", type(data).__name__)
-        self._push(list(data))
+        listed = super().as_list(data)
+        is_steps = not isinstance(data, Mapping) and listed and all(isinstance(step, Mapping) for step in listed)
+        return [listed] if is_steps else listed
 
     def sample_windows(self, num_windows: int, length: int) -> dict[str, Any]:
         """Draw windows of consecutive steps of one episode, uniformly over all that there are.
@@ -109,11 +87,11 @@ class EpisodeReplayBuffer(ManagedBuffer):
         Raises:
             ValueError: No episode is so long.
         """
-        arguments.whole("sample windows", "num_windows", num_windows, 1)
-        arguments.whole("sample windows", "length", length, 1)
+        num_windows = arguments.whole("sample windows", "num_windows", num_windows, 1)
+        length = arguments.whole("sample windows", "length", length, 1)
         with self._lock:
             self._check_open(is_push=False)
-            lengths = np.array([episode.length for episode in self._episodes], np.int64)
+            lengths = np.array(self.episode_len, np.int64)
             ends = np.maximum(lengths - length + 1, 0).cumsum()
             if not len(ends) or not ends[-1]:
                 longest = f"a longest episode of {lengths.max(initial=0)}"
@@ -123,89 +101,85 @@ class EpisodeReplayBuffer(ManagedBuffer):
             starts = np.array([one.first for one in self._episodes], np.int64)
             first = starts[episode] + number - np.concatenate([[0], ends])[episode]
             rows = torch.from_numpy(first[:, None] + np.arange(length)).to(self.device).flatten()
-            columns = self._store.columns(self._store.slots(rows))
-        device = self.output_device or self.device
-        return unflatten(
-            {name: leaf.view(num_windows, length, *leaf.shape[1:]).to(device) for name, leaf in columns.items()}
-        )
+            columns = self._store.columns(self._store.ring.slot(rows), self.output_device)
+        return unflatten({name: leaf.view(num_windows, length, *leaf.shape[1:]) for name, leaf in columns.items()})
 
-    def read(self, items: Sequence[Any]) -> list[tuple[Items, bool]]:
-        """Check episodes against the steps that are there and against each other; and say which are stacks."""
+    def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
+        """Check episodes against the steps that are there and against each other; give what adds them."""
         read: list[tuple[Items, bool]] = []
         for episode in items:
+            form = self._store.form or (read[0][0].form if read else None)
             is_stack = isinstance(episode, Mapping)
-            if not is_stack and (isinstance(episode, (str, bytes)) or not isinstance(episode, Iterable)):
-                raise SchemaError("push", repr(self.name), "a list of steps, or a stack", type(episode).__name__)
-            store = self._store.like(read[0][0]) if read else self._store
             if is_stack:
-                rows = store.read_batch(without_given(episode))
+                rows = read_batch({name: leaf for name, leaf in episode.items() if name not in GIVEN}, form)
+            elif isinstance(episode, Iterable) and not isinstance(episode, (str, bytes)):
+                rows = read_items(list(episode), form)
             else:
-                rows = store.read_items([without_given(step) for step in episode])
+                raise SchemaError("push", repr(self.name), "a list of steps, or a stack", type(episode).__name__)
             if not rows.num_rows:
                 raise UsageError("push", repr(self.name), "an episode of at least one step", "none")
             read.append((rows, is_stack))
-        return read
 
-    def write(self, read: list[tuple[Items, bool]]) -> None:
-        for rows, is_stack in read:
-            if self.count() == self.replay_buffer_size:
-                self._episodes.popleft()
-            self._make_room(rows.num_rows)
-            self._episodes.append(_Episode(self._store.total, rows.num_rows, is_stack))
-            self._store.write(rows)
-            self._total += 1
+        def write() -> None:
+            for rows, is_stack in read:
+                self._write(rows, is_stack)
+            self._note_push(len(read), start_s)
 
-    def _first_live(self) -> int:
-        """Give the id of the oldest step of an episode that is there."""
-        return self._episodes[0].first if self._episodes else self._store.total
+        return write
 
-    def _make_room(self, num_rows: int) -> None:
-        """Move to a larger store if live steps would be overwritten."""
+    def _write(self, rows: Items, is_stack: bool) -> None:
+        """Add an episode; move to a larger store if it would overwrite live steps."""
+        if self.count() == self.replay_buffer_size:
+            self._episodes.popleft()
         first, capacity = self._first_live(), self._store.capacity
-        while capacity < self._store.total - first + num_rows:
+        while capacity < self._store.ring.total - first + rows.num_rows:
             capacity *= 2
         if capacity > self._store.capacity:
             self._store = self._store.moved(first, capacity)
-            self._episodes = deque(_Episode(e.first - first, e.length, e.is_stack) for e in self._episodes)
+            self._episodes = deque(one._replace(first=one.first - first) for one in self._episodes)
+        self._episodes.append(_Episode(self._store.ring.total, rows.num_rows, is_stack))
+        self._store.write(rows)
+        self._total += 1
 
-    def _items_at(self, ages: torch.Tensor) -> list[Any]:
-        return [self._episode(age) for age in ages.tolist()]
+    def _first_live(self) -> int:
+        """Give the id of the oldest step of an episode that is there."""
+        return self._episodes[0].first if self._episodes else self._store.ring.total
+
+    def prepare_sample(self, request: Request) -> Act | None:
+        return self._uniformly(request, self.count(), lambda ages: [self._episode(age) for age in ages.tolist()])
 
     def _episode(self, age: int) -> Any:
         """Copy an episode, 0 for the oldest."""
-        episode = self._episodes[age]
+        first, length, is_stack = self._episodes[age]
         number = self._total - self.count() + age
         given = {UNIQUE_ID: f"{self.name}_{number}", SLOT: number % self.replay_buffer_size}
-        rows = torch.arange(episode.first, episode.first + episode.length, device=self.device)
-        slots = self._store.slots(rows)
-        if not episode.is_stack:
-            return self._store.items(slots, {n: [v] * episode.length for n, v in given.items()}, self.output_device)
-        leaves = self._store.columns(slots, contiguous=True)
-        device = self.output_device or self.device
-        stack = {n: x.cpu().numpy() if n in self._store.arrays else x.to(device) for n, x in leaves.items()}
-        return {**unflatten(stack), **given}
+        slots = self._store.ring.slot(torch.arange(first, first + length, device=self.device))
+        if not is_stack:
+            return self._store.items(
+                slots, {name: [value] * length for name, value in given.items()}, self.output_device
+            )
+        columns = self._store.columns(slots, self.output_device, contiguous=True)
+        return unflatten({name: self._store.given(name, column) for name, column in columns.items()}) | given
 
     def _clear(self) -> None:
         super()._clear()
         self._episodes.clear()
         self._total = 0
 
-    def _release(self) -> None:
-        self._store = ItemStore(_FIRST_STEPS, self.device)
-
-    def _get_state(self) -> State:
+    def _get_state(self) -> State:  # type: ignore[override]
         first = self._first_live()
-        episodes = torch.tensor([[e.length, e.is_stack] for e in self._episodes], dtype=torch.int64, device=self.device)
-        store = self._store.moved(first, max(1, self._store.total - first))
-        return self._state_with(store, {"num_episodes": self._total}, {"episodes": episodes.view(-1, 2)})
+        state = super()._get_state(self._store.moved(first, max(1, self._store.ring.total - first)))
+        episodes = torch.tensor([one[1:] for one in self._episodes], dtype=torch.int64, device=self.device)
+        tensors = {**state.tensors, "episodes": episodes.view(-1, 2)}
+        return State(state.arguments, {**state.numbers, "num_episodes": self._total}, tensors)
 
-    def _built(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        total, num_episodes, listed = numbers["total"], numbers["num_episodes"], tensors["episodes"].tolist()
-        ends = list(accumulate(length for length, _ in listed))
-        is_whole = (ends or [0])[-1] == total and all(length > 0 for length, _ in listed)
-        if not is_whole or len(listed) != min(num_episodes, self.replay_buffer_size):
+    def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        total, self._total, listed = numbers["total"], numbers["num_episodes"], tensors["episodes"].tolist()
+        stops = list(accumulate(length for length, _ in listed))
+        is_whole = (stops or [0])[-1] == total and all(length > 0 for length, _ in listed)
+        if not is_whole or len(listed) != min(self._total, self.replay_buffer_size):
             raise SchemaError("load a state", "with 'episodes'", f"episodes of {total} steps", str(listed)[:60])
-        places = zip(ends, listed, strict=True)
-        episodes = deque(_Episode(end - length, length, bool(is_stack)) for end, (length, is_stack) in places)
-        store = self._store_of(max(_FIRST_STEPS, total), numbers, tensors)
-        return {"_store": store, "_episodes": episodes, "_total": num_episodes}
+        places = zip(stops, listed, strict=True)
+        self._episodes = deque(_Episode(stop - length, length, bool(is_stack)) for stop, (length, is_stack) in places)
+        self._store = ItemStore(max(_FIRST_STEPS, total), self.device)
+        super()._set_state(numbers, tensors)

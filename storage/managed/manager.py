@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,14 +17,12 @@ import torch
 from ..core import arguments
 from ..core.samplers import generator_on
 from ..errors import ClosedError, UsageError, nearest
-from ..live.rates import RateLimitedError
 from ..saving.store import State, Store
 from .advanced import AdvancedReplayBuffer
-from .buffer import ManagedBuffer, together, try_together
+from .buffer import Act, ManagedBuffer, NaiveReplayBuffer, Request, attempt, locked, together
 from .episodes import EpisodeReplayBuffer
-from .ids import Request, as_items, checked_iteration, raise_unknown
-from .naive import NaiveReplayBuffer
-from .shares import checked_ratio, checked_sizes, share_out_sample, share_out_update
+from .ids import as_items, raise_unknown
+from .shares import checked_ratio, share_out_sample, share_out_update
 from .used_data import UsedQueue
 
 _Self = TypeVar("_Self", bound="BufferManager")
@@ -85,7 +82,7 @@ class BufferManager(Store):
 
     def __getitem__(self, name: str) -> Any:
         """Give the buffer of a name."""
-        return self._buffer(name)
+        return self._buffers[name] if name in self._buffers else raise_unknown(name, self._buffers)
 
     # What comes in.
 
@@ -103,19 +100,9 @@ class BufferManager(Store):
             As `push`: An item does not fit one of the buffers.
         """
         self._check_open("push data")
-        start_s = time.monotonic()
-        given = self._routed(data, buffer_name)
-        shares = {buffer: given[name] for name, buffer in self._buffers.items() if name in given}
-        numbers = {buffer: len(items) for buffer, items in shares.items()}
-
-        def work() -> list[Any]:
-            read = [buffer.read(items) for buffer, items in shares.items()]
-            for buffer, one in zip(shares, read, strict=True):
-                buffer.write(one)
-            return read
-
-        for buffer, one in zip(shares, together(numbers, True, work) or (), strict=True):
-            buffer.note_push(numbers[buffer], one, start_s)
+        start_s, items = time.monotonic(), self._routed(data, buffer_name)
+        numbers = {buffer: len(part) for buffer, part in items.items()}
+        together(numbers, True, lambda: [buffer.prepare_push(part, start_s) for buffer, part in items.items()])
 
     def push(self, data: Any, buffer_name: str | Sequence[str] | None = None) -> None:
         """Do what `push_data` does."""
@@ -138,13 +125,13 @@ class BufferManager(Store):
         sample_ratio: Mapping[str, float] | None = None,
     ) -> bool:
         """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
-        cur_learner_iter = checked_iteration(cur_learner_iter)
+        Request.checked(0, cur_learner_iter)
         with self._choice_lock:
             before = self.rng.get_state()
             _, sizes = self._shared_out(batch_size, sample_ratio)
             self.rng.set_state(before)  # the next sample shares out alike
-            with self._locked(sizes):
-                found = [self._buffers[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
+            with locked(self[name] for name in sizes):
+                found = [self[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
         return all(found) and not self._is_closed
 
     def sample(
@@ -205,18 +192,18 @@ class BufferManager(Store):
         """
         tracking = [name for name, buffer in self._buffers.items() if isinstance(buffer, AdvancedReplayBuffer)]
         parts = share_out_update(info, self._buffers, tracking)
-        with self._locked(parts):
-            read = {name: self._buffers[name].read_update(part) for name, part in parts.items()}
-            return sum(self._buffers[name].apply_update(one) for name, one in read.items())
+        with locked(self[name] for name in parts):
+            acts = [self[name].prepare_update(part) for name, part in parts.items()]
+            return sum(act() for act in acts)
 
     def update_priorities(self, ids: Mapping[str, Any], priorities: Mapping[str, Any]) -> int:
         """Set priorities of rows by name of the buffer, as `sample_tensors` gave them; gives how many were applied."""
         if set(ids) != set(priorities):
             raise UsageError("update priorities", "", f"priorities of {sorted(ids)}", str(sorted(priorities)))
         buffers = {name: self._prioritized(name) for name in ids}
-        with self._locked(ids):
-            read = {name: buffer.read_priorities(ids[name], priorities[name]) for name, buffer in buffers.items()}
-            return sum(buffers[name].apply_update(one) for name, one in read.items())
+        with locked(buffers.values()):
+            acts = [buffer.prepare_priorities(ids[name], priorities[name]) for name, buffer in buffers.items()]
+            return sum(act() for act in acts)
 
     def used_data(self, buffer_name: str | None = None) -> UsedQueue:
         """Give a buffer's queue of `data_id`s that are not needed any more; None is the only buffer."""
@@ -228,21 +215,19 @@ class BufferManager(Store):
     def count(self, buffer_name: str | None = None) -> int:
         """Items in a buffer; None for the least of all buffers."""
         if buffer_name is not None:
-            return self._buffer(buffer_name).count()
-        return min(buffer.count() for buffer in self._buffers.values())
+            return len(self[buffer_name])
+        return min(map(len, self._buffers.values()))
 
     def clear(self, buffer_names: str | Sequence[str] | None = None) -> None:
         """Forget the items of some buffers; None for all."""
         names = self.buffer_name if buffer_names is None else _names(buffer_names)
-        for buffer in [self._buffer(name) for name in names]:
+        for buffer in [self[name] for name in names]:
             buffer.clear()
 
     def start(self) -> None:
         """Do nothing: there are no threads. For callers that start what they use."""
 
-    def run(self) -> None:
-        """Do what `start` does."""
-        self.start()
+    run = start
 
     def close(self) -> None:
         """Close every buffer. May be called twice."""
@@ -271,17 +256,17 @@ class BufferManager(Store):
             super().load_state_dict(state)
             return
         its = state["arguments"]["cfg"]
-        with self._locked(self._buffers):
+        with locked(self._buffers.values()):
             places = {name: place for place, name in enumerate(its["buffer_name"]) if name in self._buffers}
             for name in places:
                 arguments = {key: value for key, value in its[name].items() if key != "type"}
-                self._buffers[name].check_equal(type(self._buffers[name]).__name__, {**arguments, "name": name})
-            self._set_buffers(places, state["numbers"], state["tensors"])
+                self[name].check_equal(type(self[name]).__name__, {**arguments, "name": name})
+            self._load_buffers(places, state["numbers"], state["tensors"])
 
     def _get_state(self) -> State:
         cfg: dict[str, Any] = {"buffer_name": self.buffer_name, "sample_ratio": self.sample_ratio}
         numbers: dict[str, Any] = {}
-        with self._choice_lock, self._locked(self._buffers):
+        with self._choice_lock, locked(self._buffers.values()):
             tensors: dict[str, torch.Tensor] = {}
             for place, (name, buffer) in enumerate(self._buffers.items()):
                 state = buffer.copy_state()  # before the locks are released
@@ -292,33 +277,25 @@ class BufferManager(Store):
         return State({"cfg": cfg}, {"buffers": numbers}, tensors)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        with self._locked(self._buffers):
-            self._set_buffers({name: place for place, name in enumerate(self._buffers)}, numbers, tensors)
+        with locked(self._buffers.values()):
+            self._load_buffers({name: place for place, name in enumerate(self._buffers)}, numbers, tensors)
 
-    def _set_buffers(
+    def _load_buffers(
         self, places: Mapping[str, int], numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
         """Load some buffers, all or none; `places` are their numbers in the state."""
-        parts = {}
+        made = {}
         for name, place in places.items():
             prefix = f"buffer/{place}/"
             own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-            parts[name] = numbers["buffers"][name], own
-        built = {name: self._buffers[name].built(*part) for name, part in parts.items()}
-        for name, part in parts.items():
-            self._buffers[name].adopt(built[name], *part)
-
-    @classmethod
-    def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        return cls(arguments["cfg"], device=device, generator=0)  # the saved random state comes next
+            made[name] = self[name].equal_with(numbers["buffers"][name], own)
+        for name, buffer in made.items():
+            self[name].adopt(buffer)
 
     # Inside.
 
-    def _buffer(self, name: Any) -> ManagedBuffer:
-        return self._buffers[name] if name in self._buffers else raise_unknown(name, self._buffers)
-
     def _prioritized(self, name: str, action: str = "use tensors of") -> AdvancedReplayBuffer:
-        buffer = self._buffer(name)
+        buffer = self[name]
         if not isinstance(buffer, AdvancedReplayBuffer):
             raise UsageError(action, repr(name), "a buffer of type 'advanced'", "another")
         return buffer
@@ -326,55 +303,46 @@ class BufferManager(Store):
     def _only(self, action: str) -> str:
         if len(self._buffers) > 1:
             expected = "the name of one of " + ", ".join(map(repr, self._buffers))
-            raise UsageError(action, "", expected, "none", "Give buffer_name")
+            raise UsageError(action, expected=expected, got="none", advice="Give buffer_name")
         return next(iter(self._buffers))
 
     def _check_open(self, action: str) -> None:
         if self._is_closed:
-            raise ClosedError(action, "", "an open manager", "a closed one", "Make a new one")
+            raise ClosedError(action, expected="an open manager", got="a closed one", advice="Make a new one")
 
-    @contextmanager
-    def _locked(self, names: Iterable[str]) -> Iterator[None]:
-        """Hold the locks of some buffers, taken in the same order by all threads."""
-        wanted = set(names)
-        with ExitStack() as stack:
-            for name, buffer in self._buffers.items():
-                if name in wanted:
-                    stack.enter_context(buffer.lock)
-            yield
-
-    def _routed(self, data: Any, buffer_name: str | Sequence[str] | None) -> dict[str, list[Any]]:
+    def _routed(self, data: Any, buffer_name: str | Sequence[str] | None) -> dict[ManagedBuffer, list[Any]]:
         """Say which buffer gets which items."""
+        items = as_items(data) if buffer_name is None else []
+        names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in items]
+        if buffer_name is None and len(self._buffers) == 1 and all(name is None for name in names):
+            buffer_name = self._only("push data")
         if buffer_name is not None:
-            return {name: self._buffer(name).as_list(data) for name in _names(buffer_name)}
-        names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in as_items(data)]
-        if len(self._buffers) == 1 and all(name is None for name in names):
-            return {name: buffer.as_list(data) for name, buffer in self._buffers.items()}
-        shares: dict[str, list[Any]] = {}
-        for item, own in zip(as_items(data), names, strict=True):
+            return {self[name]: self[name].as_list(data) for name in _names(buffer_name)}
+        routed: dict[ManagedBuffer, list[Any]] = {}
+        for item, own in zip(items, names, strict=True):
             for name in [self._only("push data")] if own is None else _names(own):
-                self._buffer(name)
-                shares.setdefault(name, []).append(item)
-        return shares
+                routed.setdefault(self[name], []).append(item)
+        return routed
 
     def _shared_out(
         self, batch_size: int | Mapping[str, int], ratio: Mapping[str, float] | None
     ) -> tuple[list[int] | None, dict[str, int]]:
         """Give the order of all items, None if sizes were given by name; and the size by name."""
         if isinstance(batch_size, Mapping):
-            return None, checked_sizes(batch_size, self._buffers)
+            named = batch_size.items()
+            return None, {name: arguments.whole("sample", f"batch_size of {name!r}", x, 0) for name, x in named}
         size = arguments.whole("sample", "batch_size", batch_size, 0)
         shares = self._ratio if ratio is None else checked_ratio(ratio, self._buffers)
         if shares is None:
             advice = "Give it here or in the configuration"
-            raise UsageError("share out a sample", "", "a sample_ratio", "none", advice)
+            raise UsageError("share out a sample", expected="a sample_ratio", got="none", advice=advice)
         return share_out_sample(size, shares, self.rng)
 
     def _drawn(
         self, batch_size: Any, iteration: int, ratio: Mapping[str, float] | None, are_tensors: bool
     ) -> tuple[list[int] | None, dict[str, Any] | None]:
         """Draw from all buffers or from none: the order of the items, and samples by name; (None, None) if none."""
-        iteration, start_s = checked_iteration(iteration), time.monotonic()
+        request, start_s = Request.checked(0, iteration), time.monotonic()
         while True:
             self._check_open("sample")
             with self._choice_lock:
@@ -382,27 +350,21 @@ class BufferManager(Store):
                 order, sizes = self._shared_out(batch_size, ratio)
                 if are_tensors:
                     sizes = {name: size for name, size in sizes.items() if size}
-                numbers = {one: sizes[name] for name, one in self._buffers.items() if name in sizes}
-                found, refusing = try_together(numbers, False, partial(self._taken, sizes, iteration, are_tensors))
+                numbers = {self[name]: size for name, size in sizes.items()}
+                requests = {name: request._replace(size=size) for name, size in sizes.items()}
+                found, refusing = attempt(numbers, False, partial(self._prepared, requests, are_tensors))
                 if found is not None:
-                    return order, found
+                    return order, dict(zip(sizes, found, strict=True))
                 self.rng.set_state(before)
             # Nothing is held or counted here, so that other threads can do what this one waits for.
-            if refusing is None:
-                return None, None
-            try:
-                refusing.wait(numbers[refusing], False, start_s)
-            except RateLimitedError:
+            if refusing is None or not refusing.passes(numbers[refusing], False, start_s):
                 return None, None
 
-    def _taken(self, sizes: Mapping[str, int], iteration: int, are_tensors: bool) -> dict[str, Any] | None:
-        """Draw from all buffers or from none. Each is asked, so that all remove what is stale."""
-        requests = {name: Request(size, iteration) for name, size in sizes.items()}
-        take = {
-            name: self._prioritized(name).take_tensors if are_tensors else self._buffers[name].take for name in sizes
-        }
-        answers = [self._buffers[name].has(request) for name, request in requests.items()]
-        return {name: take[name](request) for name, request in requests.items()} if all(answers) else None
+    def _prepared(self, requests: Mapping[str, Request], are_tensors: bool) -> list[Act | None]:
+        """Ask every buffer, so that all remove what is stale."""
+        if are_tensors:
+            return [self._prioritized(name).prepare_tensors(request) for name, request in requests.items()]
+        return [self[name].prepare_sample(request) for name, request in requests.items()]
 
 
 def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
@@ -410,15 +372,15 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
     action = "make a buffer manager"
     names = cfg.get("buffer_name") if isinstance(cfg, Mapping) else None
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise UsageError(action, "", "a mapping with 'buffer_name', a list of names", repr(names))
+        raise UsageError(action, expected="a mapping with 'buffer_name', a list of names", got=repr(names))
     made: dict[str, ManagedBuffer] = {}
     for name in names:
         if not isinstance(name, str) or not name or name in made or name in _RESERVED:
             expected = f"names that are different non-empty str and not one of {', '.join(_RESERVED)}"
-            raise UsageError(action, "", expected, repr(name))
+            raise UsageError(action, expected=expected, got=repr(name))
         options = cfg.get(name)
         if not isinstance(options, Mapping):
-            raise UsageError(action, "", f"the arguments of {name!r} under its name", repr(options))
+            raise UsageError(action, expected=f"the arguments of {name!r} under its name", got=repr(options))
         options = {"device": device, **options}
         kind = options.pop("type", "advanced")
         if kind not in _KINDS:
@@ -429,7 +391,7 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
             raise UsageError(action, f"with {name!r}", f"arguments of {_KINDS[kind].__name__}", str(cause)) from cause
     unknown = sorted(set(map(str, cfg)) - set(made) - set(_RESERVED))
     if unknown:
-        raise UsageError(action, "", nearest(unknown[0], [*made, *_RESERVED]), repr(unknown[0]))
+        raise UsageError(action, expected=nearest(unknown[0], [*made, *_RESERVED]), got=repr(unknown[0]))
     return made
 
 

@@ -29,16 +29,16 @@ def checked_ratio(ratio: Any, names: Collection[str]) -> dict[str, float]:
         UsageError: A share is not in [0, 1], or they do not sum to 1.
     """
     if not isinstance(ratio, Mapping):
-        raise UsageError(_ACTION, "", "a ratio by name", type(ratio).__name__)
+        raise UsageError(_ACTION, expected="a ratio by name", got=type(ratio).__name__)
+    shares = dict.fromkeys(names, 0.0)
     for name, share in ratio.items():
-        if name not in names:
+        if name not in shares:
             raise_unknown(name, names)
-        if not arguments.is_real(share) or not 0 <= share <= 1 + _SLACK:
-            raise UsageError(_ACTION, f"with {name!r}", "shares in [0, 1]", repr(share))
-    total = math.fsum(ratio.values())
-    if not abs(total - 1) <= _SLACK:
-        raise UsageError(_ACTION, "", "shares that sum to 1", f"{total} of {dict(ratio)}")
-    return {name: float(ratio.get(name, 0)) for name in names}
+        shares[name] = arguments.real(_ACTION, f"share of {name!r}", share, "in [0, 1]", lambda x: 0 <= x <= 1 + _SLACK)
+    total = math.fsum(shares.values())
+    if abs(total - 1) > _SLACK:
+        raise UsageError(_ACTION, expected="shares that sum to 1", got=f"{total} of {dict(ratio)}")
+    return shares
 
 
 def share_out_sample(size: int, ratio: Mapping[str, float], rng: torch.Generator) -> tuple[list[int], dict[str, int]]:
@@ -58,14 +58,6 @@ def share_out_sample(size: int, ratio: Mapping[str, float], rng: torch.Generator
     return order, dict(zip(shares, counts, strict=True))
 
 
-def checked_sizes(sizes: Mapping[str, Any], names: Collection[str]) -> dict[str, int]:
-    """Check numbers of items by name."""
-    for name in sizes:
-        if name not in names:
-            raise_unknown(name, names)
-    return {name: arguments.whole("sample", f"batch_size of {name!r}", size, 0) for name, size in sizes.items()}
-
-
 def share_out_update(info: Any, names: Collection[str], tracking: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Cut an update of items of several buffers into one per buffer, in order.
 
@@ -79,22 +71,21 @@ def share_out_update(info: Any, names: Collection[str], tracking: Sequence[str])
         UsageError: An id is none, or there are not as many priorities.
     """
     if not isinstance(info, Mapping):
-        raise UsageError("update", "", "a mapping", type(info).__name__)
+        raise UsageError("update", expected="a mapping", got=type(info).__name__)
     ids, priorities = listed(info.get(UNIQUE_ID)), info.get("priority")
-    values = [None] * len(ids) if priorities is None else listed(priorities)
+    values = ids if priorities is None else listed(priorities)
     if len(values) != len(ids):
-        raise UsageError("update", "", f"{len(ids)} priorities", str(len(values)))
+        raise UsageError("update", expected=f"{len(ids)} priorities", got=str(len(values)))
     parts: dict[str, dict[str, Any]] = {}
     for unique_id, value in zip(ids, values, strict=True):
         name, _ = split_unique_id(unique_id)
         if name not in names:
             raise_unknown(name, names)
-        part = parts.setdefault(name, {UNIQUE_ID: [], "priority": []})
+        part = parts.setdefault(name, {UNIQUE_ID: [], "priority": None if priorities is None else []})
         part[UNIQUE_ID].append(unique_id)
-        part["priority"].append(value)
-    for part in parts.values() if priorities is None else ():
-        part["priority"] = None
-    used = listed(info.get("used_id"))
-    for name in tracking if used else ():
-        parts.setdefault(name, {})["used_id"] = used
+        if priorities is not None:
+            part["priority"].append(value)
+    if used := listed(info.get("used_id")):
+        for name in tracking:
+            parts.setdefault(name, {})["used_id"] = used
     return parts

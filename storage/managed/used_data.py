@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,67 +48,55 @@ class UsedQueue(queue.Queue[Any]):
 
 
 class UsedData:
-    """Count the users of data. Not locked: the buffer's lock is held."""
+    """Count the users of data. Not locked: the buffer's lock is held. None is no data."""
 
     def __init__(self) -> None:
         self.queue = UsedQueue()
-        #: Id -> items in the buffer that have it.
+        #: Id -> items in the buffer that have it, and samples at work that hold it.
         self._stored: Counter[Any] = Counter()
-        #: Id -> samples at work that hold it.
         self._held: Counter[Any] = Counter()
-        #: Ids that are in no item any more but held; in order.
-        self._waiting: dict[Any, None] = {}
 
     def replace(self, gone: Iterable[Any], new: Iterable[Any]) -> None:
         """Note the data of items that are gone and of new ones; what is in both is not given out in between."""
         for data_id in new:
-            self._stored[data_id] += 1
-            self._waiting.pop(data_id, None)
-            self.queue.withdraw(data_id)
+            if data_id is not None:
+                self._stored[data_id] += 1
+                self.queue.withdraw(data_id)
         for data_id in gone:
-            self._stored[data_id] -= 1
-            if self._stored[data_id] > 0:
-                continue
-            del self._stored[data_id]
-            if self._held[data_id] > 0:
-                self._waiting[data_id] = None
-            else:
-                del self._held[data_id]
-                self.queue.put(data_id)
+            if data_id is not None:
+                self._leave(self._stored, data_id)
 
     def hold(self, data_ids: Iterable[Any]) -> None:
         """Note a sample that holds these data, each once however often it is in the sample."""
-        self._held.update(set(data_ids))
+        self._held.update(set(data_ids) - {None})
 
     def release(self, data_ids: Iterable[Any]) -> None:
         """Note that one sample of each of these data is done with; others are ignored."""
         for data_id in dict.fromkeys(data_ids):
-            if self._held[data_id] > 1:
-                self._held[data_id] -= 1
-                continue
-            del self._held[data_id]
-            if data_id in self._waiting:
-                del self._waiting[data_id]
-                self.queue.put(data_id)
+            if data_id in self._held:
+                self._leave(self._held, data_id)
+
+    def _leave(self, users: Counter[Any], data_id: Any) -> None:
+        """Count one user less, and give the id out if it was the last one."""
+        users[data_id] -= 1
+        if users[data_id] <= 0:
+            del users[data_id]
+        if data_id not in self._stored and data_id not in self._held:
+            self.queue.put(data_id)
 
     def to_json(self) -> dict[str, Any]:
         """Take apart; ids are objects."""
-        return {
-            "queue": list(self.queue.queue),
-            "stored": [list(pair) for pair in self._stored.items()],
-            "held": [list(pair) for pair in self._held.items() if pair[1] > 0],
-            "waiting": list(self._waiting),
-        }
+        stored, held = ([list(pair) for pair in users.items()] for users in (self._stored, self._held))
+        return {"queue": list(self.queue.queue), "stored": stored, "held": held}
 
     @classmethod
-    def from_json(cls, state: dict[str, Any]) -> UsedData:
+    def from_json(cls, state: Mapping[str, Any]) -> UsedData:
         """Put together what `to_json` gave."""
         made = cls()
         for data_id in state["queue"]:
             made.queue.put(data_id)
-        made._stored.update({data_id: int(count) for data_id, count in state["stored"]})
-        made._held.update({data_id: int(count) for data_id, count in state["held"]})
-        made._waiting = dict.fromkeys(state["waiting"])
+        for users, pairs in ((made._stored, state["stored"]), (made._held, state["held"])):
+            users.update({data_id: int(count) for data_id, count in pairs})
         return made
 
 
@@ -118,5 +106,5 @@ def checked_data_id(given: Any) -> Any:
     try:
         hash([] if isinstance(data_id, torch.Tensor) else data_id)
     except TypeError:
-        raise UsageError("track data", "", "a data_id that is hashable", repr(given)[:60]) from None
+        raise UsageError("track data", expected="a data_id that is hashable", got=repr(given)[:60]) from None
     return data_id

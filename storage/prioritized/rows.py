@@ -91,17 +91,14 @@ class PrioritizedRows:
         """Exponent of the next draw's importance weights."""
         return self.rule.beta_after(self.num_draws)
 
-    @property
-    def total(self) -> float:
-        """Sum of all weights."""
-        return self._weights.reduce()
-
     def weights(self) -> torch.Tensor:
         """Copy all weights, `[capacity]` float64."""
         return self._weights.leaves_view().clone()
 
-    def has_mass(self, index: torch.Tensor) -> bool:
-        """Tell whether one of `[n]` rows may be drawn."""
+    def has_mass(self, index: torch.Tensor | None = None) -> bool:
+        """Tell whether one of `[n]` rows, or of all, may be drawn."""
+        if index is None:
+            return bool(self._least.value() < inf)
         return bool((self._weights.read(index) > 0).any())
 
     def checked(self, priorities: Any, num_rows: int) -> tuple[Any, float]:
