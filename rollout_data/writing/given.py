@@ -50,10 +50,11 @@ _STORAGE_FIELDS = ["observations", "critic_observations", "actions", "rewards", 
 
 
 def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Give the keyword values of `RolloutWriter.add` that were given, from its locals."""
-    extras: dict[str, Any] = given.pop("extras")
+    """Give the keyword values of `RolloutWriter.add` that were given, from its locals; None is not given."""
+    extras = given.pop("extras")
     del given["self"], given["transition"]
-    return {name: value for name, value in given.items() if value is not None and name != "include"} | extras
+    given.pop("include", None)
+    return {name: value for name, value in (given | extras).items() if value is not None}
 
 
 def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
         UsageError: One thing is given twice, by one name or by two.
     """
     if transition is None and _NOT_OURS.isdisjoint(keywords):  # as in most steps of most loops
-        return {name: value for name, value in keywords.items() if value is not None}
+        return dict(keywords)
     merged: dict[str, tuple[str, Any]] = {}
     for source, carried in ((items_of(transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
         for given, value in _with_next(source).items():

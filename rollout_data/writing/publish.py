@@ -26,10 +26,9 @@ from ..format.header import METADATA_NAME, layouts_of, read_header
 from ..format.schema import PACKED
 from ..format.write import write_block
 from ..index.folder import save_index_cache
-from .cut import Carry
 from .journal import Journal
 from .retention import prune
-from .stage import Staging
+from .stage import Carry, Staging
 
 #: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
 _MIN_UNCACHED_BLOCKS = 8

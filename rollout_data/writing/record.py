@@ -7,31 +7,34 @@ of the same form (names, dtypes, shapes) as the one before it is not checked aga
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from storage.codecs.codecs import check_codec, codec_of
+from storage.codecs.codecs import check_codec, check_writable, codec_of
 from storage.codecs.quantizers import image_error
+from storage.core.arguments import is_whole
 from storage.core.fields import Field, Schema, dtype_name
 from storage.core.memory import as_given, on_host
 from storage.core.tree import check_same_names, flatten
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 
 from ..format.header import DROPPED, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED
-from .cut import PRESENT
-from .observation_parts import ObservationParts
 
 OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
 REQUIRED = (OBSERVATION, "action")
 FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
 FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
+#: Mark of a frame that exists; the other marks are the flags of fragments.
+PRESENT = 128
 #: A value as it was given: an array, or a tensor where numpy has no such memory or dtype.
 Leaf = np.ndarray | torch.Tensor
-_ADD = "add a record"
+_ADD, _MAKE = "add a record", "make a RolloutWriter"
 
 
 @dataclass(eq=False)
@@ -45,9 +48,7 @@ class Rollout:
         policy_version: `[T, N]` int64, or one number for all.
         finals: Observation field -> `[k, *shape]` as stored, a row for each end in the order of time, then env; or
             None if none were given.
-        nonfinite: Field of rewards -> how many values are NaN or infinite, where there are any.
         max_errors: Field -> largest error that its codec made, where it loses.
-        is_plain: Known to end no trajectory and to lack no frame.
     """
 
     schema: Schema
@@ -55,24 +56,18 @@ class Rollout:
     marks: np.ndarray
     policy_version: np.ndarray | int
     finals: Mapping[str, np.ndarray] | None
-    nonfinite: Mapping[str, int]
     max_errors: Mapping[str, float]
-    is_plain: bool = False
 
     def steps(self, start: int, stop: int) -> Rollout:
-        """Give the steps `start:stop`, sharing memory; what was lost or is not finite is told for all steps."""
+        """Give the steps `start:stop`, sharing memory; errors of codecs are those of all steps."""
         ends = np.append(0, ends_of(self.marks).sum(axis=1).cumsum())
-        finals, version = self.finals, self.policy_version
-        if finals is not None:
-            finals = {name: rows[ends[start] : ends[stop]] for name, rows in finals.items()}
-        return Rollout(
-            self.schema,
-            {name: values[start:stop] for name, values in self.fields.items()},
-            self.marks[start:stop],
-            version[start:stop] if isinstance(version, np.ndarray) else version,
-            finals,
-            self.nonfinite,
-            self.max_errors,
+        version, finals = self.policy_version, self.finals
+        return replace(
+            self,
+            fields={name: values[start:stop] for name, values in self.fields.items()},
+            marks=self.marks[start:stop],
+            policy_version=version[start:stop] if isinstance(version, np.ndarray) else version,
+            finals=finals and {name: rows[ends[start] : ends[stop]] for name, rows in finals.items()},
         )
 
 
@@ -82,24 +77,50 @@ def ends_of(marks: np.ndarray) -> np.ndarray:
     return is_end
 
 
+def numbers(field: Field, values: np.ndarray) -> np.ndarray:
+    """Give stored values as numbers: bfloat16 stands as uint16."""
+    if field.dtype != "bfloat16":
+        return values
+    return torch.from_numpy(values).view(torch.bfloat16).float().numpy()
+
+
+def nonfinite_rewards(schema: Schema, values: Mapping[str, np.ndarray], marks: np.ndarray) -> dict[str, int]:
+    """Count the stored rewards `[T, N, ...]` that are NaN or infinite where there are frames, by field with any."""
+    found = {}
+    for name, field in schema.below(REWARD).items():
+        rewards = numbers(field, values[name])
+        if rewards.dtype.kind == "f" and not (is_finite := np.isfinite(rewards)).all():
+            found[name] = int((~is_finite.reshape(*marks.shape, -1) & (marks > 0)[..., None]).sum())
+    return {name: count for name, count in found.items() if count}
+
+
 class RolloutReader:
     """Check records and bring them into form.
 
     Args:
         num_envs: N.
-        parts: How the observation is cut and coded.
+        obs_segments, obs_disassemble_mapping: As of `RolloutWriter`.
         success_only: Whether `success` tells which of the trajectories that end are kept.
 
     Attributes:
         schema: What all records must have; None takes what the first one has. Set by the writer.
     """
 
-    def __init__(self, num_envs: int, parts: ObservationParts, success_only: bool) -> None:
+    def __init__(
+        self,
+        num_envs: int,
+        obs_segments: Mapping[str, Sequence[int]] | None,
+        obs_disassemble_mapping: Mapping[str, str] | None,
+        success_only: bool,
+    ) -> None:
         self.schema: Schema | None = None
-        self._num_envs, self._parts, self._success_only = num_envs, parts, success_only
+        self._num_envs, self._success_only = num_envs, success_only
+        self._segments = _checked_segments(obs_segments)
+        self._codecs = _checked_codecs(obs_disassemble_mapping, self._segments)
+        #: Of the last record that was read: its form, and names of its flags and of its final values.
         self._form: object = None
-        #: Names of the flags, of the final values and of the rewards in records of that form.
-        self._names: tuple[list[str], list[str], list[str]] = ([], [], [])
+        self._flags: list[str] = []
+        self._finals: list[str] = []
         self._all_present = np.full((1, num_envs), PRESENT, np.uint8)
 
     def read(self, record: Mapping[str, Any], is_step: bool) -> Rollout:
@@ -112,46 +133,94 @@ class RolloutReader:
         version = values.pop("policy_version", None)
         success = values.pop("success", None) if self._success_only else None
         fields = _leaves(values)
-        form = is_step, {name: (leaf.dtype, leaf.shape) for name, leaf in fields.items()}
-        is_known = form == self._form
-        flag_names, final_names, reward_names = names = self._names if is_known else _named(fields)
-        flags = {name: fields.pop(name) for name in flag_names}
-        finals = {name: fields.pop(name) for name in final_names}
+        form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()]
+        is_known, self._form = form == self._form, None
+        if not is_known:
+            self._flags = [name for name in FLAGS if name in fields]
+            self._finals = [name for name in fields if name.partition("/")[0] in FINALS]
+        flag_leaves = [(name, fields.pop(name)) for name in self._flags]
+        finals = {name: fields.pop(name) for name in self._finals}
         if not is_known:
             _check_required(fields)
-        fields = self._parts.split(fields, OBSERVATION, 1 if is_step else 2)
-        lead = (*(() if is_step else next(iter(fields.values())).shape[:1]), self._num_envs)
-        schema = declare(fields, len(lead), self._parts) if self.schema is None else self.schema
+        if self._segments:
+            fields = self._split(fields, OBSERVATION, 1 if is_step else 2)
+        lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
+        schema = self._declared(fields, len(lead)) if self.schema is None else self.schema
         if not is_known:
             _check_fields(schema, fields, lead)
-        # Where nothing ends, as in most steps, `add` takes half of the time so (64 envs: 17 us instead of 37).
-        is_plain = is_known and is_step and "env_mask" not in flags and not any(flag.any() for flag in flags.values())
-        marks = self._all_present
+        flags = {name: _flag(name, leaf, lead) for name, leaf in flag_leaves}
+        marks = self._all_present if is_step else np.full(lead, PRESENT, np.uint8)
+        # In most steps nothing ends: at 64 envs that look takes 1 us, and making the marks 7.
+        is_plain = "env_mask" not in flags and not any(map(np.count_nonzero, flags.values()))
         if not is_plain:
-            marks = _marks({name: _flag(name, leaf, lead) for name, leaf in flags.items()}, (*(1,) * is_step, *lead))
+            marks = _marks(flags, marks.shape)
             if self._success_only:
                 marks |= ends_of(marks) * ~_kept(success, marks) * np.uint8(DROPPED)
-        nonfinite = _nonfinite({name: fields[name] for name in reward_names}, marks)
         errors: dict[str, float] = {}
-        stored = {name: _stored(schema[name], leaf, errors) for name, leaf in fields.items()}
-        stored = {name: array[None] for name, array in stored.items()} if is_step else stored
+        stored = {}
+        for name, leaf in fields.items():
+            array = _stored(schema[name], leaf, errors)
+            stored[name] = array[None] if is_step else array
         rows = None
-        if finals and not is_plain:
+        if finals and not (is_known and is_plain):
             picked = self._pick_ends(finals, schema, lead, is_end := ends_of(marks))
             rows = {name: _stored(schema[name], leaf, errors) for name, leaf in picked.items()}
             if missing := [name for name in schema.below(PRIVILEGED) if name not in rows]:
                 rows |= {name: stored[name][is_end] for name in missing}
                 marks |= is_end * np.uint8(FINAL_OBSERVATION_ONLY)
-        rollout = Rollout(schema, stored, marks, _version(version, lead), rows, nonfinite, errors, is_plain)
-        self._form, self._names = form, names
+        rollout = Rollout(schema, stored, marks, _version(version, lead), rows, errors)
+        self._form = form
         return rollout
+
+    def _split(self, leaves: dict[str, Any], head: str, *num_leads: int) -> dict[str, Any]:
+        """Replace a flat observation by a view for each segment; check components that were given one by one.
+
+        `num_leads` are the numbers of axes that may stand before a component's shape, the likelier one first.
+        """
+        wanted = {f"{head}/{name}": shape for name, shape in self._segments.items()}
+        parts = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] == head}
+        others = {name: leaf for name, leaf in leaves.items() if name not in parts}
+        if head in parts:
+            flat, width = parts[head], sum(map(prod, wanted.values()))
+            if flat.ndim < 2 or flat.shape[-1] != width:
+                expected = f"{width} values in the last dimension, as obs_segments add up to"
+                raise SchemaError("split", repr(head), expected, f"shape {tuple(flat.shape)}")
+            parts, start = {}, 0
+            for name, shape in wanted.items():
+                stop = start + prod(shape)
+                parts[name] = flat[..., start:stop].reshape(*flat.shape[:-1], *shape)
+                start = stop
+        elif parts:
+            check_same_names(wanted, parts, "take the observation")
+            parts = {name: _shaped(name, parts[name], shape, num_leads) for name, shape in wanted.items()}
+        return {**parts, **others}
+
+    def _declared(self, fields: Mapping[str, Leaf], num_lead: int) -> Schema:
+        """Declare the schema that a first record has: observation, privileged, action, reward, extras."""
+        order = [OBSERVATION, PRIVILEGED, "action", REWARD]
+        ranks = {name: order.index(head) if (head := name.split("/")[0]) in order else len(order) for name in fields}
+        names = sorted(fields, key=ranks.__getitem__)
+        components = [name.removeprefix(OBSERVATION + "/") for name in names if name.startswith(OBSERVATION + "/")]
+        for name in self._codecs:
+            if name not in components:
+                expected = nearest(name, components)
+                raise SchemaError("code the component", "of obs_disassemble_mapping", expected, repr(name))
+        codecs = {f"{OBSERVATION}/{name}": codec for name, codec in self._codecs.items()}
+        dtypes = {name: dtype_name(fields[name].dtype, f"of {name!r}") for name in names}
+        shapes = {name: tuple(fields[name].shape[num_lead:]) for name in names}
+        schema = Schema(Field(name, shapes[name], dtypes[name], codecs.get(name, "raw")) for name in names)
+        for field in schema.values():
+            check_codec(field)
+        return schema
 
     def _pick_ends(
         self, leaves: dict[str, Leaf], schema: Schema, lead: tuple[int, ...], is_end: np.ndarray
     ) -> dict[str, Leaf]:
         """Pick the rows of the ends from `final_observation` and its privileged twin, by the field of the frames."""
-        is_whole = all(leaf.shape[: len(lead)] == lead for leaf in leaves.values())
-        leaves = self._parts.split(leaves, "final_observation", *((len(lead), 1) if is_whole else (1, len(lead))))
+        if self._segments:
+            is_whole_record = all(leaf.shape[: len(lead)] == lead for leaf in leaves.values())
+            num_leads = (len(lead), 1) if is_whole_record else (1, len(lead))
+            leaves = self._split(leaves, "final_observation", *num_leads)
         rows = {}
         for name, leaf in leaves.items():
             head, slash, rest = name.partition("/")
@@ -167,10 +236,62 @@ class RolloutReader:
         return rows
 
 
-def as_leaf(name: str, value: Any) -> Leaf:
+def _checked_segments(given: Any) -> dict[str, tuple[int, ...]]:
+    """Check `obs_segments`; empty takes the observation as it comes."""
+    if not isinstance(given or {}, Mapping):
+        raise UsageError(_MAKE, "with obs_segments", "a mapping of component names", repr(given))
+    shapes = {}
+    for name, shape in (given or {}).items():
+        try:
+            shapes[name] = (int(shape),) if is_whole(shape) else tuple(map(operator.index, shape))
+        except (TypeError, ValueError):
+            raise UsageError(_MAKE, "with obs_segments", "a shape for each component", repr(given)) from None
+        if not name or min(shapes[name], default=1) < 1:
+            raise UsageError(_MAKE, "with obs_segments", "named, non-empty shapes", f"{name!r}: {shapes[name]}")
+    return shapes
+
+
+def _checked_codecs(given: Any, segments: Mapping[str, Any]) -> dict[str, str]:
+    """Check `obs_disassemble_mapping` as far as that goes without data."""
+    if not isinstance(given or {}, Mapping):
+        raise UsageError(_MAKE, "with obs_disassemble_mapping", "a mapping of component names", repr(given))
+    for name, codec in (given or {}).items():
+        try:
+            check_writable(str(codec))
+        except UsageError as error:
+            where = f"with the codec of {name!r}"
+            raise UsageError(_MAKE, where, error.expected, repr(codec), error.advice) from error
+        if segments and name not in segments:
+            expected = f"names of obs_segments ({nearest(name, segments)})"
+            raise UsageError(_MAKE, "with obs_disassemble_mapping", expected, repr(name))
+    return dict(given or {})
+
+
+def _shaped(name: str, leaf: Any, shape: tuple[int, ...], num_leads: tuple[int, ...]) -> Any:
+    """Bring a component of shape `[..., *shape]` or flat `[..., D]` to its declared shape."""
+    for num_lead in num_leads:
+        if leaf.ndim >= num_lead and leaf.shape[num_lead:] in (shape, (prod(shape),)):
+            return leaf.reshape(*leaf.shape[:num_lead], *shape)
+    expected = f"shape [..., {shape}] as in obs_segments"
+    raise SchemaError("take the component", repr(name), expected, str(tuple(leaf.shape)))
+
+
+def _leaves(values: Mapping[str, Any]) -> dict[str, Leaf]:
+    """Walk a record; None is not given."""
+    found: dict[str, Leaf] = {}
+    for name, value in values.items():
+        if type(value) is np.ndarray:
+            found[name] = value
+        elif not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS:
+            flat = flatten(value, f"{name}/")
+            found.update({leaf: _leaf(leaf, item) for leaf, item in flat.items() if item is not None})
+        elif value is not None:
+            found[name] = _leaf(name, value)
+    return found
+
+
+def _leaf(name: str, value: Any) -> Leaf:
     """View a value as an array, or as a detached tensor where numpy cannot; copy only what neither can view."""
-    if type(value) is np.ndarray:
-        return value
     if isinstance(value, torch.Tensor):
         try:
             array: np.ndarray = value.numpy()
@@ -189,43 +310,6 @@ def as_leaf(name: str, value: Any) -> Leaf:
         return np.asarray(value)
     except ValueError as cause:
         raise SchemaError("take the value of", repr(name), "an array", str(cause)) from cause
-
-
-def declare(fields: Mapping[str, Leaf], num_lead: int, parts: ObservationParts) -> Schema:
-    """Declare the schema that a first record has: observation, privileged, action, reward, extras."""
-    order = [OBSERVATION, PRIVILEGED, "action", REWARD]
-    ranks = {name: order.index(head) if (head := name.split("/")[0]) in order else len(order) for name in fields}
-    names = sorted(fields, key=ranks.__getitem__)
-    components = [name.removeprefix(OBSERVATION + "/") for name in names if name.startswith(OBSERVATION + "/")]
-    for name in parts.codecs:
-        if name not in components:
-            raise SchemaError("code the component", "of obs_disassemble_mapping", nearest(name, components), repr(name))
-    codecs = {f"{OBSERVATION}/{name}": codec for name, codec in parts.codecs.items()}
-    dtypes = {name: dtype_name(fields[name].dtype, f"of {name!r}") for name in names}
-    shapes = {name: tuple(fields[name].shape[num_lead:]) for name in names}
-    schema = Schema(Field(name, shapes[name], dtypes[name], codecs.get(name, "raw")) for name in names)
-    for field in schema.values():
-        check_codec(field)
-    return schema
-
-
-def _leaves(values: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Walk a record; None is not given."""
-    found = {}
-    for name, value in values.items():
-        if not isinstance(value, (np.ndarray, torch.Tensor)) and isinstance(value, Mapping) and name not in FLAGS:
-            flat = flatten(value, f"{name}/")
-            found.update({leaf: as_leaf(leaf, item) for leaf, item in flat.items() if item is not None})
-        elif value is not None:
-            found[name] = as_leaf(name, value)
-    return found
-
-
-def _named(leaves: Mapping[str, Leaf]) -> tuple[list[str], list[str], list[str]]:
-    """Name the flags, the final values and the rewards of a record."""
-    finals = [name for name in leaves if name.partition("/")[0] in FINALS]
-    rewards = [name for name in leaves if name.partition("/")[0] == REWARD]
-    return [name for name in FLAGS if name in leaves], finals, rewards
 
 
 def _check_required(leaves: Mapping[str, Leaf]) -> None:
@@ -273,29 +357,29 @@ def _truth(name: str, leaf: Leaf) -> np.ndarray:
     return is_true
 
 
-def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, int]) -> np.ndarray:
+def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """Make the marks `[T, N]` of done, timeout, terminated, truncated and env_mask, each `[T, N]` bool."""
-    done, timeout, terminated, truncated, present = (flags.get(name) for name in FLAGS)
-    if present is None:
-        present = np.ones(shape, bool)
+    done, timeout, terminated, truncated, mask = (flags.get(name) for name in FLAGS)
+    is_seen = True if mask is None else mask
     if truncated is None:
         truncated = timeout
-    elif timeout is not None and (timeout & present != truncated & present).any():
+    elif timeout is not None and (timeout & is_seen != truncated & is_seen).any():
         raise UsageError(_ADD, "with both timeout and truncated", "the same values", "different ones")
-    if done is None:
-        none = np.zeros(shape, bool)
-        terminated, truncated = (none if flag is None else flag for flag in (terminated, truncated))
-    elif terminated is None:
+    if done is not None and terminated is None:
         # A stale timeout where nothing ended is no end: simulators leave old flags standing.
-        truncated = np.zeros(shape, bool) if truncated is None else truncated & done
-        terminated = done & ~truncated
-    else:
+        truncated = None if truncated is None else truncated & done
+        terminated = done if truncated is None else done & ~truncated
+    elif done is not None and terminated is not None:
         truncated = done & ~terminated if truncated is None else truncated
-        if ((terminated | truncated) & present != done & present).any():
+        if ((terminated | truncated) & is_seen != done & is_seen).any():
             where = "with done, terminated and truncated"
             raise UsageError(_ADD, where, "done = terminated | truncated", "a contradiction")
-    marks: np.ndarray = terminated * np.uint8(TERMINATED) | truncated * np.uint8(TRUNCATED) | np.uint8(PRESENT)
-    marks *= present
+    marks = np.full(shape, PRESENT, np.uint8)
+    for flag, mark in ((terminated, TERMINATED), (truncated, TRUNCATED)):
+        if flag is not None:
+            marks |= flag * np.uint8(mark)
+    if mask is not None:
+        marks *= mask
     return marks
 
 
@@ -303,7 +387,7 @@ def _kept(success: Any, marks: np.ndarray) -> np.ndarray:
     """Give `success` of a record as `[T, N]` bool; it may be missing where nothing ends."""
     if success is None and not ends_of(marks).any():
         return np.ones(marks.shape, bool)
-    flags = np.zeros(0) if success is None else _truth("success", as_leaf("success", success))
+    flags = np.zeros(0) if success is None else _truth("success", _leaf("success", success))
     if flags.size != marks.size:
         expected = f"success of shape {marks.shape[1:]} for a step, true where a trajectory is kept"
         raise SchemaError(_ADD, "with success_only", expected, f"shape {flags.shape}" * (flags.size > 0))
@@ -324,21 +408,10 @@ def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
     return leaf
 
 
-def _nonfinite(rewards: Mapping[str, Leaf], marks: np.ndarray) -> dict[str, int]:
-    """Count the rewards that are NaN or infinite where there are frames, by field; fields without any are left out."""
-    found = {}
-    for name, leaf in rewards.items():
-        array = on_host(leaf)
-        if array.dtype.kind == "f" and not (is_finite := np.isfinite(array)).all():
-            wrong = ~is_finite.reshape(*marks.shape, -1) & (marks >= PRESENT)[..., None]
-            found[name] = int(wrong.sum())
-    return {name: count for name, count in found.items() if count}
-
-
 def _version(version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
     if version is None:
         return -1
-    leaf = as_leaf("policy_version", version)
+    leaf = _leaf("policy_version", version)
     name, array = dtype_name(leaf.dtype, "of 'policy_version'"), on_host(leaf)
     if array.dtype.kind not in "iu":
         raise FieldTypeError(_ADD, "with policy_version", "integers", name)

@@ -1,36 +1,65 @@
-"""The frames of a block while it is being filled, the rows that are made of them, and counts of what is kept.
+"""The frames of a block while it is being filled, the fragments and rows that are made of them, and counts.
 
 One rule: a step is copied once, in the order in which it came, which keeps the caller least; the rows of a trajectory
-are brought together when the block is written, by the thread that writes it. Which fragments there are is
-decided in `cut.py`.
+are brought together when the block is written, by the thread that writes it. Fragments follow from integers alone:
+one byte per frame, then one number per fragment, never Python per env or per frame.
 """
 
 from __future__ import annotations
 
-import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
-import torch
 
-from storage.core.fields import Field, Schema
+from storage.core.fields import Schema
 from storage.core.memory import BufferPool
-from storage.errors import RolloutDataWarning
 
-from ..format.header import DATA, DROPPED, ENDS, FINAL, layouts_of
+from ..format.header import (
+    DATA,
+    DROPPED,
+    ENDS,
+    FINAL,
+    FINAL_OBSERVATION_ONLY,
+    FIRST,
+    FRAGMENT_DTYPE,
+    TENTATIVE,
+    layouts_of,
+)
 from ..format.rows import BlockContent, RowSource
 from ..format.schema import Column, RowLayout
-from .cut import PRESENT, Carry, Marks, cut
-from .record import REWARD, Rollout, ends_of
+from .record import PRESENT, REWARD, Rollout, ends_of, nonfinite_rewards, numbers
 
 #: A block is written without its unused rows when more than this part of them is unused.
 MAX_UNUSED_PART = 0.25
 #: Address space for one block: enough for any file, and no more than any system gives.
 MAX_STAGED_BYTES = 4 << 30
-#: Most environments have time limits of 1,000 steps: where nothing has ended in twice as many, ends are not told.
-MAX_STEPS_WITHOUT_END = 2000
+#: Steps that are counted together cost less than one by one; more of them would keep a caller waiting.
+MAX_UNCOUNTED_STEPS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """What one block hands on to the next: the trajectories that go on, by env.
+
+    Attributes:
+        trajectory: `[N]` int64, number of the trajectory in progress, -1 for none.
+        length: `[N]` int64, its published frames.
+        time_ns: `[N]` int64, when the last of them was recorded.
+        next_trajectory: Number of the trajectory that starts next.
+    """
+
+    trajectory: np.ndarray
+    length: np.ndarray
+    time_ns: np.ndarray
+    next_trajectory: int
+
+    @classmethod
+    def start(cls, num_envs: int, next_trajectory: int) -> Carry:
+        """Begin with no trajectory in progress."""
+        zeros = np.zeros(num_envs, np.int64)
+        return cls(np.full(num_envs, -1, np.int64), zeros, zeros, next_trajectory)
 
 
 class Staging:
@@ -45,21 +74,24 @@ class Staging:
 
     Attributes:
         num_steps: Steps taken. A `put` sets it last: one that is interrupted is overwritten by the next.
+        num_counted: Steps that a `Tally` has counted.
         is_sealed: No further step may be put: the block is being published.
         is_published: Its publication has begun; a second one must do nothing.
     """
 
     def __init__(self, schema: Schema, num_envs: int, max_steps: int, pool: BufferPool) -> None:
         self.schema, self.num_envs, self.max_steps = schema, num_envs, max_steps
-        lead = (max_steps, num_envs)
-        fields = layouts_of(schema)[DATA].stored.values()
-        self._values = {field.name: _empty(pool, (*lead, *field.shape), field.numpy_dtype) for field in fields}
+        lead, self._values = (max_steps, num_envs), {}
+        for name, field in layouts_of(schema)[DATA].stored.items():
+            shape, dtype = (*lead, *field.shape), field.numpy_dtype
+            self._values[name] = pool.take(prod(shape) * dtype.itemsize).numpy().view(dtype).reshape(shape)
         self._marks, self._times_ns = np.zeros(lead, np.uint8), np.zeros(max_steps, np.int64)
         #: First step of a rollout -> how many steps it has, its policy version(s), and its final rows.
         self._others: dict[int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None]] = {}
+        #: `[N]`: flags that end the trajectory of the block before, ahead of the first frame.
         self._before = np.zeros(num_envs, np.uint8)
         self._max_errors: dict[str, float] = {}
-        self.num_steps = 0
+        self.num_steps = self.num_counted = 0
         self.is_sealed = self.is_published = False
 
     @property
@@ -75,20 +107,20 @@ class Staging:
     def put(self, rollout: Rollout, time_ns: int) -> None:
         """Copy a rollout of at most `room` steps, the first of which was taken at `time_ns`."""
         start, count = self.num_steps, len(rollout.marks)
+        stop = start + count
         for name, values in rollout.fields.items():
-            self._values[name][start : start + count] = values
-        self._marks[start : start + count] = rollout.marks
-        self._times_ns[start : start + count] = time_ns if count == 1 else time_ns + np.arange(count)
+            self._values[name][start:stop] = values
+        self._marks[start:stop] = rollout.marks
+        self._times_ns[start:stop] = time_ns if count == 1 else time_ns + np.arange(count)
         for name, error in rollout.max_errors.items():
             self._max_errors[name] = max(error, self._max_errors.get(name, 0.0))
         finals = rollout.finals and {name: np.array(rows) for name, rows in rollout.finals.items()}
         self._others[start] = count, rollout.policy_version, finals
-        self.num_steps = start + count
+        self.num_steps = stop
 
     def end(self, env_ids: np.ndarray, flag: int) -> None:
         """End the trajectories in progress of these envs after their last frame."""
-        marks = self._marks[: self.num_steps, env_ids]
-        is_frame = (marks & PRESENT) > 0
+        is_frame = (self._marks[: self.num_steps, env_ids] & PRESENT) > 0
         has_frame = is_frame.any(axis=0)
         if has_frame.any():
             env = env_ids[has_frame]
@@ -102,16 +134,17 @@ class Staging:
         used = self.num_steps
         others = [(start, *other) for start, other in self._others.items() if start < used]
         finals, final_keys = self._joined_finals([(start, rows) for start, _, _, rows in others if rows is not None])
-        marks = Marks(
-            bits=np.ascontiguousarray(self._marks[:used].T),
-            before=self._before,
-            versions=self._joined_versions([(count, version) for _, count, version, _ in others]),
-            times_ns=self._times_ns[:used],
-            final_keys=final_keys,
-            is_tentative=is_tentative,
+        fragments, carry = cut(
+            np.ascontiguousarray(self._marks[:used].T),
+            self._before,
+            self._joined_versions([(count, version) for _, count, version, _ in others]),
+            self._times_ns[:used],
+            carry,
         )
-        fragments, carry = cut(marks, carry)
+        if is_tentative:
+            fragments["flags"] |= TENTATIVE
         sums = self._reward_sums(fragments)
+        fragments["final_row"] = _positions(final_keys, fragments["final_row"])
         has_final = np.flatnonzero(fragments["final_row"] >= 0)
         final_places = fragments["final_row"][has_final].copy()
         fragments["final_row"][has_final] = np.arange(len(has_final))
@@ -120,25 +153,19 @@ class Staging:
         if fragments["length"].sum() < (1 - MAX_UNUSED_PART) * used * self.num_envs:
             places = self._used_places(fragments)
             values = {name: array.reshape(-1, *array.shape[2:]) for name, array in values.items()}
-        layouts = layouts_of(self.schema)
-        data, final = layouts[DATA], layouts[FINAL]
-        tables: dict[str, dict[str, RowSource]] = {
-            DATA: {
-                name: StagedRows(data, column, values) if places is None else ChosenRows(data, column, values, places)
-                for name, column in data.columns.items()
-            },
-            FINAL: {name: ChosenRows(final, column, finals, final_places) for name, column in final.columns.items()},
-        }
-        return BlockContent(self.schema, writer, sequence, fragments, sums, tables, dict(self._max_errors)), carry
+        rows: dict[str, dict[str, RowSource]] = {}
+        for table, source, chosen in ((DATA, values, places), (FINAL, finals, final_places)):
+            layout = layouts_of(self.schema)[table]
+            rows[table] = {name: _Rows(layout, one, source, chosen) for name, one in layout.columns.items()}
+        return BlockContent(self.schema, writer, sequence, fragments, sums, rows, dict(self._max_errors)), carry
 
     def _joined_finals(
         self, parts: list[tuple[int, Mapping[str, np.ndarray]]]
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Join the final rows, `[k, *shape]` per field, and give `env * num_steps + step` of each, `[k]`."""
         keys = [np.zeros(0, np.int64)]
-        bounds = {start: start + self._others[start][0] for start, _ in parts}
-        for start, stop in bounds.items():
-            step, env = ends_of(self._marks[start:stop]).nonzero()
+        for start, _ in parts:
+            step, env = ends_of(self._marks[start : start + self._others[start][0]]).nonzero()
             keys.append(env * self.num_steps + start + step)
         stored = layouts_of(self.schema)[FINAL].stored
         joined = {
@@ -159,7 +186,7 @@ class Staging:
         if REWARD not in self.schema:
             return np.zeros((len(fragments), 0))
         width, num_rows = self.schema[REWARD].num_elements, self.num_envs * self.num_steps
-        rewards = _numbers(self.schema[REWARD], self._values[REWARD][: self.num_steps])
+        rewards = numbers(self.schema[REWARD], self._values[REWARD][: self.num_steps])
         values = np.zeros((num_rows + 1, width))  # the last row is where the last fragment ends
         sums = np.zeros((len(fragments), width))
         long = np.flatnonzero(fragments["length"] > 0)
@@ -179,121 +206,195 @@ class Staging:
         env, step = np.divmod(old, max(1, self.num_steps))
         return step * self.num_envs + env
 
+    def count(self, tally: Tally) -> None:
+        """Count the steps that are not counted yet."""
+        while (start := self.num_counted) < self.num_steps:
+            stop = min(start + MAX_UNCOUNTED_STEPS, self.num_steps)
+            marks = self._marks[start:stop]
+            rewards = {name: self._values[name][start:stop] for name in self.schema.below(REWARD)}
+            tally.add(marks, sum(nonfinite_rewards(self.schema, rewards, marks).values()))
+            self.num_counted = stop
 
-class _Rows(ABC):
-    """Rows of one column (a `RowSource`), made of one array per field."""
 
-    def __init__(self, layout: RowLayout, column: Column, values: Mapping[str, np.ndarray], num_rows: int) -> None:
-        self.num_rows, self.row_bytes = num_rows, column.row_bytes
-        self._values = {name: values[name] for name in column.offsets}
-        self._dtype = layout.numpy_dtype(column)
+class _Rows:
+    """Rows of one column (a `RowSource`) of staged values.
+
+    They are those of all envs, one env after another, of `[T, N, *shape]`; or, with `places`, `[k]` int64, those of
+    `[R, *shape]`.
+    """
+
+    def __init__(
+        self, layout: RowLayout, column: Column, values: Mapping[str, np.ndarray], places: np.ndarray | None
+    ) -> None:
+        self._values, self._places = {name: values[name] for name in column.offsets}, places
+        self._num_steps, num_envs = next(iter(self._values.values())).shape[:2] if places is None else (0, 0)
+        self.num_rows = self._num_steps * num_envs if places is None else len(places)
+        self.row_bytes, self._dtype = column.row_bytes, layout.numpy_dtype(column)
         self._has_gaps = column.row_bytes > sum(layout.stored[name].row_bytes for name in column.offsets)
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         """Gather the rows `start:stop` into `out`."""
         if self._has_gaps:  # so that files hold no stray memory
             out[:] = 0
-        self._fill(start, stop, out.reshape(-1).view(self._dtype))
-        return out
-
-    @abstractmethod
-    def _fill(self, start: int, stop: int, records: np.ndarray) -> None:
-        """Copy every field of the rows."""
-
-
-class StagedRows(_Rows):
-    """All steps `[T, N, *shape]`, env by env: row `env * T + step`."""
-
-    def __init__(self, layout: RowLayout, column: Column, values: Mapping[str, np.ndarray]) -> None:
-        self._num_steps, num_envs = next(iter(values.values())).shape[:2]
-        super().__init__(layout, column, values, self._num_steps * num_envs)
-
-    def _fill(self, start: int, stop: int, records: np.ndarray) -> None:
-        row, used = start, self._num_steps
+        records = out.reshape(-1).view(self._dtype)
+        if self._places is not None:
+            for name, values in self._values.items():
+                records[name] = values[self._places[start:stop]]
+            return out
+        row = start
         while row < stop:  # the end of one env, whole envs, the beginning of another
-            env, step = divmod(row, used)
-            num_envs = (stop - row) // used if step == 0 else 0
-            num_steps = used if num_envs else min(used - step, stop - row)
+            env, step = divmod(row, self._num_steps)
+            num_envs = (stop - row) // self._num_steps if step == 0 else 0
+            num_steps = self._num_steps if num_envs else min(self._num_steps - step, stop - row)
             num_envs = max(1, num_envs)
             part = records[row - start : row - start + num_envs * num_steps].reshape(num_envs, num_steps)
             for name, values in self._values.items():
                 np.copyto(part[name], values[step : step + num_steps, env : env + num_envs].swapaxes(0, 1))
             row += num_envs * num_steps
+        return out
 
 
-class ChosenRows(_Rows):
-    """Some rows of `[R, *shape]`, in the order of `places`, `[k]` int64."""
+def cut(
+    bits: np.ndarray, before: np.ndarray, versions: np.ndarray | int, times_ns: np.ndarray, carry: Carry
+) -> tuple[np.ndarray, Carry]:
+    """Cut staged frames into fragments.
 
-    def __init__(self, layout: RowLayout, column: Column, values: Mapping[str, np.ndarray], places: np.ndarray) -> None:
-        super().__init__(layout, column, values, len(places))
-        self._places = places
+    Args:
+        bits: `[N, T]` uint8: `PRESENT` and the flags with which the frame ends its trajectory.
+        before: `[N]` uint8: flags that end the carried trajectory before the first frame.
+        versions: `[N, T]` int64, or one number for all.
+        times_ns: `[T]` int64.
+        carry: Of the block before.
 
-    def _fill(self, start: int, stop: int, records: np.ndarray) -> None:
-        for name, values in self._values.items():
-            records[name] = values[self._places[start:stop]]
+    Returns:
+        `[F]` of `FRAGMENT_DTYPE` and the next carry. `row` is `env * T + t` of the first frame, `final_row` that of the
+        last one, -1 without. Fragments of dropped trajectories are left out; one that has published fragments gets a
+        `DROPPED` one of length 0.
+    """
+    num_steps = bits.shape[1]
+    early, carry = _end_carried(before, carry)
+    first, last = _fragment_bounds(bits, versions)
+    if not len(first):
+        return early, carry
+    env, step = np.divmod(first, num_steps)
+    flags = bits.reshape(-1)[last]
+    is_head = np.append(True, env[1:] != env[:-1])  # first fragment of its env in this block
+    is_new = np.append(True, (flags[:-1] & ENDS) > 0)
+    is_new[is_head] = carry.trajectory[env[is_head]] < 0
+    # A group is the part of one trajectory in this block.
+    heads = np.flatnonzero(is_head | is_new)
+    group = np.cumsum(is_head | is_new) - 1
+    group_env, group_is_new = env[heads], is_new[heads]
+    trajectories = np.where(group_is_new, -1, carry.trajectory[group_env])
+    started = np.flatnonzero(group_is_new)
+    started = started[np.lexsort((group_env[started], step[heads[started]]))]
+    trajectories[started] = carry.next_trajectory + np.arange(len(started))
+    length = last - first + 1
+    published = np.cumsum(length) - length
+    start = published - published[heads][group] + np.where(group_is_new, 0, carry.length[group_env])[group]
+
+    table = np.zeros(len(env), FRAGMENT_DTYPE)
+    table["trajectory"], table["env"] = trajectories[group], env
+    table["flags"] = (flags & (ENDS | FINAL_OBSERVATION_ONLY)) | np.where(is_new, FIRST, 0)
+    table["start"], table["length"], table["row"], table["final_row"] = start, length, first, last
+    table["end_time_ns"] = times_ns[last % num_steps]
+    table["policy_version"] = versions.reshape(-1)[first] if isinstance(versions, np.ndarray) else versions
+    after = _next_carry(carry, table, carry.next_trajectory + len(started))
+
+    is_dropped = np.bitwise_or.reduceat(table["flags"], heads) & DROPPED > 0
+    tombs = heads[is_dropped & ~group_is_new]  # left where fragments of a dropped trajectory are published
+    table["length"][tombs], table["row"][tombs], table["final_row"][tombs] = 0, 0, -1
+    table["start"][tombs], table["flags"][tombs] = carry.length[table["env"][tombs]], DROPPED
+    is_kept = ~is_dropped[group]
+    is_kept[tombs] = True
+    return np.concatenate([early, table[is_kept]]), after
+
+
+def _fragment_bounds(bits: np.ndarray, versions: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last frame of each fragment, as `env * T + t`, in that order."""
+    flat, num_steps = bits.reshape(-1), bits.shape[1]
+    present = flat >= PRESENT  # the highest bit
+    joined = (flat & (PRESENT | ENDS) == PRESENT)[:-1] & present[1:]  # frame k goes on at k + 1
+    joined[num_steps - 1 :: num_steps or 1] = False  # which is another env's
+    if isinstance(versions, np.ndarray):
+        joined &= versions.reshape(-1)[1:] == versions.reshape(-1)[:-1]
+    is_first, is_last = present.copy(), present
+    is_first[1:] &= ~joined
+    is_last[:-1] &= ~joined
+    return np.flatnonzero(is_first), np.flatnonzero(is_last)
+
+
+def _end_carried(before: np.ndarray, carry: Carry) -> tuple[np.ndarray, Carry]:
+    """Fragments of length 0 for trajectories that end without a further frame."""
+    env = np.flatnonzero(((before & ENDS) > 0) & (carry.trajectory >= 0))
+    table = np.zeros(len(env), FRAGMENT_DTYPE)
+    table["trajectory"], table["env"], table["start"] = carry.trajectory[env], env, carry.length[env]
+    table["flags"], table["end_time_ns"] = before[env] & ENDS, carry.time_ns[env]
+    table["final_row"], table["policy_version"] = -1, -1
+    trajectory = carry.trajectory.copy()
+    trajectory[env] = -1
+    return table, replace(carry, trajectory=trajectory)
+
+
+def _next_carry(carry: Carry, table: np.ndarray, next_trajectory: int) -> Carry:
+    """Carry on from the last fragment of each env."""
+    tail = table[np.append(table["env"][1:] != table["env"][:-1], True)]
+    env = tail["env"]
+    trajectory, length, time_ns = carry.trajectory.copy(), carry.length.copy(), carry.time_ns.copy()
+    trajectory[env] = np.where(tail["flags"] & ENDS > 0, -1, tail["trajectory"])
+    length[env] = tail["start"] + tail["length"]
+    time_ns[env] = tail["end_time_ns"]
+    return Carry(trajectory, length, time_ns, next_trajectory)
+
+
+def _positions(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Position of each wanted key in `keys`, -1 where it is not."""
+    order = np.argsort(keys, kind="stable")
+    place = np.searchsorted(keys, wanted, sorter=order)
+    found = np.append(order, -1)[place]
+    return np.where(np.append(keys, -1)[found] == wanted, found, -1)
 
 
 class Tally:
-    """Counts of kept frames and trajectories.
+    """Counts of kept frames and trajectories, and of rewards that are NaN or infinite.
 
     Attributes:
         num_trajectories, num_finished_frames: Kept trajectories that have ended, and their frames.
+        num_open_frames: Frames of the trajectories in progress.
     """
 
-    def __init__(self, num_envs: int, success_only: bool) -> None:
-        self.num_trajectories = self.num_finished_frames = 0
-        self._success_only = success_only
-        #: `[N]`, frames of the trajectories in progress, less the steps that were plain so far.
-        self._lengths, self._num_plain = np.zeros(num_envs, np.int64), 0
-        self._warn_at = MAX_STEPS_WITHOUT_END * num_envs
+    def __init__(self, num_envs: int) -> None:
+        self.num_trajectories = self.num_finished_frames = self.num_nonfinite = 0
+        self._lengths = np.zeros(num_envs, np.int64)
 
     @property
-    def num_frames(self) -> int:
-        """Kept frames; with `success_only` those of ended trajectories alone."""
-        return self.num_finished_frames + (0 if self._success_only else self._num_open_frames)
+    def num_open_frames(self) -> int:
+        return int(self._lengths.sum())
 
-    @property
-    def _num_open_frames(self) -> int:
-        return int(self._lengths.sum()) + self._num_plain * len(self._lengths)
-
-    def add(self, rollout: Rollout) -> None:
-        """Count the frames of a rollout."""
-        marks = rollout.marks
-        if rollout.is_plain:
-            self._num_plain += len(marks)
+    def add(self, marks: np.ndarray, num_nonfinite: int) -> None:
+        """Count steps, by their marks `[T, N]`."""
+        self.num_nonfinite += num_nonfinite
+        if (marks == PRESENT).all():
+            self._lengths += len(marks)
             return
-        is_present, is_end, start = marks >= PRESENT, ends_of(marks), 0
-        for step in is_end.any(axis=1).nonzero()[0].tolist():
-            self._lengths += is_present[start : step + 1].sum(axis=0)
-            ended = is_end[step].nonzero()[0]
-            self.end(ended, (marks[step][ended] & DROPPED) == 0)
-            start = step + 1
-        self._lengths += is_present[start:].sum(axis=0)
+        is_present, is_end = marks > 0, ends_of(marks)
+        env, step = is_end.T.nonzero()  # of an env one after another
+        has_end = is_end.any(axis=0)
+        seen, column = is_present[:, has_end].cumsum(axis=0), has_end.cumsum() - 1
+        until = self._lengths[env] + seen[step, column[env]]
+        is_same = env[1:] == env[:-1]
+        lengths = until.copy()
+        lengths[1:] -= until[:-1] * is_same
+        self._keep(lengths * ((marks[step, env] & DROPPED) == 0))
+        self._lengths += is_present.sum(axis=0)
+        is_last = np.append(~is_same, True)[: len(env)]
+        self._lengths[env[is_last]] -= until[is_last]
 
-    def end(self, env_ids: np.ndarray, is_kept: np.ndarray | bool) -> None:
+    def end(self, env_ids: np.ndarray, is_kept: bool) -> None:
         """Count the trajectories in progress of these envs as ended."""
-        lengths = (self._lengths[env_ids] + self._num_plain) * is_kept
-        self._lengths[env_ids] = -self._num_plain
+        self._keep(self._lengths[env_ids] * is_kept)
+        self._lengths[env_ids] = 0
+
+    def _keep(self, lengths: np.ndarray) -> None:
         self.num_finished_frames += int(lengths.sum())
         self.num_trajectories += int(np.count_nonzero(lengths))
-
-    def warn_if_endless(self, num_accepted: int, folder: str) -> None:
-        """Warn once, when so many frames were accepted, if all of them are of trajectories in progress."""
-        if num_accepted > self._warn_at:
-            self._warn_at = np.iinfo(np.int64).max
-            if self._num_open_frames >= num_accepted:
-                steps = f"more than {MAX_STEPS_WITHOUT_END} steps in {folder!r}"
-                text = f"no trajectory has ended in {steps}: say where they end"
-                warnings.warn(f"{text}, by done= or by terminated= and truncated=", RolloutDataWarning, stacklevel=4)
-
-
-def _empty(pool: BufferPool, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    array: np.ndarray = pool.take(prod(shape) * dtype.itemsize).numpy().view(dtype).reshape(shape)
-    return array
-
-
-def _numbers(field: Field, values: np.ndarray) -> np.ndarray:
-    """Give stored values as numbers: bfloat16 stands as uint16."""
-    if field.dtype != "bfloat16":
-        return values
-    return torch.from_numpy(values).view(torch.bfloat16).float().numpy()

@@ -1,8 +1,8 @@
 """RolloutWriter: record the experience of parallel environments into block files.
 
-One rule: check the whole record, then copy it into staging memory, then count it; a background
-thread turns full staging memory into blocks. What a record means is decided in `record.py`, which
-fragments come of it in `cut.py`, and how a block is written in `format/write.py`.
+One rule: check the whole record, then copy it into staging memory; a background thread turns full staging memory into
+blocks. What a record means is decided in `record.py`, which fragments come of it in `stage.py`, and how a block is
+written in `format/write.py`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from storage.errors import ClosedError, DataFileError, RolloutDataWarning, Usage
 
 from ..format.header import DATA, DROPPED, OPEN, layouts_of
 from ..index.metadata import Metadata, publish_metadata
-from .cut import PRESENT
 from .given import given_values, keywords_of, unpack_storage, warn_of_misspellings
 from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
-from .observation_parts import observation_parts
 from .publish import BlockPublisher, check_storable
-from .record import RolloutReader
+from .record import RolloutReader, nonfinite_rewards
 from .retention import checked_limits
-from .stage import MAX_STAGED_BYTES, Staging, Tally
+from .stage import MAX_STAGED_BYTES, MAX_UNCOUNTED_STEPS, Staging, Tally
 
 #: Ids of envs are stored as int32.
 MAX_NUM_ENVS = 1 << 24
+#: Most environments have time limits of 1,000 steps: where nothing has ended in twice as many, ends are not told.
+MAX_STEPS_WITHOUT_END = 2000
 _MAKE = "make a RolloutWriter"
 
 
@@ -114,10 +114,10 @@ class RolloutWriter(Owned):
         chunk = None if frames_per_chunk is None else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
         limits = None if retention is None else checked_limits(retention)
         self._context = {"success_traj_only": success_only, **_checked_metadata(metadata)}
-        parts = observation_parts(obs_segments, obs_disassemble_mapping)
-        self._reader = RolloutReader(self.num_envs, parts, success_only)
-        self._tally = Tally(self.num_envs, success_only)
-        self._num_nonfinite = self._num_accepted = self._max_steps = 0
+        self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, success_only)
+        self._tally = Tally(self.num_envs)
+        self._num_accepted = self._max_steps = 0
+        self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
         self._staging: Staging | None = None
         self._started_s = 0.0  # when the first step of the staging was added
         self._pool = BufferPool()
@@ -252,22 +252,23 @@ class RolloutWriter(Owned):
     @property
     def num_frames(self) -> int:
         """Frames kept so far: of trajectories that were not dropped; with `success_only`, that have ended too."""
-        return self._tally.num_frames
+        tally = self._counted()
+        return tally.num_finished_frames + (0 if self.success_only else tally.num_open_frames)
 
     @property
     def num_finished_frames(self) -> int:
         """Frames of the kept trajectories that have ended."""
-        return self._tally.num_finished_frames
+        return self._counted().num_finished_frames
 
     @property
     def num_trajectories(self) -> int:
         """Kept trajectories that have ended."""
-        return self._tally.num_trajectories
+        return self._counted().num_trajectories
 
     @property
     def num_nonfinite_rewards(self) -> int:
         """Values among the accepted rewards that are NaN or infinite, in every field that is or is below `reward`."""
-        return self._num_nonfinite
+        return self._counted().num_nonfinite
 
     @property
     def schema(self) -> Schema | None:
@@ -298,11 +299,10 @@ class RolloutWriter(Owned):
         self._check_usable()
         values = given_values(transition, keywords)
         rollout = self._reader.read(values, is_step)
-        if self.nonfinite_rewards == "refuse" and rollout.nonfinite:
-            name, count = next(iter(rollout.nonfinite.items()))
-            raise UsageError(
-                "add a record", f"with the field {name!r}", "finite values", f"{count} NaN or infinite ones"
-            )
+        if self.nonfinite_rewards == "refuse":
+            for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():
+                where, got = f"with the field {name!r}", f"{count} NaN or infinite ones"
+                raise UsageError("add a record", where, "finite values", got)
         if self._reader.schema is None:
             self._declare(rollout.schema)
             warn_of_misspellings(values)
@@ -314,14 +314,24 @@ class RolloutWriter(Owned):
             self._last_ns = max(self._last_ns + 1, time.time_ns())
             staging.put(part, self._last_ns)
             self._last_ns += stop - start - 1
-            self._num_accepted += part.marks.size if part.is_plain else int(np.count_nonzero(part.marks & PRESENT))
+            self._num_accepted += int(np.count_nonzero(part.marks))
             self._journal.accept(self._num_accepted)
-            self._tally.add(part)
             start = stop
             if not staging.room or time.monotonic() - self._started_s > self._block_age_s:
                 self._hand_over()
-        self._num_nonfinite += sum(rollout.nonfinite.values())
-        self._tally.warn_if_endless(self._num_accepted, str(self.data_dir))
+            elif staging.num_steps - staging.num_counted >= MAX_UNCOUNTED_STEPS:
+                staging.count(self._tally)
+        if self._num_accepted > self._warn_at:
+            self._warn_at = np.iinfo(np.int64).max
+            if self._counted().num_open_frames >= self._num_accepted:
+                steps = f"more than {MAX_STEPS_WITHOUT_END} steps in {str(self.data_dir)!r}"
+                text = f"no trajectory has ended in {steps}: say where they end"
+                warnings.warn(f"{text}, by done= or by terminated= and truncated=", RolloutDataWarning, stacklevel=3)
+
+    def _counted(self) -> Tally:
+        if self._staging is not None:
+            self._staging.count(self._tally)
+        return self._tally
 
     def _declare(self, schema: Schema) -> None:
         """Freeze the schema: agree with the folder about it, then make room."""
@@ -348,12 +358,14 @@ class RolloutWriter(Owned):
     def _end(self, env_ids: np.ndarray, flag: int) -> None:
         """End the trajectories in progress of these envs, in the marks and in the counts."""
         if self._reader.schema is not None:
-            self._staging_with_room().end(env_ids, flag)
-            self._tally.end(env_ids, flag != DROPPED)
+            staging = self._staging_with_room()
+            self._counted().end(env_ids, flag != DROPPED)
+            staging.end(env_ids, flag)
 
     def _hand_over(self) -> None:
         """Give the staged steps to the background thread; wait while too many blocks are pending."""
         if self._staging is not None and not self._staging.is_empty:
+            self._staging.count(self._tally)
             self._publisher.submit(self._staging, self._num_accepted)
             self._staging = None
 
