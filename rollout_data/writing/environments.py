@@ -50,12 +50,14 @@ class Simulator:
         mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
         mode = _MODES.get(str(getattr(mode, "value", mode)).replace("_", "").lower())
         mode = autoreset or mode or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
-        self._is_mode_told, self.mode = mode is not None, mode or ("disabled" if self._is_single else None)
+        self._is_mode_told, self._mode = mode is not None, mode or ("disabled" if self._is_single else None)
+        #: Whether the space of actions is that of all envs; stable-baselines3's is that of one.
+        self._is_space_of_all = self._is_single or _attribute(env, "single_action_space") is not None
 
     def start(self, seed: int | None) -> Any:
         """Reset all envs; give the observation as the env gives it."""
         options, observation = {}, None
-        if seed is not None and (self._is_single or _attribute(self.env, "single_action_space") is not None):
+        if seed is not None and self._is_space_of_all:
             options = {"seed": seed}
         elif seed is not None and hasattr(self.env, "seed"):
             self.env.seed(seed)
@@ -87,7 +89,7 @@ class Simulator:
     @property
     def reset_arguments(self) -> dict[str, Any] | None:
         """Arguments of the reset that envs wait for; None if none waits."""
-        if self.mode != "disabled" or not self.is_over.any():
+        if self._mode != "disabled" or not self.is_over.any():
             return None
         if self._is_single:
             return {}
@@ -103,29 +105,27 @@ class Simulator:
         if len(result) not in (4, 5):
             expected = "gymnasium's five values, obs, rewards, dones, infos, or these with privileged_obs after obs"
             raise UsageError("step the environments", repr(self.name), expected, f"{len(result)} values")
+        if self._is_single and self.is_over[0] and not self._is_mode_told:
+            advice = "Give autoreset='next_step' if the environment resets itself"
+            raise UsageError("step", repr(self.name), "reset() after the end of an episode", "none", advice)
         observation, *middle, infos = result
-        infos, privileged, is_gymnasium = {} if infos is None else infos, None, False
-        if len(middle) == 3:
-            is_gymnasium = middle[0] is not None and not hasattr(self.env, "get_privileged_observations")
-            is_gymnasium &= on_host(middle[1]).dtype.kind != "f" or on_host(middle[2]).dtype.kind == "f"
-            privileged, *middle = [None, *middle] if is_gymnasium else middle
+        infos, privileged = {} if infos is None else infos, None
+        if len(middle) == 3 and not self._is_gymnasium(*middle):
+            privileged, *middle = middle
         reward, *flags = middle
         ended, *truncated = (on_host(flag).reshape(self.num_envs).astype(bool) for flag in flags)
         if not truncated:
             privileged = _critic(infos) if privileged is None else privileged
             truncated = [ended & np.logical_or(*(told(infos, (name,), self.num_envs)[0] for name in _TIMEOUTS))]
             ended &= ~truncated[0]
-        if self._is_single and self.is_over.any() and not self._is_mode_told:
-            advice = "Give autoreset='next_step' if the environment resets itself"
-            raise UsageError("step", repr(self.name), "reset() after the end of an episode", "none", advice)
         present = ~self.is_over
         record = {"reward": self.copied(reward), "terminated": ended & present, "truncated": truncated[0] & present}
         done = record["terminated"] | record["truncated"]
-        if done.any() and self.mode is None:
-            self.mode = self._told_mode(observation, infos)
+        if done.any() and self._mode is None:
+            self._mode = self._told_mode(observation, infos)
         fields = self.seen = self.copied(_fields(observation, privileged))
-        if self.mode in ("next_step", "disabled"):
-            self.is_over = done if self.mode == "next_step" else self.is_over | done
+        if self._mode in ("next_step", "disabled"):
+            self.is_over = done if self._mode == "next_step" else self.is_over | done
             record["env_mask"] = present
         elif done.any():
             fields, lacking = _final_fields(infos, observation, done)
@@ -138,16 +138,22 @@ class Simulator:
         """Give actions as the env takes them: tensors on its device, or arrays of its space's dtype and shape."""
         if isinstance(_leaf(self.seen.get("observation")), torch.Tensor):
             return mapped(self._as_env, actions)
-        is_of_all = self._is_single or _attribute(self.env, "single_action_space") is not None
-        return _as_arrays(actions, _attribute(self.env, "action_space"), is_of_all)
+        return _as_arrays(actions, _attribute(self.env, "action_space"), self._is_space_of_all)
 
     def copied(self, tree: Any) -> Any:
         """Copy mappings and tuples as dicts of `[N, ...]`; tuples (of `spaces.Tuple`) get the keys "0", "1", ..."""
-        return map_leaves(self._copied, _named(tree))
 
-    def _copied(self, leaf: Any) -> Any:
-        copy = leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf)
-        return copy[None] if self._is_single else copy
+        def copy(leaf: Any) -> Any:
+            made = leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf)
+            return made[None] if self._is_single else made
+
+        return map_leaves(copy, _named(tree))
+
+    def _is_gymnasium(self, first: Any, second: Any, third: Any) -> bool:
+        """Tell rewards, terminated, truncated from privileged observations, rewards, dones."""
+        if first is None or hasattr(self.env, "get_privileged_observations"):
+            return False
+        return on_host(second).dtype.kind != "f" or on_host(third).dtype.kind == "f"
 
     def _told_mode(self, observation: Any, infos: Any) -> str:
         """Tell the autoreset mode from a step in which an episode ended."""

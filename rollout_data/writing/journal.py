@@ -23,11 +23,11 @@ from storage.errors import UsageError
 from ..format.write import TEMPORARY_PREFIX, block_name
 
 _MAGIC = b"rdjournl"
-_COUNTS = struct.Struct("<8sqqq")  # magic, frames accepted, frames published, wall-clock time in ns
-_PUBLISHED_OFFSET = 16
-_BLOCK = struct.Struct("<qq")  # sequence + 1, frames accepted when the block was cut
-_NUM_SLOTS = 16
-_NUM_BYTES = _COUNTS.size + _NUM_SLOTS * _BLOCK.size
+_NUMBER = struct.Struct("<q")
+#: Behind the magic stand five numbers: frames accepted, frames settled, time of the last sign in ns; and of the block
+#: that is being published its sequence + 1, and how many frames are settled once it is there.
+_ACCEPTED, _PUBLISHED, _TIME, _SEQUENCE, _SETTLED = (_NUMBER.size * place for place in range(1, 6))
+_NUM_BYTES = _SETTLED + _NUMBER.size
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -63,7 +63,6 @@ class Journal:
         self.writer, self.path = writer, journal_path(folder, writer)
         self._descriptor = -1
         self._memory: mmap.mmap | None = None
-        self._accepted = self._published = 0
 
     def open(self) -> None:
         """Take the writer's name. After an error, or a Ctrl-C in here, call `close()`.
@@ -84,32 +83,33 @@ class Journal:
             if _is_linked(self._descriptor, self.path):
                 break
             self._release()  # another writer removed the file, not locked yet, as a dead writer's: try again
-        os.pwrite(self._descriptor, _COUNTS.pack(_MAGIC, 0, 0, time.time_ns()).ljust(_NUM_BYTES, b"\0"), 0)
+        os.pwrite(self._descriptor, _MAGIC.ljust(_NUM_BYTES, b"\0"), 0)
         # Some file systems cannot be mapped. A system call would wait whenever the disk is flushed: 30 ms in an `add`.
         with suppress(OSError, ValueError):
             self._memory = mmap.mmap(self._descriptor, _NUM_BYTES)
+        self._write(_TIME, time.time_ns())
 
-    def accept(self, num_frames: int) -> None:
-        """Note how many frames were accepted in all."""
-        self._accepted = num_frames
-        self._write(0, _COUNTS.pack(_MAGIC, num_frames, self._published, time.time_ns()))
+    def accept(self, num_frames: int, time_ns: int) -> None:
+        """Note how many frames were accepted in all, and when."""
+        self._write(_ACCEPTED, num_frames)
+        self._write(_TIME, time_ns)
 
     def announce(self, sequence: int, num_frames: int) -> None:
         """Note, before a block is published, how many accepted frames it settles."""
-        self._write(_COUNTS.size + sequence % _NUM_SLOTS * _BLOCK.size, _BLOCK.pack(sequence + 1, num_frames))
+        self._write(_SEQUENCE, sequence + 1)
+        self._write(_SETTLED, num_frames)
 
     def publish(self, num_frames: int) -> None:
         """Note how many accepted frames are settled: in a block, or dropped on purpose."""
-        self._published = num_frames
-        self._write(_PUBLISHED_OFFSET, struct.pack("<q", num_frames))
+        self._write(_PUBLISHED, num_frames)
 
-    def _write(self, offset: int, data: bytes) -> None:
-        """Overwrite; bytes that cannot be written only make a later loss report less exact."""
+    def _write(self, offset: int, number: int) -> None:
+        """Overwrite; what cannot be written only makes a later loss report less exact."""
         if self._memory is not None:
-            self._memory[offset : offset + len(data)] = data
+            _NUMBER.pack_into(self._memory, offset, number)
             return
         with suppress(OSError):
-            os.pwrite(self._descriptor, data, offset)
+            os.pwrite(self._descriptor, _NUMBER.pack(number), offset)
 
     def close(self) -> None:
         """Remove the journal: everything is settled. May be called twice; another writer's is left alone."""
@@ -159,13 +159,13 @@ def remove_temporary_files(folder: Path, writer: str) -> None:
 
 
 def _read_dead(folder: Path, writer: str, data: bytes) -> DeadWriter:
-    if len(data) < _COUNTS.size or not data.startswith(_MAGIC):  # it died before it accepted anything
+    if len(data) < _NUM_BYTES or not data.startswith(_MAGIC):  # it died before it accepted anything
         return DeadWriter(writer, 0, 0)
-    _, accepted, published, last_sign_ns = _COUNTS.unpack_from(data)
+    accepted, published, time_ns, sequence, settled = struct.unpack_from("<5q", data, _ACCEPTED)
     # It may have died after a block was published and before it noted so: ask the folder.
-    blocks = _BLOCK.iter_unpack(data[_COUNTS.size :][: (len(data) - _COUNTS.size) // _BLOCK.size * _BLOCK.size])
-    there = [settled for number, settled in blocks if number > 0 and (folder / block_name(writer, number - 1)).exists()]
-    return DeadWriter(writer, max(0, accepted - max([published, *there])), last_sign_ns)
+    if sequence > 0 and (folder / block_name(writer, sequence - 1)).exists():
+        published = max(published, settled)
+    return DeadWriter(writer, max(0, accepted - published), time_ns)
 
 
 def _lock(descriptor: int) -> bool:

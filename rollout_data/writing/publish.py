@@ -42,15 +42,13 @@ class BlockPublisher:
     Args:
         journal: Of the writer; told what is published.
         num_envs: Envs of every staging.
-        max_pending: How many blocks may be in memory, the one being filled included; 1 makes `submit` wait for the
-            disk.
-        durable: Flush to the disk.
+        max_pending: How many blocks may be in memory, the one being filled included; 1 makes `submit` wait.
+        durable, frames_per_chunk, retention: As of `RolloutWriter`.
         is_tentative: Mark fragments as valid only once their trajectory has ended.
-        frames_per_chunk: Frames of a chunk of a coded component at most; None is what suits the codec.
-        retention: Limits of `prune` for the folder after each block; None for none.
 
     Attributes:
         last_ns: When the last frame of the writer's earlier blocks was added.
+        failure: Why a block could not be written; None if all could.
 
     Raises:
         UsageError: The earlier blocks of that name cannot be read.
@@ -64,15 +62,15 @@ class BlockPublisher:
         max_pending: int,
         durable: bool,
         is_tentative: bool,
-        frames_per_chunk: int | None = None,
-        retention: Mapping[str, Any] | None = None,
+        frames_per_chunk: int | None,
+        retention: Mapping[str, Any] | None,
     ) -> None:
         self._journal, self._folder, self._writer = journal, journal.path.parent, journal.writer
         self._max_pending, self._durable, self._is_tentative = max_pending, durable, is_tentative
         self._frames_per_chunk, self._retention = frames_per_chunk, retention
         #: What "auto" chose for each field on the first block.
         self._codecs: dict[str, str] = {}
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._is_awaited = False
         self._num_blocks = self._num_uncached = 0
         self._sequence, self._carry, self.last_ns = _resume(self._folder, self._writer, num_envs)
@@ -99,28 +97,19 @@ class BlockPublisher:
         with self._waiting():
             self._worker.drain()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a block could not be written."""
-        return self._failure is not None
-
     def check(self) -> None:
         """Raise what made a block fail, if one did; again at every call. Raise in a forked child."""
-        self._worker.check()
-        if self.has_failed:
-            raise BackgroundError(
-                "publish a block",
-                f"in {str(self._folder)!r}",
-                "a writable folder with room",
-                str(self._failure),
-                "What was published before is intact; close this writer and start another one",
-            ) from self._failure
+        self.owner.check()
+        if self.failure is not None:
+            where, expected = f"in {str(self._folder)!r}", "a writable folder with room"
+            advice = "What was published before is intact; close this writer and start another one"
+            raise BackgroundError("publish a block", where, expected, str(self.failure), advice) from self.failure
 
     def close(self) -> None:
         """Publish what was submitted, renew the index cache, stop. Raises nothing: ask `check`."""
         with self._waiting():
             self._worker.close()
-        if self._num_uncached and self._failure is None:
+        if self._num_uncached and self.failure is None:
             self._save_index()
 
     @contextmanager
@@ -133,32 +122,28 @@ class BlockPublisher:
             self._is_awaited = False
 
     def _publish(self, staging: Staging, num_accepted: int) -> None:
-        if staging.is_published or self._failure is not None:
+        if staging.is_published or self.failure is not None:
             return
         staging.is_published = True
         try:
-            self._write(staging, num_accepted)
+            content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
+            if len(content.fragments):
+                content.codecs, content.frames_per_chunk = self._codecs, self._frames_per_chunk
+                if self._durable and not self._num_blocks:
+                    sync_path(self._folder / METADATA_NAME)
+                self._journal.announce(self._sequence, num_accepted)
+                write_block(self._folder, content, self._durable, in_haste=lambda: self._is_awaited)
+                self._sequence, self._num_blocks = self._sequence + 1, self._num_blocks + 1
+                self._num_uncached += 1
+            self._carry = carry
             self._journal.publish(num_accepted)
         except BaseException as failure:  # noqa: BLE001 - raised at every later call
-            self._failure = failure
+            self.failure = failure
             return
         if (limits := self._retention) is not None:  # if that fails, it is tried again after the next block
             self._try("old blocks of {} were not deleted", lambda: prune(self._folder, **limits))
         if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
             self._save_index()
-
-    def _write(self, staging: Staging, num_accepted: int) -> None:
-        content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
-        content.codecs, content.frames_per_chunk = self._codecs, self._frames_per_chunk
-        if len(content.fragments):
-            if self._durable and not self._num_blocks:
-                sync_path(self._folder / METADATA_NAME)
-            self._journal.announce(self._sequence, num_accepted)
-            write_block(self._folder, content, self._durable, in_haste=lambda: self._is_awaited)
-            self._sequence += 1
-            self._num_blocks += 1
-            self._num_uncached += 1
-        self._carry = carry
 
     def _save_index(self) -> None:
         if self._try("the index cache of {} was not renewed", lambda: save_index_cache(self._folder, self._writer)):

@@ -21,6 +21,7 @@ from storage.codecs.quantizers import image_error
 from storage.core.arguments import is_whole
 from storage.core.fields import Field, Schema, dtype_name
 from storage.core.memory import as_given, on_host
+from storage.core.records import dense
 from storage.core.tree import check_same_names, flatten
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 
@@ -297,12 +298,7 @@ def _leaf(name: str, value: Any) -> Leaf:
             array: np.ndarray = value.numpy()
             return array
         except (TypeError, RuntimeError):  # it has a gradient, or bfloat16, or is elsewhere, or not dense
-            dtype_name(value.dtype, f"of {name!r}")
-        if value.layout != torch.strided or value.is_meta or value.is_nested:
-            kind = "a meta tensor" if value.is_meta else "a nested tensor" if value.is_nested else str(value.layout)
-            expected = "a dense tensor with values"
-            raise FieldTypeError("take the value of", repr(name), expected, kind, "Convert it first")
-        return value.detach().resolve_neg()
+            return dense(name, value, _ADD)
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         advice = "Fill it, or say with env_mask which envs have no frame"
         raise SchemaError("take the value of", repr(name), "an array without masked values", "masked ones", advice)

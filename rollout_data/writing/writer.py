@@ -239,7 +239,7 @@ class RolloutWriter(Owned):
         self._owner.check()
         self._closed = True
         try:
-            if not (self._is_ended or self._publisher.has_failed):
+            if not (self._is_ended or self._publisher.failure):
                 self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
                 self._hand_over()
                 self._is_ended = True
@@ -315,7 +315,7 @@ class RolloutWriter(Owned):
             staging.put(part, self._last_ns)
             self._last_ns += stop - start - 1
             self._num_accepted += int(np.count_nonzero(part.marks))
-            self._journal.accept(self._num_accepted)
+            self._journal.accept(self._num_accepted, self._last_ns)
             start = stop
             if not staging.room or time.monotonic() - self._started_s > self._block_age_s:
                 self._hand_over()

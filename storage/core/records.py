@@ -109,8 +109,9 @@ def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
 
 def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
     """Give a leaf as bytes in memory say it, without gradients; `FieldTypeError` if they do not say it alone."""
-    if value.layout is not torch.strided or value.device.type == "meta" or value.is_quantized:
+    if value.layout is not torch.strided or value.device.type == "meta" or value.is_quantized or value.is_nested:
         got = f"{value.layout}{' quantized' if value.is_quantized else ''} on {value.device}"
+        got = "a nested tensor" if value.is_nested else got
         raise FieldTypeError(action, f"with {name!r}", "a dense tensor", got, "Convert it first")
     # Of x.conj() and its imaginary part memory holds another number, and a flag.
     found: torch.Tensor = value.detach().resolve_conj().resolve_neg()

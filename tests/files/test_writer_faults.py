@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,17 +135,16 @@ def test_a_folder_deleted_while_recording_ends_in_one_error(tmp_path):
     writer.close()
 
 
-def test_a_read_only_folder_is_refused_at_once(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "open", refuse)
+def test_a_folder_that_takes_no_journal_is_refused_at_once(tmp_path):
+    journal = tmp_path / ".rollout_a.journal"
+    journal.mkdir()
     with pytest.raises(DataFileError) as caught:
-        RolloutWriter(tmp_path, N)
+        RolloutWriter(tmp_path, N, writer_name="a")
     assert str(caught.value) == (
-        f"cannot record into {str(tmp_path)!r}: expected a writable folder, got [Errno 13] Permission denied."
+        f"cannot record into {str(tmp_path)!r}: expected a writable folder, "
+        f"got [Errno 21] Is a directory: {str(journal)!r}."
     )
-    assert isinstance(caught.value.__cause__, PermissionError)
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_a_read_only_mount_is_refused_at_once(tmp_path):
@@ -187,15 +187,15 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
         RolloutWriter(tmp_path / "file", N)
 
 
-def test_an_unwritable_metadata_file_writes_nothing(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_an_unwritable_metadata_file_writes_nothing(tmp_path):
     with RolloutWriter(tmp_path, N) as writer:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "link", refuse)
-            with pytest.raises(DataFileError, match="cannot write the metadata of"):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        try:
+            with pytest.raises(DataFileError, match=r"cannot write the metadata of .* File too large"):
                 writer.add(**step())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         writer.add(**step())
     check_left(tmp_path, N)
 
@@ -305,30 +305,33 @@ def test_a_folder_of_another_format_is_not_mixed_with_ours(tmp_path):
     assert (tmp_path / "metadata.json").read_text().startswith('{"env": "Other"')
 
 
-def test_a_journal_tells_what_its_dead_writer_lost(tmp_path):
+@pytest.mark.parametrize("is_published", [False, True])
+def test_the_next_writer_tells_what_a_dead_one_lost(tmp_path, is_published):
+    """It dies just before or just after its second block gets its name."""
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom rollout_data.writing.journal import Journal\n"
-        "journal = Journal(Path(sys.argv[1]), 'dead')\njournal.open()\n"
-        "journal.accept(120)\njournal.announce(3, 100)\njournal.publish(80)\n"
-        "print(flush=True)\nsys.stdin.readline()\nos._exit(1)\n"
+        "import os, sys\nimport numpy as np\nfrom rollout_data import RolloutWriter\n"
+        "writer, rename = RolloutWriter(sys.argv[1], 10, writer_name='dead'), os.rename\n"
+        "def add(): writer.add(observation=np.zeros((10, 1)), action=np.zeros((10, 1)))\n"
+        "def die(*paths):\n    if int(sys.argv[2]): rename(*paths)\n    os._exit(1)\n"
+        "for _ in range(8): add()\n"
+        "writer.flush()\nos.rename = die\n[add() for _ in range(2)]\n"
+        "print(flush=True)\nsys.stdin.readline()\nwriter.flush()\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    command = [sys.executable, "-c", code, str(tmp_path), str(int(is_published))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
-        (tmp_path / ".tmp_rollout_dead_000004.h5").write_bytes(b"half")
         (tmp_path / ".tmp_rollout_alive_000004.h5").write_bytes(b"half")
         with RolloutWriter(tmp_path, N) as writer:
             assert writer.recovered == [], "its writer lives"
         process.communicate("\n")
-    (tmp_path / "rollout_dead_000003.h5").write_bytes(b"")  # published, and died before it noted so
-    with pytest.warns(RolloutDataWarning, match="writer 'dead' ended without .* 20 frames that it had not published"):
+    num_lost, start_ns = 0 if is_published else 20, time.time_ns() - 10**11
+    with pytest.warns(RolloutDataWarning, match=f"'dead' ended without .* {num_lost} frames that it had not published"):
         writer = RolloutWriter(tmp_path, N)
-    assert [(one.writer, one.num_lost_frames) for one in writer.recovered] == [("dead", 20)]
+    (dead,) = writer.recovered
+    assert (dead.writer, dead.num_lost_frames) == ("dead", num_lost) and start_ns < dead.last_sign_ns < time.time_ns()
     writer.close()
-    assert sorted(path.name for path in Path(tmp_path).iterdir()) == [
-        ".tmp_rollout_alive_000004.h5",
-        "rollout_dead_000003.h5",
-    ]
+    assert [path.name for path in tmp_path.glob(".*")] == [".tmp_rollout_alive_000004.h5"]
+    assert frames_in(tmp_path) == 100 - num_lost
 
 
 def test_a_name_with_damaged_blocks_is_not_continued(tmp_path):
