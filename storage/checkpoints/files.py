@@ -1,8 +1,7 @@
 """Checkpoint files: what `torch.save` makes, plain or in an LZ4 frame.
 
-One rule: a file is checked before it is believed. Sizes are compared with the file's length, and
-checksums with the data, before torch sees anything; only tensors and plain containers are loaded
-unless the caller trusts the file. When files are written is decided elsewhere.
+One rule: sizes are compared with the file's length, and checksums with the data, before torch sees anything; only
+tensors and plain containers are loaded unless the caller trusts the file. When files are written is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 #: The lengths of name and extra field at the end of the header that stands before each member.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
-_ADVICE = "The file is damaged or was cut off"
+_LOAD = "load the checkpoint"
 #: What nonsense makes unpickling raise, besides its own error and what torch raises.
 _NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, struct.error)
 
@@ -49,14 +48,13 @@ class MissingCheckpointError(DataFileError, FileNotFoundError):
 
 
 def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None) -> None:
-    """Write a checkpoint beside its place, flush it and rename it there.
+    """Write a checkpoint atomically.
 
     Args:
         obj: What to save; not changed meanwhile.
         path: The file itself, suffix included.
         level: Of LZ4; None for no compression.
-        meta: JSON, stored where it can be read without the tensors: a member of the zip archive, or a
-            frame that LZ4 readers skip.
+        meta: JSON, as a member of the zip archive, or as a frame that LZ4 readers skip.
     """
     with replace_file(path) as new:
         with open(new, "wb") as file:
@@ -79,7 +77,8 @@ class _Output:
     """A file to write to that remembers its failure, of which torch makes something else."""
 
     def __init__(self, file: IO[bytes] | Lz4Writer) -> None:
-        self._file, self.failure = file, cast("BaseException | None", None)
+        self._file = file
+        self.failure: BaseException | None = None
 
     def write(self, data: Any) -> int:
         try:
@@ -141,17 +140,15 @@ def load_checkpoint_parallel(
 
 def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
     """Read the `meta` of a checkpoint, but no tensor; None if it was saved without. Errors as `load_checkpoint`."""
-    found = _find(path)
+    found, text = _find(path), None
     with open(found, "rb") as file:
         if _is_compressed(file, found):
             data = _mapped(file)
-            skipped = [frame.blocks[0] for frame in scan_frames(data, str(found)) if frame.is_skippable]
-            text = bytes(data[slice(*skipped[-1])]) if skipped else None
-        else:
-            member, text = _members(file, found).get(META_NAME), None
-            if member is not None:
-                file.seek(_check_member(file, member, found, memoryview(bytearray(_CHUNK_BYTES))))
-                text = file.read(member.file_size)
+            for frame in scan_frames(data, str(found)):
+                text = bytes(data[slice(*frame.blocks[0])]) if frame.is_skippable else text
+        elif member := _members(file, found).get(META_NAME):
+            file.seek(_check_member(file, member, found, memoryview(bytearray(_CHUNK_BYTES))))
+            text = file.read(member.file_size)
     try:
         return None if text is None else json.loads(text)
     except ValueError as cause:
@@ -160,6 +157,7 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
 
 def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, num_threads: int) -> Any:
     found = _find(path)
+    where, expected = repr(str(found)), "what torch.save makes"
     with open(found, "rb") as file:
         content = _decoded(file, found, num_threads) if _is_compressed(file, found) else file
         buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -170,31 +168,27 @@ def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, n
             # Runs code only where the caller asked for it: `weights_only` is True unless given.
             return torch.load(content, map_location=map_location, weights_only=weights_only)
         except pickle.UnpicklingError as cause:
-            where, advice = repr(str(found)), "Pass weights_only=False if you trust whoever wrote it"
             if not weights_only:
-                raise CorruptFileError("load the checkpoint", where, "a pickle", str(cause)) from cause
+                raise CorruptFileError(_LOAD, where, "a pickle", str(cause)) from cause
             got = str(cause).splitlines()[-1] if "WeightsUnpickler error" in str(cause) else "something else"
-            raise UnsafeFileError("load the checkpoint", where, "tensors and plain containers", got, advice) from cause
+            advice = "Pass weights_only=False if you trust whoever wrote it"
+            raise UnsafeFileError(_LOAD, where, "tensors and plain containers", got, advice) from cause
         except (RuntimeError, EOFError) as cause:
-            expected, got = "what torch.save makes", str(cause) or "nothing"
-            raise DataFileError("load the checkpoint", repr(str(found)), expected, got) from cause
+            raise DataFileError(_LOAD, where, expected, str(cause) or "nothing") from cause
         except _NONSENSE as cause:
             if isinstance(cause, AttributeError) and not weights_only:
                 raise  # a class that is not here is no damage
-            expected, got = "what torch.save makes", f"{type(cause).__name__}: {cause}"
-            raise CorruptFileError("load the checkpoint", repr(str(found)), expected, got, _ADVICE) from cause
+            raise _damaged(where, expected, f"{type(cause).__name__}: {cause}") from cause
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
     """Say which file a checkpoint is in: the newer of the plain and the compressed one."""
-    plain = arguments.path("load the checkpoint", "", path)
+    plain = arguments.path(_LOAD, "", path)
     candidates = [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
     found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]
     if not found:
-        names = " or ".join(repr(str(one)) for one in candidates)
-        raise MissingCheckpointError(
-            "load the checkpoint", repr(str(path)), names, "neither" if candidates[1:] else "none"
-        )
+        names, got = " or ".join(repr(str(one)) for one in candidates), "neither" if candidates[1:] else "none"
+        raise MissingCheckpointError(_LOAD, repr(str(path)), names, got)
     return max(found)[1]
 
 
@@ -202,21 +196,19 @@ def _is_compressed(file: IO[bytes], path: Path) -> bool:
     magic = file.read(4)
     file.seek(0)
     if magic not in (MAGIC, _ZIP_MAGIC):
-        expected = "a zip archive of torch.save or an LZ4 frame"
-        raise ForeignFileError(
-            "load the checkpoint", repr(str(path)), expected, f"the bytes {magic.hex() or 'of no file'}"
-        )
+        expected, got = "a zip archive of torch.save or an LZ4 frame", f"the bytes {magic.hex() or 'of no file'}"
+        raise ForeignFileError(_LOAD, repr(str(path)), expected, got)
     return magic == MAGIC
-
-
-def _decoded(file: IO[bytes], path: Path, num_threads: int) -> io.BufferedReader:
-    data = _mapped(file)
-    return cast(io.BufferedReader, _Memory(decode(data, scan_frames(data, str(path)), str(path), num_threads)))
 
 
 def _mapped(file: IO[bytes]) -> memoryview:
     """Map a file that is not empty; it is unmapped when the last view of it is gone."""
     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _decoded(file: IO[bytes], path: Path, num_threads: int) -> io.BufferedReader:
+    data = _mapped(file)
+    return cast(io.BufferedReader, _Memory(decode(data, scan_frames(data, str(path)), str(path), num_threads)))
 
 
 class _Memory(io.RawIOBase):
@@ -231,18 +223,14 @@ class _Memory(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[whence]
         self._at = max(0, start + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        target = np.frombuffer(buffer, np.uint8)
-        part = self._content[self._at : self._at + len(target)]
-        target[: len(part)] = part
+        part = self._content[self._at : self._at + len(buffer)]
+        np.frombuffer(buffer, np.uint8)[: len(part)] = part
         self._at += len(part)
         return len(part)
 
@@ -253,37 +241,36 @@ def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as cause:
-        raise CorruptFileError("load the checkpoint", repr(str(path)), "a zip archive", str(cause), _ADVICE) from cause
+        raise _damaged(repr(str(path)), "a zip archive", str(cause)) from cause
     left = size = file.seek(0, io.SEEK_END)
     for member in members:
         left -= member.file_size
         is_stored = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
         if not is_stored or left < 0 or not 0 <= member.header_offset < size:
-            expected = f"stored members in a file of {size} bytes"
             got = f"{member.filename!r} of {member.file_size} bytes at {member.header_offset}"
-            raise CorruptFileError("load the checkpoint", repr(str(path)), expected, got, _ADVICE)
+            raise _damaged(repr(str(path)), f"stored members in a file of {size} bytes", got)
     return {member.filename: member for member in members}
 
 
 def _check_member(file: io.BufferedReader, member: zipfile.ZipInfo, path: Path, buffer: memoryview) -> int:
-    """Compare a member's checksum; give where its content starts.
-
-    `zipfile` would do the same at a third of the speed, copying every part twice.
-    """
+    """Compare a member's checksum, at three times the speed of `zipfile`; give where its content starts."""
     where = f"{str(path)!r}, member {member.filename!r}"
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or not header.startswith(_ZIP_MAGIC):
-        raise CorruptFileError("load the checkpoint", where, "a header of its own", repr(header[:4]), _ADVICE)
+        raise _damaged(where, "a header of its own", repr(header[:4]))
     start: int = member.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
     file.seek(start)
     left, crc = member.file_size, 0
     while left:
         num_bytes = file.readinto(buffer[:left])
         if not num_bytes:
-            raise CorruptFileError("load the checkpoint", where, f"{left} more bytes", "the end of the file", _ADVICE)
-        crc = crc32(buffer[:num_bytes], crc)
-        left -= num_bytes
+            raise _damaged(where, f"{left} more bytes", "the end of the file")
+        left, crc = left - num_bytes, crc32(buffer[:num_bytes], crc)
     if crc != member.CRC:
-        raise CorruptFileError("load the checkpoint", where, f"checksum {member.CRC:08x}", f"{crc:08x}", _ADVICE)
+        raise _damaged(where, f"checksum {member.CRC:08x}", f"{crc:08x}")
     return start
+
+
+def _damaged(where: str, expected: str, got: str) -> CorruptFileError:
+    return CorruptFileError(_LOAD, where, expected, got, "The file is damaged or was cut off")

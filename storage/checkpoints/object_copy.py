@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,15 +32,13 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
         The same structure, on the CPU. Tensors are detached; parameters stay parameters, strides stay
         unless they leave gaps. Other leaves are deep-copied, with the errors of `copy.deepcopy`.
     """
-    found: dict[int, torch.Tensor] = {}
-    _find_tensors(obj, found)
     # deepcopy takes what the memo holds for an object, wherever it meets the object.
-    copies = _copy_tensors(found, pool)
-    return copy.deepcopy(obj, dict(copies))
+    return copy.deepcopy(obj, dict[int, Any](_copy_tensors(_find_tensors(obj), pool)))
 
 
-def _find_tensors(obj: Any, found: dict[int, torch.Tensor]) -> None:
+def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
     """Collect by `id` the tensors that are plain memory; others are left to deepcopy."""
+    found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     waiting = [obj]
     while waiting:
@@ -60,98 +57,83 @@ def _find_tensors(obj: Any, found: dict[int, torch.Tensor]) -> None:
             waiting.extend(node)
         else:
             waiting.extend(getattr(node, "__dict__", {}).values())
+    return found
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A run of bytes of one storage, and the tensors that lie in it."""
+def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[int, torch.Tensor]:
+    """Copy tensors by `id`: of each storage once, the bytes from its first to its last tensor."""
+    copies: dict[int, torch.Tensor] = {}
+    groups: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
+    for key, tensor in found.items():
+        # Of x.conj() and its imaginary part memory holds another number, and a flag.
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        if plain.numel():
+            groups.setdefault((str(plain.device), plain.untyped_storage().data_ptr()), {})[key] = plain
+        else:
+            copies[key] = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+    spans = [_span(group) for group in groups.values()]
+    buffer = pool.take(sum(span.room for span in spans if not span.is_on_cuda)).numpy()
+    start = 0
+    for span in spans:
+        if span.is_on_cuda:
+            target = torch.empty(span.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        else:
+            # Tensors over slices of an array have storages of their own; slices of a tensor have not.
+            target = torch.from_numpy(buffer[start : start + span.num_bytes])
+            start += span.room
+        copies |= _copy_span(span, target)
+    for device in {span.device for span in spans if span.is_on_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return {key: _like(found[key], tensor) for key, tensor in copies.items()}
 
-    tensors: list[torch.Tensor]
-    #: First byte within the storage; None if the one tensor is to be copied value by value.
-    start: int | None
+
+class _Span(NamedTuple):
+    """Some bytes of one storage, and the tensors that lie in it, by `id`."""
+
+    tensors: Mapping[int, torch.Tensor]
+    start: int
     num_bytes: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensors[0].device
+    device: torch.device
 
     @property
     def room(self) -> int:
         return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
-
-def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[int, torch.Tensor]:
-    """Copy tensors by `id`; the bytes of each storage once."""
-    runs = _runs(found)
-    buffer = pool.take(sum(run.room for run in runs if run.device.type == "cpu")).numpy()
-    streams = {device: _side_stream(device) for device in {run.device for run in runs} if device.type == "cuda"}
-    copies: dict[int, torch.Tensor] = {}
-    start = 0
-    with torch.no_grad():
-        for run in runs:
-            if run.device.type == "cpu":
-                # Tensors over slices of an array have storages of their own; slices of a tensor have not.
-                copies |= _copy_run(run, torch.from_numpy(buffer[start : start + run.num_bytes]))
-                start += run.room
-            elif run.device.type == "cuda":
-                with torch.cuda.stream(streams[run.device]):
-                    pinned = torch.empty(run.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-                    copies |= _copy_run(run, pinned)
-            else:
-                copies |= {id(tensor): tensor.detach().cpu() for tensor in run.tensors}
-        for stream in streams.values():
-            stream.synchronize()
-        return {key: _like(found[key], tensor) for key, tensor in copies.items()}
+    @property
+    def is_on_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
 
-def _runs(found: Mapping[int, torch.Tensor]) -> list[_Run]:
-    """Decide which bytes are copied: of each storage those between its first and its last tensor."""
-    groups: dict[tuple[str, int], list[torch.Tensor]] = {}
-    runs = []
-    for tensor in found.values():
-        pointer = tensor.untyped_storage().data_ptr()
-        if not tensor.numel() or not pointer or tensor.is_conj() or tensor.is_neg():
-            runs.append(_Run([tensor], None, tensor.nbytes))
-        else:
-            groups.setdefault((str(tensor.device), pointer), []).append(tensor)
-    for tensors in groups.values():
-        spans = [_span(tensor) for tensor in tensors]
-        reach = spans[0][1] - spans[0][0]
-        if len(tensors) == 1 and (tensors[0].is_contiguous() or reach > tensors[0].nbytes):
-            runs.append(_Run(tensors, None, tensors[0].nbytes))  # nothing shared, and no strides worth keeping
-        else:
-            # Aligned down, so that every dtype's offset stays a whole number of its elements.
-            start = min(first for first, _ in spans) // _ALIGNMENT * _ALIGNMENT
-            runs.append(_Run(tensors, start, max(stop for _, stop in spans) - start))
-    return runs
+def _span(group: dict[int, torch.Tensor]) -> _Span:
+    """Say which bytes of their storage tensors with values reach over; one that leaves gaps is packed first."""
+    starts, stops = [], []
+    for key, tensor in group.items():
+        reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if len(group) == 1 and reach >= tensor.numel():
+            group[key] = tensor = tensor.contiguous()
+            reach = tensor.numel() - 1
+        starts.append(int(tensor.storage_offset()) * tensor.itemsize)
+        stops.append(starts[-1] + (reach + 1) * tensor.itemsize)
+    start = min(starts)
+    if len(group) > 1:  # aligned down, so that every dtype's offset stays a whole number of its elements
+        start = start // _ALIGNMENT * _ALIGNMENT
+    return _Span(group, start, max(stops) - start, tensor.device)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Say which bytes of its storage a tensor with values reaches over, `(first, stop)`."""
-    last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset())
-    return first * tensor.itemsize, (first + last + 1) * tensor.itemsize
-
-
-def _copy_run(run: _Run, target: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Copy a run to `target`, `[num_bytes]` uint8 on the CPU; without waiting if that is pinned."""
-    if run.start is None:
-        tensor = run.tensors[0].detach()
-        if not run.num_bytes:  # strides of no bytes cannot be viewed as another dtype
-            return {id(run.tensors[0]): torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")}
-        return {id(run.tensors[0]): target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)}
+def _copy_span(span: _Span, target: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Copy a span to `target`, `[num_bytes]` uint8 on the CPU, without waiting if that is pinned."""
     # torch copies wide elements a quarter faster than bytes.
-    word = next(dtype for dtype in _WORDS if run.num_bytes % dtype.itemsize == 0)
-    source = torch.empty(0, dtype=word, device=run.device)
-    place, size = run.start // word.itemsize, run.num_bytes // word.itemsize
-    source.set_(run.tensors[0].untyped_storage(), place, (size,), (1,))
+    word = next(dtype for dtype in _WORDS if (span.start | span.num_bytes) % dtype.itemsize == 0)
+    source = torch.empty(0, dtype=word, device=span.device)
+    place, size = span.start // word.itemsize, span.num_bytes // word.itemsize
+    source.set_(next(iter(span.tensors.values())).untyped_storage(), place, (size,), (1,))
     target.view(word).copy_(source, non_blocking=True)
     storage = target.untyped_storage()
     return {
-        id(tensor): torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-            storage, tensor.storage_offset() - run.start // tensor.itemsize, tensor.shape, tensor.stride()
+        key: torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+            storage, tensor.storage_offset() - span.start // tensor.itemsize, tensor.shape, tensor.stride()
         )
-        for tensor in run.tensors
+        for key, tensor in span.tensors.items()
     }
 
 
@@ -159,10 +141,3 @@ def _like(original: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(original, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, original.requires_grad)
     return tensor
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Give a stream that comes after what has been started on the device."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream

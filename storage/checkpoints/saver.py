@@ -1,8 +1,6 @@
 """Checkpoints: saved by a thread while training goes on.
 
-One rule: what is saved is the moment of the call. `save_async` copies every tensor before it returns
-(and does nothing else that takes time); the file is written beside its place, flushed and renamed, so
-that a crash leaves the previous checkpoint or the new one.
+One rule: what is saved is the moment of the call: `save_async` copies every tensor before it returns.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 from ..codecs.lz4 import check_level
 from ..core import arguments
 from ..core.memory import BufferPool
-from ..core.threads import Unique, Worker
+from ..core.threads import Owned, Worker
 from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError
 from ..live.monitors import PerformanceMonitor
 from .files import (
@@ -57,7 +55,7 @@ class QueueFullError(RolloutDataError, queue.Full):
     """As many checkpoints wait as may; nothing was saved."""
 
 
-class AsyncCheckpointSaver(Unique):
+class AsyncCheckpointSaver(Owned):
     """Save checkpoints in the background.
 
     Args:
@@ -83,6 +81,7 @@ class AsyncCheckpointSaver(Unique):
         # Memory of earlier copies is used again: fresh memory would make copying several times slower.
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
         self._worker = Worker("checkpoints", max_pending=max_queue_size)
+        self._owner = self._worker.owner
         #: Futures of checkpoints that may wait, oldest first, each with a list that holds its copy until it is written.
         self._waiting: list[tuple[Future[Path], list[Any]]] = []
         self._is_closed = False
@@ -90,13 +89,9 @@ class AsyncCheckpointSaver(Unique):
         self._saving = threading.Lock()
         _open_savers.add(self)
 
-    def __enter__(self) -> AsyncCheckpointSaver:
-        return self
-
     def __exit__(self, failure: object = None, *_: object) -> None:
         try:
-            if self._worker.owner.is_own:
-                self.shutdown()
+            super().__exit__()
         except CheckpointError:
             if failure is None:  # otherwise that one matters more
                 raise
@@ -130,7 +125,7 @@ class AsyncCheckpointSaver(Unique):
             ClosedError: After `shutdown`.
             UsageError: `path` is none, or `meta` is not what JSON can hold.
         """
-        self._worker.owner.check()
+        self._owner.check()
         target = arguments.path("save the checkpoint", "", path).absolute()  # the process may go elsewhere
         check_level(level)
         text = None if meta is None else _to_json(meta, target)
@@ -165,7 +160,7 @@ class AsyncCheckpointSaver(Unique):
         Raises:
             CheckpointError: A save failed.
         """
-        self._worker.owner.check()
+        self._owner.check()
         self._is_closed = True
         if not wait:
             return self._worker.check()
@@ -173,6 +168,8 @@ class AsyncCheckpointSaver(Unique):
             self._worker.close()
         finally:
             self._pool.clear()
+
+    close = shutdown
 
     def _wait_for_room(self, path: Path) -> None:
         """Wait until one more may be saved: one is being written, and `max_queue_size` may wait."""
