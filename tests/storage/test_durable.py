@@ -1,4 +1,7 @@
-"""Replacing files and folders: the old or the new at every instant, nothing foreign lost, nothing left behind."""
+"""Replacing files and folders: the old or the new at every instant, nothing foreign lost, nothing left behind.
+
+Calls of the system are patched, as no other means stops a process, or lets another one in, between two given calls.
+"""
 
 from __future__ import annotations
 
