@@ -1,8 +1,8 @@
 """`PrioritizedRing`: which rows of a ring count and how likely they are drawn, asked by row id.
 
 One rule: a limit is a weight. A row that is overwritten, stale or used up has weight 0, so that priorities and
-limits compose. Row `r` of lane `l` has id `r * num_lanes + l` and place `l * num_slots + r % num_slots`. What
-a row holds is in a `RingStore`; nothing is locked here.
+limits compose. Ids are a ring's keys, and places its cells. What a row holds is in a `RingStore`; nothing is
+locked here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from ..core import arguments
 from ..core.memory import library, own, tensor_of
 from ..errors import SchemaError, UsageError
+from ..ring.ring import cells
 from .limits import NONE, UNKNOWN, RowLimits
 from .rows import PrioritizedRows, PriorityRule
 
@@ -76,9 +77,7 @@ class PrioritizedRing:
 
     def places(self, ids: Any) -> Any:
         """Say where `[n]` rows are; a tensor or what `own` gives."""
-        if self.num_lanes == 1:
-            return ids % self.num_slots
-        return ids % self.num_lanes * self.num_slots + ids // self.num_lanes % self.num_slots
+        return cells(ids, self.num_slots, self.num_lanes)
 
     def register(
         self, ids: torch.Tensor, given: tuple[Any, float] | None = None, collected: torch.Tensor | None = None

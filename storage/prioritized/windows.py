@@ -105,15 +105,13 @@ class PrioritizedWindows(Store):
             if rows is None or not rows.num_rows:
                 return
             ends = find_ends(rows.tensors, end_places(rows.schema, self.end_key))
-            if self._ring is None:
-                self._create(rows.schema, rows.tensors[0].shape[1])
-            assert self._ring is not None
+            ring = self._ring or self._create(rows.schema, rows.tensors[0].shape[1])
             self._order.wait(is_write=True)
-            first = max(self._ring.total, self._ring.total + rows.num_rows - self.capacity)
+            first = max(ring.total, ring.total + rows.num_rows - self.capacity)
             self._boundaries.note(ends)
-            self._ring.write(rows.tensors)
+            ring.write(rows.tensors)
             self._order.record(is_write=True)
-            self._note_windows(self._ring, first)
+            self._note_windows(ring, first)
 
     @torch.no_grad()
     def sample(self, num_windows: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -131,7 +129,7 @@ class PrioritizedWindows(Store):
             drawn = self._windows.draw(num_windows, self.rng)
             if self._ring is None or drawn is None:
                 raise BufferEmptyError("sample windows", "", f"{self.seq_length} steps of a trajectory", "fewer")
-            lane, last = drawn.ids % self._ring.num_lanes, drawn.ids // self._ring.num_lanes
+            lane, last = self._ring.named(drawn.ids)
             self._order.wait(is_write=False)
             places = self._ring.place(lane, last - (self.seq_length - 1))
             cut = self._ring.cut_of(self._ring.names, ())
@@ -169,67 +167,59 @@ class PrioritizedWindows(Store):
         with self._lock:
             return self._windows.check_valid()
 
-    def _create(self, schema: Schema, num_lanes: int) -> None:
-        self._ring = RingStore(self.capacity, num_lanes, schema, self.device, num_guards=self.seq_length)
-        self._boundaries = Boundaries(self._ring)
+    def _create(self, schema: Schema, num_lanes: int) -> RingStore:
+        ring = self._ring = RingStore(self.capacity, num_lanes, schema, self.device, num_guards=self.seq_length)
+        self._boundaries = Boundaries(ring)
         num_dead_updates = self._windows.num_dead_updates
         self._windows = PrioritizedRing(self.capacity, num_lanes, self.rule, self.device)
         self._windows.num_dead_updates = num_dead_updates
         self._reader.freeze(schema, num_lanes)
+        return ring
 
     def _note_windows(self, ring: RingStore, first: int) -> None:
         """Register the windows that end at the rows from id `first` on, and drop those that lost their first row."""
+        back = self.seq_length - 1
         lanes = torch.arange(ring.num_lanes, device=self.device).unsqueeze(1)
         new = torch.arange(first, ring.total, device=self.device)
-        broken = torch.arange(ring.oldest, min(ring.oldest + self.seq_length - 1, ring.total), device=self.device)
-        self._windows.drop(self._windows.places((torch.cat([new, broken]) * ring.num_lanes + lanes).flatten()))
-        row = new.expand(ring.num_lanes, -1).flatten()
-        lane = lanes.expand(-1, len(new)).flatten()
-        past = self._boundaries.age(lane, row).long() - (self.seq_length - 1)
-        is_window = (past >= 0) & (row - (self.seq_length - 1) >= ring.oldest)
+        broken = torch.arange(ring.oldest, min(ring.oldest + back, ring.total), device=self.device)
+        self._windows.drop(self._windows.places(ring.key(lanes, torch.cat([new, broken])).flatten()))
+        lane, row = lanes.expand(-1, len(new)).flatten(), new.expand(ring.num_lanes, -1).flatten()
+        past = self._boundaries.age(lane, row).long() - back
+        is_window = (past >= 0) & (row - back >= ring.oldest)
         is_window &= (past % self.stride == 0) | self._boundaries.ended(lane, row)
-        self._windows.register((row * ring.num_lanes + lane)[is_window])
+        self._windows.register(ring.key(lane, row)[is_window])
 
     def _get_state(self) -> State:
         arguments: dict[str, Any] = {"capacity": self.capacity, "seq_length": self.seq_length, "stride": self.stride}
         arguments |= {"end_key": self.end_key, **vars(self.rule)}
-        tensors: dict[str, torch.Tensor] = {}
-        numbers: dict[str, Any] = {"schema": None, "num_dead_updates": self.num_dead_updates}
-        if self._ring is not None:
-            ring = self._ring
-            numbers, rows = self._windows.state(self.capacity * ring.num_lanes)
-            numbers |= {"schema": ring.schema.to_json(), "num_lanes": ring.num_lanes, "total": ring.total}
-            tensors |= {"ages": self._boundaries.ages, "next_ages": self._boundaries.next_ages, **rows}
-            columns = [ring.slots_view(name)[: ring.num_live] for name in ring.schema]
-            tensors |= {f"column/{place}": column for place, column in enumerate(columns)}
-        return State(arguments, numbers, tensors)
+        ring = self._ring
+        if ring is None:
+            return State(arguments, {"schema": None, "num_dead_updates": self.num_dead_updates}, {})
+        numbers, tensors = self._windows.state(self.capacity * ring.num_lanes)
+        numbers |= {"schema": ring.schema.to_json(), "num_lanes": ring.num_lanes, "total": ring.total}
+        tensors |= {"ages": self._boundaries.ages, "next_ages": self._boundaries.next_ages}
+        columns = [ring.slots_view(name)[: ring.num_live] for name in ring.schema]
+        return State(arguments, numbers, tensors | {f"column/{place}": column for place, column in enumerate(columns)})
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        made = PrioritizedWindows(**self._get_state().arguments, device=self.device, generator=0)
-        made._windows.num_dead_updates = int(numbers["num_dead_updates"])
-        if numbers["schema"] is not None:
-            schema, num_lanes = Schema.from_json(numbers["schema"]), int(numbers["num_lanes"])
-            made._create(schema, num_lanes)
-            made._fill(schema, numbers, tensors)
-        for name in ("_reader", "_ring", "_boundaries", "_windows"):
-            if hasattr(made, name):
-                setattr(self, name, getattr(made, name))
-
-    def _fill(self, schema: Schema, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over rows, ages and priorities, as a buffer that was just created; raise if a shape does not fit."""
-        ring, total = self._ring, int(numbers["total"])
-        assert ring is not None
+        self._ring, self._windows = None, PrioritizedRing(self.capacity, 1, self.rule, self.device)
+        self._reader = RecordReader(None, True, False, False)
+        self._windows.num_dead_updates = int(numbers["num_dead_updates"])
+        if numbers["schema"] is None:
+            return
+        schema, num_lanes, total = Schema.from_json(numbers["schema"]), int(numbers["num_lanes"]), int(numbers["total"])
         live = min(total, self.capacity)
-        columns = {f"column/{place}": (live, ring.num_lanes, *x.shape) for place, x in enumerate(schema.values())}
-        shapes = {**columns, "ages": tuple(self._boundaries.ages.shape), "next_ages": (ring.num_lanes,)}
+        shapes = {f"column/{place}": (live, num_lanes, *x.shape) for place, x in enumerate(schema.values())}
+        shapes |= {"ages": (self.capacity, num_lanes), "next_ages": (num_lanes,)}
         for name, shape in shapes.items():
             if tuple(tensors[name].shape) != shape:
                 raise SchemaError("load a state", f"with {name!r}", str(list(shape)), str(list(tensors[name].shape)))
+        ring = self._create(schema, num_lanes)
         ring.put_slots(0, {name: tensors[f"column/{place}"] for place, name in enumerate(schema)})
         ring.total = total
         self._boundaries.ages.copy_(tensors["ages"])
         self._boundaries.next_ages.copy_(tensors["next_ages"])
-        self._windows.restore(self.capacity * ring.num_lanes, numbers, tensors)
+        self._windows.restore(self.capacity * num_lanes, numbers, tensors)
 
 
 def sequence_priorities(errors: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None) -> torch.Tensor:

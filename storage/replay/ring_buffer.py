@@ -272,7 +272,7 @@ class RingBuffer(BufferStore):
             keys = columns.pop(ROW_KEY).flatten()
             finals = boundaries.finals = EndedRows(ring, Schema(ring.schema[name] for name in columns))
             finals.check(keys, columns)
-            lane, row_id = finals.named(keys.to(ring.device))
+            lane, row_id = ring.named(keys.to(ring.device))
             is_ended = (row_id >= ring.oldest) & (row_id < total) & boundaries.ended(lane, row_id)
             if not bool(is_ended.all()):
                 raise SchemaError("load final rows", "", "keys of rows that ended a trajectory", "others")

@@ -91,7 +91,7 @@ class EndedRows:
 
             self._keys, self._columns = moved(self._keys), {name: moved(x) for name, x in self._columns.items()}
             self._first, self._last, stop = 0, num_kept, num_kept + len(lane)
-        self._keys[self._last : stop] = self._key(lane, row_id)
+        self._keys[self._last : stop] = self._ring.key(lane, row_id)
         for name, leaf in leaves.items():
             self._columns[name][self._last : stop] = leaf
         self._last = stop
@@ -101,7 +101,7 @@ class EndedRows:
         keys = self._keys[self._first : self._last]
         if not len(keys):
             return torch.zeros_like(lane, dtype=torch.bool), torch.zeros_like(lane)
-        wanted = self._key(lane, row_id)
+        wanted = self._ring.key(lane, row_id)
         place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
         return keys[place] == wanted, place + self._first
 
@@ -120,12 +120,7 @@ class EndedRows:
     def live(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Show what is live: lane, id and fields, which share memory."""
         live = self._live()
-        return *self.named(self._keys[live]), {name: x[live] for name, x in self._columns.items()}
-
-    def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the lane and the id of keys."""
-        row_id = torch.div(keys, self._ring.num_lanes, rounding_mode="floor")
-        return keys - row_id * self._ring.num_lanes, row_id
+        return *self._ring.named(self._keys[live]), {name: x[live] for name, x in self._columns.items()}
 
     def check(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
         """Raise `SchemaError` if keys and fields are not as `keys` and `live` give them."""
@@ -139,9 +134,6 @@ class EndedRows:
                 raise SchemaError(action, f"with {name!r}", expected, f"{leaf.dtype} {list(leaf.shape)}")
         if not bool((keys[1:] > keys[:-1]).all()):
             raise SchemaError(action, "", "ascending keys", "others")
-
-    def _key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        return row_id * self._ring.num_lanes + lane
 
     def _live(self) -> slice:
         keys = self._keys[self._first : self._last]

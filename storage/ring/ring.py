@@ -139,6 +139,15 @@ class RingStore:
         place = row_id % self.num_slots
         return place if self.num_lanes == 1 else place + lane * self.stride
 
+    def key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
+        """Number rows of all lanes in the order in which they are written, and those of a step by lane."""
+        return row_id * self.num_lanes + lane
+
+    def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the lane and the id of rows by their keys."""
+        row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
+        return keys - row_id * self.num_lanes, row_id
+
     def gather(self, places: torch.Tensor, contiguous: bool = False, nested: bool = False) -> dict[str, Any]:
         """Copy rows: `[len(places), *event]` per field, views of one new tensor per group; by flat name, or nested."""
         return self.rows(places, self.cut_of(self.names, (), contiguous, nested))
@@ -267,6 +276,11 @@ class RingStore:
         array = tensor.numpy() if self._is_on_cpu and tensor.is_contiguous() else None
         self._sources[place, units, skipped] = tensor, array
         return tensor, array
+
+
+def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
+    """Say where rows are among `num_lanes * num_slots` cells, lane by lane, by their keys: a tensor or an array."""
+    return keys % num_slots if num_lanes == 1 else keys % num_lanes * num_slots + keys // num_lanes % num_slots
 
 
 def _array(slots: torch.Tensor) -> npt.NDArray[Any] | None:

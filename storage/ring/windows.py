@@ -90,10 +90,11 @@ class Boundaries:
             self._note_final(tensor_of(ends), final)
         if num_rows == 1:
             slot, ended = ring.total % ring.num_slots, ends.reshape(-1)
-            self._note_segments(ended[None], self._next_ages[None])
+            if self._segments is not None:
+                self._note_segments(self._segments, ended[None], self._next_ages[None])
             self._ages[slot] = self._next_ages
             self._next_ages += 1
-            self._next_ages *= ~ended
+            self._next_ages[ended] = 0
             if not slot:
                 self.next_ages.clamp_(max=_MAX_AGE)
             return
@@ -108,7 +109,8 @@ class Boundaries:
             counted = torch.arange(1, num_rows + 1, dtype=torch.int32, device=ends.device).unsqueeze(1)
             begun = torch.where(ends, counted, -self._next_ages).cummax(0).values
             ages = torch.cat([self._next_ages.unsqueeze(0), counted - begun])
-        self._note_segments(ends, ages)
+        if self._segments is not None:
+            self._note_segments(self._segments, ends, ages)
         for slots, rows in ring.spans(num_rows):
             self._ages[slots] = ages[rows]
         self._next_ages[:] = ages[-1].clip(max=_MAX_AGE)
@@ -249,11 +251,10 @@ class Boundaries:
         order = lane.argsort(stable=True)
         return lane[order], last[order]
 
-    def _note_segments(self, ends: Any, ages: Any) -> None:
-        if self._segments is not None and ends.any():
+    def _note_segments(self, segments: EndedRows, ends: Any, ages: Any) -> None:
+        if ends.any():
             step, lane = tensor_of(ends).nonzero(as_tuple=True)
-            num_rows = tensor_of(ages)[step, lane].long() + 1
-            self._segments.append(lane, step + self.ring.total, {"num_rows": num_rows})
+            segments.append(lane, step + self.ring.total, {"num_rows": tensor_of(ages)[step, lane].long() + 1})
 
     def _note_final(self, ends: torch.Tensor, final: Rows) -> None:
         step, lane = ends.nonzero(as_tuple=True)
