@@ -270,7 +270,8 @@ class RecordReader:
                 node = nodes[-1]
                 if type(node) is not kind or len(node if isinstance(node, dict) else node.keys()) != num_keys:
                     return None
-            for number, (place, key, is_array, dtype, *_) in enumerate(self._leaves):
+            for number, leaf in enumerate(self._leaves):
+                place, key, is_array, dtype = leaf[:4]
                 value = nodes[place].get(key)
                 if is_array and type(value) is not np.ndarray:  # a masked array, for example
                     return None

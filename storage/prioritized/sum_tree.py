@@ -36,8 +36,6 @@ _SHIFT = WIDTH.bit_length() - 1
 BLOCK = 128
 #: Multiplying by this adds all bytes into the highest, which this shift leaves.
 _EVERY_BYTE, _TOP_BYTE = np.uint64(0x0101010101010101), np.uint64(56)
-#: From so many points on their strata tell where most of them are.
-_MANY_POINTS = 1 << 10
 #: Levels are added until the top has at most so many numbers.
 MAX_TOP = 1 << 12
 
@@ -266,13 +264,10 @@ class SumTree(WideTree):
 
         Running sums start at minus what is left. Rounding may keep all of them below 0, or begin above; then the last
         or first place of the block is found, which may have no weight, or, with `is_careful`, another that has one.
-        Without `is_careful` there is one mass in each of as many intervals of equal length.
         """
         sums_of_top = self._own_top_sums
         if isinstance(sums_of_top, torch.Tensor):
             node = torch.searchsorted(sums_of_top, masses, right=True)
-        elif not is_careful and len(masses) >= _MANY_POINTS:
-            node = self._search_strata(masses)
         else:
             node = sums_of_top.searchsorted(masses, "right")
         left = self._own_sums[node]
@@ -297,17 +292,6 @@ class SumTree(WideTree):
                 if is_careful:
                     left[left > 0] = 0
         return node
-
-    def _search_strata(self, points: Any) -> Any:
-        """Count the running sums of the top that are at most each point, one point in each stratum, on the CPU.
-
-        A sum is in one stratum: above all points before it, below all behind; rounding may mistake the next for it.
-        A draw of 4096 takes a tenth less than with a search for each point.
-        """
-        num_points, sums = len(points), self._own_top_sums
-        first = np.minimum(sums / sums[-1] * num_points, num_points - 1).astype(np.int64)
-        first += points[first] < sums
-        return np.bincount(first, minlength=num_points + 1)[:num_points].cumsum()
 
 
 class MinTree(WideTree):

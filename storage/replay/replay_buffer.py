@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.devices import Delivery
+from ..core.devices import StreamOrder
 from ..core.fields import Field, Schema
-from ..core.memory import as_given
+from ..core.records import fit
 from ..core.samplers import generator_on, uniform
-from ..errors import BufferEmptyError, FieldTypeError, SchemaError
+from ..errors import BufferEmptyError, SchemaError
 from ..ring.ring import RingStore
 from ..saving.store import State, Store
 
@@ -55,7 +55,7 @@ class ReplayBuffer(Store):
         self._ring = RingStore(self.buffer_size, 1, schema, self.device, num_guards=0)
         self.states, self.next_states = (self._ring.slots_view(name)[:, 0] for name in _NAMES)
         self._lock = threading.RLock()
-        self._delivery = Delivery(self.device)
+        self._order = StreamOrder(self.device)
 
     @property
     def step(self) -> int:
@@ -77,26 +77,17 @@ class ReplayBuffer(Store):
         Raises:
             SchemaError, FieldTypeError: Shapes differ or are wrong, or a dtype would lose; nothing is written.
         """
-        given = [self._checked(name, x) for name, x in zip(_NAMES, (states, next_states), strict=True)]
+        schema = self._ring.schema
+        given = [
+            fit("insert states", schema[name], x, num_lead=1)
+            for name, x in zip(_NAMES, (states, next_states), strict=True)
+        ]
         if len(given[0]) != len(given[1]):
             raise SchemaError("insert states", "", f"{len(given[0])} next_states", str(len(given[1])))
         with self._lock:
+            self._order.wait(is_write=True)
             self._ring.write([x.unsqueeze(1) for x in given])
-            self._delivery.note_write()
-
-    def _checked(self, name: str, value: Any) -> torch.Tensor:
-        """Give `[n, *obs_dim]` float32 of what was handed in, or raise."""
-        try:
-            x = as_given(value)
-        except (TypeError, ValueError, RuntimeError) as cause:
-            raise FieldTypeError("insert states", "", f"{name} as a tensor", type(value).__name__) from cause
-        if not x.dim() or x.shape[1:] != self.obs_dim:
-            expected = f"{name} of shape [n, {', '.join(map(str, self.obs_dim))}]"
-            raise SchemaError("insert states", "", expected, str(list(x.shape)))
-        if not torch.can_cast(x.dtype, torch.float32) or x.is_meta or x.layout is not torch.strided:
-            got = f"{x.layout} {x.dtype} on {x.device}"
-            raise FieldTypeError("insert states", "", f"dense {name} that fit into float32", got, "Convert them")
-        return x.detach().to(torch.float32)
+            self._order.record(is_write=True)
 
     def feed_forward_generator(
         self, num_mini_batch: int, mini_batch_size: int
@@ -117,25 +108,23 @@ class ReplayBuffer(Store):
     @torch.no_grad()
     def _draw(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self._lock:
-            self._delivery.wait_for_writes()
-            index = uniform(self.num_samples, size, self.rng)
-            found = self._ring.gather(index.to(self.device))
+            self._order.wait(is_write=False)
+            found = self._ring.gather(uniform(self.num_samples, size, self.rng).to(self.device))
+            self._order.record(is_write=False)
             return found["states"], found["next_states"]
 
     def _get_state(self) -> State:
-        with self._lock:
-            self._delivery.wait_for_writes()
-            arguments = {"obs_dim": list(self.obs_dim), "buffer_size": self.buffer_size}
-            tensors = {name: self._ring.slots_view(name)[: self.num_samples] for name in _NAMES}
-            return State(arguments, {"total": self._ring.total}, tensors)
+        self._order.wait(is_write=False)
+        arguments = {"obs_dim": list(self.obs_dim), "buffer_size": self.buffer_size}
+        tensors = {name: self._ring.slots_view(name)[: self.num_samples] for name in _NAMES}
+        return State(arguments, {"total": self._ring.total}, tensors)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        with self._lock:
-            total = int(numbers["total"])
-            expected = (min(total, self.buffer_size), 1, *self.obs_dim)
-            for name in _NAMES:
-                if total < 0 or tensors[name].shape != expected or tensors[name].dtype != torch.float32:
-                    got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-                    raise SchemaError("load a state", f"with {name!r}", f"float32 {list(expected)}", got)
-            self._ring.put_slots(0, {name: tensors[name] for name in _NAMES})
-            self._ring.total = total
+        total = int(numbers["total"])
+        expected = (min(total, self.buffer_size), 1, *self.obs_dim)
+        for name in _NAMES:
+            if total < 0 or tensors[name].shape != expected or tensors[name].dtype != torch.float32:
+                got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
+                raise SchemaError("load a state", f"with {name!r}", f"float32 {list(expected)}", got)
+        self._ring.put_slots(0, {name: tensors[name] for name in _NAMES})
+        self._ring.total = total
