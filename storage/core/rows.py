@@ -188,12 +188,13 @@ class Cut:
 
     def _leaf(self, target: Target, node: int, key: str) -> _Leaf:
         place, part = self._parts[target.field]
-        start = part.start + (0 if self._apart else target.row * self._groups[place].row_bytes)
-        field, is_bfloat16 = part.field, self._is_on_cpu and part.field.torch_dtype is torch.bfloat16
-        view = (
-            place + self._apart * target.row * len(self._groups),
-            (field.numpy_dtype if self._is_on_cpu else field.torch_dtype),
-        )
+        start, field = part.start, part.field
+        if target.row and self._apart:
+            place += len(self._groups)
+        elif target.row:
+            start += self._groups[place].row_bytes
+        is_bfloat16 = self._is_on_cpu and field.torch_dtype is torch.bfloat16
+        view = place, field.numpy_dtype if self._is_on_cpu else field.torch_dtype
         if view not in self._views:
             self._views.append(view)
         first = start // field.numpy_dtype.itemsize

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import TrajectoryDictBufferMultiDim, UsageError
+from storage import Field, RingStore, Schema, TrajectoryDictBufferMultiDim, UsageError
+from storage.ring.windows import Boundaries
 
 from .streams import Naive, chi_square, chi_square_bound, drawn_windows, rows
 
@@ -118,14 +119,24 @@ def test_in_progress_episodes_are_eligible_up_to_the_last_row() -> None:
     assert set(drawn_windows(buffer, 500, 2)) == {(0, first) for first in range(4)}
 
 
+def noted(capacity: int, num_lanes: int, ends: torch.Tensor) -> Boundaries:
+    """Give what is known of a ring to which rows with these ends were written."""
+    ring = RingStore(capacity, num_lanes, Schema([Field("x", (1,))]))
+    boundaries = Boundaries(ring)
+    boundaries.note(ends)
+    ring.write([torch.zeros(*ends.shape, 1)])
+    return boundaries
+
+
 def test_the_ages_do_not_overflow() -> None:
-    buffer, _ = filled(4, 1, [5], 0.0, 0, output_key_tp1=[])
-    buffer._boundaries.next_ages.fill_(2**30 + 5)
-    buffer._boundaries._num_seen = 2**30
-    for row in range(5, 15):
-        buffer.extend(rows(row, torch.zeros(1, 1, dtype=torch.bool)))
-    assert int(buffer._boundaries.ages.max()) < 2**31 - 1
-    assert set(drawn_windows(buffer, 100, 3)) == {(0, 11), (0, 12)}
+    boundaries = noted(4, 1, torch.zeros(5, 1, dtype=torch.bool))
+    boundaries.next_ages.fill_(2**30 + 5)
+    for _ in range(5, 15):
+        boundaries.note(torch.zeros(1, 1, dtype=torch.bool))
+        boundaries.ring.write([torch.zeros(1, 1, 1)])
+    assert int(boundaries.ages.max()) < 2**31 - 1
+    drawn = boundaries.draw(100, 3, torch.Generator().manual_seed(0))
+    assert drawn is not None and set(drawn[1].tolist()) == {13, 14}
 
 
 def test_drawing_costs_the_same_in_a_hundred_times_larger_ring() -> None:
@@ -134,17 +145,14 @@ def test_drawing_costs_the_same_in_a_hundred_times_larger_ring() -> None:
 
 
 def count_looked_at(capacity: int) -> int:
-    buffer = TrajectoryDictBufferMultiDim(capacity=capacity, n_dim=2, seq_length=8, generator=0)
-    ends = torch.rand(capacity, 64) < 0.02
-    buffer.extend({"observation": torch.zeros(capacity, 64, 1), "done": ends.unsqueeze(-1)})
-    sizes: list[int] = []
-    rule = buffer._boundaries.rule(9)
+    boundaries, sizes = noted(capacity, 64, torch.rand(capacity, 64) < 0.02), []
+    is_inside = boundaries.rule(9)
 
     def counted(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         sizes.append(len(lane))
-        return rule(lane, last)
+        return is_inside(lane, last)
 
-    buffer._boundaries.draw(128, 9, buffer.generator, counted)
+    boundaries.draw(128, 9, torch.Generator().manual_seed(0), counted)
     return sum(sizes)
 
 
