@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -33,7 +33,8 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
         if device.type == "cuda" and item.device.type == "cpu" and pin:
             item = item.pin_memory()
         return item.to(device, non_blocking=True)
-    if _moves_itself(item):
+    is_tree = callable(getattr(item, "to", None)) and callable(getattr(item, "keys", None))
+    if is_tree and not isinstance(item, (dict, type)):  # a TensorDict, a tensorclass: they have a batch size to keep
         return item.to(device, non_blocking=True)
     if isinstance(item, Mapping):
         moved = {key: to_device(value, device, pin) for key, value in item.items()}
@@ -46,13 +47,6 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
         values = {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if field.init}
         return dataclasses.replace(item, **{name: to_device(value, device, pin) for name, value in values.items()})
     return item
-
-
-def _moves_itself(item: Any) -> bool:
-    """True for a `TensorDict`, a tensorclass and what else has their two methods; they have a batch size to keep."""
-    if isinstance(item, (dict, type)):
-        return False
-    return callable(getattr(item, "to", None)) and callable(getattr(item, "keys", None))
 
 
 def _made_like(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -131,17 +125,14 @@ class PrefetchedItems(Owned, Iterator[T]):
 
     def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:
         self._collector, self._producer, self._owner = collector, producer, producer.worker.owner
-        self._finish = weakref.finalize(self, producer.stop)
+        weakref.finalize(self, producer.stop)
         self._num_got = 0
         self._futures: deque[Future[_Made]] = deque()
         self._fill()
 
     def __next__(self) -> T:
         self.check()
-        try:
-            made = self._futures[0].result() if not self._producer.is_stopped else _END
-        except CancelledError:  # another thread has closed the collector
-            made = _END
+        made = _END if self._producer.is_stopped else self._futures[0].result()
         if made.failure is not None or made is _END or self._producer.is_stopped:
             self.close()
             if isinstance(made.failure, StopIteration):  # of a transform: it would end the consumer's loop in silence
@@ -168,7 +159,6 @@ class PrefetchedItems(Owned, Iterator[T]):
     def close(self) -> None:
         """Stop the producer and wait for the item that it is making. Idempotent."""
         self._producer.close()
-        self._finish()
 
 
 class _Made(NamedTuple):
@@ -208,9 +198,8 @@ class _Producer:
                 self._source = iter(self._iterable)
             self.num_begun += 1
             stamp = self._stamp() if self._stamp is not None else None
-            try:
-                item = next(self._source)
-            except StopIteration:
+            item = next(self._source, _END)
+            if item is _END:
                 self.num_begun -= 1
                 self._is_over = True
                 return _END
@@ -266,14 +255,14 @@ def _hand_over(item: Any, event: Any) -> None:
 
 
 def _tensors(item: Any) -> Iterator[torch.Tensor]:
+    parts: Iterable[Any] = ()
     if isinstance(item, torch.Tensor):
         yield item
     elif isinstance(item, Mapping):
-        for value in item.values():
-            yield from _tensors(value)
+        parts = item.values()
     elif isinstance(item, (tuple, list)):
-        for value in item:
-            yield from _tensors(value)
+        parts = item
     elif dataclasses.is_dataclass(item):
-        for field in dataclasses.fields(item):
-            yield from _tensors(getattr(item, field.name))
+        parts = [getattr(item, field.name) for field in dataclasses.fields(item)]
+    for part in parts:
+        yield from _tensors(part)

@@ -24,8 +24,17 @@ from ..prioritized.ring import Draw, PrioritizedRing
 from ..prioritized.rows import PriorityRule
 from ..saving.store import State
 from .buffer import Act, ManagedBuffer, Request
-from .ids import UNIQUE_ID, earliest, listed, plain_number
-from .items import Items, from_json, put_leaf, read_batch, read_items, to_json
+from .items import (
+    UNIQUE_ID,
+    Items,
+    from_json,
+    listed,
+    plain_number,
+    put_leaf,
+    read_batch,
+    read_items,
+    to_json,
+)
 from .used_data import UsedData, UsedQueue, checked_data_id
 
 #: Where an error of tracked data was.
@@ -139,7 +148,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
             priorities.append(one.pop("priority", None))
             if "collect_iter" in one:  # a number in any form; never a column
                 one["collect_iter"] = plain_number(one["collect_iter"])
-            iterations.append(earliest(one.get("collect_iter")))
+            iterations.append(_earliest(one.get("collect_iter")))
             if self._used is not None and "data_id" in one:
                 one["data_id"] = checked_data_id(one["data_id"])
             plain.append(one)
@@ -300,23 +309,6 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     # What a learner found.
 
-    def update(self, info: Mapping[str, Any]) -> int:
-        """Take what a learner found about items of a sample.
-
-        Args:
-            info: `replay_unique_id` (a list of ids) with `priority` (as many finite numbers >= 0); and
-                `used_id`, the `data_id`s of a sample that is done with. Both may be missing.
-
-        Returns:
-            How many priorities were applied. Items that are gone are left out, and counted in
-            `num_dead_updates`; of an item that is named twice the last priority stays.
-
-        Raises:
-            KeyError: An id is of another buffer.
-            ValueError: A priority is negative or not finite, or there are not as many; nothing is changed.
-        """
-        return super().update(info)
-
     def update_priorities(self, ids: Any, priorities: Any) -> int:
         """Set the priorities of items to `priorities + eps`.
 
@@ -408,3 +400,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
         ring.restore(min(numbers["total"], self.replay_buffer_size), numbers, tensors)
         self._ring, self._used = ring, None if text is None else UsedData.from_json(from_json(text.encode(), _DATA))
         super()._set_state(numbers, tensors)
+
+
+def _earliest(given: Any) -> int:
+    """Read when an item was collected: an int, or several of which the least counts."""
+    known = [plain_number(value) for value in listed(given) if value is not None]
+    if not all(map(arguments.is_whole, known)):
+        raise UsageError("add an item", expected="a collect_iter of integers", got=repr(given)[:60])
+    return min(known, default=UNKNOWN)

@@ -21,8 +21,7 @@ from ..errors import ClosedError, UsageError
 from ..live.monitors import BufferMonitor
 from ..live.rates import RateLimitedError, RateLimiter
 from ..saving.store import State, Store
-from .ids import SLOT, UNIQUE_ID, UnknownNameError, as_items, several, split_unique_id
-from .items import ItemStore, read_items
+from .items import SLOT, UNIQUE_ID, ItemStore, UnknownNameError, as_items, read_items, several, split_unique_id
 
 _Self = TypeVar("_Self", bound="ManagedBuffer")
 #: Does what was checked, and cannot fail.
@@ -153,7 +152,20 @@ class ManagedBuffer(Store):
         return found
 
     def update(self, info: Mapping[str, Any]) -> int:
-        """Take what a learner found; gives the number of items that it was applied to."""
+        """Take what a learner found about items of a sample; only prioritized buffers change.
+
+        Args:
+            info: `replay_unique_id` (a list of ids) with `priority` (as many finite numbers >= 0); and
+                `used_id`, the `data_id`s of a sample that is done with. Both may be missing.
+
+        Returns:
+            How many priorities were applied. Items that are gone are left out, and counted in
+            `num_dead_updates`; of an item that is named twice the last priority stays.
+
+        Raises:
+            KeyError: An id is of another buffer.
+            ValueError: A priority is negative or not finite, or there are not as many; nothing is changed.
+        """
         with self._lock:
             return self.prepare_update(info)()
 
@@ -215,8 +227,7 @@ class ManagedBuffer(Store):
     def equal_with(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ManagedBuffer:
         """Make an equal buffer with a state; raise if that does not fit."""
         made: ManagedBuffer = self._from_arguments(self._arguments(), self.device)
-        made._set_state(numbers, tensors)
-        made.rng.set_state(self._rng_state(tensors))
+        made._take_state(numbers, tensors)
         return made
 
     def adopt(self, made: ManagedBuffer) -> None:
@@ -244,14 +255,10 @@ class ManagedBuffer(Store):
         if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
             self.rate_limiter.load_state_dict(numbers["rate_limiter"])
 
-    def _rng_state(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Give the saved random state, or the own one if it is of a generator on another kind of device."""
-        own, saved = self.rng.get_state(), tensors["rng"]
-        return saved.cpu() if saved.shape == own.shape else own
-
     def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        if isinstance(tensors.get("rng"), torch.Tensor):
-            tensors = {**tensors, "rng": self._rng_state(tensors)}
+        saved, own = tensors.get("rng"), self.rng.get_state()
+        if isinstance(saved, torch.Tensor) and saved.shape != own.shape:  # of a generator on another kind of device
+            tensors = {**tensors, "rng": own}
         super()._take_state(numbers, tensors)
 
     # For subclasses.

@@ -20,8 +20,7 @@ from ..core.tree import unflatten
 from ..errors import SchemaError, UsageError
 from ..saving.store import State
 from .buffer import Act, ManagedBuffer, Request
-from .ids import GIVEN, SLOT, UNIQUE_ID
-from .items import Items, ItemStore, read_batch, read_items
+from .items import GIVEN, SLOT, UNIQUE_ID, Items, ItemStore, read_batch, read_items
 
 _FIRST_STEPS = 256
 

@@ -1,15 +1,17 @@
-"""`ItemStore`: items in memory, one column of a ring per leaf of numbers, and a list by slot of all other leaves.
+"""Items: the forms in which they are given, their ids, and `ItemStore`, which keeps them in memory.
 
-One rule: it keeps copies of what it is given, and gives copies. All items have the same columns; other leaves, the
-objects, may come and go. Which rows count, and which are drawn, is decided elsewhere.
+One rule: copies are kept of what is given, and copies are given: a column of a ring per leaf of numbers, and a list by
+slot of all other leaves, the objects. All items have the same columns; objects may come and go. Which rows count, and
+which are drawn, is decided elsewhere. An id is `<name>_<row>`, cut at its last "_": names may hold any character.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -19,11 +21,13 @@ from ..core.fields import Schema
 from ..core.memory import as_given
 from ..core.records import dense, fit, make_field
 from ..core.tree import check_same_names, flatten, map_leaves, unflatten
-from ..errors import CorruptFileError, FieldTypeError, SchemaError
+from ..errors import CorruptFileError, FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 from ..ring.ring import RingStore
 from ..saving.store import checked_count
-from .ids import GIVEN
 
+UNIQUE_ID, SLOT = "replay_unique_id", "replay_buffer_idx"
+#: Leaves that a sample adds to an item; they are not stored when the item is pushed back.
+GIVEN = frozenset({UNIQUE_ID, SLOT, "staleness", "use", "IS"})
 _ACTION = "add an item"
 #: Objects that need no copy.
 _CONSTANTS = (str, int, float, bool, bytes, type(None))
@@ -45,6 +49,50 @@ class Items(NamedTuple):
     columns: list[torch.Tensor]
     objects: list[dict[str, Any]] | None
     form: Form
+
+
+class UnknownNameError(MissingFieldError):
+    """An id, or a call, names a buffer that is not there (a `KeyError`)."""
+
+
+def raise_unknown(name: Any, known: Iterable[str]) -> NoReturn:
+    """Raise the error that no buffer has this name."""
+    raise UnknownNameError("find a buffer", expected=nearest(str(name), known), got=repr(name))
+
+
+def split_unique_id(unique_id: Any) -> tuple[str, int]:
+    """Give the buffer's name and the row of an id; raise `UsageError` if it is none."""
+    name, _, row = unique_id.rpartition("_") if isinstance(unique_id, str) else ("", "", "")
+    if not name or not (row.isascii() and row.isdigit()):
+        raise UsageError("read an id", expected="'<name>_<row>'", got=repr(unique_id))
+    return name, int(row)
+
+
+def as_items(data: Any) -> list[Any]:
+    """List what was pushed: one item, or several."""
+    return [data] if isinstance(data, Mapping) else several(data)
+
+
+def several(data: Any) -> list[Any]:
+    """List several items; one item, a text or a number is an error."""
+    if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Iterable):
+        raise SchemaError("push", expected="a list of items", got=type(data).__name__)
+    return list(data)
+
+
+def listed(values: Any) -> list[Any]:
+    """List values of any form: tensors and arrays as numbers, None as nothing, a single value as one."""
+    if values is None:
+        return []
+    if isinstance(values, (torch.Tensor, np.ndarray, np.generic)):
+        return list(values.reshape(-1).tolist())
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [values]
+
+
+def plain_number(value: Any) -> Any:
+    """Give a single number of torch or numpy as Python's."""
+    is_one = isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
+    return value.item() if is_one else value
 
 
 def read_items(items: Sequence[Any], form: Form | None) -> Items:

@@ -21,11 +21,15 @@ from ..saving.store import State, Store
 from .advanced import AdvancedReplayBuffer
 from .buffer import Act, ManagedBuffer, NaiveReplayBuffer, Request, attempt, locked, together
 from .episodes import EpisodeReplayBuffer
-from .ids import as_items, raise_unknown
+from .items import as_items, raise_unknown
 from .shares import checked_ratio, share_out_sample, share_out_update
 from .used_data import UsedQueue
 
 _Self = TypeVar("_Self", bound="BufferManager")
+#: Numbers of items, in all or by name; shares by name; names of buffers.
+Sizes = int | Mapping[str, int]
+Shares = Mapping[str, float]
+Names = str | Sequence[str] | None
 
 _KINDS: dict[str, type[ManagedBuffer]] = {
     "advanced": AdvancedReplayBuffer,
@@ -86,7 +90,7 @@ class BufferManager(Store):
 
     # What comes in.
 
-    def push_data(self, data: Any, buffer_name: str | Sequence[str] | None = None) -> None:
+    def push_data(self, data: Any, buffer_name: Names = None) -> None:
         """Add an item, or a list of items, to a buffer, or copies to several; to all of them or to none.
 
         Args:
@@ -104,26 +108,21 @@ class BufferManager(Store):
         numbers = {buffer: len(part) for buffer, part in items.items()}
         together(numbers, True, lambda: [buffer.prepare_push(part, start_s) for buffer, part in items.items()])
 
-    def push(self, data: Any, buffer_name: str | Sequence[str] | None = None) -> None:
+    def push(self, data: Any, buffer_name: Names = None) -> None:
         """Do what `push_data` does."""
         self.push_data(data, buffer_name)
 
-    def append(self, data: Any, buffer_name: str | Sequence[str] | None = None) -> None:
+    def append(self, data: Any, buffer_name: Names = None) -> None:
         """Add one item."""
         self.push_data([data], buffer_name)
 
-    def extend(self, data: Iterable[Any], buffer_name: str | Sequence[str] | None = None) -> None:
+    def extend(self, data: Iterable[Any], buffer_name: Names = None) -> None:
         """Add several items."""
         self.push_data(list(data), buffer_name)
 
     # What goes out.
 
-    def sample_check(
-        self,
-        batch_size: int | Mapping[str, int],
-        cur_learner_iter: int = 0,
-        sample_ratio: Mapping[str, float] | None = None,
-    ) -> bool:
+    def sample_check(self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None) -> bool:
         """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
         Request.checked(0, cur_learner_iter)
         with self._choice_lock:
@@ -134,12 +133,7 @@ class BufferManager(Store):
                 found = [self[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
         return all(found) and not self._is_closed
 
-    def sample(
-        self,
-        batch_size: int | Mapping[str, int],
-        cur_learner_iter: int = 0,
-        sample_ratio: Mapping[str, float] | None = None,
-    ) -> Any:
+    def sample(self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None) -> Any:
         """Draw from the buffers, from all that are asked or from none.
 
         Args:
@@ -163,10 +157,7 @@ class BufferManager(Store):
         return [items[place] for place in order]
 
     def sample_tensors(
-        self,
-        batch_size: int | Mapping[str, int],
-        cur_learner_iter: int = 0,
-        sample_ratio: Mapping[str, float] | None = None,
+        self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None
     ) -> dict[str, Any] | None:
         """Draw as `sample` does, from prioritized buffers, as batches.
 
@@ -218,7 +209,7 @@ class BufferManager(Store):
             return len(self[buffer_name])
         return min(map(len, self._buffers.values()))
 
-    def clear(self, buffer_names: str | Sequence[str] | None = None) -> None:
+    def clear(self, buffer_names: Names = None) -> None:
         """Forget the items of some buffers; None for all."""
         names = self.buffer_name if buffer_names is None else _names(buffer_names)
         for buffer in [self[name] for name in names]:
@@ -310,7 +301,7 @@ class BufferManager(Store):
         if self._is_closed:
             raise ClosedError(action, expected="an open manager", got="a closed one", advice="Make a new one")
 
-    def _routed(self, data: Any, buffer_name: str | Sequence[str] | None) -> dict[ManagedBuffer, list[Any]]:
+    def _routed(self, data: Any, buffer_name: Names) -> dict[ManagedBuffer, list[Any]]:
         """Say which buffer gets which items."""
         items = as_items(data) if buffer_name is None else []
         names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in items]
@@ -324,9 +315,7 @@ class BufferManager(Store):
                 routed.setdefault(self[name], []).append(item)
         return routed
 
-    def _shared_out(
-        self, batch_size: int | Mapping[str, int], ratio: Mapping[str, float] | None
-    ) -> tuple[list[int] | None, dict[str, int]]:
+    def _shared_out(self, batch_size: Sizes, ratio: Shares | None) -> tuple[list[int] | None, dict[str, int]]:
         """Give the order of all items, None if sizes were given by name; and the size by name."""
         if isinstance(batch_size, Mapping):
             named = batch_size.items()
@@ -339,7 +328,7 @@ class BufferManager(Store):
         return share_out_sample(size, shares, self.rng)
 
     def _drawn(
-        self, batch_size: Any, iteration: int, ratio: Mapping[str, float] | None, are_tensors: bool
+        self, batch_size: Sizes, iteration: int, ratio: Shares | None, are_tensors: bool
     ) -> tuple[list[int] | None, dict[str, Any] | None]:
         """Draw from all buffers or from none: the order of the items, and samples by name; (None, None) if none."""
         request, start_s = Request.checked(0, iteration), time.monotonic()

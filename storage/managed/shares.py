@@ -14,7 +14,7 @@ import torch
 
 from ..core import arguments
 from ..errors import UsageError
-from .ids import UNIQUE_ID, listed, raise_unknown, split_unique_id
+from .items import UNIQUE_ID, listed, raise_unknown, split_unique_id
 
 #: How far the sum of shares may be off.
 _SLACK = 1e-6

@@ -49,30 +49,30 @@ class Stress:
         self.num_sampled = 0
         self.num_updated = self.num_given = 0
         self.iteration = 0
-        self._lock = threading.Lock()
-        self._errors: list[BaseException] = []
-        self._is_over = threading.Event()
+        self.lock = threading.Lock()
+        self.errors: list[BaseException] = []
+        self.is_over = threading.Event()
 
     def run(self, duration_s: float) -> None:
         """Run; raise what any thread raised."""
         jobs = [lambda: self.push("agent_1"), lambda: self.push("demo"), self.sample_items, self.sample_tensors]
-        threads = [threading.Thread(target=self._repeat, args=(job,)) for job in jobs]
+        threads = [threading.Thread(target=self.repeat, args=(job,)) for job in jobs]
         for thread in threads:
             thread.start()
-        self._is_over.wait(duration_s)
-        self._is_over.set()
+        self.is_over.wait(duration_s)
+        self.is_over.set()
         for thread in threads:
             thread.join()
-        if self._errors:
-            raise self._errors[0]
+        if self.errors:
+            raise self.errors[0]
 
-    def _repeat(self, job: Callable[[], None]) -> None:
+    def repeat(self, job: Callable[[], None]) -> None:
         try:
-            while not self._is_over.is_set():
+            while not self.is_over.is_set():
                 job()
         except BaseException as error:  # noqa: BLE001 - handed to the test
-            self._errors.append(error)
-            self._is_over.set()
+            self.errors.append(error)
+            self.is_over.set()
 
     def push(self, name: str) -> None:
         first = self.num_pushed[name]
@@ -95,7 +95,7 @@ class Stress:
             assert 0 < one["IS"] <= 1 and one["use"] >= 1
         names = [one["replay_unique_id"] for one in found]
         applied = self.manager.update({"replay_unique_id": names, "priority": [len(x) % 5 + 0.5 for x in names]})
-        self._count(BATCH, applied, BATCH)
+        self.count(BATCH, applied, BATCH)
 
     def sample_tensors(self) -> None:
         found = self.manager.sample_tensors({"agent_1": BATCH, "demo": BATCH // 2}, self.iteration)
@@ -111,10 +111,10 @@ class Stress:
                 check_row(values, number, checksum)
         ids = {name: part[2] for name, part in found.items()}
         applied = self.manager.update_priorities(ids, {name: its % 3 + 0.1 for name, its in ids.items()})
-        self._count(BATCH * 3 // 2, applied, BATCH * 3 // 2)
+        self.count(BATCH * 3 // 2, applied, BATCH * 3 // 2)
 
-    def _count(self, num_sampled: int, num_updated: int, num_given: int) -> None:
-        with self._lock:
+    def count(self, num_sampled: int, num_updated: int, num_given: int) -> None:
+        with self.lock:
             self.num_sampled += num_sampled
             self.num_updated += num_updated
             self.num_given += num_given

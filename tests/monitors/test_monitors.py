@@ -182,8 +182,8 @@ def test_memory_does_not_grow_with_what_is_recorded() -> None:
         ticks.record(time=1.0, use=[1, 2])
         performance.record("x", 1.0)
         if count in (20, 2999):
-            sizes.append((held(ticks), held(performance), len(natural._slices)))
-    assert sizes[0] == sizes[1]
+            sizes.append((held(ticks), held(performance), held(natural)))
+    assert all(last <= first + 16 for first, last in zip(*sizes, strict=True)), "numbers grow, by some bytes"
 
 
 def test_nothing_is_lost_or_torn_between_threads_and_no_thread_is_started() -> None:

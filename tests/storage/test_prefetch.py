@@ -51,7 +51,7 @@ class Source:
 
 
 def num_producers() -> int:
-    return sum(thread.name == "prefetch" for thread in threading.enumerate())
+    return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
