@@ -26,6 +26,18 @@ def when_waiting(monkeypatch, *actions):
     monkeypatch.setattr("rollout_data.streaming.passes.time.sleep", lambda _: left.pop(0)() if left else None)
 
 
+def refuse_to_list(refused, monkeypatch):
+    """Answer for one folder what the system answers who may not list it, which tests that run as root may."""
+    scandir = os.scandir
+
+    def refuse(path="."):
+        if str(path) == str(refused):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refuse)
+
+
 # Both kinds at once
 
 
@@ -112,14 +124,7 @@ def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
     folder.chunk(0, 0, 3, done=True)
     dataset = opened(folder.data_dir, dataset_loops=0)
     dataset.get_batch(2)
-    scandir = os.scandir
-
-    def refuse(path="."):
-        if str(path) == str(folder.data_dir):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr("os.scandir", refuse)
+    refuse_to_list(folder.data_dir, monkeypatch)
     for _ in range(2):
         with pytest.raises(DataFileError, match=r"cannot open the data folder '.*data'.*Permission denied"):
             dataset.get_batch(2)
@@ -128,10 +133,7 @@ def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
 
 
 def test_a_folder_inside_one_that_may_not_be_entered_is_one_clear_error(tmp_path, monkeypatch):
-    def refuse(path="."):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("os.scandir", refuse)
+    refuse_to_list(tmp_path / "secret", monkeypatch)
     with pytest.raises(DataFileError, match=r"cannot open the data folder '.*secret'.*Permission denied"):
         opened(tmp_path / "secret").get_batch()
 

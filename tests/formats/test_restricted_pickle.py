@@ -20,6 +20,8 @@ from rollout_data.foreign.restricted_pickle import MAX_OPERATIONS, describe_pick
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError
 
 PATH = Path("chunk.pickle")
+#: Where numpy 2 keeps what its pickles name.
+CORE = "numpy._core"
 MAX_PEAK_BYTES = 1 << 20
 
 
@@ -42,7 +44,7 @@ def call(module: str, name: str, arguments: bytes = b")") -> bytes:
 
 DTYPE = short("numpy") + short("dtype") + b"\x93" + short("f4") + b"\x89\x88\x87R"
 DTYPE_STATE = b"(K\x03" + short("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-NEW_ARRAY = short("numpy._core.multiarray") + short("_reconstruct") + b"\x93" + short("numpy") + short("ndarray")
+NEW_ARRAY = short(f"{CORE}.multiarray") + short("_reconstruct") + b"\x93" + short("numpy") + short("ndarray")
 NEW_ARRAY += b"\x93K\x00\x85C\x01b\x87R"
 
 
@@ -138,8 +140,8 @@ def test_objects_are_refused(protocol: int) -> None:
     ("module", "name"),
     [
         ("numpy.core.numeric", "fromfunction"),
-        ("numpy._core.numeric", "fromfile"),
-        ("numpy._core.multiarray", "fromstring"),
+        (f"{CORE}.numeric", "fromfile"),
+        (f"{CORE}.multiarray", "fromstring"),
         ("numpy.core.multiarray", "_reconstruct.__globals__"),
         ("numpy.core", "multiarray._reconstruct"),
         ("numpy.core.numeric", "_frombuffer.__globals__.__getitem__"),
@@ -190,7 +192,7 @@ def test_every_other_global_is_refused_by_name(module: str, name: str) -> None:
         (call("numpy", "dtype", short("O8") + b"\x89\x88\x87"), "an array of objects"),
         (call("numpy", "dtype", short("O") + b"\x89\x88\x87"), "an array of objects"),
         (call("numpy", "dtype", b"N\x89\x88\x87"), "a dtype of NoneType"),
-        (call("numpy._core.multiarray", "_reconstruct", b"NNN\x87"), "an array of the type NoneType"),
+        (call(f"{CORE}.multiarray", "_reconstruct", b"NNN\x87"), "an array of the type NoneType"),
         (array(b"K\x01\x85", b"](K\x01e"), "an array of objects"),
         (array(b"K\x01\x85", dtype=DTYPE + DTYPE_STATE.replace(b"NNN", b"N})")), "the state of another dtype"),
         (array(b"K\x01\x85", dtype=DTYPE + DTYPE_STATE.replace(b"K\x00tb", b"K\x3ftb")), "the state of another dtype"),
@@ -234,10 +236,10 @@ BIG = b"\x8a\x08" + struct.pack("<q", 1 << 60)
         array(b"K\x01\x85", data=b"T\xff\xff\xff\xff"),
         array(b"K\x01\x85", data=b"N"),
         array(b"K\x01\x85", dtype=b"N"),
-        call("numpy._core.numeric", "_frombuffer", b"(C\x04abcd" + DTYPE + BIG + b"\x85" + short("C") + b"t"),
-        call("numpy._core.numeric", "_frombuffer", b"(C\x04abcd" + DTYPE + b"K\x01\x85" + short("X") + b"t"),
-        call("numpy._core.numeric", "_frombuffer", b"(C\x04abcd" + DTYPE + b"K\x01\x85" + short("K") + b"K\x09\x85t"),
-        call("numpy._core.multiarray", "scalar", DTYPE + b"C\x01a\x86"),
+        call(f"{CORE}.numeric", "_frombuffer", b"(C\x04abcd" + DTYPE + BIG + b"\x85" + short("C") + b"t"),
+        call(f"{CORE}.numeric", "_frombuffer", b"(C\x04abcd" + DTYPE + b"K\x01\x85" + short("X") + b"t"),
+        call(f"{CORE}.numeric", "_frombuffer", b"(C\x04abcd" + DTYPE + b"K\x01\x85" + short("K") + b"K\x09\x85t"),
+        call(f"{CORE}.multiarray", "scalar", DTYPE + b"C\x01a\x86"),
         b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"}.",
         b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b".",
         b"\x80\x04X\xff\xff\xff\xff.",
