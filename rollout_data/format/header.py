@@ -71,15 +71,11 @@ def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
     return CorruptFileError("read the block", repr(str(path)), expected, got, advice)
 
 
-def final_schema(schema: Schema) -> Schema:
-    """The fields of a true final observation: observation and privileged observation."""
-    return Schema([*schema.below("observation").values(), *schema.below("privileged_observation").values()])
-
-
 @lru_cache(maxsize=64)
 def layouts_of(schema: Schema) -> dict[str, RowLayout]:
-    """Give the row layout of each table of a block with these fields."""
-    return {DATA: RowLayout(schema), FINAL: RowLayout(final_schema(schema))}
+    """Give the row layout of each table of a block: all fields, and those of a true final observation."""
+    final = [*schema.below("observation").values(), *schema.below("privileged_observation").values()]
+    return {DATA: RowLayout(schema), FINAL: RowLayout(Schema(final))}
 
 
 @lru_cache(maxsize=64)
@@ -281,13 +277,11 @@ class _Tables:
         # What takes little more than the fragments, which were read before, may be zeros, hence a hole in a copy.
         wide = min(shape[0] * MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES)
         may_be_hollow = declared <= max(MAX_HOLLOW_BYTES, shape[0] * FRAGMENT_DTYPE.itemsize, wide)
-        if not may_be_hollow and self._is_hollow(dataset.id.get_offset(), declared):
-            raise _wrong(f"a table {name!r} that was written", f"{declared} bytes with a hole in them")
+        if not may_be_hollow:  # a hole begins at the end of the file where the file system cannot tell
+            offset = dataset.id.get_offset()
+            if offset is None or os.lseek(self._descriptor, offset, os.SEEK_HOLE) < offset + declared:
+                raise _wrong(f"a table {name!r} that was written", f"{declared} bytes with a hole in them")
         return np.asarray(dataset[()])
-
-    def _is_hollow(self, offset: int | None, num_bytes: int) -> bool:
-        """Whether a part of the file is not on the disk; no, where the file system cannot tell."""
-        return offset is None or os.lseek(self._descriptor, offset, os.SEEK_HOLE) < offset + num_bytes
 
     def locate(self, name: str, dtype: np.dtype[Any]) -> tuple[int, int]:
         """Find where a column's rows lie: (byte offset, number of rows)."""
@@ -306,9 +300,8 @@ class _Tables:
 def open_block(path: Path, verify: bool = False) -> BlockHeader:
     """Read and check a block's header (see `read_header`); with `verify` check all its rows too."""
     header = read_header(path)
-    if verify:
-        for _, error in damaged_fragments(header):
-            raise error
+    for _, error in damaged_fragments(header) if verify else ():
+        raise error
     return header
 
 

@@ -45,22 +45,16 @@ def _load_libc() -> ctypes.CDLL | None:
     return libc
 
 
-_libc = _load_libc()
+_libc: Any = _load_libc()
 is_supported = _libc is not None
 
 
 def _map(address: int | None, num_bytes: int, flags: int, descriptor: int = -1, offset: int = 0) -> int:
-    assert _libc is not None
     got = _libc.mmap(address, num_bytes, mmap.PROT_READ, flags, descriptor, offset)
     if got in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return int(got)
-
-
-def _unmap(address: int, num_bytes: int) -> None:
-    assert _libc is not None
-    _libc.munmap(address, num_bytes)
 
 
 def _reserve(needed_bytes: int) -> tuple[int, int]:
@@ -71,10 +65,9 @@ def _reserve(needed_bytes: int) -> tuple[int, int]:
             return _map(None, num_bytes, _MAP_NOTHING), num_bytes
         except OSError as cause:
             if num_bytes // 2 < max(_LEAST_RESERVED_BYTES, 2 * needed_bytes):
-                raise UsageError(
-                    "map the dataset", "", f"{num_bytes >> 30} GiB of address space", str(cause),
-                    "Raise the limit (ulimit -v) or close other datasets",
-                ) from cause  # fmt: skip
+                expected, advice = f"{num_bytes >> 30} GiB of address space", "Raise the limit (ulimit -v)"
+                advice += " or close other datasets"
+                raise UsageError("map the dataset", "", expected, str(cause), advice) from cause
             num_bytes //= 2
 
 
@@ -94,9 +87,8 @@ class Arena:
         self.row_bytes = row_bytes
         self._base, self._bytes = _reserve(needed_bytes)
         self._end = self._base
-        self._close = weakref.finalize(self, _unmap, self._base, self._bytes)
-        # At exit a thread may still be reading; the system unmaps by itself.
-        self._close.atexit = False
+        # Not at exit, when a thread may still be reading: the system unmaps by itself.
+        weakref.finalize(self, _libc.munmap, self._base, self._bytes).atexit = False
         num_rows = self._bytes // row_bytes
         buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
         self.words_view = torch.from_numpy(np.frombuffer(buffer, np.int32)).view(num_rows, row_bytes // 4)
@@ -119,17 +111,13 @@ class Arena:
         start = self._first_page(inner)
         length = inner + num_rows * self.row_bytes
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if offset + num_rows * self.row_bytes > size:
-                # Beyond the end of a file a mapping does not read as zeros, it kills the process.
-                raise CorruptFileError(
-                    "map the block", repr(str(path)), f"{offset + num_rows * self.row_bytes} bytes", f"{size}"
-                )
+            size, needed = os.fstat(file.fileno()).st_size, offset + num_rows * self.row_bytes
+            if needed > size:  # beyond the end of a file a mapping does not read as zeros, it kills the process
+                raise CorruptFileError("map the block", repr(str(path)), f"{needed} bytes", f"{size}")
             if start + length + PAGE_BYTES > self._base + self._bytes:
                 raise UsageError("map the block", repr(str(path)), f"at most {self._bytes >> 30} GiB in all", "more")
             _map(start, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.fileno(), offset - inner)
         self._end = start + -(-length // PAGE_BYTES) * PAGE_BYTES
-        assert _libc is not None
         _libc.madvise(start, length, _MADV_RANDOM)
         first, rest = divmod(start + inner - self._base, self.row_bytes)
         assert rest == 0
@@ -138,35 +126,29 @@ class Arena:
     def unmap(self, first_row: int, num_rows: int) -> None:
         """Give rows that `map_file` mapped back, so that a removed file frees its room; they read as zeros then."""
         if num_rows:
-            start = self._base + first_row * self.row_bytes
-            page = start // PAGE_BYTES * PAGE_BYTES
-            _map(page, start - page + num_rows * self.row_bytes, _MAP_NOTHING | _MAP_FIXED)
+            _map(*self._pages(first_row, num_rows), _MAP_NOTHING | _MAP_FIXED)
 
     def will_need(self, first_row: int, num_rows: int) -> None:
         """Ask the kernel to read rows from the disk in the background."""
-        start = self._base + first_row * self.row_bytes
-        page = start // PAGE_BYTES * PAGE_BYTES
-        assert _libc is not None
-        _libc.madvise(page, start - page + num_rows * self.row_bytes, _MADV_WILLNEED)
+        _libc.madvise(*self._pages(first_row, num_rows), _MADV_WILLNEED)
 
     def is_resident(self, row: int) -> bool:
         """True if the page where a row begins is in memory, or the kernel does not tell."""
-        assert _libc is not None
-        page = (self._base + row * self.row_bytes) // PAGE_BYTES * PAGE_BYTES
-        state = ctypes.c_ubyte()
+        page, state = self._pages(row, 0)[0], ctypes.c_ubyte()
         return _libc.mincore(page, PAGE_BYTES, ctypes.byref(state)) != 0 or bool(state.value & 1)
+
+    def _pages(self, first_row: int, num_rows: int) -> tuple[int, int]:
+        """Address of the page where rows begin, and the bytes from there to their end."""
+        start = self._base + first_row * self.row_bytes
+        inner = start % PAGE_BYTES
+        return start - inner, inner + num_rows * self.row_bytes
 
     def _first_page(self, inner: int) -> int:
         """Find the next page whose address plus `inner` is a whole number of rows from the base."""
         unit = gcd(self.row_bytes, PAGE_BYTES)
         missing = (self._base - self._end - inner) % self.row_bytes
         if missing % unit:
-            raise RolloutDataError(
-                "map rows", f"of {self.row_bytes} bytes at offset {inner} of a page", "an offset that rows can share"
-            )
+            where = f"of {self.row_bytes} bytes at offset {inner} of a page"
+            raise RolloutDataError("map rows", where, "an offset that rows can share")
         num_units = self.row_bytes // unit
         return self._end + missing // unit * pow(PAGE_BYTES // unit, -1, num_units) % num_units * PAGE_BYTES
-
-    def close(self) -> None:
-        """Unmap everything; `words_view` must not be used afterwards. Idempotent."""
-        self._close()

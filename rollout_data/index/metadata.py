@@ -23,7 +23,6 @@ from storage.saving.plain_files import read_text
 from ..format.header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
 from ..format.write import TEMPORARY_PREFIX
 
-_OBSERVATION = "observation/"
 #: What file systems without hard links say.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 #: What reading a damaged metadata.json raises.
@@ -61,8 +60,8 @@ class Metadata:
     @classmethod
     def of_schema(cls, schema: Schema, context: Mapping[str, Any] | None = None) -> Metadata:
         """Derive segments and codecs from the fields below "observation"."""
-        below = {name: item for name, item in schema.items() if name.startswith(_OBSERVATION)}
-        components = {name.removeprefix(_OBSERVATION): item for name, item in below.items()}
+        below = schema.below("observation")
+        components = {name.partition("/")[2]: item for name, item in below.items() if name != "observation"}
         segments = {name: item.shape for name, item in components.items()}
         codecs = {name: item.codec for name, item in components.items() if item.codec != "raw"}
         return cls(schema, segments, codecs, dict(context or {}))
