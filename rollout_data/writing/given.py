@@ -64,12 +64,12 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
     with a warning if it was given by keyword; infos are left out with a warning.
 
     Raises:
-        UsageError: One thing is given twice, by one name or by two.
+        UsageError: One thing is given twice, by one name or by two; or a batch has marks not to be told from ends.
     """
     if transition is None and _NOT_OURS.isdisjoint(keywords):  # as in most steps of most loops
         return dict(keywords)
     merged: dict[str, tuple[str, Any]] = {}
-    for source, carried in ((items_of(transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
+    for source, carried in ((_items_of(transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
         for given, value in _with_next(source).items():
             name = _ALIASES.get(given, given)
             if value is None or name in carried:
@@ -108,13 +108,8 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
                 break
 
 
-def items_of(transition: Any) -> dict[str, Any]:
-    """Give the values of a record by the names that it has for them.
-
-    Raises:
-        UsageError: It is no record, or a batch with marks that cannot be told from ends.
-        SchemaError: A batch with flags of different sizes.
-    """
+def _items_of(transition: Any) -> dict[str, Any]:
+    """Give the values of a record by the names that it has for them."""
     if transition is None:
         return {}
     if isinstance(transition, Mapping):
@@ -133,30 +128,25 @@ def items_of(transition: Any) -> dict[str, Any]:
 
 
 def _recorded_done(batch: Transition) -> Any:
-    """Give `done` of a batch as it was recorded: without the marks of first frames that are not the last as well.
-
-    Raises:
-        UsageError: A first frame is done, and the batch does not tell whether it is marked or ended.
-        SchemaError: A flag of another size than `done`.
-    """
+    """Give `done` of a batch as it was recorded: without the marks of first frames that are not the last as well."""
     if batch.done is None or batch.is_first is None:
         return batch.done
     done = as_given(batch.done)
-
-    def flag(name: str) -> torch.Tensor:
-        tensor = as_given(getattr(batch, name))
-        if tensor.numel() != done.numel():
-            expected = f"shape {tuple(done.shape)} as of 'done'"
-            raise SchemaError("add a record", f"with the flag {name!r}", expected, str(tuple(tensor.shape)))
-        return tensor.to(done.device, torch.bool).reshape(done.shape)
-
-    if batch.is_last is not None:
-        return done.masked_fill(flag("is_first") & ~flag("is_last"), 0)
-    # Only an end is a timeout, and what is not valid is no frame.
-    is_unclear = done.bool() & flag("is_first")
-    for name, is_told in (("timeout", False), ("valid", True)):
-        if getattr(batch, name) is not None:
-            is_unclear &= flag(name) == is_told
+    flags = {}
+    for name in ("is_first", "is_last", "timeout", "valid"):
+        if (value := getattr(batch, name)) is not None:
+            flag = as_given(value)
+            if flag.numel() != done.numel():
+                expected = f"shape {tuple(done.shape)} as of 'done'"
+                raise SchemaError("add a record", f"with the flag {name!r}", expected, str(tuple(flag.shape)))
+            flags[name] = flag.to(done.device, torch.bool).reshape(done.shape)
+    if "is_last" in flags:
+        return done.masked_fill(flags["is_first"] & ~flags["is_last"], 0)
+    is_unclear = done.bool() & flags["is_first"]
+    if "timeout" in flags:  # only an end is a timeout
+        is_unclear &= ~flags["timeout"]
+    if "valid" in flags:  # what is not valid is no frame
+        is_unclear &= flags["valid"]
     if is_unclear.any():
         advice = "Give it with batch._replace(is_last=...): batch.done, where no first frame is marked"
         where = "with is_first where done is true"
@@ -171,9 +161,8 @@ def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
             raise UsageError("include fields", ", ".join(include), "a RolloutStorage", type(transition).__name__)
         return transition
     found = {name: getattr(transition, name, None) for name in (*_STORAGE_FIELDS, *include)}
-    for name in include:
-        if found[name] is None:
-            raise UsageError("include the field", repr(name), "a field of the storage", "none of that name")
+    if missing := [name for name in include if found[name] is None]:
+        raise UsageError("include the field", repr(missing[0]), "a field of the storage", "none of that name")
     step, is_round = transition.step, getattr(transition, "buffer_full", False)  # a full queue begins at its cursor
 
     def filled(column: torch.Tensor) -> torch.Tensor:

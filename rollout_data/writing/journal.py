@@ -45,11 +45,6 @@ class DeadWriter:
     num_lost_frames: int
     last_sign_ns: int
 
-    def text(self, folder: Path) -> str:
-        """Say what was found in `folder`."""
-        lost = f"{self.num_lost_frames} frames that it had not published are lost; what it published is intact."
-        return f"writer {self.writer!r} ended without close() in {str(folder)!r}: {lost}"
-
 
 def journal_path(folder: Path, writer: str) -> Path:
     """Where the journal of a writer is."""
@@ -73,13 +68,9 @@ class Journal:
         while True:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             if not _lock(self._descriptor):
-                raise UsageError(
-                    "record into",
-                    repr(str(self.path.parent)),
-                    f"a writer name that nobody uses now, not {self.writer!r}",
-                    "a living writer of that name",
-                    "Leave writer_name out to get a free one",
-                )
+                where, advice = repr(str(self.path.parent)), "Leave writer_name out to get a free one"
+                expected, got = f"a writer name not in use, other than {self.writer!r}", "a living writer of that name"
+                raise UsageError("record into", where, expected, got, advice)
             if _is_linked(self._descriptor, self.path):
                 break
             self._release()  # another writer removed the file, not locked yet, as a dead writer's: try again

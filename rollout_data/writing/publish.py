@@ -43,8 +43,8 @@ class BlockPublisher:
         journal: Of the writer; told what is published.
         num_envs: Envs of every staging.
         max_pending: How many blocks may be in memory, the one being filled included; 1 makes `submit` wait.
-        durable, frames_per_chunk, retention: As of `RolloutWriter`.
         is_tentative: Mark fragments as valid only once their trajectory has ended.
+        durable, frames_per_chunk, retention: As of `RolloutWriter`.
 
     Attributes:
         last_ns: When the last frame of the writer's earlier blocks was added.

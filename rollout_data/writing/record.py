@@ -28,7 +28,6 @@ from storage.errors import FieldTypeError, MissingFieldError, SchemaError, Usage
 from ..format.header import DROPPED, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED
 
 OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
-REQUIRED = (OBSERVATION, "action")
 FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
 FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
 #: Mark of a frame that exists; the other marks are the flags of fragments.
@@ -142,7 +141,11 @@ class RolloutReader:
         flag_leaves = [(name, fields.pop(name)) for name in self._flags]
         finals = {name: fields.pop(name) for name in self._finals}
         if not is_known:
-            _check_required(fields)
+            for name in (OBSERVATION, "action"):
+                if name not in {field.partition("/")[0] for field in fields}:
+                    expected, got = f"a value for {name!r}", f"only {', '.join(fields) or 'nothing'}"
+                    advice = "Give it as a keyword or in the record"
+                    raise MissingFieldError(_ADD, f"without the field {name!r}", expected, got, advice)
         if self._segments:
             fields = self._split(fields, OBSERVATION, 1 if is_step else 2)
         lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
@@ -193,7 +196,14 @@ class RolloutReader:
                 start = stop
         elif parts:
             check_same_names(wanted, parts, "take the observation")
-            parts = {name: _shaped(name, parts[name], shape, num_leads) for name, shape in wanted.items()}
+            for name, shape in wanted.items():
+                leaf, forms = parts[name], (shape, (prod(shape),))
+                leads = [num for num in num_leads if leaf.ndim >= num and leaf.shape[num:] in forms]
+                if not leads:
+                    expected = f"shape [..., {shape}] as in obs_segments"
+                    raise SchemaError("take the component", repr(name), expected, str(tuple(leaf.shape)))
+                parts[name] = leaf.reshape(*leaf.shape[: leads[0]], *shape)
+            parts = {name: parts[name] for name in wanted}
         return {**parts, **others}
 
     def _declared(self, fields: Mapping[str, Leaf], num_lead: int) -> Schema:
@@ -268,15 +278,6 @@ def _checked_codecs(given: Any, segments: Mapping[str, Any]) -> dict[str, str]:
     return dict(given or {})
 
 
-def _shaped(name: str, leaf: Any, shape: tuple[int, ...], num_leads: tuple[int, ...]) -> Any:
-    """Bring a component of shape `[..., *shape]` or flat `[..., D]` to its declared shape."""
-    for num_lead in num_leads:
-        if leaf.ndim >= num_lead and leaf.shape[num_lead:] in (shape, (prod(shape),)):
-            return leaf.reshape(*leaf.shape[:num_lead], *shape)
-    expected = f"shape [..., {shape}] as in obs_segments"
-    raise SchemaError("take the component", repr(name), expected, str(tuple(leaf.shape)))
-
-
 def _leaves(values: Mapping[str, Any]) -> dict[str, Leaf]:
     """Walk a record; None is not given."""
     found: dict[str, Leaf] = {}
@@ -306,13 +307,6 @@ def _leaf(name: str, value: Any) -> Leaf:
         return np.asarray(value)
     except ValueError as cause:
         raise SchemaError("take the value of", repr(name), "an array", str(cause)) from cause
-
-
-def _check_required(leaves: Mapping[str, Leaf]) -> None:
-    for name in REQUIRED:
-        if not any(key.split("/")[0] == name for key in leaves):
-            where, got = f"without the field {name!r}", f"only {', '.join(leaves) or 'nothing'}"
-            raise MissingFieldError(_ADD, where, f"a value for {name!r}", got, "Give it as a keyword or in the record")
 
 
 def _check_fields(schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]) -> None:

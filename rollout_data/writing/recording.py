@@ -244,7 +244,8 @@ class _Recorder:
         if keep is not None and not callable(keep):
             raise UsageError("record", "", "keep a callable of an EpisodeSummary, or None", repr(keep))
         num_envs = simulator.num_envs
-        self._limit = max(1000, 10 * num_envs) if max_dropped is None else max_dropped
+        self._default_limit = max(1000, 10 * num_envs)
+        self._limit = self._default_limit if max_dropped is None else max_dropped
         arguments.real("record", "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1)
         self._goes_on, self._has_warned = is_in_loop and max_dropped is None, False
         self.simulator, self._success_only, self._keep = simulator, success_only, keep
@@ -329,10 +330,9 @@ class _Recorder:
 
     def _check_dropped(self, infos: Any, num_dropped: int) -> None:
         self._num_dropped_in_a_row = num_dropped and self._num_dropped_in_a_row + num_dropped
-        if self._num_dropped_in_a_row < self._limit:
-            return
         is_told = self._is_success_told or not self._success_only
-        if is_told and self._has_warned:
+        limit = self._limit if is_told else min(self._limit, self._default_limit)
+        if self._num_dropped_in_a_row < limit or (is_told and self._has_warned):
             return
         why, advice = "keep is false of them", "Change the policy or keep, or raise max_dropped"
         if self._success_only and is_told:

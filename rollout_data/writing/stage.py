@@ -37,6 +37,8 @@ MAX_UNUSED_PART = 0.25
 MAX_STAGED_BYTES = 4 << 30
 #: Steps that are counted together cost less than one by one; more of them would keep a caller waiting.
 MAX_UNCOUNTED_STEPS = 32
+#: About as many frames are counted at a time.
+_COUNTED_FRAMES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +59,6 @@ class Carry:
 
     @classmethod
     def start(cls, num_envs: int, next_trajectory: int) -> Carry:
-        """Begin with no trajectory in progress."""
         zeros = np.zeros(num_envs, np.int64)
         return cls(np.full(num_envs, -1, np.int64), zeros, zeros, next_trajectory)
 
@@ -209,7 +210,7 @@ class Staging:
     def count(self, tally: Tally) -> None:
         """Count the steps that are not counted yet."""
         while (start := self.num_counted) < self.num_steps:
-            stop = min(start + MAX_UNCOUNTED_STEPS, self.num_steps)
+            stop = min(start + max(1, _COUNTED_FRAMES // self.num_envs), self.num_steps)
             marks = self._marks[start:stop]
             rewards = {name: self._values[name][start:stop] for name in self.schema.below(REWARD)}
             tally.add(marks, sum(nonfinite_rewards(self.schema, rewards, marks).values()))

@@ -284,8 +284,10 @@ class RolloutWriter(Owned):
         except OSError as cause:
             raise DataFileError("record into", repr(str(self.data_dir)), "a writable folder", str(cause)) from cause
         remove_temporary_files(self.data_dir, self.name)
-        for found in recovered:
-            warnings.warn(found.text(self.data_dir), RolloutDataWarning, stacklevel=3)
+        for dead in recovered:
+            lost = f"{dead.num_lost_frames} frames that it had not published are lost; what it published is intact."
+            text = f"writer {dead.writer!r} ended without close() in {str(self.data_dir)!r}: {lost}"
+            warnings.warn(text, RolloutDataWarning, stacklevel=3)
         return recovered
 
     def _leave_folder(self) -> None:
