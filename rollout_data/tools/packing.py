@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +19,12 @@ from storage.core import arguments
 from storage.errors import DataFileError, UsageError
 
 from ..format.header import DATA, DROPPED, ENDS, FIRST, OPEN, TENTATIVE, BlockHeader, open_block
-from ..format.rows import BlockContent, gathered
 from ..format.write import write_block
 from ..index.folder import BlockFolder, save_index_cache
 from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata, publish_metadata
 from ..writing.journal import recover_dead_writers
-from .repair import check_folder, check_is_folder
+from .repair import Part, check_folder, check_is_folder, rebuilt
 
 #: Holds the new blocks of an unfinished packing in place.
 STAGING_FOLDER = ".packing"
@@ -90,88 +89,68 @@ def _open_all(folder: Path) -> list[BlockHeader]:
     return [open_block(path) for path in sorted(folder.glob("rollout_*.h5"))]
 
 
-def _trajectories(headers: list[BlockHeader]) -> Iterator[list[tuple[BlockHeader, int]]]:
+def _trajectories(headers: list[BlockHeader]) -> Iterator[list[Part]]:
     """Yield the fragments of each trajectory in order, trajectories in the order of completion."""
-    parts: dict[tuple[str, int], list[tuple[BlockHeader, int]]] = {}
+    parts: dict[tuple[str, int], list[Part]] = {}
     for header in headers:
-        for number, trajectory in enumerate(header.fragments["trajectory"].tolist()):
-            parts.setdefault((header.writer, trajectory), []).append((header, number))
+        for fragment, reward_sum in zip(header.fragments, header.reward_sums, strict=True):
+            part = header, fragment.copy(), reward_sum.copy()
+            parts.setdefault((header.writer, int(fragment["trajectory"])), []).append(part)
     folder = BlockFolder(headers[0].path.parent)
     folder.refresh()
     index = TrajectoryIndex(list(folder.blocks.values()))
     for writer, number in zip(index.writer.tolist(), index.number.tolist(), strict=True):
         name = index.writers[writer].rpartition(":")[2]
-        yield sorted(parts[name, number], key=lambda part: (part[0].fragments[part[1]]["start"], part[0].sequence))
-
-
-@dataclass
-class _Packed:
-    """A block in the making."""
-
-    writer: str
-    sequence: int = 0
-    num_rows: int = 0
-    parts: list[tuple[BlockHeader, np.void]] = field(default_factory=list)
-    sums: list[np.ndarray] = field(default_factory=list)
-    codecs: dict[str, str] = field(default_factory=dict)
-
-    def add(self, parts: list[tuple[BlockHeader, int]], number: int) -> None:
-        """Append a trajectory, fragment by fragment."""
-        for place, (header, one) in enumerate(parts):
-            fragment = header.fragments[one].copy()
-            fragment["trajectory"] = number
-            fragment["flags"] = (fragment["flags"] & ~np.uint32(TENTATIVE | FIRST)) | (0 if place else FIRST)
-            self.parts.append((header, fragment))
-            self.sums.append(header.reward_sums[one].copy())
-            self.num_rows += int(fragment["length"])
-        if not fragment["flags"] & ENDS:  # its writer died: nothing will follow
-            fragment["flags"] |= OPEN
-
-    def _joined(self, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Make one of neighbours of a trajectory and of one policy version: fragments and reward sums."""
-        kept: list[np.void] = []
-        sums: list[np.ndarray] = []
-        for fragment, reward_sum in zip(fragments, self.sums, strict=True):
-            is_same = kept and (fragment["policy_version"] == kept[-1]["policy_version"] or fragment["length"] == 0)
-            if is_same and not fragment["flags"] & FIRST:
-                last = kept[-1]
-                last["length"] += fragment["length"]
-                last["flags"] |= fragment["flags"]
-                last["end_time_ns"] = max(last["end_time_ns"], fragment["end_time_ns"])
-                last["final_row"] = max(last["final_row"], fragment["final_row"])
-                sums[-1] += reward_sum
-            else:
-                kept.append(fragment)
-                sums.append(reward_sum)
-        return np.array(kept, fragments.dtype), np.stack(sums)
-
-    def write(self, folder: Path) -> None:
-        errors: dict[str, float] = {}
-        for header, _ in self.parts:
-            errors |= {name: max(errors.get(name, 0.0), one.max_error) for name, one in header.codings.items()}
-        tables, fragments = gathered(self.parts)
-        fragments, sums = self._joined(fragments)
-        assert not (fragments["flags"] & DROPPED).any()
-        place = self.parts[0][0].schema, self.writer, self.sequence
-        write_block(folder, BlockContent(*place, fragments, sums, tables, errors, self.codecs))
-        self.sequence, self.num_rows, self.parts, self.sums = self.sequence + 1, 0, [], []
+        yield sorted(parts[name, number], key=lambda part: (part[1]["start"], part[0].sequence))
 
 
 def _write_packed(headers: list[BlockHeader], target: Path, writer: str, block_bytes: int) -> PackSummary:
-    if not headers:
-        return PackSummary(0, 0, 0, 0)
-    packed = _Packed(writer)
-    frame_bytes = headers[0].layouts[DATA].frame_bytes
-    num_trajectories = num_frames = 0
-    for parts in _trajectories(headers):
-        length = sum(int(header.fragments[one]["length"]) for header, one in parts)
-        if packed.num_rows and (packed.num_rows + length) * frame_bytes > block_bytes:
-            packed.write(target)
-        packed.add(parts, num_trajectories)
+    num_trajectories = num_frames = num_blocks = num_in_block = 0
+    codecs: dict[str, str] = {}  # what "auto" chose
+    block: list[Part] = []
+    for parts in _trajectories(headers) if headers else ():
+        length = sum(int(fragment["length"]) for _, fragment, _ in parts)
+        if num_in_block and (num_in_block + length) * parts[0][0].layouts[DATA].frame_bytes > block_bytes:
+            _write_block(target, block, writer, num_blocks, codecs)
+            num_blocks, num_in_block, block = num_blocks + 1, 0, []
+        for place, (_, fragment, _) in enumerate(parts):
+            fragment["trajectory"] = num_trajectories
+            fragment["flags"] = (fragment["flags"] & ~np.uint32(TENTATIVE | FIRST)) | (0 if place else FIRST)
+        if not fragment["flags"] & ENDS:  # its writer died: nothing will follow
+            fragment["flags"] |= OPEN
         num_trajectories, num_frames = num_trajectories + 1, num_frames + length
-    if packed.num_rows:
-        packed.write(target)
-    return PackSummary(num_trajectories, num_frames, len(headers), packed.sequence)
+        num_in_block += length
+        block += parts
+    if block:
+        _write_block(target, block, writer, num_blocks, codecs)
+        num_blocks += 1
+    return PackSummary(num_trajectories, num_frames, len(headers), num_blocks)
+
+
+def _write_block(folder: Path, parts: list[Part], writer: str, sequence: int, codecs: dict[str, str]) -> None:
+    content = rebuilt(parts, writer, sequence, codecs)
+    content.fragments, content.reward_sums = _joined(content.fragments, content.reward_sums)
+    assert not (content.fragments["flags"] & DROPPED).any()
+    write_block(folder, content)
+
+
+def _joined(fragments: np.ndarray, reward_sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Make one of neighbours of a trajectory and of one policy version: fragments and reward sums."""
+    kept: list[np.void] = []
+    sums: list[np.ndarray] = []
+    for fragment, reward_sum in zip(fragments, reward_sums, strict=True):
+        is_same = kept and (fragment["policy_version"] == kept[-1]["policy_version"] or fragment["length"] == 0)
+        if is_same and not fragment["flags"] & FIRST:
+            last = kept[-1]
+            last["length"] += fragment["length"]
+            last["flags"] |= fragment["flags"]
+            for name in ("end_time_ns", "final_row"):
+                last[name] = max(last[name], fragment[name])
+            sums[-1] += reward_sum
+        else:
+            kept.append(fragment)
+            sums.append(reward_sum)
+    return np.array(kept, fragments.dtype), np.stack(sums)
 
 
 def _replace(folder: Path, staged: Path, old: list[Path]) -> None:

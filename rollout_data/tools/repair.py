@@ -15,7 +15,7 @@ import numpy as np
 from storage.core import arguments
 from storage.errors import RolloutDataError, UsageError
 
-from ..format.header import DROPPED, METADATA_NAME, damaged_fragments, read_header
+from ..format.header import DROPPED, METADATA_NAME, BlockHeader, damaged_fragments, read_header
 from ..format.rows import BlockContent, gathered
 from ..format.write import write_block
 from ..index.folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
@@ -23,6 +23,8 @@ from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata, publish_metadata
 from ..writing.journal import DeadWriter, recover_dead_writers
 
+#: A fragment that a new block is made of: the block that has its rows, the fragment, and the sum of its rewards.
+Part = tuple[BlockHeader, np.void, np.ndarray]
 #: Where damaged files go.
 DAMAGED_FOLDER = "damaged"
 
@@ -102,21 +104,30 @@ def _intact_part(path: Path) -> tuple[BlockContent | None, int]:
         return None, 0
     if not damaged or path.name != f"rollout_{header.writer}_{header.sequence:06d}.h5":
         return None, 0  # a whole block that does not belong here: other fields, or a second copy
-    lost = np.unique(header.fragments["trajectory"][sorted(damaged)])
-    is_lost = np.isin(header.fragments["trajectory"], lost)
-    fragments, sums = header.fragments[~is_lost], header.reward_sums[~is_lost]
-    # A trajectory that lost a part is void as a whole, its parts in other blocks included.
-    tombs = np.zeros(len(lost), header.fragments.dtype)
-    firsts = header.fragments[[int(np.argmax(header.fragments["trajectory"] == number)) for number in lost]]
-    for name in ("trajectory", "env", "start", "end_time_ns"):
-        tombs[name] = firsts[name]
-    tombs["flags"], tombs["final_row"], tombs["policy_version"] = DROPPED, -1, -1
-    rows, fragments = gathered([(header, one) for one in np.concatenate([fragments, tombs])])
-    sums = np.concatenate([sums, np.zeros((len(tombs), sums.shape[1]))])
-    errors = {name: coding.max_error for name, coding in header.codings.items()}
+    lost = set(header.fragments["trajectory"][sorted(damaged)].tolist())
+    parts: list[Part] = []
+    tombs: dict[int, Part] = {}
+    for fragment, reward_sum in zip(header.fragments, header.reward_sums, strict=True):
+        if (number := int(fragment["trajectory"])) not in lost:
+            parts.append((header, fragment, reward_sum))
+        elif (
+            number not in tombs
+        ):  # a trajectory that lost a part is void as a whole, its parts in other blocks included
+            tomb = fragment.copy()
+            tomb["flags"], tomb["length"], tomb["final_row"], tomb["policy_version"] = DROPPED, 0, -1, -1
+            tombs[number] = header, tomb, np.zeros_like(reward_sum)
     codecs = {name: coding.codec for name, coding in header.codings.items()}
-    content = BlockContent(header.schema, header.writer, header.sequence, fragments, sums, rows, errors, codecs)
-    return content, len(lost)
+    return rebuilt([*parts, *tombs.values()], header.writer, header.sequence, codecs), len(lost)
+
+
+def rebuilt(parts: list[Part], writer: str, sequence: int, codecs: dict[str, str]) -> BlockContent:
+    """Make a block of fragments of other blocks; their rows stay coded as they are."""
+    errors: dict[str, float] = {}
+    for header, _, _ in parts:
+        errors |= {name: max(errors.get(name, 0.0), one.max_error) for name, one in header.codings.items()}
+    tables, fragments = gathered([(header, fragment) for header, fragment, _ in parts])
+    sums = np.stack([reward_sum for _, _, reward_sum in parts])
+    return BlockContent(parts[0][0].schema, writer, sequence, fragments, sums, tables, errors, codecs)
 
 
 def check_is_folder(data_dir: str | os.PathLike[str]) -> Path:

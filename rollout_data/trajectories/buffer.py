@@ -352,7 +352,7 @@ class TrajectoryReplayBuffer(Owned):
         # Without files the cache is the store, and what goes is decided here.
         limits = [self.max_trajectories, None if self.auto_save else self.sample_window_size]
         capacity = min((limit for limit in limits if limit), default=0)
-        cache_size = self._cache_size if self.auto_save else 0
+        cache_size = self._cache_size if self.auto_save else capacity
         cache = None if cache_size is None else TrajectoryCache(cache_size)
         return LiveTrajectories(self.sample_window_size, capacity, cache, self.trusted)
 

@@ -1,15 +1,12 @@
 """`TrajectoryCache`: the newest trajectories in memory, side by side in one block per layout.
 
-One rule: the rows of a trajectory are one piece, and the place of a removed one is used again. Memory grows without
-being copied where the system can move pages, so that its peak is its size.
+One rule: the rows of a trajectory are one piece, and the place of a removed one is used again.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,11 +35,11 @@ class RowBlock:
     """
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
-        self.layout, self.capacity = layout, capacity
-        self._maps = {name: _allocate(capacity * column.row_bytes) for name, column in layout.columns.items()}
-        self.words = self._view()
+        self.layout = layout
         #: First row -> end, of the pieces in use, sorted.
         self._pieces: dict[int, int] = {}
+        self.words: Rows = {}
+        self._make_room(capacity)
 
     def put(self, rows: Rows) -> int:
         """Copy rows in; give the number of the first."""
@@ -70,25 +67,24 @@ class RowBlock:
 
     def _place(self, num_rows: int) -> int:
         """Find room: behind the last piece, in the first gap that is large enough, or in more memory."""
-        end = self._end
+        end, before = self._end, 0
         if end + num_rows <= self.capacity:
             return end
-        before = 0
         for first, stop in self._pieces.items():
             if first - before >= num_rows:
                 return before
             before = stop
-        self.capacity = max(end + num_rows, int(self.capacity * _GROWTH))
-        self.words = {}  # memory that is viewed cannot be moved
-        for name, column in self.layout.columns.items():
-            self._maps[name] = _resized(self._maps[name], self.capacity * column.row_bytes)
-        self.words = self._view()
+        self._make_room(max(end + num_rows, int(self.capacity * _GROWTH)))
         return end
 
     @lasting
-    def _view(self) -> Rows:
-        arrays = {name: np.frombuffer(memory, np.int32) for name, memory in self._maps.items()}
-        return {name: torch.from_numpy(array).view(self.capacity, -1) for name, array in arrays.items()}
+    def _make_room(self, capacity: int) -> None:
+        self.capacity = capacity
+        for name, column in self.layout.columns.items():
+            larger = BufferPool(1).empty((capacity, column.row_bytes // 4), torch.int32)
+            if name in self.words:
+                larger[: len(self.words[name])] = self.words[name]
+            self.words[name] = larger
 
 
 class Cached(NamedTuple):
@@ -207,20 +203,3 @@ class TrajectoryCache:
         with self.lock:
             self._entries.clear()
             self._blocks.clear()
-
-
-def _allocate(num_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # of a system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _resized(memory: mmap.mmap, num_bytes: int) -> mmap.mmap:
-    try:
-        memory.resize(num_bytes)  # moves pages, not bytes
-    except (BufferError, OSError, SystemError, ValueError):
-        larger = _allocate(num_bytes)
-        larger[: len(memory)] = memory[:]
-        return larger
-    return memory

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from storage.core.fields import Field
-from storage.core.memory import BufferPool, take_rows
+from storage.core.fields import Field, signed
+from storage.core.memory import MIN_POOLED_BYTES, BufferPool, take_rows
 from storage.core.records import Key, flat_name
 from storage.core.rows import Cut, Group, Part, Target
 from storage.core.samplers import uniform
@@ -32,6 +32,8 @@ from .files import Entry, naming
 from .rows import Rows
 
 Int64s = npt.NDArray[np.int64]
+#: Column -> rows, `[n, words]`.
+Arrays = dict[str, npt.NDArray[np.int32]]
 #: Where rows are: in the cache, in a file that can be mapped, or elsewhere (in memory apart, or to be read whole).
 CACHED, MAPPED, ELSEWHERE = range(3)
 _FIRST_RUN = np.zeros(1, np.int64)
@@ -219,34 +221,39 @@ class LiveTrajectories:
     def _fields_of_several_layouts(
         self, window: Window, run: Int64s, row: Int64s, names: tuple[str, ...]
     ) -> dict[str, Any]:
-        def parts() -> Iterable[tuple[Int64s, dict[str, torch.Tensor]]]:
-            layout = window.layout[run]
-            for number in np.unique(layout).tolist():
-                chosen = np.flatnonzero(layout == number)
-                if lacking := [name for name in names if name not in window.layouts[number].schema]:
-                    raise _missing(lacking[0], window.entries[run[chosen[0]]])
-                yield chosen, self._fields(window, run[chosen], row[chosen], names, contiguous=False, nested=False)
-
-        out = _joined(parts(), len(row), self.pool)
+        out: dict[str, torch.Tensor] = {}
+        layout = window.layout[run]
+        for number in np.unique(layout).tolist():
+            chosen = np.flatnonzero(layout == number)
+            if lacking := [name for name in names if name not in window.layouts[number].schema]:
+                raise _missing(lacking[0], window.entries[run[chosen[0]]])
+            fields = self._fields(window, run[chosen], row[chosen], names, contiguous=False, nested=False)
+            for name, part in fields.items():
+                if name not in out:
+                    out[name] = self.pool.empty((len(row), *part.shape[1:]), part.dtype)
+                signed(out[name])[torch.from_numpy(chosen)] = signed(part)
         return unflatten({name: out[name] for name in names})
 
     def _fields(
         self, window: Window, run: Int64s, row: Int64s, names: tuple[str, ...], contiguous: bool, nested: bool
     ) -> dict[str, Any]:
         """Gather steps whose trajectories have one layout, and cut their rows into fields."""
-        plan, columns = _cut_of(window.entries[run[0]].layout, names, contiguous, nested)
+        layout = window.entries[run[0]].layout
+        plan, columns = _cut_of(layout, names, contiguous, nested)
         wanted = [name for name in columns if name is not None]
         if window.is_one_place or len(run) == 1:
             rows = self._rows_at_one_place(window, run, row, wanted)
         else:
             source = window.source[run]
             place = np.where(source == ELSEWHERE, -1 - run, source)  # elsewhere is a place for each
-            parts = (np.flatnonzero(place == one) for one in np.unique(place))
-            each = ((part, self._rows_at_one_place(window, run[part], row[part], wanted)) for part in parts)
-            rows = _joined(each, len(row), self.pool)
-        return plan([None if name is None else rows[name].numpy() for name in columns])
+            rows = {name: self._empty(len(row), layout.columns[name].row_bytes // 4).numpy() for name in wanted}
+            for one in np.unique(place):
+                chosen = np.flatnonzero(place == one)
+                for name, part in self._rows_at_one_place(window, run[chosen], row[chosen], wanted).items():
+                    rows[name][chosen] = part
+        return plan([None if name is None else rows[name] for name in columns])
 
-    def _rows_at_one_place(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
+    def _rows_at_one_place(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Arrays:
         """Copy rows from the cache, from mapped files, or of one trajectory that is elsewhere."""
         entry, source = window.entries[run[0]], window.source[run[0]]
         if source == MAPPED:
@@ -257,7 +264,7 @@ class LiveTrajectories:
             words = self.rows_of(entry)
         return {name: self._taken(words[name], row) for name in columns}
 
-    def _mapped_rows(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Rows:
+    def _mapped_rows(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Arrays:
         used, which = np.unique(run, return_inverse=True)
         entries = [window.entries[one] for one in used.tolist()]
         files = self._files_of(entries)
@@ -285,13 +292,19 @@ class LiveTrajectories:
                 files.add(block)
         return files
 
-    def _taken(self, words: torch.Tensor, rows: Int64s) -> torch.Tensor:
-        out = self.pool.empty((len(rows), words.shape[1]), torch.int32)
-        if out.nbytes <= _MAX_NUMPY_BYTES:
+    def _taken(self, words: torch.Tensor, rows: Int64s) -> npt.NDArray[np.int32]:
+        if (num_bytes := 4 * len(rows) * words.shape[1]) < MIN_POOLED_BYTES:
+            few: npt.NDArray[np.int32] = words.numpy().take(rows, axis=0, mode="clip")
+            return few
+        out = self._empty(len(rows), words.shape[1])
+        if num_bytes <= _MAX_NUMPY_BYTES:
             take_rows(words.numpy(), rows, out.numpy())
         else:
             torch.index_select(words, 0, torch.from_numpy(rows), out=out)
-        return out
+        return out.numpy()
+
+    def _empty(self, num_rows: int, num_words: int) -> torch.Tensor:
+        return self.pool.empty((num_rows, num_words), torch.int32)
 
 
 def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
@@ -301,20 +314,6 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
         if (before.dtype, before.shape) != (one.dtype, one.shape):
             expected, got = (f"{each.dtype}{list(each.shape)} per step" for each in (before, one))
             raise SchemaError("store the leaf", repr(one.name), expected, got)
-
-
-def _joined(parts: Iterable[tuple[Int64s, Rows]], num_rows: int, pool: BufferPool) -> Rows:
-    """Put tensors of some rows each, of one or several names, together: which rows, and the tensors."""
-    out: Rows = {}
-    for chosen, found in parts:
-        for name, part in found.items():
-            if name not in out:
-                out[name] = pool.empty((num_rows, *part.shape[1:]), part.dtype)
-            if part.dtype == torch.bfloat16:  # which numpy does not know
-                out[name][torch.from_numpy(chosen)] = part
-            else:  # takes a quarter of the time
-                out[name].numpy()[chosen] = part.numpy()
-    return out
 
 
 @lru_cache(maxsize=256)
