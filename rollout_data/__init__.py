@@ -23,8 +23,7 @@ from .trajectories.buffer import TrajectoryReplayBuffer
 from .trajectories.cache import TrajectoryCache
 from .transition import Transition
 from .windows.dataset import WindowDataset
-from .windows.loader import WindowLoader
-from .windows.mixture import WindowMixture
+from .windows.loader import WindowLoader, WindowMixture
 from .windows.normalization import FieldStatistics
 from .writing.recording import EpisodeSummary, RecordingSummary, RecordingWrapper, record_demonstrations
 from .writing.retention import prune

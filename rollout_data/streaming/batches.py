@@ -1,7 +1,8 @@
-"""Batches: carry out a plan, that is gather rows and give them as a `Transition`.
+"""Batches: carry out a plan, that is gather rows and give them as a `Transition`; and have the next ones read ahead.
 
 One rule: one gather per kind of row moves the bytes, and lays them out time first; everything after it is views,
-except coded components (decoded into new memory) and next observations with a true final one among them.
+except coded components (decoded into new memory) and next observations with a true final one among them. Reading ahead
+is advice to the kernel, given only while a few sampled pages are not all in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from storage.errors import SchemaError
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..format.schema import RowLayout
 from ..frames.cut import Grid, Rows, leaves_of, put
-from ..frames.store import FrameStore
+from ..frames.store import FrameStore, MappedFrames
+from ..index.index import TrajectoryIndex
 from ..transition import Transition
 from .cursor import Bools, Deal, Int64s, Part, Pieces, Plan, StreamState, plan_steps
 
@@ -28,18 +30,15 @@ OBSERVATION, PRIVILEGED = "observation", "privileged_observation"
 #: Fields that have a place of their own in a `Transition`; all others are extras.
 _NAMED = (OBSERVATION, PRIVILEGED, "action", "reward")
 _FLAGS = ("done", "timeout", "is_first", "valid", "is_last")
+#: How much of a trajectory is read ahead at once.
+_STRETCH_BYTES = 256 * 1024
+#: How many rows are looked at to see whether the files are in memory, and how often.
+_NUM_SAMPLES, _BATCHES_BETWEEN_LOOKS = 64, {True: 64, False: 16}
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How batches look.
-
-    Attributes:
-        device: Where they are delivered.
-        flatten_observations: Join components along the last axis, rather than a dict of them.
-        mark_first_frame: Mark the first frame delivered of a trajectory as done.
-        contiguous: Give every field contiguous memory of its own, rather than views.
-    """
+    """How batches look; see `RolloutDataset`."""
 
     device: torch.device
     flatten_observations: bool = True
@@ -159,14 +158,9 @@ class BatchReader:
         return map_batch(self._copied, _transition(own, {name: own[name] for name in self._final_cuts}, flags))
 
     def frames_at(self, deal: Deal, trajectory: Int64s, position: np.ndarray, linear: bool) -> Transition:
-        """Read single frames of trajectories, `[K, ...]`.
+        """Read single frames of trajectories, int64 `[K]`, at positions counted in frames, float64 `[K]`: `[K, ...]`.
 
-        Args:
-            deal: What the trajectory numbers refer to.
-            trajectory: int64 `[K]`.
-            position: float64 `[K]`, in frames, within the trajectory.
-            linear: Interpolate floating-point fields between the two frames around the position, instead of taking
-                the nearer one.
+        The nearer frame is taken; with `linear`, floating-point fields are interpolated between the two around it.
         """
         nearest = self._single(deal, trajectory, np.floor(position + 0.5))
         if not linear:
@@ -249,3 +243,63 @@ def _mix(below: Any, above: Any, nearest: Any, weight: torch.Tensor) -> Any:
         return nearest
     share = weight.to(below.dtype).view(-1, *[1] * (below.dim() - 1))
     return torch.lerp(below, above, share.expand_as(below))
+
+
+class ReadAhead:
+    """Advises the kernel about the rows that a stream reads next."""
+
+    def __init__(self, num_envs: int) -> None:
+        self._index: TrajectoryIndex | None = None
+        self._begin = np.zeros(num_envs, np.int64)
+        self._end = np.zeros(num_envs, np.int64)
+        self._num_batches = 0
+        self._is_warm = True
+
+    def before(self, plan: Plan) -> None:
+        """Ask for the frames of a plan and those after them, as far as they were not asked for."""
+        for part in plan.parts:
+            store = part.deal.source
+            if isinstance(store, MappedFrames):
+                self._look(store)
+                if not self._is_warm:
+                    self._advise(
+                        store, part.pieces.env, part.pieces.trajectory, part.pieces.frame, part.pieces.num_frames
+                    )
+
+    def _look(self, store: MappedFrames) -> None:
+        """See now and then whether the files are in memory."""
+        if store.index is not self._index:
+            self._index = store.index
+            self._end[:] = 0
+            self._num_batches = 0
+        if self._num_batches % _BATCHES_BETWEEN_LOOKS[self._is_warm] == 0 and store.index.num_frames:
+            frames = np.linspace(0, store.index.num_frames - 1, _NUM_SAMPLES).astype(np.int64)
+            self._is_warm = all(
+                mapped.is_resident(row)
+                for place, mapped in store.files.arenas.items()
+                if place[0] == DATA
+                for row in store.row_numbers(place, frames).tolist()
+            )
+        self._num_batches += 1
+
+    def _advise(self, store: FrameStore, env: Int64s, trajectory: Int64s, frame: Int64s, count: Int64s) -> None:
+        index = store.index
+        start = index.first_frame[trajectory] + frame
+        stop = index.first_frame[trajectory + 1]
+        begin, end, needed = self._begin[env], self._end[env], np.minimum(start + 2 * count, stop)
+        is_due = (start < begin) | (needed > end)
+        if not is_due.any():
+            return
+        # Envs that are due soon are included: with single frames some env would be due at nearly every batch.
+        num_frames = _STRETCH_BYTES // store.layouts[DATA].frame_bytes
+        new = np.flatnonzero(is_due | (np.minimum(needed + num_frames // 4, stop) > end))
+        stretch = np.maximum(num_frames, 2 * count[new])
+        # What was asked for already is not asked for again.
+        is_next = (start[new] >= self._begin[env[new]]) & (start[new] < self._end[env[new]])
+        first = np.where(is_next, self._end[env[new]], start[new])
+        last = np.minimum(start[new] + stretch, stop[new])
+        wanted = last > first
+        new, first, last = new[wanted], first[wanted], last[wanted]
+        self._begin[env[new]], self._end[env[new]] = start[new], last
+        inside = first - index.first_frame[trajectory[new]]
+        store.will_need(store.locate(trajectory[new], inside, last - first, np.arange(len(new)) * (1 << 32)))

@@ -135,14 +135,7 @@ def plan_steps(
     """Plan the next `num_steps` steps.
 
     An env whose trajectory ends takes the next unused one at once, in the order of (time, env);
-    so the outcome does not depend on how a run is cut into calls.
-
-    Args:
-        state: Where the envs stand; each has a trajectory.
-        deal: The current pass.
-        num_steps: T >= 1.
-        next_pass: Called when a trajectory is wanted and the pass has none left.
-        envs: Which envs advance; None is all. The others are not part of the plan.
+    so the outcome does not depend on how a run is cut into calls. Only `envs` advance (None: all).
 
     Returns:
         The plan, the state after it, and the pass that is current then.

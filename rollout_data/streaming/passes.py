@@ -36,17 +36,7 @@ _PASSES_AN_EPOCH = 1 << 20
 
 @dataclass(frozen=True)
 class PassOptions:
-    """Which trajectories a pass delivers, and how.
-
-    Attributes:
-        dataset_loops: Number of passes; below 1 they never end.
-        random_shuffle_traj_order: A permutation for each pass, rather than the recorded order.
-        keep_latest_n_trajs: Only the newest complete ones; 0 is all.
-        starting_frame_range: Half-open range from which a trajectory's first frame is drawn.
-        seed: Decides permutations and starting frames.
-        wait_timeout_s: How long to wait until `keep_latest_n_trajs` exist.
-        poll_interval_s: How often to look.
-    """
+    """Which trajectories a pass delivers, and how; see `RolloutDataset`. `poll_interval_s`: how often to look."""
 
     dataset_loops: int = 1
     random_shuffle_traj_order: bool = False

@@ -24,10 +24,9 @@ from ..index import agreement
 from ..index.agreement import Agree, Board, Look, Shard, current_shard, current_worker, is_in_worker
 from ..transition import Transition
 from .base import RolloutFileBase
-from .batches import BatchOptions, BatchReader
+from .batches import BatchOptions, BatchReader, ReadAhead
 from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps, share_of
 from .passes import Dealer, PassOptions, leave_out
-from .readahead import ReadAhead
 from .resume import Misfit, Position, check_settings, position_in, state_at
 
 Even = Literal["pad", "drop", "none"]

@@ -23,10 +23,9 @@ from ..frames.cut import Allocate
 from ..frames.source import DataDirs, Source, absolute_paths
 from ..frames.store import FrameStore
 from ..index.index import Int64s
-from .fields import MAX_FRAMES, NEXT, WindowPlan, checked_delta, plan_windows
 from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .normalization import FieldStatistics, compute_statistics
-from .reader import MASK, NEXT_MASK, WindowReader
+from .reader import MASK, MAX_FRAMES, NEXT, NEXT_MASK, WindowPlan, WindowReader, checked_delta, plan_windows
 from .shared import WindowBatches
 
 

@@ -27,13 +27,7 @@ Even = Literal["pad", "drop", "none"]
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """Which trajectories belong to a dataset.
-
-    Attributes:
-        split: "train", "validation", or None for all.
-        validation_fraction: Of M trajectories round(M * fraction) are for validation, in [0, 1].
-        seed: Decides which ones.
-    """
+    """Which trajectories belong to a dataset; see `WindowDataset`."""
 
     split: str | None = None
     validation_fraction: float = 0.1
@@ -231,11 +225,7 @@ class WindowShape:
         return cls(wanted, wanted[starts], count, starts.astype(np.int64), int(np.gcd.reduce(count)))
 
     def pieces(self, trajectory: Int64s, anchor: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-        """Say what windows read.
-
-        Args:
-            trajectory: int64 `[B]`.
-            anchor: int64 `[B]`.
+        """Say what windows read, given the trajectory and anchor of each, int64 `[B]`.
 
         Returns:
             Runs of consecutive frames: trajectory, first frame, frames and first row, int64 `[P]` each, by ascending

@@ -1,39 +1,219 @@
-"""Batches of windows: gather what a plan says, and view it as nested fields.
+"""What a window is made of, and batches of windows: gather what is needed, and view it as nested fields.
 
-One rule: one gather for each kind of row moves the bytes; fields are views of the rows, except those that a
-codec makes and next observations into which a true last one was put.
+One rule: what has to be read is decided once, when a dataset is opened; a batch is then a few table look-ups, and one
+gather for each kind of row. Fields are views of the rows, except those that a codec makes and next observations into
+which a true last one was put.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from storage.core.tree import unflatten
+from storage.errors import MissingFieldError, UsageError, nearest
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
-from ..format.schema import joined
+from ..format.schema import RowLayout, joined
 from ..frames.cut import Allocate, Cut, Grid, Rows, put
 from ..frames.store import FrameStore
 from ..index.index import Int64s
-from .fields import DONE, MAX_FRAMES, NEXT, OBSERVATIONS, WindowField, WindowPlan
+from .index import WindowShape
 
 MASK, NEXT_MASK = "mask", "next_mask"
+#: Fields that are not stored: they follow from where a trajectory ends, and how.
+DONE, TIMEOUT = "done", "timeout"
+FLAGS = (DONE, TIMEOUT)
+#: Groups of fields whose true last row may be recorded.
+OBSERVATIONS = ("observation", "privileged_observation")
+NEXT = "next_"
+#: The greatest distance of two frames of a window, or of two windows.
+MAX_FRAMES = (1 << 31) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class WindowField:
+    """One tensor of a batch of windows.
+
+    Attributes:
+        name: Name in the batch, levels joined by "/".
+        sources: The field that is read, or the components that are joined, in the order of the schema.
+        deltas: int64 `[L]`, frames relative to the anchor.
+        rows: For each source, which of the rows that are read of its column: a slice, or int64 `[L]`. Flags have none.
+        is_next: It is a next observation.
+        is_joined: Components are joined along the last axis, even if there is only one.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    deltas: Int64s
+    rows: tuple[Any, ...]
+    is_next: bool
+    is_joined: bool
+
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest delta."""
+        return int(self.deltas.min()), int(self.deltas.max())
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPlan:
+    """What a batch of windows is made of.
+
+    Attributes:
+        fields: In the order of the schema, then flags, then next observations.
+        shapes: Frames to read; columns that need the same ones share one.
+        columns: Column -> position in `shapes`.
+    """
+
+    fields: tuple[WindowField, ...]
+    shapes: tuple[WindowShape, ...]
+    columns: Mapping[str, int]
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest delta of fields that are not next observations."""
+        ends = [field.reach for field in self.fields if not field.is_next]
+        return min(low for low, _ in ends), max(high for _, high in ends)
+
+
+def plan_windows(
+    layout: RowLayout,
+    length: int,
+    delta: Mapping[str, Int64s] | None,
+    fields: Sequence[str] | None,
+    next_observations: bool,
+    flatten_observations: bool = False,
+) -> WindowPlan:
+    """Plan windows of the fields of a layout; the options are those of `WindowDataset`.
+
+    Raises:
+        MissingFieldError: A name is not a field.
+        UsageError: No field is left, no observation where the next ones are wanted, or components are to be joined
+            that have other frames.
+    """
+    known = [*layout.schema, *(flag for flag in FLAGS if flag not in layout.schema)]
+    given = delta or {}
+    for name in given:
+        _below(name, known, "shift the field")
+    chosen = set(known) if fields is None else {one for name in _listed(fields) for one in _below(name, known)}
+    names = [name for name in known if name in chosen]
+    if not names:
+        raise UsageError("read windows", "", f"some of the fields {', '.join(known)}", "none")
+    wanted = [("", name, _deltas_of(name, given, length)) for name in names]
+    if next_observations:
+        nexts = [(NEXT, name, deltas + 1) for _, name, deltas in wanted if _is_observation(name, layout)]
+        if not nexts:
+            raise UsageError("read next observations", "", "an observation among the fields", ", ".join(names))
+        wanted += nexts
+    shapes, columns = _shapes(layout, wanted)
+    found: dict[str, WindowField] = {}
+    for prefix, source, deltas in wanted:
+        group, *component = source.split("/")
+        is_joined = flatten_observations and bool(component) and group in OBSERVATIONS
+        name = prefix + (group if is_joined else source)
+        rows: tuple[Any, ...] = ()
+        if source in layout.schema:
+            rows = (_rows(deltas, shapes[columns[layout.column_of[source].name]].deltas),)
+        first = found.get(name)
+        if first is None:
+            found[name] = WindowField(name, (source,), deltas, rows, bool(prefix), is_joined)
+        elif np.array_equal(deltas, first.deltas):
+            found[name] = replace(first, sources=(*first.sources, source), rows=first.rows + rows)
+        else:
+            got = f"{deltas.tolist()}, and {first.deltas.tolist()} of {first.sources[0]!r}"
+            raise UsageError("join the component", repr(source), "the same frames of all components", got)
+    return WindowPlan(tuple(found.values()), shapes, columns)
+
+
+def _is_observation(name: str, layout: RowLayout) -> bool:
+    return name.split("/")[0] in OBSERVATIONS and name in layout.schema
+
+
+def _shapes(
+    layout: RowLayout, wanted: Sequence[tuple[str, str, Int64s]]
+) -> tuple[tuple[WindowShape, ...], dict[str, int]]:
+    """Which frames are read of each column; see `WindowPlan`."""
+    needed: dict[str, list[int]] = {}
+    for _, source, deltas in wanted:
+        if source in layout.schema:
+            needed.setdefault(layout.column_of[source].name, []).extend(deltas.tolist())
+    shapes: dict[bytes, WindowShape] = {}
+    columns = {}
+    for name, deltas_of_column in needed.items():
+        shape = WindowShape.of(deltas_of_column, fills_gaps=not layout.columns[name].is_coded)
+        shapes.setdefault(shape.deltas.tobytes(), shape)
+        columns[name] = list(shapes).index(shape.deltas.tobytes())
+    return tuple(shapes.values()), columns
+
+
+def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
+    """Where `deltas` stand among those that are `read`: a slice where that is possible."""
+    places = np.searchsorted(read, deltas)
+    steps = np.diff(places)
+    if not len(steps):
+        return slice(int(places[0]), int(places[0]) + 1)
+    if (steps == steps[0]).all() and steps[0] > 0:
+        return slice(int(places[0]), int(places[-1]) + 1, int(steps[0]))
+    return torch.from_numpy(places.astype(np.int64))
+
+
+def _listed(fields: Sequence[str]) -> list[str]:
+    if isinstance(fields, str) or not all(isinstance(name, str) for name in fields):
+        raise UsageError("choose fields", "", "a list of names", repr(fields))
+    return list(fields)
+
+
+def _below(name: str, known: Sequence[str], action: str = "read the field") -> list[str]:
+    """Fields called `name` or `name/...`."""
+    found = [one for one in known if one == name or one.startswith(f"{name}/")]
+    if not found:
+        groups = {one.split("/")[0] for one in known}
+        raise MissingFieldError(action, repr(name), nearest(name, {*known, *groups}), "no such field")
+    return found
+
+
+def _deltas_of(name: str, given: Mapping[str, Int64s], length: int) -> Int64s:
+    """The deltas of the longest entry that the name begins with."""
+    parts = name.split("/")
+    for size in range(len(parts), 0, -1):
+        found = given.get("/".join(parts[:size]))
+        if found is not None:
+            return found
+    return np.arange(length)
+
+
+def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s] | None:
+    """Give lists of frames relative to the anchor as int64 `[L]` each.
+
+    Raises:
+        UsageError: There is no list for each field, or one is empty or has something else than whole numbers.
+    """
+    if delta is None:
+        return None
+    if not isinstance(delta, Mapping) or not all(isinstance(name, str) for name in delta):
+        raise UsageError("shift fields", "", "a dict of fields and their lists of whole numbers", repr(delta))
+    checked = {}
+    for name, values in delta.items():
+        try:
+            listed = [operator.index(value) for value in values]
+        except TypeError:
+            raise UsageError("shift the field", repr(name), "a list of whole numbers", repr(values)) from None
+        if not listed or max(map(abs, listed)) > MAX_FRAMES:
+            raise UsageError("shift the field", repr(name), f"at least one number, up to {MAX_FRAMES}", repr(values))
+        checked[name] = np.array(listed, np.int64)
+    return checked
 
 
 class WindowReader:
-    """Reads windows of a store.
-
-    Args:
-        store: Where the frames are.
-        plan: What a window is made of.
-        trajectories: int64 `[K]`, which trajectories may be read.
-        padding: See `WindowDataset`.
-        mask_is_one: The batch has one mask for all fields, rather than one for each.
-        contiguous: Give every field contiguous memory of its own.
-    """
+    """Reads windows of some trajectories of a store, int64 `[K]`, with one mask for all fields or one for each."""
 
     def __init__(
         self,
@@ -64,12 +244,9 @@ class WindowReader:
         self._has_single_frames = bool((self._lengths == 1).any())
 
     def read(self, place: Int64s, anchor: Int64s, allocate: Allocate) -> dict[str, Any]:
-        """Read windows: a nested dict of `[B, L, *shape]` tensors, with masks.
+        """Read the windows at frame `anchor` of trajectory number `place` of those given, int64 `[B]` both.
 
-        Args:
-            place: int64 `[B]`, positions in `trajectories`.
-            anchor: int64 `[B]`, frames within them.
-            allocate: Gives the memory of the result.
+        Gives a nested dict of `[B, L, *shape]` tensors, with masks.
         """
         at = _Places(place, anchor, self._lengths[place])
         rows = Rows(self._gather(at, allocate))
