@@ -100,7 +100,7 @@ class WindowIndex:
 
     def find(self, windows: Int64s) -> tuple[Int64s, Int64s]:
         """Give the place in `trajectories` and the anchor of each window, int64 `[B]` both."""
-        place = np.searchsorted(self.first_window, windows, side="right") - 1
+        place = self.first_window.searchsorted(windows, side="right") - 1
         return place, self.first_anchor + (windows - self.first_window[place]) * self.stride
 
     # What stays the same when trajectories come and go
@@ -180,12 +180,14 @@ def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int6
         return np.zeros(0, np.int64)
     if windows.ndim != 1 or windows.dtype.kind not in "iu":
         raise UsageError("read windows", "", "a list of whole numbers", f"{windows.dtype}, shape {windows.shape}")
+    if windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows:  # none is negative
+        return windows
     low, high = int(windows.min()), int(windows.max())
     if low < -num_windows or high >= num_windows:
         wrong = high if high >= num_windows else low
         raise WindowIndexError("read the window", str(wrong), f"a number in {-num_windows}:{num_windows}", str(wrong))
     windows = windows.astype(np.int64, copy=False)
-    return np.where(windows < 0, windows + num_windows, windows) if low < 0 else windows
+    return np.where(windows < 0, windows + num_windows, windows)
 
 
 class WindowIndexError(UsageError, IndexError):

@@ -232,9 +232,8 @@ class WindowReader:
         final = index.final_row[trajectories] >= 0
         is_whole = (index.flags[trajectories] & FINAL_OBSERVATION_ONLY) == 0
         self._has_final = {OBSERVATIONS[0]: final, OBSERVATIONS[1]: final & is_whole}
-        self._cuts = {
-            field.name: Cut(self._layout, field.sources, field.is_joined) for field in plan.fields if field.rows
-        }
+        #: How each field is cut from rows: the parts, each with its length, steps, first row and choice among rows.
+        self._cuts = {field.name: self._cut(field) for field in plan.fields if field.rows}
         self._final_cuts = {
             field.name: Cut(store.layouts[FINAL], field.sources, field.is_joined)
             for field in plan.fields
@@ -282,18 +281,23 @@ class WindowReader:
                 out.numpy()[~at.inside(shape.deltas, *shape.reach).ravel()] = 0
         return rows
 
-    def _values(self, field: WindowField, rows: Rows, num_windows: int, allocate: Allocate) -> torch.Tensor:
-        """Give a field that is stored as `[B, L, *shape]`."""
-        cut = self._cuts[field.name]
-        parts = []
+    def _cut(self, field: WindowField) -> tuple[list[Any], bool]:
+        cut, parts = Cut(self._layout, field.sources, field.is_joined), []
         for part, chosen in zip(cut.parts or [cut], field.rows, strict=False):
             width = len(self.plan.shapes[self.plan.columns[part.column]].deltas)
             if isinstance(chosen, slice):
-                grid = Grid((num_windows, len(field.deltas)), (width, chosen.step or 1), chosen.start)
-                parts.append(part(rows, grid))
+                parts.append((part, len(field.deltas), (width, chosen.step or 1), chosen.start, None))
             else:
-                parts.append(part(rows, Grid((num_windows, width), (width, 1))).index_select(1, chosen))
-        return joined(parts, 2, allocate) if cut.parts else parts[0]
+                parts.append((part, width, (width, 1), 0, chosen))
+        return parts, bool(cut.parts)
+
+    def _values(self, field: WindowField, rows: Rows, num_windows: int, allocate: Allocate) -> torch.Tensor:
+        """Give a field that is stored as `[B, L, *shape]`."""
+        found, (parts, is_joined) = [], self._cuts[field.name]
+        for part, length, steps, first, chosen in parts:
+            values = part(rows, Grid((num_windows, length), steps, first))
+            found.append(values if chosen is None else values.index_select(1, chosen))
+        return joined(found, 2, allocate) if is_joined else found[0]
 
     def _with_finals(self, field: WindowField, values: torch.Tensor, at: _Places, allocate: Allocate) -> torch.Tensor:
         """Put true last observations among next ones, which then get memory of their own."""
