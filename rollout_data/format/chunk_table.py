@@ -142,20 +142,24 @@ class ChunkTable:
         for number, bounds in enumerate(pairwise(places), first):
             check_sum(data[slice(*bounds)], int(self.sums[number]), f" of chunk {number}")
 
-    def decode(self, chunk: np.ndarray, out: np.ndarray) -> None:
-        """Decode a chunk's bytes to rows: `[rows, row_bytes]` uint8, contiguous.
+    def decode(self, chunk: np.ndarray, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Decode a chunk's bytes to rows: `[num_rows, row_bytes]` uint8, contiguous; without `out` to new memory.
 
         Raises:
             CorruptFileError: Without the place, which the caller knows.
         """
-        frames = (len(out), *self.field.shape)
-        if self.row_bytes == self.field.row_bytes:
-            self.codec.decode(chunk, out.reshape(-1).view(self.field.numpy_dtype).reshape(frames))
-            return
-        values = np.empty(frames, self.field.numpy_dtype)
-        self.codec.decode(chunk, values)
-        out[:, self.field.row_bytes :] = 0
-        out[:, : self.field.row_bytes] = values.reshape(-1).view(np.uint8).reshape(len(out), self.field.row_bytes)
+        frames, dtype, num_bytes = (num_rows, *self.field.shape), self.field.numpy_dtype, self.field.row_bytes
+        is_padded = self.row_bytes != num_bytes
+        if out is not None and not is_padded:
+            self.codec.decode(chunk, out.reshape(-1).view(dtype).reshape(frames))
+            return out
+        values = self.codec.decoded(chunk, frames, dtype).reshape(-1).view(np.uint8).reshape(num_rows, num_bytes)
+        if not is_padded:
+            return values
+        out = np.empty((num_rows, self.row_bytes), np.uint8) if out is None else out
+        out[:, num_bytes:] = 0
+        out[:, :num_bytes] = values
+        return out
 
     def read(self, start: int, stop: int, read_bytes: Callable[[int, int], np.ndarray]) -> np.ndarray:
         """Decode rows `start:stop`: a new `[stop - start, row_bytes]` uint8 array; zeros where no chunk is.
@@ -168,9 +172,9 @@ class ChunkTable:
             low, high, place, end = (int(part[number + k]) for part in (self.rows, self.places) for k in (0, 1))
             if place == end:
                 continue
-            decoded, chunk = np.empty((high - low, self.row_bytes), np.uint8), read_bytes(place, end)
+            chunk = read_bytes(place, end)
             check_sum(chunk, int(self.sums[number]), f" of chunk {number}")
-            self.decode(chunk, decoded)
+            decoded = self.decode(chunk, high - low)
             begin, finish = max(low, start), min(high, stop)
             rows[begin - start : finish - start] = decoded[begin - low : finish - low]
         return rows

@@ -179,23 +179,22 @@ class ChunkFiles:
             targets.append((windows[window, begin : begin + count], low))
         whole = targets[0][0]
         if rows is None and len(targets) == 1 and len(whole) == num_rows and whole.flags.c_contiguous:
-            self._decode(chunk, whole)
+            self._decode(chunk, num_rows, whole)
             return
         if rows is None:
-            rows = np.empty((num_rows, self.row_bytes), np.uint8)
-            self._decode(chunk, rows)
+            rows = self._decode(chunk, num_rows)
             self._cache.put(key, rows)
         for target, low in targets:
             target[:] = rows[low : low + len(target)]
 
-    def _decode(self, chunk: int, rows: np.ndarray) -> None:
-        """Check a chunk and decode it to `rows`, contiguous."""
+    def _decode(self, chunk: int, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Check a chunk and decode it, to new memory or to `out`, contiguous."""
         number, start, stop, checksum = self._spots[:, chunk].tolist()
         file, table = self._files[number]
         data = file.bytes[start:stop]  # never longer than the file
         try:
             check_sum(data, checksum)
-            table.decode(data, rows)
+            return table.decode(data, num_rows, out)
         except CorruptFileError as cause:
             where = f"chunk {chunk - int(np.searchsorted(self._spots[0], number))} of {'/'.join(self.place)}"
             raise corrupt(file.header.path, f"{cause.expected} in {where}", cause.got) from cause

@@ -51,15 +51,10 @@ _PLAIN, _PACKED = 0, 1
 
 @dataclass(frozen=True)
 class ChunkCodec:
-    """A chain of stages.
-
-    Attributes:
-        name: As it is written.
-        quantizer: The one stage that loses, or None.
-        delta, shuffle, packer: Names of the other stages, "" for none.
-    """
+    """A chain of stages, by name; "" for none."""
 
     name: str
+    #: The one stage that loses.
     quantizer: LinearCounts | None = None
     delta: str = ""
     shuffle: str = ""
@@ -89,10 +84,6 @@ class ChunkCodec:
         """Raise `FieldTypeError` if values of this dtype cannot be coded."""
         if self.quantizer is not None and dtype.kind != "f":
             raise FieldTypeError("code values", f"as {self.name!r}", "float16, float32 or float64", str(dtype))
-
-    def _is_shuffled(self, item_bytes: int) -> bool:
-        """True if items of so many bytes are shuffled; of one byte only the bits can be."""
-        return bool(self.shuffle) and (item_bytes > 1 or self.shuffle == "bitshuffle")
 
     def encode(self, frames: Array, level: int | None = None) -> tuple[bytes, float]:
         """Code `[F, *shape]` frames as one chunk; give it and the largest error, 0 if nothing is lost.
@@ -129,32 +120,46 @@ class ChunkCodec:
         """
         start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
         if len(chunk) < start or chunk[0] > _PACKED:
-            raise _no_chunk(chunk[:start])
+            expected, got = "a chunk with its header", f"{chunk[:start].tobytes()!r}"
+            raise CorruptFileError("decode a chunk", "", expected, got)
         if self.quantizer is None:
-            self._unpack(chunk[1:], chunk[0], out.reshape(-1).view(_unsigned(out.dtype)), len(out))
+            self._undo(chunk[1:], chunk[0], out.reshape(-1).view(_unsigned(out.dtype)), len(out))
             return
         counts = _scratch(0, 2 * out.size).view(np.uint16)
-        self._unpack(chunk[start:], chunk[0], counts, len(out))
+        self._undo(chunk[start:], chunk[0], counts, len(out))
         decode_counts(chunk[1:start].tobytes(), counts, out.reshape(-1))
 
-    def _unpack(self, data: Bytes, method: int, items: Array, num_frames: int) -> None:
+    def decoded(self, chunk: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Decode a chunk to new memory: of one that is only packed, without the copy that `decode` makes."""
+        if self.name in PACKERS and len(chunk) and chunk[0] == _PACKED:
+            return self._unpacked(chunk[1:], prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+        out: Array = np.empty(shape, dtype)
+        self.decode(chunk, out)
+        return out
+
+    def _undo(self, data: Bytes, method: int, items: Array, num_frames: int) -> None:
         """Undo everything but the quantizer: to the unsigned items of all frames, one after the other."""
-        target = items.view(np.uint8)
-        if method == _PLAIN:
-            _copy(data, target)
-            return
-        unpack = PACKERS[self.packer].unpack if self.packer else _copy
-        if self._is_shuffled(items.dtype.itemsize) and not self.packer_shuffles:
-            num_bytes = shuffled_bytes(self.shuffle, items.size, items.dtype.itemsize)
-            planes = _scratch(1, num_bytes)
-            unpack(data, planes)
-            unshuffle(self.shuffle, planes, items, _scratch(2, scratch_bytes(num_bytes)))
+        size = items.dtype.itemsize
+        is_shuffled = bool(self.shuffle) and (size > 1 or self.shuffle == "bitshuffle")  # of one byte only bits can be
+        if method == _PLAIN or not is_shuffled or self.packer_shuffles:
+            target = items.view(np.uint8)
+            target[:] = self._unpacked(data, len(target), is_packed=method == _PACKED)
+            if method == _PLAIN:
+                return
         else:
-            unpack(data, target)
+            num_bytes = shuffled_bytes(self.shuffle, items.size, size)
+            unshuffle(self.shuffle, self._unpacked(data, num_bytes), items, _scratch(1, scratch_bytes(num_bytes)))
         if self.delta and num_frames > 1:
             undo = DELTAS[self.delta][1]
             for before, frame in pairwise(items.reshape(num_frames, items.size // num_frames)):
                 undo(frame, before, out=frame)
+
+    def _unpacked(self, data: Bytes, num_bytes: int, is_packed: bool = True) -> Bytes:
+        if self.packer and is_packed:
+            return PACKERS[self.packer].unpack(data, num_bytes)
+        if len(data) != num_bytes:
+            raise CorruptFileError("decode a chunk", "", f"{num_bytes} bytes", f"{len(data)}")
+        return data
 
 
 @lru_cache(maxsize=256)
@@ -200,16 +205,6 @@ def _linear(name: str, match: re.Match[str]) -> LinearCounts:
 @lru_cache(maxsize=32)
 def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"u{dtype.itemsize}")
-
-
-def _copy(data: Bytes, target: Bytes) -> None:
-    if len(data) != len(target):
-        raise CorruptFileError("decode a chunk", "", f"{len(target)} bytes", f"{len(data)}")
-    target[:] = data
-
-
-def _no_chunk(head: Bytes) -> CorruptFileError:
-    return CorruptFileError("decode a chunk", "", "a chunk with its header", f"{head.tobytes()!r}")
 
 
 #: The scratch of each thread, by its place.

@@ -332,14 +332,15 @@ class _Blob:
         """Decode one chunk's frames to their places in `out`, `[count, *shape]`."""
         first, chosen = number * self.frames_per_chunk, self.wanted.indices
         stop = min(first + self.frames_per_chunk, self.wanted.num_frames)
-        frames = out[first:stop] if chosen is None else np.empty((stop - first, *out.shape[1:]), out.dtype)
         try:
-            self.codec.decode(self.chunk(number), frames)
+            if chosen is None:
+                self.codec.decode(self.chunk(number), out[first:stop])
+                return
+            frames = self.codec.decoded(self.chunk(number), (stop - first, *out.shape[1:]), out.dtype)
         except CorruptFileError as cause:
             raise _corrupt(f"{cause.expected} in chunk {number}", cause.got) from cause
-        if chosen is not None:
-            places = np.flatnonzero((chosen >= first) & (chosen < stop))
-            out[places] = frames[chosen[places] - first]
+        places = np.flatnonzero((chosen >= first) & (chosen < stop))
+        out[places] = frames[chosen[places] - first]
 
 
 def _as_bytes(data: Any) -> Bytes:

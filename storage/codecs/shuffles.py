@@ -53,17 +53,10 @@ def shuffle(name: str, items: Items) -> Bytes:
 
 
 def unshuffle(name: str, data: Bytes, out: Items, scratch: Bytes) -> None:
-    """Undo `shuffle` into `out`, contiguous unsigned items.
-
-    Args:
-        name: Which one.
-        data: `shuffled_bytes(...)` bytes; changed by `bitshuffle`.
-        out: Where to.
-        scratch: At least `scratch_bytes(len(data))` bytes.
-    """
+    """Undo `shuffle` into `out`, contiguous unsigned items, with `scratch_bytes(len(data))` bytes of scratch."""
     size = out.dtype.itemsize
     if name == "bitshuffle":
-        padded = len(data) // size
+        padded, data = len(data) // size, data.copy()
         _transpose_bits(data.reshape(size, padded), scratch[: len(data)])
         _join([data[k * padded : k * padded + len(out)] for k in range(size)], out, scratch)
         return
