@@ -247,12 +247,16 @@ class RolloutReader:
         return rows
 
 
+def _checked_components(what: str, given: Any) -> dict[str, Any]:
+    if not (given is None or isinstance(given, Mapping)):
+        raise UsageError(_MAKE, f"with {what}", "a mapping of component names", repr(given))
+    return dict(given or {})
+
+
 def _checked_segments(given: Any) -> dict[str, tuple[int, ...]]:
     """Check `obs_segments`; empty takes the observation as it comes."""
-    if not isinstance(given or {}, Mapping):
-        raise UsageError(_MAKE, "with obs_segments", "a mapping of component names", repr(given))
-    shapes = {}
-    for name, shape in (given or {}).items():
+    shapes = _checked_components("obs_segments", given)
+    for name, shape in shapes.items():
         try:
             shapes[name] = (int(shape),) if is_whole(shape) else tuple(map(operator.index, shape))
         except (TypeError, ValueError):
@@ -264,9 +268,8 @@ def _checked_segments(given: Any) -> dict[str, tuple[int, ...]]:
 
 def _checked_codecs(given: Any, segments: Mapping[str, Any]) -> dict[str, str]:
     """Check `obs_disassemble_mapping` as far as that goes without data."""
-    if not isinstance(given or {}, Mapping):
-        raise UsageError(_MAKE, "with obs_disassemble_mapping", "a mapping of component names", repr(given))
-    for name, codec in (given or {}).items():
+    codecs = _checked_components("obs_disassemble_mapping", given)
+    for name, codec in codecs.items():
         try:
             check_writable(str(codec))
         except UsageError as error:
@@ -275,7 +278,7 @@ def _checked_codecs(given: Any, segments: Mapping[str, Any]) -> dict[str, str]:
         if segments and name not in segments:
             expected = f"names of obs_segments ({nearest(name, segments)})"
             raise UsageError(_MAKE, "with obs_disassemble_mapping", expected, repr(name))
-    return dict(given or {})
+    return codecs
 
 
 def _leaves(values: Mapping[str, Any]) -> dict[str, Leaf]:

@@ -6,6 +6,7 @@ writer's.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -189,9 +190,8 @@ def record_demonstrations(
     frames_before, trajectories_before, ended_before = _count(Path(data_dir))
     goals = (min_timesteps - frames_before, min_trajectories - ended_before)
     if max(goals) <= 0:
-        return RecordingSummary(
-            Path(data_dir), frames_before, trajectories_before, 0, 0, 0, 0, float("nan"), time.monotonic() - start_s
-        )
+        before = Path(data_dir), frames_before, trajectories_before
+        return RecordingSummary(*before, 0, 0, 0, 0, math.nan, time.monotonic() - start_s)
     if seed is not None and seed >= 0 and trajectories_before:
         seed = int(np.random.SeedSequence((seed, trajectories_before)).generate_state(1)[0] >> 1)
     observation = simulator.start(seed)
@@ -263,7 +263,7 @@ class _Recorder:
 
     @property
     def mean_return(self) -> float:
-        return self._sum_of_rewards / self._num_ended if self._num_ended else float("nan")
+        return self._sum_of_rewards / self._num_ended if self._num_ended else math.nan
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call one of the env's methods in `_RECORDED` and record what it does."""
