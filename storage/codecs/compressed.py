@@ -96,7 +96,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         name = flat_name(key)
         if name in self._leaves:
             return self._decode(name)
-        below = [one for one in self._leaves if one.startswith(name + "/")]
+        below = _names_at(name, self._leaves)
         if not below:
             raise MissingFieldError("read", repr(name), nearest(name, self._leaves), "another name")
         return unflatten({one[len(name) + 1 :]: self._decode(one) for one in below})
@@ -106,22 +106,18 @@ class CompressedTensorDict(Mapping[str, Any]):
         return iter(dict.fromkeys(name.split("/")[0] for name in self._leaves))
 
     def __len__(self) -> int:
-        return len(dict.fromkeys(name.split("/")[0] for name in self._leaves))
+        return len(list(iter(self)))
 
     def __contains__(self, key: object) -> bool:
         given: Any = key
         try:
-            name = flat_name(given)
+            return bool(_names_at(flat_name(given), self._leaves))
         except UsageError:
             return False
-        return name in self._leaves or any(one.startswith(name + "/") for one in self._leaves)
 
     def __repr__(self) -> str:
-        num_packed = sum(isinstance(leaf, _Packed) for leaf in self._leaves.values())
-        return (
-            f"CompressedTensorDict({num_packed} of {len(self._leaves)} leaves compressed, {self.nbytes} bytes, "
-            f"ratio {self.ratio():.2f})"
-        )
+        leaves = f"{len(self.compressed_keys)} of {len(self._leaves)} leaves compressed"
+        return f"CompressedTensorDict({leaves}, {self.nbytes} bytes, ratio {self.ratio():.2f})"
 
     @property
     def compressed_keys(self) -> tuple[str, ...]:
@@ -131,7 +127,7 @@ class CompressedTensorDict(Mapping[str, Any]):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors as they are held; decoded ones in the cache are not counted."""
-        return sum(_bytes_of(leaf) for leaf in self._leaves.values())
+        return sum(leaf.nbytes for leaf in self._leaves.values() if isinstance(leaf, (_Packed, torch.Tensor)))
 
     def ratio(self) -> float:
         """How many times smaller the compressed leaves are than decoded; 1 if there are none."""
@@ -180,26 +176,24 @@ class CompressedTensorDict(Mapping[str, Any]):
         return decoded
 
 
+def _names_at(name: str, leaves: Iterable[str]) -> list[str]:
+    """List the leaf of this name, or those below it."""
+    return [one for one in leaves if one == name or one.startswith(name + "/")]
+
+
 def _chosen(leaves: Mapping[str, Any], keys: Iterable[str | tuple[str, ...]], missing_ok: bool) -> set[str]:
     chosen: set[str] = set()
     if not isinstance(keys, Iterable):
         raise UsageError("compress tensors", "", "compress_keys as names of leaves", repr(keys))
     for key in [keys] if isinstance(keys, str) else keys:
         name = flat_name(key)
-        below = [one for one in leaves if one.startswith(name + "/") and isinstance(leaves[one], torch.Tensor)]
-        if name in leaves:
-            if not isinstance(leaves[name], torch.Tensor):
-                raise UsageError("compress the leaf", repr(name), "a tensor", type(leaves[name]).__name__)
-            chosen.add(name)
-        elif below:
-            chosen.update(below)
-        elif not missing_ok:
+        if name in leaves and not isinstance(leaves[name], torch.Tensor):
+            raise UsageError("compress the leaf", repr(name), "a tensor", type(leaves[name]).__name__)
+        found = [one for one in _names_at(name, leaves) if isinstance(leaves[one], torch.Tensor)]
+        if not found and not missing_ok:
             raise MissingFieldError("compress", repr(name), nearest(name, leaves), "another name")
+        chosen.update(found)
     return chosen
-
-
-def _bytes_of(leaf: Any) -> int:
-    return leaf.nbytes if isinstance(leaf, (_Packed, torch.Tensor)) else 0
 
 
 def _pack(tensor: torch.Tensor, level: int) -> _Packed:
