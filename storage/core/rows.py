@@ -60,10 +60,10 @@ class Group:
         return found
 
 
-def lay_out(schema: Schema, wide_row_bytes: int = WIDE_ROW_BYTES) -> list[Group]:
+def lay_out(schema: Schema) -> list[Group]:
     """Put each field into a group: all narrow ones into one, each wide one into its own."""
-    narrow = [field for field in schema.values() if field.row_bytes < wide_row_bytes]
-    groups = [[field] for field in schema.values() if field.row_bytes >= wide_row_bytes]
+    narrow = [field for field in schema.values() if field.row_bytes < WIDE_ROW_BYTES]
+    groups = [[field] for field in schema.values() if field.row_bytes >= WIDE_ROW_BYTES]
     return [_pack(fields) for fields in ([narrow] if narrow else []) + groups]
 
 

@@ -103,7 +103,7 @@ class PrioritizedRing:
         """Remove the rows at `[n]` places; give the places of those that counted, each once."""
         found = self.limits.remove(places)
         if len(found):
-            self.rows.remove(own(found))
+            self.rows.weigh(own(found), 0.0)
         return found
 
     def clear(self) -> None:

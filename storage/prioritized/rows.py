@@ -144,11 +144,12 @@ class PrioritizedRows:
     def fill(self, places: Any, priority: float) -> None:
         """Let `[n]` rows be drawn with one priority."""
         self._own_priorities[places] = priority
-        self._fill(places, self.rule.weight(priority))
+        self.weigh(places, self.rule.weight(priority))
 
-    def remove(self, places: Any) -> None:
-        """Let `[n]` rows not be drawn any more."""
-        self._fill(places, 0.0)
+    def weigh(self, places: Any, weight: float) -> None:
+        """Give `[n]` rows one weight; with 0 they are not drawn any more."""
+        old = self._weights.exchange(places, weight)
+        self._least.note(places, old, old * 0 + weight)
 
     def update(self, places: Any, priorities: Any, largest: float) -> None:
         """Set rows to checked priorities plus eps, and note the largest."""
@@ -202,10 +203,6 @@ class PrioritizedRows:
         found = ((least / weights) ** self.beta).clip(min=_LEAST_IMPORTANCE)
         self.num_draws += 1
         return found
-
-    def _fill(self, places: Any, weight: float) -> None:
-        old = self._weights.exchange(places, weight)
-        self._least.note(places, old, old * 0 + weight)
 
 
 class _LeastWeight:

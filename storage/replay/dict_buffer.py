@@ -15,7 +15,7 @@ from ..core.samplers import uniform
 from ..core.tree import unflatten
 from ..errors import UsageError
 from ..ring.transitions import TransitionRequest, TransitionSampler
-from .ring_buffer import RingBuffer
+from .ring_buffer import RingBuffer, on_device
 
 _PLAIN = TransitionRequest()
 
@@ -74,7 +74,7 @@ class DictBuffer(RingBuffer):
                 index = index.add_(lane * (ring.stride - ring.num_live))
             found = ring.gather(index, self.contiguous, nested=True)
             self._order.record(is_write=False)
-            return self._given(found)
+            return on_device(found, self.output_device)
 
     def sample_transitions(
         self, batch_size: int, request: TransitionRequest | None = None, **options: Any
@@ -110,7 +110,7 @@ class DictBuffer(RingBuffer):
             self._order.wait(is_write=False)
             found = sampler.sample(batch_size, self.generator, self.contiguous)
             self._order.record(is_write=False)
-            return self._given(found)
+            return on_device(found, self.output_device)
 
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
         """Give every row: nested dict of `[len(self), *event]`.

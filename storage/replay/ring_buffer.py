@@ -282,10 +282,6 @@ class RingBuffer(BufferStore):
         columns = {name: x if self._has_lanes_in_file else x.squeeze(1) for name, x in state.get("columns", {}).items()}
         return super()._of_earlier({**state, "columns": columns})
 
-    def _given(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Bring a result to the device that results go to."""
-        return tree if self.output_device is None else on_device(tree, self.output_device)
-
 
 def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
     """Bring a nested dict of tensors to a device; None is wherever they are."""

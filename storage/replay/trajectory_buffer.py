@@ -20,6 +20,7 @@ from ..ring.ends import Places
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
 from .dict_buffer import DictBuffer
+from .ring_buffer import on_device
 
 #: Fields that end trajectories unless `end_key` says otherwise: those of these that there are.
 DEFAULT_END_KEYS = ("terminated", "truncated", "done", "time_outs")
@@ -121,7 +122,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             self._order.wait(is_write=False)
             found = self._draw(ring, num_windows, length)
             self._order.record(is_write=False)
-            return self._given(found)
+            return on_device(found, self.output_device)
 
     @torch.no_grad()
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
                 return {}
             offset = 1 if self.output_key_tp1 else 0
             lane, last = self._boundaries.list_all(1 + offset)
-            return self._given(unflatten(self._gather(self._boundaries, lane, last - offset, 1)))
+            return on_device(unflatten(self._gather(self._boundaries, lane, last - offset, 1)), self.output_device)
 
     @property
     def _has_lanes_in_file(self) -> bool:

@@ -174,10 +174,6 @@ class Boundaries:
             signed(leaf)[rows] = signed(new)
         return follows
 
-    def rule(self, length: int) -> Rule:
-        """Say when a window of live rows is inside one trajectory."""
-        return lambda lane, last: self.age(lane, last) >= length - 1
-
     def draw(
         self, num_draws: int, length: int, generator: torch.Generator, rule: Rule | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -146,11 +146,10 @@ def test_drawing_costs_the_same_in_a_hundred_times_larger_ring() -> None:
 
 def count_looked_at(capacity: int) -> int:
     boundaries, sizes = noted(capacity, 64, torch.rand(capacity, 64) < 0.02), []
-    is_inside = boundaries.rule(9)
 
     def counted(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         sizes.append(len(lane))
-        return is_inside(lane, last)
+        return boundaries.age(lane, last) >= 8
 
     boundaries.draw(128, 9, torch.Generator().manual_seed(0), counted)
     return sum(sizes)
