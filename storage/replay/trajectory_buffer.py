@@ -170,7 +170,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         boundaries, drawn = self._boundaries, None
         num_later = offset = 1 if self.output_key_tp1 else 0
         assert boundaries is not None
-        is_marked, later = self.at_end == "mark", self._later(ring)
+        is_marked = self.at_end == "mark"
+        later = self._later(ring) if is_marked or boundaries.finals is not None else []
         #: Whether windows may end where their trajectory does.
         goes_to_ends = bool(offset) and (is_marked or boundaries.finals_of(later) is not None)
 

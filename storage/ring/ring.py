@@ -263,8 +263,8 @@ class RingStore:
         if not self._is_on_cpu:
             return source.index_select(0, index)
         num_rows = index.shape[0]
-        if array is not None and num_rows * array.strides[0] < MIN_POOLED_BYTES:
-            return array.take(index.numpy(), 0)
+        if num_rows * units * source.itemsize < MIN_POOLED_BYTES:
+            return source.index_select(0, index).numpy() if array is None else array.take(index.numpy(), 0)
         out = self._pool.empty((num_rows, units), source.dtype)
         return torch.index_select(source, 0, index, out=out).numpy()
 
