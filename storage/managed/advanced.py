@@ -37,6 +37,7 @@ from .items import (
 )
 from .used_data import UsedData, UsedQueue, checked_data_id
 
+_Batch = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
 #: Where an error of tracked data was.
 _DATA = "that are data_ids"
 
@@ -229,10 +230,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         Raises:
             BufferEmptyError: There are not enough items, or the rate limiter refuses (a `ValueError`).
         """
-        request = Request.checked(arguments.whole("sample", "batch_size", batch_size, 1), cur_learner_iter)
-        found: tuple[dict[str, Any], torch.Tensor, torch.Tensor] | None = self._alone(
-            request.size, False, lambda: self.prepare_tensors(request)
-        )
+        batch_size = arguments.whole("sample", "batch_size", batch_size, 1)
+        request = Request.checked(batch_size, cur_learner_iter)._replace(are_tensors=True)
+        found: _Batch | None = self._alone(batch_size, False, lambda: self.prepare_sample(request))
         if found is None:
             expected = f"items for a batch of {batch_size}"
             if self.rate_limiter is not None:
@@ -242,13 +242,6 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return found
 
     def prepare_sample(self, request: Request) -> Act | None:
-        return self._prepare(request, self._items_of)
-
-    def prepare_tensors(self, request: Request) -> Act | None:
-        """Do as `prepare_sample`, for `sample_tensors`."""
-        return self._prepare(request, self._batch_of)
-
-    def _prepare(self, request: Request, form: Callable[[Draw, Request], Any]) -> Act | None:
         self._drop(self._ring.limits.stale(request.iteration))
         if request.size == 0:
             return list
@@ -257,7 +250,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         is_enough = num_rows >= self.min_sample_ratio * request.size and self.push_count >= self.replay_start_size
         if not is_enough or not self._ring.rows.has_mass(among):
             return None
-        return partial(self._take, request, among, form)
+        return partial(self._take, request, among)
 
     def _slots_in(self, request: Request) -> torch.Tensor:
         """List the slots of the items in a range by age, oldest first."""
@@ -267,11 +260,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
         found: torch.Tensor = live[list(request.among(len(live)))]
         return found
 
-    def _take(self, request: Request, among: torch.Tensor | None, form: Callable[[Draw, Request], Any]) -> Any:
-        """Draw in some form, count the uses of what was drawn, and remove what was used up."""
+    def _take(self, request: Request, among: torch.Tensor | None) -> Any:
+        """Draw, count the uses of what was drawn, and remove what was used up."""
         start_s, drawn = time.monotonic(), self._ring.draw(request.size, self.rng, among)
         assert drawn is not None
-        found = form(drawn, request)
+        found: Any = self._batch_of(drawn) if request.are_tensors else self._items_of(drawn, request)
         if self.monitor is not None:
             facts = self._facts(drawn, request)
             facts["staleness"] = facts["staleness"][facts["staleness"] >= 0]
@@ -296,7 +289,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         lists = {name: values.tolist() for name, values in facts.items()}
         return self._store.items(drawn.places, self._ids_of(drawn.ids, drawn.places) | lists, self.output_device)
 
-    def _batch_of(self, drawn: Draw, _: Request) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    def _batch_of(self, drawn: Draw) -> _Batch:
         device = self.output_device or self.device
         batch = self._store.columns(drawn.places, self.output_device, nested=True)
         objects = self._store.objects(drawn.places)

@@ -29,12 +29,13 @@ Act = Callable[[], Any]
 
 
 class Request(NamedTuple):
-    """What `sample` is asked for; see `ManagedBuffer.sample`."""
+    """What `sample`, or `sample_tensors`, is asked for; see `ManagedBuffer.sample`."""
 
     size: int
     iteration: int = 0
     sample_range: slice | None = None
     replace: bool = False
+    are_tensors: bool = False
 
     @classmethod
     def checked(cls, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False) -> Request:

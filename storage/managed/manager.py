@@ -331,17 +331,15 @@ class BufferManager(Store):
         self, batch_size: Sizes, iteration: int, ratio: Shares | None, are_tensors: bool
     ) -> tuple[list[int] | None, dict[str, Any] | None]:
         """Draw from all buffers or from none: the order of the items, and samples by name; (None, None) if none."""
-        request, start_s = Request.checked(0, iteration), time.monotonic()
+        request, start_s = Request.checked(0, iteration)._replace(are_tensors=are_tensors), time.monotonic()
         while True:
             self._check_open("sample")
             with self._choice_lock:
                 before = self.rng.get_state()
                 order, sizes = self._shared_out(batch_size, ratio)
-                if are_tensors:
-                    sizes = {name: size for name, size in sizes.items() if size}
-                numbers = {self[name]: size for name, size in sizes.items()}
-                requests = {name: request._replace(size=size) for name, size in sizes.items()}
-                found, refusing = attempt(numbers, False, partial(self._prepared, requests, are_tensors))
+                sizes = {name: size for name, size in sizes.items() if size or not are_tensors}
+                numbers = {self._prioritized(name) if are_tensors else self[name]: x for name, x in sizes.items()}
+                found, refusing = attempt(numbers, False, partial(_prepared, request, numbers))
                 if found is not None:
                     return order, dict(zip(sizes, found, strict=True))
                 self.rng.set_state(before)
@@ -349,11 +347,10 @@ class BufferManager(Store):
             if refusing is None or not refusing.passes(numbers[refusing], False, start_s):
                 return None, None
 
-    def _prepared(self, requests: Mapping[str, Request], are_tensors: bool) -> list[Act | None]:
-        """Ask every buffer, so that all remove what is stale."""
-        if are_tensors:
-            return [self._prioritized(name).prepare_tensors(request) for name, request in requests.items()]
-        return [self[name].prepare_sample(request) for name, request in requests.items()]
+
+def _prepared(request: Request, numbers: Mapping[ManagedBuffer, int]) -> list[Act | None]:
+    """Ask every buffer, so that all remove what is stale."""
+    return [buffer.prepare_sample(request._replace(size=size)) for buffer, size in numbers.items()]
 
 
 def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
