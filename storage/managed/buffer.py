@@ -227,8 +227,10 @@ class ManagedBuffer(Store):
 
     def equal_with(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ManagedBuffer:
         """Make an equal buffer with a state; raise if that does not fit."""
-        made: ManagedBuffer = self._from_arguments(self._arguments(), self.device)
-        made._take_state(numbers, tensors)
+        arguments = self._arguments()
+        made: ManagedBuffer = self._from_arguments(arguments, self.device)
+        given = {"class": type(self).__name__, "arguments": arguments, "numbers": numbers, "tensors": tensors}
+        made.load_state_dict(given)
         return made
 
     def adopt(self, made: ManagedBuffer) -> None:
@@ -255,12 +257,6 @@ class ManagedBuffer(Store):
         self._store = store.restore(numbers, tensors, f"of {self.name!r}")
         if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
             self.rate_limiter.load_state_dict(numbers["rate_limiter"])
-
-    def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        saved, own = tensors.get("rng"), self.rng.get_state()
-        if isinstance(saved, torch.Tensor) and saved.shape != own.shape:  # of a generator on another kind of device
-            tensors = {**tensors, "rng": own}
-        super()._take_state(numbers, tensors)
 
     # For subclasses.
 

@@ -358,9 +358,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         with self._lock:
             num_rows = checked_count(numbers, "num_rows", *self._row_limits())
             step, num_partial_rows = (checked_count(numbers, key, 0, num_rows) for key in ("step", "num_partial_rows"))
-            kept = {name: x for name, x in tensors.items() if name != "rng"}
-            leaves = self._states.check_loaded(numbers["states"], kept, num_rows)
-            self._table.replace(kept, num_rows, leaves)
+            leaves = self._states.check_loaded(numbers["states"], tensors, num_rows)
+            self._table.replace(tensors, num_rows, leaves)
             self._table.note_results(num_partial_rows > 0)
             self._states.layout = numbers["states"]
             self.step, self._num_partial_rows = step, num_partial_rows

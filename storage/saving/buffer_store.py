@@ -116,7 +116,7 @@ class BufferStore(Store):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         self._set_tables(numbers, {name: Table(columns) for name, columns in _tables(tensors).items()})
 
-    def _onto_device(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # its rows are copied once, into the memory of the buffer
 
     @classmethod

@@ -36,6 +36,8 @@ FORMAT, VERSION = "rollout-data snapshot", 1
 _LOAD = "load a state"
 #: Keys of a config, and what they are.
 _CONFIG = {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}
+#: Sizes of the states of generators on the CPU and on CUDA.
+_RNG_BYTES = {5056, 16}
 _Store = TypeVar("_Store", bound="Store")
 
 #: Name -> class, for everything that can be loaded by `load_store`; classes are added as they are defined.
@@ -226,9 +228,12 @@ class Store(ABC):
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor):
                         raise SchemaError(_LOAD, f"with {name!r}", "a tensor", type(tensor).__name__)
-                torch.Generator(self.rng.device).set_state(tensors["rng"].cpu())
-                self._set_state(numbers, {name: self._onto_device(name, x) for name, x in tensors.items()})
-                self.rng.set_state(tensors["rng"].cpu())
+                rng = tensors["rng"].cpu()
+                if rng.numel() in _RNG_BYTES - {drawn.numel()}:  # of a generator on another kind of device
+                    rng = drawn
+                torch.Generator(self.rng.device).set_state(rng)
+                self._set_state(numbers, {name: self._own(x) for name, x in tensors.items() if name != "rng"})
+                self.rng.set_state(rng)
             except BaseException as cause:
                 object.__setattr__(self, "__dict__", before)
                 self.rng.set_state(drawn)
@@ -239,9 +244,9 @@ class Store(ABC):
                 expected, got = "what state_dict() of an equal store gave", f"{type(cause).__name__}: {cause}"
                 raise SchemaError(_LOAD, "", expected, got) from cause
 
-    def _onto_device(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to where the rows are; random states stay on the CPU."""
-        return tensor.detach().clone() if name == "rng" else tensor.detach().to(self.device, copy=True)
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of a state to where the rows are."""
+        return tensor.detach().to(self.device, copy=True)
 
 
 def load_store(folder: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
