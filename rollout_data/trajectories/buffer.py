@@ -109,7 +109,7 @@ class TrajectoryReplayBuffer(Owned):
                 max_pending_saves,
                 self.max_trajectories,
                 self._lock,
-                lambda: self._live.note_moved(),  # of what is live by then
+                lambda trajectory_id: self._live.note_moved([trajectory_id]),  # of what is live by then
                 self._counters,
                 self._timed,
             )
@@ -227,9 +227,8 @@ class TrajectoryReplayBuffer(Owned):
         with self._lock:
             if self._saver is None:
                 self._live = self._empty_state()
-            elif self._live.cache is not None:
-                self._live.cache.clear()
-                self._live.note_moved()
+            else:
+                self._live.clear_cache()
 
     def clear(self) -> None:
         """Give up every trajectory; auto-saved files stay, ids go on counting."""

@@ -159,12 +159,14 @@ class TrajectoryCache:
         parts = zip(layouts, by_length.values(), strict=True)
         self.put_rows(trajectory_id, {layout: pack(layout, tensors, self._pool) for layout, tensors in parts})
 
-    def put_rows(self, trajectory_id: int, parts: Mapping[RowLayout, Rows]) -> None:
-        """Copy packed rows in; the oldest trajectory makes room."""
+    def put_rows(self, trajectory_id: int, parts: Mapping[RowLayout, Rows]) -> list[int]:
+        """Copy packed rows in; the oldest trajectory makes room. Give the ids of what came and went."""
+        moved = [trajectory_id]
         with self.lock:
             self.drop(trajectory_id)
             if self.is_full:
-                self.drop(next(iter(self._entries)))
+                moved.append(next(iter(self._entries)))
+                self.drop(moved[-1])
             entry = []
             for layout, rows in parts.items():
                 if layout not in self._blocks:
@@ -173,6 +175,7 @@ class TrajectoryCache:
                 block = self._blocks[layout]
                 entry.append(Cached(block, block.put(rows)))
             self._entries[trajectory_id] = entry
+        return moved
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
         """Copy a trajectory out, as it was put in: nested, `[n, ...]`. A `KeyError` if it is not here."""

@@ -74,6 +74,7 @@ class Entry:
         path: Its file, once it has one.
         rows: Its rows until the file is written.
         block: Where the rows lie in the file, if that is a block.
+        place: Position among all that were ever live in a buffer.
     """
 
     trajectory_id: int
@@ -85,6 +86,7 @@ class Entry:
     path: Path | None = None
     rows: Rows | None = None
     block: Block | None = None
+    place: int = 0
 
     @property
     def num_samples(self) -> int:

@@ -1,14 +1,15 @@
 """Which trajectories are live, oldest first, where their rows lie, and samples of their steps.
 
-One rule: a sample searches in the running sum of lengths, then gathers rows once per place and layout. A sample that
-raises leaves the random state as it was.
+One rule: a few numbers per trajectory, noted when its rows move, say where they are, so that adding one takes equally
+long however many there are. A sample searches in the running sum of lengths, then gathers rows once per place and
+layout; one that raises leaves the random state as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import lru_cache
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ Int64s = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[np.int32]]
 #: Where rows are: in the cache, in a file that can be mapped, or elsewhere (in memory apart, or to be read whole).
 CACHED, MAPPED, ELSEWHERE = range(3)
-_FIRST_RUN = np.zeros(1, np.int64)
+#: Of a trajectory: its steps, its layout, where its rows are, and the first of them in the cache (0 if not cached).
+_NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first", "i8")])
+_FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
 #: A process may have 65,530 mappings, one for each column. Beyond this all files are unmapped, and mapped when needed.
 MAX_MAPPED_FILES = 20_000
 #: So many rows are looked at to tell whether those that are wanted are in memory.
@@ -50,26 +53,21 @@ class Window:
 
     Args:
         entries: Oldest first.
-        cache: Where their rows may be.
+        numbers: Theirs, `[W]` of `_NUMBERS`.
+        layouts: What `numbers["layout"]` counts.
 
     Attributes:
         num_samples: Steps of all together.
         entries: The first entry of each run.
-        layout: int64 `[R]`, which of `layouts` each run has.
+        layout: int64 `[R]`, the number of the layout of each run.
         source: int64 `[R]`, where its rows are.
+        layouts: Number -> layout, of those among them.
         names: The fields that all of them have.
         is_one_place: All rows are in the cache, or all in mapped files.
     """
 
-    def __init__(self, entries: list[Entry], cache: TrajectoryCache | None) -> None:
-        numbers: dict[RowLayout, int] = {}
-        rows = []
-        for entry in entries:
-            source, first = MAPPED if entry.block is not None and arena.is_supported else ELSEWHERE, 0
-            if cache is not None and entry.trajectory_id in cache:
-                source, first = CACHED, cache.find(entry.trajectory_id)[0].first
-            rows.append((entry.num_samples, numbers.setdefault(entry.layout, len(numbers)), source, first))
-        size, layout, source_of, first_of = np.array(rows, np.int64).T
+    def __init__(self, entries: list[Entry], numbers: npt.NDArray[np.void], layouts: list[RowLayout]) -> None:
+        size, layout, source_of, first_of = (np.ascontiguousarray(numbers[name]) for name in _NUMBERS.names or ())
         is_start, ends = np.ones(len(size), bool), np.cumsum(size)
         is_start[1:] = (np.diff(layout) != 0) | (source_of[1:] != CACHED) | (source_of[:-1] != CACHED)
         is_start[1:] |= first_of[1:] != first_of[:-1] + size[:-1]
@@ -78,10 +76,10 @@ class Window:
         self._shift = (first_of - ends + size)[starts]
         self.num_samples = int(ends[-1])
         self.entries = [entries[place] for place in starts.tolist()]
-        self.layout, self.source, self.layouts = layout[starts], source_of[starts], list(numbers)
-        self.names = tuple(
-            name for name in self.layouts[0].schema if all(name in one.schema for one in self.layouts[1:])
-        )
+        self.layout, self.source = layout[starts], source_of[starts]
+        self.layouts = {number: layouts[number] for number in self.layout.tolist()}
+        first, *others = self.layouts.values()
+        self.names = tuple(name for name in first.schema if all(name in one.schema for one in others))
         self.is_one_place = bool((self.source == self.source[0]).all()) and self.source[0] != ELSEWHERE
 
     def locate(self, draws: Int64s) -> tuple[Int64s, Int64s]:
@@ -97,7 +95,7 @@ class Window:
         is_list = isinstance(keys, Collection) and not isinstance(keys, str)
         if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
             raise UsageError("choose the keys of a sample", "", "a list of keys", repr(keys))
-        there = dict.fromkeys(name for layout in self.layouts for name in layout.schema)
+        there = dict.fromkeys(name for layout in self.layouts.values() for name in layout.schema)
         found: dict[str, None] = {}
         for key in keys:
             name = flat_name(key)
@@ -131,12 +129,22 @@ class LiveTrajectories:
         self.fields: dict[str, Field] = {}
         self.num_samples = 0
         self.pool = BufferPool(16)
+        self._layouts: dict[RowLayout, int] = {}
+        #: The numbers of all entries end at `_stop`; there were `_offset` trajectories before the first of them.
+        self._numbers, self._stop, self._offset = np.zeros(_FIRST_ROOM, _NUMBERS), 0, 0
         self._window: tuple[int | None, Window] | None = None
         self._files: dict[RowLayout, FileMap] = {}
 
     def append(self, entry: Entry, rows: Rows | None = None) -> None:
         """Make an entry live, put its rows into the cache, and give up the oldest one beyond the capacity."""
         check_fields(self.fields, entry.layout.schema.values())
+        if self._stop == len(self._numbers):
+            start = self._stop - len(self.entries)
+            room = np.zeros(max(_FIRST_ROOM, len(self.entries)), _NUMBERS)
+            self._numbers = np.concatenate([self._numbers[start:], room])
+            self._stop, self._offset = len(self.entries), self._offset + start
+        entry.place = self._offset + self._stop
+        self._stop += 1
         self.entries[entry.trajectory_id] = entry
         self.num_samples += entry.num_samples
         if len(self.entries) > (self.capacity or len(self.entries)):
@@ -148,12 +156,26 @@ class LiveTrajectories:
             if files is not None and gone.block is not None and gone.block.identity in files.mapped:
                 files.unmap([gone.block.identity])  # so that the disk gets its room back
         if self.cache is not None and rows is not None:
-            self.cache.put_rows(entry.trajectory_id, {entry.layout: rows})
-        self.note_moved()
+            self.note_moved(self.cache.put_rows(entry.trajectory_id, {entry.layout: rows}))
+        else:
+            self.note_moved([entry.trajectory_id])
 
-    def note_moved(self) -> None:
-        """Look anew, at the next sample, where rows are."""
+    def note_moved(self, trajectory_ids: Iterable[int]) -> None:
+        """Note where the rows of trajectories are now, of those that are live."""
+        for entry in filter(None, map(self.entries.get, trajectory_ids)):
+            source, first = MAPPED if entry.block is not None and arena.is_supported else ELSEWHERE, 0
+            if self.cache is not None and entry.trajectory_id in self.cache:
+                source, first = CACHED, self.cache.find(entry.trajectory_id)[0].first
+            layout = self._layouts.setdefault(entry.layout, len(self._layouts))
+            self._numbers[entry.place - self._offset] = entry.num_samples, layout, source, first
         self._window = None
+
+    def clear_cache(self) -> None:
+        """Free the memory of the cache."""
+        if self.cache is not None:
+            cached = self.cache.ids
+            self.cache.clear()
+            self.note_moved(cached)
 
     def rows_of(self, entry: Entry) -> Rows:
         """Give all rows of an entry, wherever they are; not to be changed."""
@@ -173,12 +195,16 @@ class LiveTrajectories:
             BufferEmptyError: Nothing.
         """
         if self._window is None or self._window[0] != min_weights_version:
-            newest = islice(reversed(self.entries.values()), self._window_size or None)
-            entries = [entry for entry in newest if entry.is_recent(min_weights_version)][::-1]
+            size = min(self._window_size or len(self.entries), len(self.entries))
+            entries = list(islice(reversed(self.entries.values()), size))[::-1]
+            numbers = self._numbers[self._stop - size : self._stop]
+            if min_weights_version is not None:
+                is_recent = [entry.is_recent(min_weights_version) for entry in entries]
+                numbers, entries = numbers[np.array(is_recent, bool)], list(compress(entries, is_recent))
             if not entries:
                 got = "none" if min_weights_version is None else f"none of version {min_weights_version} or later"
                 raise BufferEmptyError("sample", "", "at least one trajectory", got)
-            self._window = min_weights_version, Window(entries, self.cache)
+            self._window = min_weights_version, Window(entries, numbers, list(self._layouts))
         return self._window[1]
 
     def sample(
@@ -214,8 +240,7 @@ class LiveTrajectories:
         for one in np.unique(run[window.source[run] != CACHED]).tolist():
             if not cache.is_full:
                 entry = window.entries[one]
-                cache.put_rows(entry.trajectory_id, {entry.layout: self.rows_of(entry)})
-                self.note_moved()
+                self.note_moved(cache.put_rows(entry.trajectory_id, {entry.layout: self.rows_of(entry)}))
         return self._window is None
 
     def _fields_of_several_layouts(

@@ -40,7 +40,7 @@ class TrajectorySaver:
         max_pending: How many entries may wait; `submit` waits beyond that.
         capacity: How many trajectories the folder keeps; None for any number.
         lock: That of the buffer, under which its entries change.
-        on_saved: Called when an entry has its file, in the thread, under the lock.
+        on_saved: Called with the id of an entry that has its file now, in the thread, under the lock.
         counters: Gives what the index says besides; called in the thread, under the lock.
         timed: Gives what measures a block of this name.
 
@@ -55,7 +55,7 @@ class TrajectorySaver:
         max_pending: int,
         capacity: int | None,
         lock: AbstractContextManager[Any],
-        on_saved: Callable[[], object],
+        on_saved: Callable[[int], object],
         counters: Callable[[], Counters],
         timed: Callable[[str], AbstractContextManager[None]],
     ) -> None:
@@ -196,7 +196,7 @@ class TrajectorySaver:
             with self._lock:
                 entry.path, entry.block, entry.rows = path, block, None
                 is_kept = self._note_saved(entry)
-                self._on_saved()
+                self._on_saved(entry.trajectory_id)
             if not is_kept:
                 path.unlink(missing_ok=True)
             # The last of a burst always writes it: then nothing saved is missing in it. Files that are to go do not
