@@ -137,7 +137,7 @@ class _Machine:
         return line
 
     def check(self, count: int) -> None:
-        """Raise unless so many bytes follow."""
+        """Raise unless this many bytes follow."""
         if not 0 <= count <= (left := self.file_bytes - self.position):
             raise corrupt_pickle(self.path, f"{count} bytes at {self.position}", f"{left} up to the end", True)
 

@@ -40,7 +40,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 #: Rows are gathered, checked and written in parts that stay in the second-level cache meanwhile: parts of 4 MiB
 #: took a third longer.
 PART_BYTES = 1 << 20
-#: At most so many threads write, and so many pieces before it is asked again whether they should.
+#: Most threads that write, and most pieces before it is asked again whether they should.
 _NUM_THREADS, _PIECES_A_TURN = 2, 16
 
 

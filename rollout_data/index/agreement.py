@@ -37,7 +37,7 @@ Look = Callable[[], Any]
 Agree = Callable[[int, Look], Any]
 _POLL_S = 0.001
 _ENDED = "ended"
-#: Notes of so many passes stay, in case one worker is far behind another.
+#: The notes of this many passes stay, in case one worker is far behind another.
 _NUM_NOTES = 20_000
 _KEY_BYTES = 32
 

@@ -79,7 +79,7 @@ def pack_dataset(
 def _open_all(folder: Path) -> list[BlockHeader]:
     recover_dead_writers(folder)
     if alive := sorted(folder.glob(".rollout_*.journal")):
-        expected, got = "a folder that nobody records into", f"a writer with {alive[0].name!r}"
+        expected, got = "a folder that no writer records into", f"a writer with {alive[0].name!r}"
         raise UsageError("pack", repr(str(folder)), expected, got)
     report = check_folder(folder)
     if report.problems:

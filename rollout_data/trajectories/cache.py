@@ -20,7 +20,7 @@ from storage.errors import MissingFieldError, UsageError
 from ..format.schema import RowLayout
 from .rows import Rows, layout_of, pack, unpack
 
-#: A cache without a limit begins with room for so many trajectories like its first.
+#: A cache without a limit begins with room for this many trajectories like its first.
 _FIRST_ROOM = 8
 _GROWTH = 1.5
 

@@ -42,9 +42,9 @@ _NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first
 _FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
 #: A process may have 65,530 mappings, one for each column. Beyond this all files are unmapped, and mapped when needed.
 MAX_MAPPED_FILES = 20_000
-#: So many rows are looked at to tell whether those that are wanted are in memory.
+#: How many rows are looked at to tell whether those that are wanted are in memory.
 _NUM_PROBES = 16
-#: Up to so many bytes numpy gathers, which starts sooner; more are worth the threads of torch.
+#: Up to this many bytes numpy gathers, which starts sooner; more are worth the threads of torch.
 _MAX_NUMPY_BYTES = 1 << 20
 
 

@@ -33,13 +33,13 @@ from ..index.index import Int64s
 _CACHE_VERSION = 2
 #: Bytes of rows that are read at once.
 _PORTION_BYTES = 8 << 20
-#: The last (or first) axis of a field of three axes is that of channels if it has at most so many.
+#: The last (or first) axis of a field of three axes is that of channels if it has at most this many.
 _MAX_CHANNELS = 4
 _BAD_CACHE = (
     OSError, LookupError, ValueError, TypeError, AttributeError, EOFError, ArithmeticError, MemoryError, RuntimeError,
     zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-#: Columns of at most so many bytes are kept as they are; their quantiles are exact.
+#: Columns of at most this many bytes are kept as they are; their quantiles are exact.
 _EXACT_BYTES = 64 << 20
 #: Rows of a buffer of the sketch.
 _SKETCH_ROWS = 4096

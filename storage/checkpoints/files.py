@@ -171,7 +171,7 @@ def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, n
             if not weights_only:
                 raise CorruptFileError(_LOAD, where, "a pickle", str(cause)) from cause
             got = str(cause).splitlines()[-1] if "WeightsUnpickler error" in str(cause) else "something else"
-            advice = "Pass weights_only=False if you trust whoever wrote it"
+            advice = "Pass weights_only=False if you trust the file"
             raise UnsafeFileError(_LOAD, where, "tensors and plain containers", got, advice) from cause
         except (RuntimeError, EOFError) as cause:
             raise DataFileError(_LOAD, where, expected, str(cause) or "nothing") from cause

@@ -23,8 +23,8 @@ from .quantizers import IMAGE_MAX_ERROR, decode_image, encode_image
 AUTO = "auto"
 #: `auto` keeps values raw when less than this part would be saved.
 MIN_SAVED = 0.1
-#: A chunk has at most so many frames, and fewer where it would have more bytes than this: what a cache near the
-#: processor holds, and what a reader of one frame decodes for nothing. Fast LZ4 gains 2 % from chunks twice as large
+#: Most frames of a chunk, and most bytes, beyond which it has fewer frames: as many as fit into a cache near the
+#: processor, and what a reader of one frame decodes for nothing. Fast LZ4 gains 2 % from chunks twice as large
 #: (it looks back 64 KiB), and random windows of 8 images lose a quarter of their speed; slow packers gain 4 to 14 %.
 MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES, MAX_SMALL_CHUNK_BYTES = 8, 512 * 1024, 192 * 1024
 #: Most bytes that a chunk of several frames decodes to, also with a given number: reading one frame decodes all,

@@ -33,7 +33,7 @@ def shuffled_bytes(name: str, num_items: int, item_bytes: int) -> int:
 
 
 def scratch_bytes(num_bytes: int) -> int:
-    """How much scratch undoing a shuffle of so many bytes takes: halves of halves, each padded to a word."""
+    """How much scratch undoing a shuffle of `num_bytes` takes: halves of halves, each padded to a word."""
     return 2 * num_bytes + 128
 
 

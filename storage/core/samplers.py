@@ -11,7 +11,7 @@ import torch
 from ..errors import UsageError
 from . import arguments
 
-#: Up to so many rows 32 random bits are enough; so many more bits make any more of them ask for 64, of any torch:
+#: Up to this many rows 32 random bits are enough; this many more bits make torch draw 64 for more rows, any version:
 #: some take 64 bits for 2 ** 28 numbers and more, others for 2 ** 32 and more.
 _MAX_SHORT, _MORE_BITS = 1 << 20, 12
 
@@ -49,7 +49,7 @@ class Weighted:
     """Draw indices in proportion to weights, with replacement.
 
     Args:
-        weights: `[num]`, finite and >= 0, not all 0; at most so many as fit float64 sums.
+        weights: `[num]`, finite and >= 0, not all 0; few enough for sums in float64.
 
     An index of weight 0 is never drawn.
     """

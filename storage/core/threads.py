@@ -26,7 +26,7 @@ _Arguments = ParamSpec("_Arguments")
 #: A thread must have this much to do to be worth its start, and a piece, so that threads rarely wait for the
 #: interpreter's lock.
 MIN_BYTES, _MIN_PIECE_BYTES = 1 << 20, 1 << 14
-#: Each thread does so many parts, one after the other: a late one does fewer.
+#: Parts for each thread, one after the other: a late one does fewer.
 _NUM_PARTS = 4
 
 

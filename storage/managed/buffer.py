@@ -217,7 +217,7 @@ class ManagedBuffer(Store):
         return lambda: 0
 
     def passes(self, num_items: int, is_push: bool, start_s: float) -> bool:
-        """Wait, with no lock held, until the limiter would let so many items pass; False if it refuses them."""
+        """Wait, with no lock held, until the limiter would let this many items pass; False if it refuses them."""
         if self.rate_limiter is None or self.rate_limiter.wait(num_items, is_push, start_s):
             return True
         self._check_open(is_push)
@@ -361,7 +361,7 @@ def locked(buffers: Iterable[ManagedBuffer]) -> ExitStack:
 def attempt(
     numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
 ) -> tuple[list[Any] | None, ManagedBuffer | None]:
-    """Do something with some buffers if the limiters of all of them let so many items of each pass at once.
+    """Do something with some buffers if the limiters of all of them let the numbers of items pass at once.
 
     What the limiters counted is taken back, before the locks are released, if it is not done.
 

@@ -36,7 +36,7 @@ _SHIFT = WIDTH.bit_length() - 1
 BLOCK = 128
 #: Multiplying by this adds all bytes into the highest, which this shift leaves.
 _EVERY_BYTE, _TOP_BYTE = np.uint64(0x0101010101010101), np.uint64(56)
-#: Levels are added until the top has at most so many numbers.
+#: Levels are added until the top has at most this many numbers.
 MAX_TOP = 1 << 12
 
 

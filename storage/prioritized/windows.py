@@ -34,7 +34,7 @@ class PrioritizedWindows(Store):
     Args:
         capacity: Steps that are kept of each environment.
         seq_length: Steps of a window.
-        stride: A window begins every so many steps of a trajectory: `seq_length // 2` for windows that
+        stride: Steps of a trajectory from the start of a window to that of the next: `seq_length // 2` for windows that
             overlap by half. The last window of a trajectory, up to its end, is there in any case.
         end_key: Fields of which any that is not 0 ends a trajectory: a name, a tuple of nested names, or a
             list of those; an empty list if nothing does.

@@ -25,7 +25,7 @@ from ..errors import UsageError
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
 _MIN_TORCH_BYTES = 256 * 1024
-#: So many ways of cutting rows are remembered.
+#: How many ways of cutting rows are remembered.
 _MAX_CUTS = 8
 
 
@@ -255,7 +255,7 @@ class RingStore:
         return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
 
     def _take(self, place: int, units: int, skipped: int, index: torch.Tensor) -> Any:
-        """Copy pieces of so many units of a group that start some rows behind the rows at `index`: `[n, units]`.
+        """Copy pieces, each of `units` units, of a group that start some rows behind the rows at `index`: `[n, units]`.
 
         They come as an array on the CPU, where memory of some size is reused when free.
         """

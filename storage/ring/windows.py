@@ -31,7 +31,7 @@ from .ring import RingStore
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 #: Candidates, as `own` gives them -> those that are accepted, in their order.
 _Accept = Callable[[Any], Any]
-#: Candidates that are proposed in vain before all are listed: so many, and so many per draw.
+#: Candidates that are proposed in vain before all are listed: in all, and per draw.
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
 #: Candidates that are listed at once, which bounds the memory of listing.
 _NUM_LISTED = 1 << 20
@@ -284,7 +284,7 @@ class Boundaries:
         return lambda candidate: candidate.compress(ages.take(candidate, mode="wrap") >= back)
 
     def _reject(self, num_draws: int, candidates: tuple[int, int], accept: _Accept, generator: torch.Generator) -> Any:
-        """Draw uniformly over the accepted ones of so many candidates from a first one on; None if there are none."""
+        """Draw uniformly over the accepted ones of some candidates (the first, how many); None if there are none."""
         first, num_candidates = candidates
         if not num_candidates:
             return None

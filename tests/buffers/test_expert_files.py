@@ -1,4 +1,4 @@
-"""Motion files that nobody should have made: each is one error that names the file, whatever it declares."""
+"""Damaged and hostile motion files: each is one error that names the file, whatever it declares."""
 
 from __future__ import annotations
 

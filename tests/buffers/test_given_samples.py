@@ -16,7 +16,7 @@ from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiD
 from storage.core import memory
 from storage.core.tree import flatten
 
-#: Rows of so many bytes and more are gathered into memory that is used again.
+#: Rows of this many bytes and more are gathered into memory that is used again.
 WIDTH, NUM_ROWS = 300, 256
 #: Ways of keeping something of a sample, and nothing else of it.
 WAYS: list[Callable[[torch.Tensor], Any]] = [

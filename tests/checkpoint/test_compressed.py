@@ -45,7 +45,7 @@ def test_tensors_of_every_kind_come_back(
     for _ in range(3):
         found = packed["x"]
         assert found.dtype == dtype and found.shape == expected.shape and torch.equal(found, expected)
-        found.zero_()  # writable, and nobody else's
+        found.zero_()  # writable, and not shared
     assert torch.equal(tensor, expected)
 
 

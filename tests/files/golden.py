@@ -1,4 +1,4 @@
-"""The recordings in tests/data/golden: how they were made, and what they must read as for ever.
+"""The recordings in tests/data/golden: how they were made, and what they must read as in every later version.
 
 `python -m tests.files.golden` writes those of the present version that are missing; existing
 ones are never rewritten.

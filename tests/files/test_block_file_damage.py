@@ -113,7 +113,7 @@ def heap_headers(data: bytes) -> list[int]:
 
 
 def test_flipped_bits_of_the_heap_of_texts_let_no_reader_wait(block, tmp_path):
-    """HDF5 follows the sizes in it for ever where they do not lead on; in a process that can be ended."""
+    """HDF5 follows the sizes in it without end where they lead nowhere; in a process that can be ended."""
     positions = heap_headers(block.read_bytes())
     assert len(positions) > 16 * 4, "an object for each text, and the rest"
     arguments = (block, tmp_path / block.name, positions, list(range(8)))

@@ -1,4 +1,4 @@
-"""The file format: FORMAT.md's own reader, and recordings of earlier versions that read the same for ever."""
+"""The file format: FORMAT.md's own reader, and recordings of earlier versions that read as they did."""
 
 from __future__ import annotations
 

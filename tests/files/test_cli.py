@@ -189,7 +189,7 @@ def test_pack_refuses_what_it_could_spoil(tmp_path):
     (tmp_path / "full" / "x").write_text("")
     with pytest.raises(UsageError, match="a new or empty folder"):
         pack_dataset(source, tmp_path / "full")
-    with RolloutWriter(source, N), pytest.raises(UsageError, match="expected a folder that nobody records into"):
+    with RolloutWriter(source, N), pytest.raises(UsageError, match="expected a folder that no writer records into"):
         pack_dataset(source)
     damage(sorted(source.glob("rollout_*.h5"))[0])
     before = sorted(path.name for path in source.iterdir())

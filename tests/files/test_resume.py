@@ -265,7 +265,7 @@ def test_one_thread_at_a_time_reads_ahead_of_a_dataset(tmp_path, ending):
     for other in (dataset.prefetch(), first):
         with pytest.raises(UsageError, match="no other thread that reads ahead of it"):
             next(iter(other))
-    copied = copy.deepcopy(dataset)  # belongs to nobody
+    copied = copy.deepcopy(dataset)  # belongs to no dataset
     assert same(next(iter(copied.prefetch())), plain[0])
     assert same(next(batches), plain[1])
     num_read = 2

@@ -88,18 +88,18 @@ def test_unknown_buffers_are_key_errors_and_nothing_changes() -> None:
     calls = [
         lambda: manager.push_data(item(1), "agents"),
         lambda: manager.push_data(item(1), ["agent", "demo"]),
-        lambda: manager.push_data([item(1, buffer_name="agent"), item(2, buffer_name="nobody")]),
-        lambda: manager.sample({"agent": 1, "nobody": 2}),
-        lambda: manager.sample(4, sample_ratio={"nobody": 1.0}),
-        lambda: manager.update({"replay_unique_id": [one, "nobody_3"], "priority": [5.0, 1.0]}),
-        lambda: manager.count("nobody"),
-        lambda: manager.clear(["agent", "nobody"]),
-        lambda: manager.used_data("nobody"),
-        lambda: manager["nobody"],
-        lambda: manager.update_priorities({"nobody": [1]}, {"nobody": [1.0]}),
+        lambda: manager.push_data([item(1, buffer_name="agent"), item(2, buffer_name="absent")]),
+        lambda: manager.sample({"agent": 1, "absent": 2}),
+        lambda: manager.sample(4, sample_ratio={"absent": 1.0}),
+        lambda: manager.update({"replay_unique_id": [one, "absent_3"], "priority": [5.0, 1.0]}),
+        lambda: manager.count("absent"),
+        lambda: manager.clear(["agent", "absent"]),
+        lambda: manager.used_data("absent"),
+        lambda: manager["absent"],
+        lambda: manager.update_priorities({"absent": [1]}, {"absent": [1.0]}),
     ]
     for call in calls:
-        with pytest.raises(KeyError, match=r"nobody|agents|demo"):
+        with pytest.raises(KeyError, match=r"absent|agents|demo"):
             call()
     for bad in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="cannot take priorities"):

@@ -1,4 +1,4 @@
-"""What earlier systems did wrong, each as a named test, and what the contract says in so many words."""
+"""What earlier systems did wrong, each as a named test, and what the contract states."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_d10_used_data_comes_once_and_not_while_a_sample_holds_it() -> None:
     assert queue.empty()
     buffer.update({"used_id": [second[0]["data_id"]] * 2})  # copies in one call are one sample's
     assert list(queue) == [second[0]["data_id"]]
-    buffer.update({"used_id": ids + ["nobody knows"]})
+    buffer.update({"used_id": ids + ["unknown"]})
     assert sorted(queue) == sorted(set(ids) - {second[0]["data_id"]})
     buffer.update({"used_id": ids})
     assert queue.empty()

@@ -24,7 +24,7 @@ from tests.storage.rollouts import ACTIONS, CRITIC, OBS, assert_same, broken, ev
 
 
 def quantized(x: torch.Tensor) -> torch.Tensor:
-    with warnings.catch_warnings():  # torch will not have them for ever
+    with warnings.catch_warnings():  # a later torch may not have them
         warnings.simplefilter("ignore")
         return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
 

@@ -1,4 +1,4 @@
-"""`BufferPool`: memory is reused when, and only when, nobody holds it."""
+"""`BufferPool`: memory is reused if and only if no tensor holds it."""
 
 from __future__ import annotations
 

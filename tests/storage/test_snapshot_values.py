@@ -97,7 +97,7 @@ def test_a_pipe_in_the_place_of_a_file_is_reported_at_once(tmp_path, name):
     path.unlink()
     os.mkfifo(path)
 
-    def answer():  # whoever opens it nevertheless finds an empty file
+    def answer():  # a reader that opens it nevertheless finds an empty file
         while not is_over.is_set():
             path.open("wb").close()
 

@@ -45,8 +45,7 @@ def collect_until_killed(folder: Path, seed: int) -> None:
 def check_what_is_left(folder: Path) -> tuple[int, int]:
     """Check that both folders load and are no older than what was waited for; give how many each holds.
 
-    A folder holds the newest so many up to one, however many were on their way: as many as are kept, or all, of
-    which there are no more then.
+    A folder holds the newest ones up to some trajectory: as many as are kept, or all if there are no more.
     """
     begun, saved, kept, limit = (Counter.read(folder / f".{name}") for name in ("begun", "saved", "kept", "limit"))
     held = []
