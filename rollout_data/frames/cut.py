@@ -27,7 +27,7 @@ class Grid(NamedTuple):
     first: int = 0
 
 
-class Rows:
+class FrameRows:
     """Gathered rows: column -> `[n, row_bytes / 4]` int32."""
 
     def __init__(self, columns: Mapping[str, torch.Tensor]) -> None:
@@ -42,7 +42,7 @@ class Rows:
         return found
 
 
-class Cut:
+class FrameCut:
     """One leaf: a field, or the components of an observation joined along the last axis.
 
     Args:
@@ -57,7 +57,7 @@ class Cut:
     def __init__(self, layout: RowLayout, names: Sequence[str], is_joined: bool = False) -> None:
         self._layout, self.names, self.column = layout, tuple(names), layout.column_of[names[0]].name
         span = layout.span_of(names)
-        self.parts = [Cut(layout, [name]) for name in names] if span is None and is_joined else []
+        self.parts = [FrameCut(layout, [name]) for name in names] if span is None and is_joined else []
         self._is_coded, row_bytes = span is None, layout.columns[self.column].row_bytes
         start, stop, self._dtype = span or (0, row_bytes, torch.uint8)  # coded values are decoded from bytes
         item_bytes = self._dtype.itemsize
@@ -66,7 +66,7 @@ class Cut:
         self._shape = ((stop - start) // item_bytes,) if is_flat else layout.stored[names[0]].shape
         self._strides = torch.empty(self._shape, device="meta").stride()
 
-    def __call__(self, rows: Rows, grid: Grid, allocate: Allocate | None = None) -> torch.Tensor:
+    def __call__(self, rows: FrameRows, grid: Grid, allocate: Allocate | None = None) -> torch.Tensor:
         """Give the leaf as `[*grid.sizes, *shape]`; what has to be joined in memory that `allocate` gives."""
         if self.parts:
             return joined([part(rows, grid) for part in self.parts], len(grid.sizes), allocate)
@@ -77,14 +77,14 @@ class Cut:
         return self._layout.decoded(self.names[0], view) if self._is_coded else view
 
 
-def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, Cut]:
+def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, FrameCut]:
     """Give all fields of a layout by their names in a batch; with `is_joined` each of `groups` is one leaf."""
     leaves: dict[str, list[str]] = {}
     for name in layout.schema:
         group = name.partition("/")[0]
         is_part = is_joined and group in groups and group != name
         leaves.setdefault(group if is_part else name, []).append(name)
-    return {name: Cut(layout, parts, is_joined=parts != [name]) for name, parts in leaves.items()}
+    return {name: FrameCut(layout, parts, is_joined=parts != [name]) for name, parts in leaves.items()}
 
 
 def put(values: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:

@@ -20,11 +20,11 @@ from storage.errors import SchemaError
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..format.schema import RowLayout
-from ..frames.cut import Grid, Rows, leaves_of, put
+from ..frames.cut import FrameRows, Grid, leaves_of, put
 from ..frames.store import FrameStore, MappedFrames
 from ..index.index import TrajectoryIndex
 from ..transition import Transition
-from .cursor import Bools, Deal, Int64s, Part, Pieces, Plan, StreamState, plan_steps
+from .cursor import Bools, Deal, DealPart, Int64s, Pieces, Plan, StreamState, plan_steps
 
 OBSERVATION, PRIVILEGED = "observation", "privileged_observation"
 #: Fields that have a place of their own in a `Transition`; all others are extras.
@@ -79,7 +79,7 @@ class BatchReader:
         batch = _transition(own, nexts, tensors, stream_id)
         return map_batch(self._owned, batch) if self.options.contiguous else batch
 
-    def _gather(self, plan: Plan, valid: Bools) -> Rows:
+    def _gather(self, plan: Plan, valid: Bools) -> FrameRows:
         """Gather the rows of a plan on the target device; those of lost trajectories are zeros, and not `valid`."""
         store: FrameStore = plan.parts[0].deal.source
         num_envs, length = len(plan.num_valid), plan.num_steps + 1
@@ -105,14 +105,14 @@ class BatchReader:
                 if len(runs.target):
                     source.copy((DATA, name), runs, length if covers else 0, windows)
             gathered[name] = memory.to(self.options.device, non_blocking=True)
-        return Rows(gathered)
+        return FrameRows(gathered)
 
     def _allocate(self, num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" and self.options.device.type != "cuda":
             return self._pool.empty((num_rows, num_words), torch.int32)
         return torch.empty((num_rows, num_words), dtype=torch.int32, device=device, pin_memory=device.type == "cpu")
 
-    def _put_finals(self, part: Part, nexts: dict[str, Any], has_own: set[str], without_time: bool) -> None:
+    def _put_finals(self, part: DealPart, nexts: dict[str, Any], has_own: set[str], without_time: bool) -> None:
         """Put the true final observations of a part into next observations, which get memory of their own."""
         store: FrameStore = part.deal.source
         index, ends = store.index, part.ends
@@ -122,7 +122,7 @@ class BatchReader:
         if not len(which):
             return
         trajectory, device = ends.trajectory[which], self.options.device
-        rows = Rows({name: store.finals(name, trajectory).to(device) for name in store.layouts[FINAL].columns})
+        rows = FrameRows({name: store.finals(name, trajectory).to(device) for name in store.layouts[FINAL].columns})
         # Without a recorded privileged part, the next privileged observation is that of the stream.
         is_whole = torch.from_numpy((index.flags[trajectory] & FINAL_OBSERVATION_ONLY) == 0).to(device)
         at = [torch.from_numpy(places[which]).to(device) for places in (ends.time, ends.env)][without_time:]
@@ -149,7 +149,7 @@ class BatchReader:
         """A batch of zeros, `[T, num_envs, ...]`, or `[num_envs, ...]` for None; every field has memory of its own."""
         self._know(store.layouts)
         sizes = (num_envs,) if num_steps is None else (num_steps, num_envs)
-        rows = Rows({
+        rows = FrameRows({
             name: torch.zeros((1, column.row_bytes // 4), dtype=torch.int32, device=self.options.device)
             for name, column in store.layouts[DATA].columns.items()
         })  # fmt: skip

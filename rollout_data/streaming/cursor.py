@@ -76,7 +76,7 @@ class Ends(NamedTuple):
     trajectory: Int64s
 
 
-class Part(NamedTuple):
+class DealPart(NamedTuple):
     """The part of a plan whose trajectory numbers refer to one deal."""
 
     deal: Deal
@@ -95,7 +95,7 @@ class Plan(NamedTuple):
     """
 
     num_steps: int
-    parts: tuple[Part, ...]
+    parts: tuple[DealPart, ...]
     first_time: Int64s
     first_env: Int64s
     num_valid: Int64s
@@ -123,7 +123,7 @@ def share_of(plan: Plan, envs: Int64s) -> Plan:
         rows = type(rows)(*(column[chosen] for column in rows))
         return rows._replace(env=place[rows.env])
 
-    parts = tuple(Part(part.deal, mine(part.pieces), mine(part.ends)) for part in plan.parts)
+    parts = tuple(DealPart(part.deal, mine(part.pieces), mine(part.ends)) for part in plan.parts)
     chosen = place[plan.first_env] >= 0
     first_time, first_env = plan.first_time[chosen], place[plan.first_env[chosen]]
     return Plan(plan.num_steps, parts, first_time, first_env, plan.num_valid[envs])
@@ -154,7 +154,7 @@ def _undisturbed(state: StreamState, deal: Deal, num_steps: int) -> tuple[Plan, 
     none, no = np.zeros(len(env), np.int64), np.zeros(len(env), bool)
     pieces = Pieces(env, none, state.trajectory, state.frame, none + (num_steps + 1))
     first_env = state.is_first.nonzero()[0]
-    plan = Plan(num_steps, (Part(deal, pieces, _NO_ENDS),), none[: len(first_env)], first_env, none + num_steps)
+    plan = Plan(num_steps, (DealPart(deal, pieces, _NO_ENDS),), none[: len(first_env)], first_env, none + num_steps)
     return plan, StreamState(state.trajectory, state.frame + num_steps, no, state.is_exhausted, state.position)
 
 
@@ -176,7 +176,7 @@ class _Walk:
             self.moves[:] = False
             self.moves[envs] = True
         self.position = state.position
-        self.parts: list[Part] = []
+        self.parts: list[DealPart] = []
         self.pieces: list[Pieces] = []
         self.ends: list[Ends] = []
         first = state.is_first.nonzero()[0]
@@ -277,7 +277,7 @@ class _Walk:
             pieces = Pieces(*_joined(self.pieces)) if self.pieces else _NONE
             pieces = Pieces(*(column[np.lexsort((pieces.time, pieces.env))] for column in pieces))
             ends = Ends(*_joined(self.ends)) if self.ends else _NO_ENDS
-            self.parts.append(Part(self.deal, pieces, ends))
+            self.parts.append(DealPart(self.deal, pieces, ends))
         self.pieces, self.ends = [], []
 
     def plan(self) -> Plan:

@@ -21,7 +21,7 @@ from storage.errors import MissingFieldError, UsageError, nearest
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..format.schema import RowLayout, joined
-from ..frames.cut import Allocate, Cut, Grid, Rows, put
+from ..frames.cut import Allocate, FrameCut, FrameRows, Grid, put
 from ..frames.store import FrameStore
 from ..index.index import Int64s
 from .index import WindowShape
@@ -235,7 +235,7 @@ class WindowReader:
         #: How each field is cut from rows: the parts, each with its length, steps, first row and choice among rows.
         self._cuts = {field.name: self._cut(field) for field in plan.fields if field.rows}
         self._final_cuts = {
-            field.name: Cut(store.layouts[FINAL], field.sources, field.is_joined)
+            field.name: FrameCut(store.layouts[FINAL], field.sources, field.is_joined)
             for field in plan.fields
             if field.is_next
         }
@@ -248,7 +248,7 @@ class WindowReader:
         Gives a nested dict of `[B, L, *shape]` tensors, with masks.
         """
         at = _Places(place, anchor, self._lengths[place])
-        rows = Rows(self._gather(at, allocate))
+        rows = FrameRows(self._gather(at, allocate))
         flat: dict[str, torch.Tensor] = {}
         masks: dict[str, torch.Tensor] = {}
         next_masks: dict[str, torch.Tensor] = {}
@@ -282,7 +282,7 @@ class WindowReader:
         return rows
 
     def _cut(self, field: WindowField) -> tuple[list[Any], bool]:
-        cut, parts = Cut(self._layout, field.sources, field.is_joined), []
+        cut, parts = FrameCut(self._layout, field.sources, field.is_joined), []
         for part, chosen in zip(cut.parts or [cut], field.rows, strict=False):
             width = len(self.plan.shapes[self.plan.columns[part.column]].deltas)
             if isinstance(chosen, slice):
@@ -291,7 +291,7 @@ class WindowReader:
                 parts.append((part, width, (width, 1), 0, chosen))
         return parts, bool(cut.parts)
 
-    def _values(self, field: WindowField, rows: Rows, num_windows: int, allocate: Allocate) -> torch.Tensor:
+    def _values(self, field: WindowField, rows: FrameRows, num_windows: int, allocate: Allocate) -> torch.Tensor:
         """Give a field that is stored as `[B, L, *shape]`."""
         found, (parts, is_joined) = [], self._cuts[field.name]
         for part, length, steps, first, chosen in parts:
@@ -308,7 +308,7 @@ class WindowReader:
             return values
         which, place = np.unique(self._trajectories[at.place[window]], return_inverse=True)
         columns = {self.store.layouts[FINAL].column_of[source].name for source in field.sources}
-        rows = Rows({column: self.store.finals(column, which) for column in columns})
+        rows = FrameRows({column: self.store.finals(column, which) for column in columns})
         finals = self._final_cuts[field.name](rows, Grid((len(which),), (1,)))
         own = allocate(values.shape, values.dtype).copy_(values)
         put(own, (torch.from_numpy(window), torch.from_numpy(step)), finals[torch.from_numpy(place.reshape(-1))])

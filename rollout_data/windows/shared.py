@@ -119,7 +119,7 @@ class SharedMemory:
     def __init__(self) -> None:
         # Only what goes to another process goes by its place; copies are ordinary ones.
         ForkingPickler.register(_SharedBatch, _departing)
-        self.places: list[_Place] = []
+        self.places: list[_SharedPlace] = []
         self._place_bytes = 0
         self._can_grow = True
         self._token = secrets.token_hex(8)
@@ -132,7 +132,7 @@ class SharedMemory:
         self._place_bytes = max(self._place_bytes, filling.num_bytes)
         return WindowBatch(batch) if place is None else _SharedBatch(batch, place)
 
-    def _free_place(self) -> _Place | None:
+    def _free_place(self) -> _SharedPlace | None:
         """A place that is not in use: a new one if there is none that is large enough, None if that cannot be."""
         free = next((place for place in self.places if place.is_free()), None)
         if not self._can_grow or (free is not None and free.num_bytes >= self._place_bytes):
@@ -141,7 +141,7 @@ class SharedMemory:
         if number == NUM_PLACES or not self._place_bytes or not _has_room(self._place_bytes):
             return free
         try:
-            place = _Place((os.getpid(), self._token, number), self._place_bytes)
+            place = _SharedPlace((os.getpid(), self._token, number), self._place_bytes)
         except RuntimeError:  # of torch: too many files are open, or another process was faster
             self._can_grow = False
             return free
@@ -157,7 +157,7 @@ def _has_room(num_bytes: int) -> bool:
         return True
 
 
-class _Place:
+class _SharedPlace:
     """Shared memory for one batch. All of it is taken from the system at once, so there are as few as will do."""
 
     def __init__(self, key: _Key, num_bytes: int) -> None:
@@ -228,9 +228,9 @@ class _Filling:
 class _SharedBatch(WindowBatch):
     """A batch in shared memory: arrives in another process as a nested dict of the same tensors, whatever was done."""
 
-    def __init__(self, batch: Mapping[str, Any], place: _Place) -> None:
+    def __init__(self, batch: Mapping[str, Any], place: _SharedPlace) -> None:
         super().__init__(batch)
-        self.place: _Place | None = place
+        self.place: _SharedPlace | None = place
 
 
 def _departing(batch: _SharedBatch) -> tuple[Any, ...]:

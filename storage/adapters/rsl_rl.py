@@ -50,7 +50,7 @@ class Batch:
 
 
 @dataclass
-class Transition:
+class RslRlTransition:
     """What one step of all envs brings."""
 
     observations: Any = None
@@ -84,7 +84,7 @@ class RslRlStorage(RolloutStorage):
         generator: As for `RolloutStorage`.
     """
 
-    Transition: type[Any] = Transition
+    Transition: type[Any] = RslRlTransition
     Batch: type[Any] = Batch
 
     def __init__(

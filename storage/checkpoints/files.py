@@ -208,10 +208,10 @@ def _mapped(file: IO[bytes]) -> memoryview:
 
 def _decoded(file: IO[bytes], path: Path, num_threads: int) -> io.BufferedReader:
     data = _mapped(file)
-    return cast(io.BufferedReader, _Memory(decode(data, scan_frames(data, str(path)), str(path), num_threads)))
+    return cast(io.BufferedReader, _MemoryFile(decode(data, scan_frames(data, str(path)), str(path), num_threads)))
 
 
-class _Memory(io.RawIOBase):
+class _MemoryFile(io.RawIOBase):
     """A file to read over bytes in memory, without copying them first."""
 
     def __init__(self, content: npt.NDArray[np.uint8]) -> None:

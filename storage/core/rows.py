@@ -89,7 +89,7 @@ class Target(NamedTuple):
     name: str
 
 
-class _Leaf(NamedTuple):
+class _FieldPlace(NamedTuple):
     """One leaf of the result, or, where `view` is -1, one more dict.
 
     Attributes:
@@ -146,7 +146,7 @@ class Cut:
         self.widths = [self._width(place) for place in range(len(groups))]
         #: Which rows are seen as which dtype of numpy or torch.
         self._views: list[tuple[int, Any]] = []
-        self._leaves: list[_Leaf] = []
+        self._leaves: list[_FieldPlace] = []
         if nested:
             unflatten(dict.fromkeys((target.name for target in self.targets), 0))  # raises where names clash
         nodes: dict[tuple[str, ...], int] = {(): 0}
@@ -155,7 +155,7 @@ class Cut:
             for depth, parent in enumerate(parents):
                 path = tuple(parents[: depth + 1])
                 if path not in nodes:
-                    self._leaves.append(_Leaf(nodes[path[:-1]], parent))
+                    self._leaves.append(_FieldPlace(nodes[path[:-1]], parent))
                     nodes[path] = len(nodes)
             self._leaves.append(self._leaf(target, nodes[tuple(parents)], key))
 
@@ -186,7 +186,7 @@ class Cut:
         largest = max(group.unit.itemsize, *(part.field.numpy_dtype.itemsize for part in group.parts))
         return group.width + -(-stop // largest) * largest // group.unit.itemsize
 
-    def _leaf(self, target: Target, node: int, key: str) -> _Leaf:
+    def _leaf(self, target: Target, node: int, key: str) -> _FieldPlace:
         place, part = self._parts[target.field]
         start, field = part.start, part.field
         if target.row and self._apart:
@@ -201,7 +201,9 @@ class Cut:
         items = slice(None), slice(first, first + field.num_elements)
         is_plain = self._is_on_cpu and not self._contiguous and not is_bfloat16
         make = torch.from_numpy if is_plain else partial(_tensor, is_bfloat16, self._contiguous)
-        return _Leaf(node, key, self._views.index(view), items, None if len(field.shape) == 1 else field.shape, make)
+        return _FieldPlace(
+            node, key, self._views.index(view), items, None if len(field.shape) == 1 else field.shape, make
+        )
 
 
 def _tensor(is_bfloat16: bool, contiguous: bool, cells: Any) -> torch.Tensor:
