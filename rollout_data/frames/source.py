@@ -1,7 +1,7 @@
 """Data folders as one source of trajectories: what is there now, as an index and a store of rows.
 
 One rule: a snapshot never changes; `refresh` makes a new one when the folders have. A file that cannot be read is
-reported once, by name, a loss is counted once, and the rest goes on.
+reported once, by name, a loss is counted once, and the rest goes on. `_KINDS` lists what can be read.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Source:
         self.num_problems = self.num_vanished_blocks = self.num_lost_trajectories = 0
         self._reported: dict[int, None] = {}
         self.lost: set[Key] = set()  # counted already
-        self._folders: _Blocks | _Chunks | None = None
+        self._folders: _Folders | None = None
         self._decide(_kind_of_all(self.paths))
 
-    def _decide(self, kind: type[_Blocks] | type[_Chunks] | None) -> None:
+    def _decide(self, kind: type[_Folders] | None) -> None:
         if self._folders is None and kind is not None:
             self._folders = kind(self)
 
@@ -88,9 +88,7 @@ class Source:
     @property
     def metadata(self) -> dict[str, Any]:
         """Contents of the first folder's metadata.json, with the established totals."""
-        if isinstance(self._folders, _Chunks):
-            return dict(self._folders.scans[0].metadata)
-        return read_metadata(self.paths[0])
+        return read_metadata(self.paths[0]) if self._folders is None else self._folders.metadata
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
         """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
@@ -103,7 +101,7 @@ class Source:
 
         Cheap: it seldom looks at the folders. Reading such a block from an earlier snapshot is a `LostBlockError`.
         """
-        if isinstance(self._folders, _Blocks):
+        if self._folders is not None:
             self._folders.release(in_use)
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
@@ -119,7 +117,7 @@ class Source:
     def adopt(self, sight: Any) -> None:
         """Take what another process has seen for what is there; None changes nothing."""
         if sight is not None:
-            self._decide(_Chunks if isinstance(sight, list) else _Blocks)
+            self._decide(sight[0])
             assert self._folders is not None
             self._folders.adopt(sight)
 
@@ -128,7 +126,7 @@ class Source:
         self.num_lost_trajectories += num_trajectories
         if isinstance(problem, LostBlockError):
             self.count_lost([problem.key])
-            if isinstance(self._folders, _Chunks):
+            if self._folders is not None:
                 self._folders.leave_out(problem.key[0])
         self.report(problem)
 
@@ -159,24 +157,19 @@ class Source:
             raise DataFileError("open the folders together", repr(str(where)), expected, difference, advice)
 
 
-def _kind_of_all(paths: Sequence[Path]) -> type[_Blocks] | type[_Chunks] | None:
+def _kind_of_all(paths: Sequence[Path]) -> type[_Folders] | None:
     """Tell how folders are read, None as long as all are empty."""
-    kinds: dict[Path, type[_Blocks] | type[_Chunks]] = {}
-    for path in paths:
-        has_blocks = bool(block_names(path))
-        if is_trajectory_folder(path, with_chunk=has_blocks):  # an empty one beside block files says nothing
-            kinds[path] = _Chunks
-        elif has_blocks:
-            kinds[path] = _Blocks
+    kinds = {path: kind for path in paths for kind in reversed(_KINDS) if kind.is_there(path)}
     if len(set(kinds.values())) > 1:
-        old = ", ".join(str(path) for path, kind in kinds.items() if kind is _Chunks)
-        got = f"trajectory folders in {old} beside block files"
+        got = "; ".join(f"{kind.about} in {path}" for path, kind in kinds.items())
         raise UsageError("open the folders together", "", "folders of one kind", got)
     return next(iter(kinds.values()), None)
 
 
 class _Blocks:
     """Folders of block files."""
+
+    about = "block files"
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -193,19 +186,30 @@ class _Blocks:
         self._broken: DataFileError | None = None
         self._look_due_s = 0.0
 
+    @staticmethod
+    def is_there(path: Path) -> bool:
+        return bool(block_names(path))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return read_metadata(self._source.paths[0])
+
     def sight(self) -> Any:
         if self._sight[0] is not (store := self.snapshot()):
             index, folders = store.index, [path.resolve() for path in self._source.paths]
             blocks = [(folders.index(block.path.parent.resolve()), block) for block in index.blocks]
-            self._sight = store, (self._source.schema, index.num_present, blocks)
+            self._sight = store, (_Blocks, self._source.schema, index.num_present, blocks)
         return self._sight[1]
 
     def adopt(self, sight: Any) -> None:
         if sight is not self._sight[1]:
-            self._source.schema, num_present, placed = sight
+            _, self._source.schema, num_present, placed = sight
             paths = self._source.paths
             blocks = [replace(block, path=paths[folder] / block.path.name) for folder, block in placed]
             self._adopted, self._pinned, self._last = blocks[:num_present], blocks[num_present:], None
+
+    def leave_out(self, path: Path) -> None:
+        """Do nothing: what has gone is not listed again."""
 
     def refresh(self, in_use: BlocksInUse) -> None:
         has_changed = self._last is None or bool(self._pinned) or self._adopted is not None
@@ -306,21 +310,31 @@ class _Chunks:
     first chunks that were found.
     """
 
+    about = "trajectory folders"
+
     def __init__(self, source: Source) -> None:
         self._source = source
         self._unreadable: set[ChunkFile] = set()
         self._mixed: set[Path] = set()
-        self.scans = self._sight = [scan_trajectory_folder(path) for path in source.paths]
-        self._last = self._store()
+        self._scans = [scan_trajectory_folder(path) for path in source.paths]
+        self._sight, self._last = (_Chunks, self._scans), self._store()
         self._report_left_out()
 
+    @staticmethod
+    def is_there(path: Path) -> bool:
+        return is_trajectory_folder(path, with_chunk=bool(block_names(path)))  # an empty one beside blocks says nothing
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return dict(self._scans[0].metadata)
+
     def refresh(self, in_use: BlocksInUse) -> None:
-        scans = [scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable) for old in self.scans]
-        before, self.scans = self.scans, scans
+        scans = [scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable) for old in self._scans]
+        before, self._scans = self._scans, scans
         if [_contents(scan) for scan in scans] != [_contents(scan) for scan in before]:
             present = {(file.path, "") for scan in scans for file in scan.known}
             self._source.count_lost({block.key for block in self._last.index.blocks} - present, present)
-            self._last, self._sight = self._store(), scans
+            self._last, self._sight = self._store(), (_Chunks, scans)
         self._report_left_out()
 
     def sight(self) -> Any:
@@ -328,18 +342,21 @@ class _Chunks:
 
     def adopt(self, sight: Any) -> None:
         if sight is not self._sight:
-            self.scans = self._sight = sight
+            _, self._scans = self._sight = sight
             self._last = self._store()
+
+    def release(self, in_use: BlocksInUse) -> None:
+        """Do nothing: no chunk is mapped."""
 
     def leave_out(self, path: Path) -> None:
         """Read a chunk no more until it has changed."""
-        self._unreadable.update(file for scan in self.scans for file in scan.known if file.path == path)
+        self._unreadable.update(file for scan in self._scans for file in scan.known if file.path == path)
 
     def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
         return self._last
 
     def _report_left_out(self) -> None:
-        for scan in self.scans:
+        for scan in self._scans:
             for problem in scan.problems:
                 self._source.report(problem)
         for path in self._source.paths:
@@ -354,7 +371,7 @@ class _Chunks:
     def _store(self) -> FrameStore:
         chunks: dict[Key, tuple[FolderScan, int]] = {}
         blocks: list[Block] = []
-        for number, scan in enumerate(self.scans):
+        for number, scan in enumerate(self._scans):
             if scan.signature:
                 self._source.check_schema(scan.schema, scan.data_dir)
             fragments = scan.fragments.copy()
@@ -371,6 +388,11 @@ class _Chunks:
 
         layouts = layouts_of(self._source.schema or Schema([]))
         return FileFrames(TrajectoryIndex(blocks), layouts, read, losses=(*GONE, DataFileError))
+
+
+#: How folders are read: as the first kind that is there. A class for another kind has the methods of these.
+_KINDS = (_Chunks, _Blocks)
+_Folders = _Chunks | _Blocks
 
 
 def _contents(scan: FolderScan) -> Any:

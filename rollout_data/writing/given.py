@@ -45,8 +45,6 @@ _INFOS = dict.fromkeys(("info", "infos"), "give what it holds by name, as in fin
 #: What transitions of other storages carry besides, in shapes of their own; given by keyword it is a field like others.
 _CARRIED = {"hidden_states"}
 _NOT_OURS = {*_DERIVED, *_INFOS, *_ALIASES, "next"}
-#: What is recorded of a `RolloutStorage`, as far as it has it.
-_STORAGE_FIELDS = ["observations", "critic_observations", "actions", "rewards", "dones", "time_outs", "policy_outputs"]
 
 
 def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -156,11 +154,12 @@ def _recorded_done(batch: Transition) -> Any:
 
 def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     """Give the filled steps of a `RolloutStorage` in the order of time as a mapping; anything else as it is."""
-    if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "add_transitions"):
+    if not hasattr(transition, "declare_columns"):
         if include:
             raise UsageError("include fields", ", ".join(include), "a RolloutStorage", type(transition).__name__)
         return transition
-    found = {name: getattr(transition, name, None) for name in (*_STORAGE_FIELDS, *include)}
+    usual = [column.name for column in transition.declare_columns() if column.is_recorded]
+    found = {name: getattr(transition, name, None) for name in (*usual, *include)}
     if missing := [name for name in include if found[name] is None]:
         raise UsageError("include the field", repr(missing[0]), "a field of the storage", "none of that name")
     step, is_round = transition.step, getattr(transition, "buffer_full", False)  # a full queue begins at its cursor

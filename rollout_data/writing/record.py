@@ -214,7 +214,7 @@ class RolloutReader:
         components = [name.removeprefix(OBSERVATION + "/") for name in names if name.startswith(OBSERVATION + "/")]
         for name in self._codecs:
             if name not in components:
-                expected = nearest(name, components)
+                expected = nearest(name, components) if components else "a dict as the observation, or obs_segments"
                 raise SchemaError("code the component", "of obs_disassemble_mapping", expected, repr(name))
         codecs = {f"{OBSERVATION}/{name}": codec for name, codec in self._codecs.items()}
         dtypes = {name: dtype_name(fields[name].dtype, f"of {name!r}") for name in names}

@@ -1,8 +1,8 @@
 """What a rollout storage keeps of each step: one table, and the records that follow from it.
 
 One rule: a value of on-policy learning is declared once, as a `Column`. The fields of `Transition` and `MiniBatch`,
-memory, growing, rolling, mini-batches, saved arguments and saved tensors are loops over the columns. A value for every
-storage is a line in `rollout_columns`; a value for one class is a line in its `declare_columns`.
+memory, growing, rolling, mini-batches, recording, saved arguments and saved tensors are loops over the columns. A
+value for every storage is a line in `rollout_columns`; a value for one class is a line in its `declare_columns`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Column:
         is_padded: Whether recurrent mini-batches split it at dones (what the network reads).
         is_lazy: Whether it is allocated only when a transition first brings it.
         is_ignorable: Whether a transition may bring it although it is not kept here: callers of every algorithm do.
+        is_recorded: Whether `RolloutWriter.add_rollout` records it without being asked.
         is_view: Whether its storage gives it memory of another column, so that it is neither filled nor saved.
         argument: The argument of the constructor that gives its shape; "" if none does.
         about: What a transition or a mini-batch holds there, for the documentation of both.
@@ -55,6 +56,7 @@ class Column:
     is_padded: bool = False
     is_lazy: bool = False
     is_ignorable: bool = False
+    is_recorded: bool = False
     is_view: bool = False
     argument: str = ""
     about: str = ""
@@ -88,15 +90,15 @@ def rollout_columns(
     unknown = Field("bootstrap_values", heads, fill=nan)
     # fmt: off
     return [
-        brought("observations", obs_shape, "obs", argument="obs_shape", is_padded=True,
+        brought("observations", obs_shape, "obs", argument="obs_shape", is_padded=True, is_recorded=True,
                 about="`[B, *obs]`, or a dict of such: what the policy saw"),
         brought("critic_observations", critic, "critic_obs", argument="critic_obs_shape", fallback="obs",
-                is_padded=True, is_ignorable=True,
+                is_padded=True, is_ignorable=True, is_recorded=True,
                 about="`[B, *critic_obs]`, or a dict of such: what the critic saw; in mini-batches `obs` if absent"),
-        brought("actions", actions_shape, "actions", argument="actions_shape",
+        brought("actions", actions_shape, "actions", argument="actions_shape", is_recorded=True,
                 about="`[B, *A]`: what was done"),
-        brought("rewards", heads, about="`[B, R]`, or `[B]` with one reward"),
-        brought("dones", (one, "uint8"), is_flag=True,
+        brought("rewards", heads, is_recorded=True, about="`[B, R]`, or `[B]` with one reward"),
+        brought("dones", (one, "uint8"), is_flag=True, is_recorded=True,
                 about="`[B]` or `[B, 1]` of any dtype: not 0 where this step was the last of its trajectory"),
         brought("values", heads, "values", about="`[B, R]`, or `[B]` with one reward: value of the observation"),
         brought("advantages", heads, "advantages", source="", about="`[B, R]`: computed, or written by the trainer"),
@@ -108,11 +110,11 @@ def rollout_columns(
                 about="recurrent states before the step: None, a `[layers, B, H]` tensor, or (named) tuples of them; "
                       "in recurrent mini-batches those of each trajectory's first step, `[layers, n_traj, H]`"),
         brought("masks", batch="masks", source="", about="in recurrent mini-batches `[T, n_traj]`, False on padding"),
-        brought("time_outs", (one, "bool"), is_required=False, is_flag=True,
+        brought("time_outs", (one, "bool"), is_required=False, is_flag=True, is_recorded=True,
                 about="`[B]` or `[B, 1]`: not 0 where the trajectory was cut and did not end by itself"),
         brought("bootstrap_values", unknown, is_required=False, is_lazy=True,
                 about="`[B, R]`: value of the true final observation; read only where a time-out cut the trajectory"),
-        brought("policy_outputs", policy_outputs or _ABSENT, "policy_outputs", **outputs,
+        brought("policy_outputs", policy_outputs or _ABSENT, "policy_outputs", **outputs, is_recorded=True,
                 about="a dict of `[B, ...]`: what a policy that is not Gaussian gives, as declared with the storage"),
         brought("next_observations", is_ignorable=True,
                 about="like `observations`: the true next one, before any reset"),

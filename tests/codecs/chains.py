@@ -8,9 +8,13 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-HAS_ZSTD, HAS_BLOSC2 = (importlib.util.find_spec(name) is not None for name in ("zstandard", "blosc2"))
-DELTAS, SHUFFLES = ("", "delta", "xor"), ("", "shuffle", "split", "bitshuffle")
-PACKERS = ("", "lz4", "lz4hc", *(["zstd"] if HAS_ZSTD else []))
+from storage.codecs import packers
+from storage.codecs.chunks import STAGES
+
+HAS_BLOSC2 = importlib.util.find_spec("blosc2") is not None
+DELTAS, SHUFFLES = ("", *STAGES["delta"]), ("", *STAGES["shuffle"])
+_BEHIND_ANY = {name: packer.module for name, packer in packers.PACKERS.items() if not packer.shuffles}
+PACKERS = ("", *(name for name, module in _BEHIND_ANY.items() if not module or importlib.util.find_spec(module)))
 #: Every lossless chain.
 LOSSLESS = ["delta+blosc2", "shuffle+blosc2zstd", "xor+bitshuffle+blosc2"] if HAS_BLOSC2 else []
 LOSSLESS += ["+".join(part for part in (a, b, c) if part) or "raw" for a in DELTAS for b in SHUFFLES for c in PACKERS]
