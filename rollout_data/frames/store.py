@@ -36,8 +36,8 @@ _CPU = torch.device("cpu")
 _BYTES_A_PIECE = 1100
 _PATCH_COST = 2.2
 _NO_PIECES = np.zeros(0, np.int64)
-#: Memory for broken pieces on their way, unless they are few.
-_scratch, _FEW_ROWS = BufferPool(2), 64
+#: Memory for broken pieces on their way; so few rows are moved one by one instead.
+_scratch, _FEW_ROWS = BufferPool(2), 256
 #: The kernel allows 65,530 mappings a process by default; stay clear of it.
 _MAX_MAPPINGS = 50_000
 #: Threads that ask the kernel for pages while the disk is the limit.
@@ -62,19 +62,21 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         _copy_rows(words, _numbers(first, runs.num_rows), _numbers(runs.target, runs.num_rows), windows)
         return
     width, num_words, num_windows = words.shape[1], words.shape[0], windows.shape[0]
-    size, starts, broken = length, first, _NO_PIECES
-    if len(first) != num_windows:  # otherwise each window is one run
-        num_rows = num_windows * length
-        size = _piece_size(runs.target, length, num_rows, 4 * width) if num_words >= length else 1
+    size, starts, broken, num_rows = length, first, _NO_PIECES, num_windows * length
+    is_whole = len(first) == num_windows  # each window is one run
+    if not is_whole and (num_rows <= _FEW_ROWS or num_words < length):
+        size, starts = 1, _numbers(first, runs.num_rows)
+    elif not is_whole:
+        size = _piece_size(runs.target, length, num_rows, 4 * width)
         begin = -(-runs.target // size)  # the first piece that begins in each run, or later
         shift = first - runs.target  # what makes the row of a position in `out`
         num_begun = np.concatenate((begin[1:], [num_rows // size])) - begin
         starts = np.repeat(shift, num_begun) + np.arange(0, num_rows, size)
-        broken = runs.target[runs.target % size != 0] // size
-        if len(broken) > 1:
-            broken = broken[np.concatenate(([True], broken[1:] != broken[:-1]))]
+        broken = np.unique(runs.target[runs.target % size != 0] // size)
         starts[broken] = 0
     rows = torch.from_numpy(starts).to(words.device)
+    if size == 1 and (by_time := windows.transpose(0, 1)).is_contiguous():
+        rows, windows = rows.view(num_windows, length).t().reshape(-1), by_time
     if windows.is_contiguous():  # a piece is one copy
         pieces = words.as_strided((num_words - size + 1, size * width), (width, 1))
         torch.index_select(pieces, 0, rows, out=windows.view(-1, size * width))
@@ -94,10 +96,8 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
     rows = torch.from_numpy(numbers).to(words.device)
     window, row = np.divmod(place, windows.shape[1])
     if words.device.type == "cpu":
-        scratch = None
-        if len(numbers) > _FEW_ROWS:  # a pool has no use for memory that is a little too small: it gives powers of two
-            size = 1 << (len(numbers) - 1).bit_length()
-            scratch = _scratch.empty((size, words.shape[1]), words.dtype)[: len(numbers)]
+        size = 1 << (len(numbers) - 1).bit_length()  # memory that is a little too small is of no use to a pool
+        scratch = _scratch.empty((size, words.shape[1]), words.dtype)[: len(numbers)]
         windows.numpy()[window, row] = torch.index_select(words, 0, rows, out=scratch).numpy()
     else:
         at = torch.from_numpy(window).to(words.device), torch.from_numpy(row).to(words.device)
@@ -106,7 +106,8 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
 
 def _numbers(first: Int64s, count: Int64s) -> Int64s:
     """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
-    return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+    numbers: Int64s = (first - count.cumsum() + count).repeat(count)
+    return numbers + np.arange(len(numbers))
 
 
 def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:

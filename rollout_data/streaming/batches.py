@@ -97,8 +97,8 @@ class BatchReader:
         gathered = {}
         for name, column in store.layouts[DATA].columns.items():
             memory = self._allocate(num_envs * length, column.row_bytes // 4, store.device)
-            by_time = memory.view(length, num_envs, -1).transpose(0, 1)
-            windows = memory.view(num_envs, length, -1) if plan.num_steps == 1 else by_time
+            sizes = (num_envs, length, -1) if plan.num_steps == 1 else (length, num_envs, -1)
+            windows = memory.view(sizes) if plan.num_steps == 1 else memory.view(sizes).transpose(0, 1)
             if num_lost:
                 memory.zero_()
             for source, runs in located:

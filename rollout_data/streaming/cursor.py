@@ -149,7 +149,7 @@ def plan_steps(
 
 
 def _undisturbed(state: StreamState, deal: Deal, num_steps: int) -> tuple[Plan, StreamState]:
-    """Plan steps in which no trajectory ends: a step of 64 envs takes 10 us instead of 50 (of 80 for the batch)."""
+    """Plan steps in which no trajectory ends: a step of 64 envs takes 8 us instead of 50 (of 100 for the batch)."""
     env = np.arange(len(state.frame))
     none, no = np.zeros(len(env), np.int64), np.zeros(len(env), bool)
     pieces = Pieces(env, none, state.trajectory, state.frame, none + (num_steps + 1))
@@ -209,7 +209,6 @@ class _Walk:
         return end
 
     def _open(self) -> Int64s:
-        """Which envs have an open segment."""
         envs: Int64s = (~self.is_exhausted & self.moves).nonzero()[0]
         return envs
 
@@ -222,8 +221,8 @@ class _Walk:
         chosen = slice(self.position, self.position + len(times))
         order = self.deal.order[chosen]
         new_ends = times[: len(order)] + self.deal.lengths[order] - self.deal.starts[chosen]
-        is_late = times[1 : len(order)] >= np.minimum.accumulate(new_ends)[:-1]
-        return 1 + int(np.argmax(is_late)) if is_late.any() else len(order)
+        late = (times[1 : len(order)] >= np.minimum.accumulate(new_ends)[:-1]).nonzero()[0]
+        return 1 + int(late[0]) if len(late) else len(order)
 
     def _deal(self, envs: Int64s, times: Int64s | int) -> None:
         """Give `envs` the next trajectories of the pass, from `times` on; there are enough."""
@@ -233,7 +232,7 @@ class _Walk:
         self.is_exhausted[envs] = False
         self.num_valid[envs] = self.num_steps
         self.position += len(envs)
-        self.firsts.append((np.broadcast_to(times, envs.shape), envs))
+        self.firsts.append((np.full(len(envs), times), envs))
 
     def refill(self, envs: Int64s, time: int) -> None:
         """Deal trajectories to `envs`, in this order, from `time` on."""
@@ -274,10 +273,10 @@ class _Walk:
 
     def _close_part(self) -> None:
         if self.pieces or self.ends:
-            pieces = Pieces(*_joined(self.pieces)) if self.pieces else _NONE
-            pieces = Pieces(*(column[np.lexsort((pieces.time, pieces.env))] for column in pieces))
-            ends = Ends(*_joined(self.ends)) if self.ends else _NO_ENDS
-            self.parts.append(DealPart(self.deal, pieces, ends))
+            pieces = Pieces(*_joined(self.pieces or [_NONE]))
+            order = np.lexsort((pieces.time, pieces.env))
+            pieces = Pieces(*[column[order] for column in pieces])
+            self.parts.append(DealPart(self.deal, pieces, Ends(*_joined(self.ends or [_NO_ENDS]))))
         self.pieces, self.ends = [], []
 
     def plan(self) -> Plan:
