@@ -77,7 +77,7 @@ def checked_limits(given: Mapping[str, int | None]) -> dict[str, int]:
     is_right = limits.keys() <= set(LIMITS) and all(is_whole(limit) and limit >= 1 for limit in limits.values())
     if not limits or not is_right:
         expected = f"at least one of {', '.join(LIMITS)}, each a whole number >= 1"
-        raise UsageError("keep only the newest part", "", expected, repr(limits))
+        raise UsageError("keep only the newest part", "", expected, repr(limits) if limits else "none of them")
     return limits
 
 
