@@ -331,6 +331,7 @@ class RolloutWriter(Owned):
                 warnings.warn(f"{text}, by done= or by terminated= and truncated=", RolloutDataWarning, stacklevel=3)
 
     def _counted(self) -> Tally:
+        self._owner.check()
         if self._staging is not None:
             self._staging.count(self._tally)
         return self._tally

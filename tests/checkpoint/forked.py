@@ -98,6 +98,7 @@ def writer(folder: Path) -> None:
                 lambda: own.discard([0]),
                 own.flush,
                 own.close,
+                *(partial(getattr, own, f"num_{name}") for name in ("frames", "finished_frames", "trajectories")),
             ]
             refused([*calls, *calls])
 
