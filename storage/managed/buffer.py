@@ -269,8 +269,13 @@ class ManagedBuffer(Store):
 
     def _alone(self, num_items: int, is_push: bool, prepare: Callable[[], Act | None]) -> Any:
         """Do `together` with this buffer alone; give the result, None if there is none."""
-        found = together({self: num_items}, is_push, lambda: [prepare()])
-        return None if found is None else found[0]
+        if self.rate_limiter is not None:
+            found = together({self: num_items}, is_push, lambda: [prepare()])
+            return None if found is None else found[0]
+        with self._lock:
+            self._check_open(is_push)
+            act = prepare()
+            return None if act is None else act()
 
     def _uniformly(self, request: Request, num_items: int, items_at: Callable[[torch.Tensor], list[Any]]) -> Act | None:
         """Prepare a uniform draw among `num_items` items; `items_at` copies those of `[n]` ages, 0 for the oldest."""

@@ -173,7 +173,7 @@ class ItemStore:
         self, slots: torch.Tensor, device: torch.device | None = None, contiguous: bool = False, nested: bool = False
     ) -> dict[str, Any]:
         """Copy the columns of `[n]` slots to a device: `[n, *event]` by flat name, or nested."""
-        if self.form is None or not self.form.schema:
+        if not self.ring.names:
             return {}
         self._order.wait(is_write=False)
         found = self.ring.gather(slots, contiguous, nested)

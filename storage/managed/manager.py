@@ -258,7 +258,7 @@ class BufferManager(Store):
         cfg: dict[str, Any] = {"buffer_name": self.buffer_name, "sample_ratio": self.sample_ratio}
         numbers: dict[str, Any] = {}
         with self._choice_lock, locked(self._buffers.values()):
-            tensors: dict[str, torch.Tensor] = {}
+            tensors = {"rng": self.rng.get_state()}  # before a sample changes it
             for place, (name, buffer) in enumerate(self._buffers.items()):
                 state = buffer.copy_state()  # before the locks are released
                 kind = next(kind for kind, its in _KINDS.items() if type(buffer) is its)

@@ -68,9 +68,10 @@ class RowLimits:
     @property
     def uses(self) -> torch.Tensor:
         """How often the row in each slot was drawn, `[capacity]` int64, sharing memory."""
-        for used in self._used:
+        if self._used:
+            used = torch.cat(self._used)
             self._uses.scatter_add_(0, used, torch.ones_like(used))
-        self._used, self._num_used = [], 0
+            self._used, self._num_used = [], 0
         return self._uses
 
     def add(self, index: torch.Tensor, ids: torch.Tensor, collected: torch.Tensor | None) -> None:

@@ -110,14 +110,15 @@ class PrioritizedRows:
         action = "take priorities"
         try:
             if isinstance(priorities, torch.Tensor):
-                given = priorities.detach().to(self.device)
+                given = priorities.detach()
             else:  # torch would make float32 of Python's numbers, which are float64
                 given = torch.as_tensor(priorities, dtype=torch.float64, device=self.device)
         except (TypeError, ValueError, RuntimeError) as cause:
             raise UsageError(action, "", "numbers", type(priorities).__name__) from cause
         if given.is_complex() or given.layout is not torch.strided:
             raise UsageError(action, "", "real numbers", f"{given.layout} {given.dtype}")
-        found = own(given.double())
+        given = given.to(self.device, torch.float64)
+        found = own(given)
         if found.ndim and found.shape != (num_rows,):
             if given.numel() != num_rows:
                 raise UsageError(action, "", f"{num_rows} of them", f"shape {list(found.shape)}")
@@ -130,7 +131,7 @@ class PrioritizedRows:
             raise UsageError(action, "", "finite numbers >= 0", str(wrong))
         if self.rule.weight(largest + self.rule.eps) > self._max_weight:
             raise UsageError(action, "", "numbers whose weights can be summed", str(largest))
-        return found if found.ndim else own(given.double().expand(num_rows)), largest
+        return found if found.ndim else own(given.expand(num_rows)), largest
 
     def set(self, places: Any, priorities: Any) -> None:
         """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts."""

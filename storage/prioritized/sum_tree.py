@@ -38,6 +38,8 @@ BLOCK = 128
 _EVERY_BYTE, _TOP_BYTE = np.uint64(0x0101010101010101), np.uint64(56)
 #: Levels are added until the top has at most this many numbers.
 MAX_TOP = 1 << 12
+#: From this many draws on their intervals say in a third of the time where most of them are.
+_MANY_POINTS = 1 << 10
 
 
 class _Memory:
@@ -113,6 +115,7 @@ class WideTree:
         self._own_levels = [own(level) for level in self._levels]
         #: `[num, WIDTH]` blocks of each level but the top, from the leaves up.
         self._blocks = [level.reshape(-1, WIDTH) for level in self._own_levels[:-1]]
+        self._steps_up = list(zip(self._blocks, self._own_levels[1:], strict=True))
         self._memory = _Memory(0, self.device)
 
     def leaves_view(self) -> torch.Tensor:
@@ -151,7 +154,7 @@ class WideTree:
     def rebuild(self, values: torch.Tensor) -> None:
         """Set all places, `[capacity]`, at once."""
         self._levels[0][: self.capacity].copy_(values)
-        for blocks, above in zip(self._blocks, self._own_levels[1:], strict=True):
+        for blocks, above in self._steps_up:
             above[: len(blocks)] = self._reduced(blocks)
 
     def reduce(self, start: int = 0, stop: int | None = None) -> float:
@@ -172,7 +175,7 @@ class WideTree:
 
     def check_valid(self) -> tuple[bool, str]:
         """Tell whether every number above the leaves is that of its block, and which is not."""
-        for level, (blocks, above) in enumerate(zip(self._blocks, self._own_levels[1:], strict=True)):
+        for level, (blocks, above) in enumerate(self._steps_up):
             wrong = tensor_of(self._reduced(blocks) != above[: len(blocks)]).nonzero()
             if len(wrong):
                 return False, f"block {int(wrong[0])} of level {level} is not what lies below it"
@@ -184,7 +187,7 @@ class WideTree:
 
     def _refresh(self, index: Any) -> None:
         """Reduce all blocks above some places anew; of a block that is named twice both results are the same."""
-        for blocks, above in zip(self._blocks, self._own_levels[1:], strict=True):
+        for blocks, above in self._steps_up:
             index = index >> _SHIFT
             if len(index) >= len(blocks):  # in order, each once
                 above[: len(blocks)] = self._reduced(blocks)
@@ -223,8 +226,8 @@ class SumTree(WideTree):
     def find(self, masses: torch.Tensor) -> torch.Tensor | None:
         """Find where the running sum of weights first exceeds `[n]` masses in [0, total]; None if all are 0."""
         total = self._add_up()
-        masses = masses.clamp(max=nextafter(total, 0))
-        return tensor_of(self._descend(own(masses), is_careful=True)) if total > 0 else None
+        masses = own(masses.clamp(max=nextafter(total, 0)))
+        return tensor_of(self._descend(self._search(masses), masses, is_careful=True)) if total > 0 else None
 
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor | None:
         """Draw one place from each of `num_draws` intervals of equal mass; `[num_draws]`, ascending.
@@ -247,10 +250,12 @@ class SumTree(WideTree):
         masses *= total / max(1, num_draws)
         if num_draws and masses[-1] >= total:  # they ascend
             masses = masses.clip(max=nextafter(total, 0))
-        places = self._descend(masses, is_careful=False)
+        is_long = num_draws >= _MANY_POINTS and isinstance(masses, np.ndarray)
+        node = self._search_strata(masses) if is_long else self._search(masses)
+        places = self._descend(node, masses, is_careful=False)
         weights = self._own_levels[0][places]
         if num_draws and not weights.min() > 0:
-            places = self._descend(masses, is_careful=True)
+            places = self._descend(self._search(masses), masses, is_careful=True)
             weights = self._own_levels[0][places]
         return places, weights
 
@@ -259,17 +264,29 @@ class SumTree(WideTree):
         torch.cumsum(self._levels[-1], 0, out=self._top_sums)
         return float(self._own_sums[-1])
 
-    def _descend(self, masses: Any, is_careful: bool) -> Any:
-        """Find places from the running sums of the top down: in each block the first sum above what is left of a mass.
+    def _search(self, masses: Any) -> Any:
+        """Count the running sums of the top that are at most each mass."""
+        sums = self._own_top_sums
+        if isinstance(sums, torch.Tensor):
+            return torch.searchsorted(sums, masses, right=True)
+        return sums.searchsorted(masses, "right")
+
+    def _search_strata(self, masses: Any) -> Any:
+        """Do what `_search` does, but for rounding, on the CPU, for one mass in each of as many equal intervals.
+
+        A sum is above all masses of the intervals before its own, and below all behind it.
+        """
+        num, sums = len(masses), self._own_top_sums
+        first = np.minimum(sums / sums[-1] * num, num - 1).astype(np.int64)
+        first += masses[first] < sums
+        return np.bincount(first, minlength=num + 1)[:num].cumsum()
+
+    def _descend(self, node: Any, masses: Any, is_careful: bool) -> Any:
+        """Find places from blocks of the top down: in each block the first running sum above what is left of a mass.
 
         Running sums start at minus what is left. Rounding may keep all of them below 0, or begin above; then the last
         or first place of the block is found, which may have no weight, or, with `is_careful`, another that has one.
         """
-        sums_of_top = self._own_top_sums
-        if isinstance(sums_of_top, torch.Tensor):
-            node = torch.searchsorted(sums_of_top, masses, right=True)
-        else:
-            node = sums_of_top.searchsorted(masses, "right")
         left = self._own_sums[node]
         left -= masses  # below 0 from here on
         memory = self._memory_for(len(masses))

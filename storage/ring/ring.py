@@ -266,6 +266,8 @@ class RingStore:
         if num_rows * units * source.itemsize < MIN_POOLED_BYTES:
             return source.index_select(0, index).numpy() if array is None else array.take(index.numpy(), 0)
         out = self._pool.empty((num_rows, units), source.dtype)
+        if array is not None and out.nbytes < _MIN_TORCH_BYTES:
+            return array.take(index.numpy(), 0, out.numpy(), "clip")  # "raise" would copy twice
         return torch.index_select(source, 0, index, out=out).numpy()
 
     def _source(self, place: int, units: int, skipped: int) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:

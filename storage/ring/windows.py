@@ -281,7 +281,7 @@ class Boundaries:
         ages, back = self._flat_ages, length - 1
         if isinstance(ages, torch.Tensor):
             return lambda candidate: candidate[ages[candidate % len(ages)] >= back]
-        return lambda candidate: candidate.compress(ages.take(candidate, mode="wrap") >= back)
+        return lambda candidate: candidate[ages.take(candidate, mode="wrap") >= back]
 
     def _reject(self, num_draws: int, candidates: tuple[int, int], accept: _Accept, generator: torch.Generator) -> Any:
         """Draw uniformly over the accepted ones of some candidates (the first, how many); None if there are none."""

@@ -55,7 +55,7 @@ class State:
     Attributes:
         arguments: JSON-able keywords that make an equal, empty store.
         numbers: JSON-able counters and flags.
-        tensors: By name, levels joined by "/"; `rng` is the state of the random generator, added by `Store`.
+        tensors: By name, levels joined by "/"; `rng`, the random state, `Store` adds if it is missing.
     """
 
     arguments: dict[str, Any]
@@ -184,7 +184,7 @@ class Store(ABC):
 
     def _whole_state(self) -> State:
         state = self._get_state()
-        return State(state.arguments, state.numbers, {**state.tensors, "rng": self.rng.get_state()})
+        return State(state.arguments, state.numbers, {"rng": self.rng.get_state(), **state.tensors})
 
     @classmethod
     def _of_save(
