@@ -39,7 +39,7 @@ MAY_IMPORT = {
         "index": "format saving",
         "foreign": "codecs format index saving",
         "frames": "foreign format index",
-        "writing": "codecs format index transition",
+        "writing": "codecs format index onpolicy transition",
         "streaming": "format frames index live transition",
         "windows": "format frames index live",
         "trajectories": "checkpoints format frames index live saving",

@@ -17,6 +17,7 @@ import torch
 from storage.core.memory import as_given
 from storage.core.tree import map_leaves
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
+from storage.onpolicy.columns import rollout_columns
 
 from ..transition import Transition
 
@@ -154,11 +155,12 @@ def _recorded_done(batch: Transition) -> Any:
 
 def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     """Give the filled steps of a `RolloutStorage` in the order of time as a mapping; anything else as it is."""
-    if not hasattr(transition, "declare_columns"):
+    if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "add_transitions"):
         if include:
             raise UsageError("include fields", ", ".join(include), "a RolloutStorage", type(transition).__name__)
         return transition
-    usual = [column.name for column in transition.declare_columns() if column.is_recorded]
+    declared = transition.declare_columns() if hasattr(transition, "declare_columns") else rollout_columns(1, 1, 1, 1)
+    usual = [column.name for column in declared if column.is_recorded]
     found = {name: getattr(transition, name, None) for name in (*usual, *include)}
     if missing := [name for name in include if found[name] is None]:
         raise UsageError("include the field", repr(missing[0]), "a field of the storage", "none of that name")
