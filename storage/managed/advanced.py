@@ -379,7 +379,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         tracking = {"enable_track_used_data": self._used is not None}
         return found | {"min_sample_ratio": self.min_sample_ratio, **tracking}
 
-    def _get_state(self) -> State:  # type: ignore[override]
+    def _get_state(self) -> State:
         state = super()._get_state()
         numbers, tensors = self._ring.state(self._store.ring.num_live)
         used = None if self._used is None else to_json(self._used.to_json(), _DATA).decode()

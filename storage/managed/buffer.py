@@ -245,11 +245,14 @@ class ManagedBuffer(Store):
         limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
         return {"replay_buffer_size": self.replay_buffer_size, "name": self.name, "rate_limiter": limiter}
 
-    def _get_state(self, store: ItemStore | None = None) -> State:
-        """Take this apart; `store` holds the items if they are not to be saved as they lie."""
+    def _get_state(self) -> State:
         limiter = None if self.rate_limiter is None else self.rate_limiter.state_dict()
-        numbers, tensors = (store or self._store).state(f"of {self.name!r}")
+        numbers, tensors = self._saved_items().state(f"of {self.name!r}")
         return State(self._arguments(), numbers | {"rate_limiter": limiter}, tensors)
+
+    def _saved_items(self) -> ItemStore:
+        """Give the items as they are saved."""
+        return self._store
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Do as `Store` says; the limiter's counts are set last, as they cannot be put back."""

@@ -165,9 +165,12 @@ class EpisodeReplayBuffer(ManagedBuffer):
         self._episodes.clear()
         self._total = 0
 
-    def _get_state(self) -> State:  # type: ignore[override]
+    def _saved_items(self) -> ItemStore:
         first = self._first_live()
-        state = super()._get_state(self._store.moved(first, max(1, self._store.ring.total - first)))
+        return self._store.moved(first, max(1, self._store.ring.total - first))
+
+    def _get_state(self) -> State:
+        state = super()._get_state()
         episodes = torch.tensor([one[1:] for one in self._episodes], dtype=torch.int64, device=self.device)
         tensors = {**state.tensors, "episodes": episodes.view(-1, 2)}
         return State(state.arguments, {**state.numbers, "num_episodes": self._total}, tensors)
