@@ -88,6 +88,8 @@ class PrefetchedBatches(Unique):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands after the last delivered batch; see `RolloutDataset.state_dict`."""
+        if self._items is not None:
+            self._items.check()
         return self.dataset.state_dict()
 
     def close(self) -> None:

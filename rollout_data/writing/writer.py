@@ -273,6 +273,7 @@ class RolloutWriter(Owned):
     @property
     def schema(self) -> Schema | None:
         """The fields, as the first record declared them; None before it."""
+        self._owner.check()
         return self._reader.schema
 
     def _enter_folder(self) -> list[DeadWriter]:

@@ -346,7 +346,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def check_valid(self) -> tuple[bool, str]:
         """Check what must always hold: (whether it does, what does not)."""
         with self._lock:
-            ids = self._ring.limits.row_ids[self._ring.limits.valid_slots()]
+            limits = self._ring.limits
+            ids = limits.row_ids()[limits.valid_slots()]
             if bool(((ids < self._store.ring.oldest) | (ids >= self._store.ring.total)).any()):
                 return False, "an item that is overwritten counts"
             return self._ring.check_valid()

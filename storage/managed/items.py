@@ -138,8 +138,8 @@ class ItemStore:
         self.capacity, self.device, self.form = capacity, device, form
         #: Computes ids and slots, and counts the items also while there are no columns.
         self.ring = RingStore(capacity, 1, form.schema if form else Schema([]), device, num_guards=0)
-        #: Per slot, the objects of its item; empty until an item has any.
-        self._objects: list[dict[str, Any] | None] = []
+        #: By slot, the objects of items that have any.
+        self._objects: dict[int, dict[str, Any]] = {}
         self._order = StreamOrder(device)
 
     def next_ids(self, num_rows: int) -> torch.Tensor:
@@ -161,12 +161,12 @@ class ItemStore:
             self._order.record(is_write=True)
         else:
             self.ring.total += items.num_rows
-        if items.objects is not None and not self._objects:
-            self._objects = [None] * self.capacity
-        if self._objects:
-            new = [{}] * len(ids) if items.objects is None else items.objects[-len(ids) :]
-            for slot, objects in zip(self.ring.slot(ids).tolist(), new, strict=True):
-                self._objects[slot] = _copied(objects) or None
+        slots = self.ring.slot(ids)
+        self.forget_objects(slots)
+        if items.objects is not None:
+            for slot, objects in zip(slots.tolist(), items.objects[-len(ids) :], strict=True):
+                if objects:
+                    self._objects[slot] = _copied(objects)
         return ids
 
     def columns(
@@ -185,12 +185,12 @@ class ItemStore:
         return column.cpu().numpy() if self.form is not None and name in self.form.arrays else column
 
     def objects(self, slots: torch.Tensor) -> list[dict[str, Any]]:
-        """Copy the objects of `[n]` slots; empty if no item ever had any."""
-        return [_copied(self._objects[slot] or {}) for slot in slots.tolist()] if self._objects else []
+        """Copy the objects of `[n]` slots; empty if no item has any."""
+        return [_copied(self._objects.get(slot, {})) for slot in slots.tolist()] if self._objects else []
 
     def values(self, slots: torch.Tensor, name: str) -> list[Any]:
         """List one object of `[n]` slots, None where it is missing; not copied."""
-        return [(self._objects[slot] or {}).get(name) for slot in slots.tolist()] if self._objects else []
+        return [self._objects.get(slot, {}).get(name) for slot in slots.tolist()] if self._objects else []
 
     def items(
         self, slots: torch.Tensor, extra: Mapping[str, Sequence[Any]], device: torch.device | None = None
@@ -207,12 +207,12 @@ class ItemStore:
     def forget_objects(self, slots: torch.Tensor) -> None:
         """Delete the objects of `[n]` slots, whose items were removed."""
         for slot in slots.tolist() if self._objects else ():
-            self._objects[slot] = None
+            self._objects.pop(slot, None)
 
     def clear(self) -> None:
         """Forget every item; columns and their memory stay."""
         self.ring.clear()
-        self._objects = []
+        self._objects = {}
 
     def moved(self, first: int, capacity: int) -> ItemStore:
         """Copy the items from id `first` on to a new store, where they are counted from 0."""
@@ -229,7 +229,7 @@ class ItemStore:
         views = [self.ring.slots_view(name)[:num_live, 0] for name in schema or ()]
         tensors = {f"column/{place}": view for place, view in enumerate(views)}
         if self._objects:
-            text = to_json([one or {} for one in self._objects[:num_live]], where)
+            text = to_json([self._objects.get(slot, {}) for slot in range(num_live)], where)
             tensors["objects"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         written = None if schema is None else schema.to_json()
         return {"total": self.ring.total, "schema": written, "arrays": sorted(arrays)}, tensors
@@ -260,7 +260,7 @@ class ItemStore:
                 or not all(type(one) is dict for one in objects)
             ):
                 raise CorruptFileError("read objects", where, f"{num_live} of them", "others")
-            self._objects = [*(one or None for one in objects), *[None] * (self.capacity - num_live)]
+            self._objects = {slot: one for slot, one in enumerate(objects) if one}
         return self
 
 

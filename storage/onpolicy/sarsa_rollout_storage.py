@@ -105,7 +105,8 @@ class SarsaRolloutStorage(RolloutStorage):
         )
         # Step -> (envs whose trajectory ended there, their true final observations by field).
         self._finals: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
-        self._has_next = [False] * self.num_transitions_per_env
+        #: Steps that came with their next observations.
+        self._has_next: set[int] = set()
 
     def declare_columns(self) -> list[Column]:
         """Declare the next observations too."""
@@ -133,8 +134,9 @@ class SarsaRolloutStorage(RolloutStorage):
             has_next = step < self.num_transitions_per_env and self._check_next(transition)
             super().add_transitions(transition)
             self._finals.pop(step, None)
-            self._has_next[step] = has_next
+            self._has_next.discard(step)
             if has_next:
+                self._has_next.add(step)
                 ended = self._signals(step + 1).dones[step].flatten().nonzero().squeeze(-1)
                 self._finals[step] = ended, {name: x[step + 1, ended] for name, x in self._whole.items()}
 
@@ -146,7 +148,7 @@ class SarsaRolloutStorage(RolloutStorage):
         if absent and (is_last or len(absent) < len(needed)):
             reason = "the last step of a rollout needs it" if is_last else "it comes together with the others"
             raise MissingFieldError(_ACTION, f"without {absent[0]!r}", "", "", f"Add it: {reason}")
-        if self.validate and self.step and self._has_next[self.step - 1]:
+        if self.validate and self.step - 1 in self._has_next:
             self._check_continuity(self._table.read(transition))
         return not absent
 
@@ -166,7 +168,7 @@ class SarsaRolloutStorage(RolloutStorage):
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
         rows = super()._num_rows_for(action, allow_partial)
-        if action == GENERATE and not self._has_next[rows - 1]:
+        if action == GENERATE and rows - 1 not in self._has_next:
             expected = f"the next observations of step {rows - 1}, the last one"
             raise UsageError(action, "", expected, "none", "Add them with the last step")
         return rows
@@ -188,7 +190,7 @@ class SarsaRolloutStorage(RolloutStorage):
             for step, (ended, _) in finals.items():
                 valid[step, ended] = True
             # The last step has no later one that could hide its own.
-            valid[rows - 1] |= not self.strict_next and self._has_next[rows - 1]
+            valid[rows - 1] |= not self.strict_next and rows - 1 in self._has_next
             columns.append(("next_valid", valid, True))
         return columns
 
@@ -199,7 +201,8 @@ class SarsaRolloutStorage(RolloutStorage):
     def _get_state(self) -> State:
         with self._lock:
             state = super()._get_state()
-            state.numbers.update(has_next=list(self._has_next), finals=sorted(self._finals))
+            has_next = [step in self._has_next for step in range(max(self._has_next, default=-1) + 1)]
+            state.numbers.update(has_next=has_next, finals=sorted(self._finals))
             state.tensors.update((_WHOLE + name, x) for name, x in self._whole.items())
             for step, (ended, values) in self._finals.items():
                 state.tensors[f"{_FINALS}{step}/envs"] = ended
@@ -212,7 +215,7 @@ class SarsaRolloutStorage(RolloutStorage):
             self._check_kept(numbers["has_next"], numbers["finals"], mine)
             super()._set_state(numbers, {name: x for name, x in tensors.items() if name not in mine})
             self._show({name: mine[_WHOLE + name] for name in self._whole})
-            self._has_next = list(numbers["has_next"])
+            self._has_next = {step for step, is_so in enumerate(numbers["has_next"]) if is_so}
             self._finals = {
                 step: (
                     mine[f"{_FINALS}{step}/envs"],
@@ -224,8 +227,8 @@ class SarsaRolloutStorage(RolloutStorage):
     def _check_kept(self, has_next: Any, finals: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse what `_get_state` adds to a state, if it could not have been given by it."""
         num_steps = self.num_transitions_per_env
-        if not isinstance(has_next, list) or [type(x) for x in has_next] != [bool] * num_steps:
-            raise SchemaError(_LOAD, "with 'has_next'", f"a list of {num_steps} bools", repr(has_next))
+        if not isinstance(has_next, list) or len(has_next) > num_steps or {*map(type, has_next)} - {bool}:
+            raise SchemaError(_LOAD, "with 'has_next'", f"a list of at most {num_steps} bools", repr(has_next))
         if not isinstance(finals, list) or not all(type(x) is int and 0 <= x < num_steps for x in finals):
             raise SchemaError(_LOAD, "with 'finals'", f"a list of ints from 0 to {num_steps - 1}", repr(finals))
         fields = [self._table.schema[name] for name in self._whole]

@@ -20,12 +20,20 @@ from .sum_tree import MinTree
 UNKNOWN = (1 << 62) - 1
 #: `row_ids` of a slot without a row that counts; ids are >= 0.
 NONE = -(1 << 62)
+#: Iterations are told apart up to here, either side of 0, as float64 does.
+_MAX_ITERATION = 1 << 52
 #: Uses that are counted together.
 _MAX_WAITING = 1 << 14
 
 
+class _OldestTree(MinTree):
+    """The least iteration per slot, less `_MAX_ITERATION`; 0 where none is known."""
+
+    NEUTRAL = 0.0
+
+
 class RowLimits:
-    """Counters of `capacity` slots.
+    """Counters of `capacity` slots. Slots without a row are zeros, which take no memory before they are written.
 
     Args:
         capacity: Slots, numbered from 0.
@@ -34,8 +42,6 @@ class RowLimits:
         device: Where the counters are.
 
     Attributes:
-        row_ids: `[capacity]` int64, id of the row in a slot; `NONE` if there is none that counts.
-        collected: `[capacity]` int64, iteration in which it was collected; `UNKNOWN` if that is not known.
         num_valid: Rows that count.
     """
 
@@ -55,15 +61,24 @@ class RowLimits:
                 "limit rows", "max_staleness", max_staleness, ">= 0, or inf", lambda x: x >= 0
             )
         device = torch.device(device)
-        self.row_ids = filled((capacity,), NONE, torch.int64, device)
+        #: Ids, with the bits of `NONE` turned over, and iterations, with those of `UNKNOWN`.
+        self._flipped_ids = filled((capacity,), 0, torch.int64, device)
+        self._flipped_collected = filled((capacity,), 0, torch.int64, device)
         self._uses = filled((capacity,), 0, torch.int64, device)
         #: Uses that are still to be counted: counting 4096 at once takes 4 % of a draw and its update.
         self._used: list[torch.Tensor] = []
         self._num_used = 0
-        self.collected = filled((capacity,), UNKNOWN, torch.int64, device)
         self.num_valid = 0
-        self._own_row_ids = own(self.row_ids)
-        self._oldest = None if isinf(self.max_staleness) else MinTree(capacity, device)
+        self._own_ids = own(self._flipped_ids)
+        self._oldest = None if isinf(self.max_staleness) else _OldestTree(capacity, device)
+
+    def row_ids(self, num_slots: int | None = None) -> torch.Tensor:
+        """Copy the ids of the rows in the first slots, int64; `NONE` where no row counts. None is all slots."""
+        return self._flipped_ids[:num_slots] ^ NONE
+
+    def collected(self, num_slots: int | None = None) -> torch.Tensor:
+        """Copy the iterations in which the rows in the first slots were collected, int64; `UNKNOWN` if not known."""
+        return self._flipped_collected[:num_slots] ^ UNKNOWN
 
     @property
     def uses(self) -> torch.Tensor:
@@ -76,40 +91,40 @@ class RowLimits:
 
     def add(self, index: torch.Tensor, ids: torch.Tensor, collected: torch.Tensor | None) -> None:
         """Let `[n]` different slots count, unused; `collected` is `[n]` int64, None if that is not known."""
-        self.num_valid += len(index) - int((self.row_ids[index] != NONE).sum())
-        self.row_ids[index] = ids
+        self.num_valid += len(index) - int((self._flipped_ids[index] != 0).sum())
+        self._flipped_ids[index] = ids ^ NONE
         self.uses[index] = 0
-        self.collected[index] = UNKNOWN if collected is None else collected
+        self._flipped_collected[index] = 0 if collected is None else collected ^ UNKNOWN
         if self._oldest is not None:
-            whens = torch.full_like(index, inf, dtype=torch.float64) if collected is None else collected.double()
-            self._oldest.write(index, whens)
+            whens = torch.zeros_like(index) if collected is None else _since_first(collected)
+            self._oldest.write(index, whens.double())
 
     def holds(self, places: Any, ids: Any) -> Any:
         """Tell which of `[n]` slots hold the rows of these ids; any integer may be asked for."""
-        found = self._own_row_ids[places] == ids
+        found = self._own_ids[places] == ids ^ NONE
         found &= ids >= 0  # `NONE` is no id
         return found
 
     def ids(self, places: Any) -> Any:
         """Copy the ids of the rows in `[n]` slots."""
-        return self._own_row_ids[places]
+        return self._own_ids[places] ^ NONE
 
     def valid_slots(self) -> torch.Tensor:
         """List the slots that have a row that counts, ascending."""
-        return (self.row_ids != NONE).nonzero().squeeze(1)
+        return self._flipped_ids.nonzero().squeeze(1)
 
     def remove(self, index: torch.Tensor) -> torch.Tensor:
         """Let `[n]` rows not count any more; give those that did, each once, ascending."""
-        found: torch.Tensor = torch.unique(index[self.row_ids[index] != NONE])
+        found: torch.Tensor = torch.unique(index[self._flipped_ids[index] != 0])
         self.num_valid -= len(found)
-        self.row_ids[found] = NONE
+        self._flipped_ids[found] = 0
         if self._oldest is not None and len(found):
-            self._oldest.fill(found, inf)
+            self._oldest.fill(found, 0.0)
         return found
 
     def stale(self, iteration: int) -> torch.Tensor | None:
         """List the slots whose rows are over by `iteration`; None if none is."""
-        bound = iteration - self.max_staleness
+        bound = min(iteration - self.max_staleness - _MAX_ITERATION, -1)
         if self._oldest is None or self._oldest.reduce() > bound:
             return None
         return self._oldest.at_most(bound)
@@ -136,22 +151,30 @@ class RowLimits:
 
     def staleness(self, index: torch.Tensor, iteration: int) -> torch.Tensor:
         """Say how many iterations ago `[n]` rows were collected: int64, -1 if that is not known."""
-        collected = self.collected[index]
+        collected = self._flipped_collected[index] ^ UNKNOWN
         found: torch.Tensor = torch.where(collected == UNKNOWN, -1, iteration - collected)
         return found
 
     def clear(self) -> None:
         """Let no row count."""
-        self.row_ids.fill_(NONE)
+        self._flipped_ids.zero_()
         self.num_valid = 0
         if self._oldest is not None:
             self._oldest.clear()
 
-    def restore(self, row_ids: torch.Tensor, uses: torch.Tensor, collected: torch.Tensor) -> None:
-        """Take over the counters of all slots."""
-        for mine, its in ((self.row_ids, row_ids), (self.uses, uses), (self.collected, collected)):
-            mine.copy_(its)
-        is_valid = row_ids != NONE
-        self.num_valid = int(is_valid.sum())
-        if self._oldest is not None:
-            self._oldest.rebuild(torch.where(is_valid & (collected != UNKNOWN), collected.double(), inf))
+    def restore(self, row_ids: torch.Tensor, uses: torch.Tensor | None, collected: torch.Tensor | None) -> None:
+        """Take over, as a new object, the counters of the first `[n]` slots; None where they are not counted."""
+        num_slots = len(row_ids)
+        self._flipped_ids[:num_slots] = row_ids ^ NONE
+        self.num_valid = int((row_ids != NONE).sum())
+        if uses is not None:
+            self._uses[:num_slots] = uses
+        if collected is not None:
+            self._flipped_collected[:num_slots] = collected ^ UNKNOWN
+            if self._oldest is not None:
+                self._oldest.rebuild(torch.where(row_ids != NONE, _since_first(collected), 0).double())
+
+
+def _since_first(collected: torch.Tensor) -> torch.Tensor:
+    """Say how far `[n]` iterations are before the last that is told apart, negative; 0 for `UNKNOWN`."""
+    return collected.clamp(-_MAX_ITERATION, _MAX_ITERATION) - _MAX_ITERATION

@@ -16,12 +16,12 @@ from ..core import arguments
 from ..core.memory import library, own, tensor_of
 from ..errors import SchemaError, UsageError
 from ..ring.ring import cells
-from .limits import NONE, UNKNOWN, RowLimits
+from .limits import NONE, RowLimits
 from .rows import PrioritizedRows, PriorityRule
 
-#: What is saved per place: dtype, and value where no row was written.
-_COLUMNS = {"weights": (torch.float64, 0), "priorities": (torch.float64, 0), "row_ids": (torch.int64, NONE)}
-_USE_COLUMNS = {"uses": (torch.int64, 0), "collected": (torch.int64, UNKNOWN)}
+#: What is saved per place.
+_COLUMNS = {"weights": torch.float64, "priorities": torch.float64, "row_ids": torch.int64}
+_USE_COLUMNS = {"uses": torch.int64, "collected": torch.int64}
 _LARGEST = torch.finfo(torch.float64).max
 
 
@@ -155,43 +155,40 @@ class PrioritizedRing:
     def state(self, num_places: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Give numbers, and tensors of the first `num_places` places; they may share memory."""
         rows, limits = self.rows, self.limits
-        tensors = {"weights": rows.weights(), "priorities": rows.priorities, "row_ids": limits.row_ids}
-        tensors |= {"uses": limits.uses, "collected": limits.collected}
+        tensors = {"weights": rows.weights(num_places), "priorities": rows.priorities[:num_places]}
+        tensors |= {"row_ids": limits.row_ids(num_places), "uses": limits.uses[:num_places]}
+        tensors["collected"] = limits.collected(num_places)
         numbers = {name: getattr(rows, name) for name in ("max_priority", "num_draws")}
         numbers["num_dead_updates"] = self.num_dead_updates
-        return numbers, {name: tensors[name][:num_places] for name in self._columns}
+        return numbers, {name: tensors[name] for name in self._columns}
 
     def restore(self, num_places: int, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` gave; raise `SchemaError`, before anything is changed, if it does not fit."""
-        found = {}
-        for name, (dtype, blank) in self._columns.items():
+        """Take over, as a new ring, what `state` gave; raise `SchemaError`, before a change, if it does not fit."""
+        for name, dtype in self._columns.items():
             if tensors[name].shape != (num_places,) or tensors[name].dtype != dtype:
                 got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
                 raise SchemaError("load a state", f"with {name!r}", f"{dtype} [{num_places}]", got)
-            whole = torch.full((self.num_slots * self.num_lanes,), blank, dtype=dtype, device=self.device)
-            whole[:num_places] = tensors[name]
-            found[name] = whole
-        weights, row_ids = found["weights"], found["row_ids"]
+        weights, row_ids = tensors["weights"], tensors["row_ids"]
         is_weight = torch.isfinite(weights) & (weights >= 0) & ((weights == 0) | (row_ids != NONE))
         if not bool(is_weight.all()):
             raise SchemaError("load a state", "with 'weights'", "finite weights >= 0 of rows", "others")
         for name in ("max_priority", "num_draws", "num_dead_updates"):
             if not arguments.is_real(numbers[name]) or not 0 <= numbers[name] <= _LARGEST:
                 raise SchemaError("load a state", f"with {name!r}", "a finite number >= 0", repr(numbers[name]))
-        self.rows.restore(weights, found["priorities"])
+        self.rows.restore(weights, tensors["priorities"])
         self.rows.max_priority, self.rows.num_draws = float(numbers["max_priority"]), int(numbers["num_draws"])
-        blank_uses = torch.zeros_like(row_ids)
-        self.limits.restore(row_ids, found.get("uses", blank_uses), found.get("collected", blank_uses + UNKNOWN))
+        self.limits.restore(row_ids, tensors.get("uses"), tensors.get("collected"))
         self.num_dead_updates = int(numbers["num_dead_updates"])
 
     def check_valid(self) -> tuple[bool, str]:
         """Check what must always hold: (whether it does, what does not)."""
-        is_valid = self.limits.row_ids != NONE
+        row_ids = self.limits.row_ids()
+        is_valid = row_ids != NONE
         if bool((self.rows.weights()[~is_valid] > 0).any()):
             return False, "a row that is gone has a weight"
         if int(is_valid.sum()) != len(self):
             return False, "the count is not the number of rows"
         places = self.limits.valid_slots()
-        if not torch.equal(self.places(self.limits.row_ids[places]), places):
+        if not torch.equal(self.places(row_ids[places]), places):
             return False, "an id is not that of its place"
         return self.rows.check_valid()

@@ -21,6 +21,7 @@ from .sum_tree import BLOCK, SumTree, last_copies
 _MAX_SUM = 1e300
 #: The least importance weight, as float32, and the least weight of a priority above 0: rounding makes no 0 of them.
 _LEAST_IMPORTANCE, _LEAST_WEIGHT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float64).tiny
+_BITS_OF_INF = int(torch.tensor(inf, dtype=torch.float64).view(torch.int64))
 _BLOCK_SHIFT = BLOCK.bit_length() - 1
 
 
@@ -91,9 +92,9 @@ class PrioritizedRows:
         """Exponent of the next draw's importance weights."""
         return self.rule.beta_after(self.num_draws)
 
-    def weights(self) -> torch.Tensor:
-        """Copy all weights, `[capacity]` float64."""
-        return self._weights.leaves_view().clone()
+    def weights(self, num_rows: int | None = None) -> torch.Tensor:
+        """Copy the weights of the first rows, float64; None is all."""
+        return self._weights.leaves_view()[:num_rows].clone()
 
     def has_mass(self, index: torch.Tensor | None = None) -> bool:
         """Tell whether one of `[n]` rows, or of all, may be drawn."""
@@ -160,7 +161,7 @@ class PrioritizedRows:
     def clear(self) -> None:
         """Remove every row; the largest priority and the draws are forgotten too."""
         self._weights.clear()
-        self._least.note_all()
+        self._least.note_first(self._weights.capacity)
         self.max_priority, self.num_draws = 1.0, 0
 
     def draw(self, num_draws: int, generator: torch.Generator) -> tuple[Any, Any] | None:
@@ -185,10 +186,10 @@ class PrioritizedRows:
         return own(candidates)[drawn[0]], self._importance(_least_positive(weights), drawn[1])
 
     def restore(self, weights: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Take over all weights and priorities, `[capacity]` each."""
+        """Take over, as new rows, weights and priorities of the first rows, `[n]` each."""
         self._weights.rebuild(weights)
-        self._least.note_all()
-        self.priorities.copy_(priorities)
+        self._least.note_first(len(weights))
+        self.priorities[: len(priorities)].copy_(priorities)
 
     def check_valid(self) -> tuple[bool, str]:
         """Tell whether sums and least weight are those of the weights, and which is not."""
@@ -216,8 +217,9 @@ class _LeastWeight:
     @lasting
     def __init__(self, tree: SumTree) -> None:
         self._blocks = tree.blocks_view()
-        self._least = torch.full((len(self._blocks),), inf, dtype=torch.float64, device=tree.device)
-        self._is_written = torch.zeros(len(self._blocks), dtype=torch.bool, device=tree.device)
+        #: How far the bits of each block's least weight are below those of inf, so that blank memory says inf.
+        self._below_inf = filled((len(self._blocks),), 0, torch.int64, tree.device)
+        self._is_written = filled((len(self._blocks),), 0, torch.bool, tree.device)
         self._own_is_written = own(self._is_written)
         self._library = library(tree.device)
         self._value: float | None = inf
@@ -230,9 +232,9 @@ class _LeastWeight:
         if bool(((old > 0) & (old <= self._value)).any()) or bool(((new > 0) & (new < self._value)).any()):
             self._value = None
 
-    def note_all(self) -> None:
-        """Note that all weights were written."""
-        self._is_written.fill_(True)
+    def note_first(self, num_rows: int) -> None:
+        """Note that the first weights were written."""
+        self._is_written[: -(-num_rows // BLOCK)] = True
         self._value = None
 
     def value(self) -> float:
@@ -240,9 +242,10 @@ class _LeastWeight:
         if self._value is None:
             written = self._is_written.nonzero().squeeze(1)
             rows = self._blocks.index_select(0, written)
-            self._least.index_copy_(0, written, torch.where(rows > 0, rows, inf).amin(1))
-            self._is_written.fill_(False)
-            self._value = float(self._least.amin())
+            least = torch.where(rows > 0, rows, inf).amin(1)
+            self._below_inf[written] = _BITS_OF_INF - least.view(torch.int64)
+            self._is_written[written] = False
+            self._value = float((_BITS_OF_INF - self._below_inf.amax()).view(torch.float64))
         return self._value
 
 

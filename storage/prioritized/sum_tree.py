@@ -152,10 +152,12 @@ class WideTree:
             level.fill_(self.NEUTRAL)
 
     def rebuild(self, values: torch.Tensor) -> None:
-        """Set all places, `[capacity]`, at once."""
-        self._levels[0][: self.capacity].copy_(values)
+        """Set the first places, `[n]`, at once."""
+        num = len(values)
+        self._levels[0][:num].copy_(values)
         for blocks, above in self._steps_up:
-            above[: len(blocks)] = self._reduced(blocks)
+            num = -(-num // WIDTH)
+            above[:num] = self._reduced(blocks[:num])
 
     def reduce(self, start: int = 0, stop: int | None = None) -> float:
         """Reduce places `start` to `stop`; the neutral value if there are none."""

@@ -22,6 +22,7 @@ from storage import (
     DictBuffer,
     EpisodeReplayBuffer,
     NaiveReplayBuffer,
+    PrioritizedWindows,
     QueueRolloutStorage,
     ReplayBuffer,
     RolloutStorage,
@@ -86,6 +87,12 @@ def items(kind: Any) -> Any:
     return buffer
 
 
+def windows() -> PrioritizedWindows:
+    made = PrioritizedWindows(capacity=8, seq_length=2, generator=0)
+    made.extend({"x": torch.ones(3, 2, 1), "done": torch.zeros(3, 2, 1, dtype=torch.bool)})
+    return made
+
+
 def manager() -> BufferManager:
     made = BufferManager({"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "generator": 0}}, generator=0)
     made.push([{"x": torch.ones(2)}])
@@ -101,6 +108,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "naive": lambda: items(NaiveReplayBuffer),
     "advanced": lambda: items(AdvancedReplayBuffer),
     "episodes": lambda: items(EpisodeReplayBuffer),
+    "windows": windows,
     "manager": manager,
     "dict": ring,
     "laned": laned,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,41 @@ def test_a_config_that_declares_much_takes_no_memory(tmp_path: Path, name: str, 
     level[last] = value
     path.write_text(json.dumps(config))
     in_child("load_with_little_memory(Path(sys.argv[1]), bool(int(sys.argv[2])))", tmp_path / "b", int(keeps_checksum))
+
+
+def numbers_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """List the paths of all ints of a config."""
+    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, part in parts:
+        yield from numbers_of(part, (*path, key))
+    if type(tree) is int and path != ("version",):
+        yield path
+
+
+def load_with_any_number(folder: Path) -> None:
+    """Put large numbers in place of each one of a config: loading takes little memory, or is one clear error."""
+    load(folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    file = folder / "config.json"
+    config = config_of(file)
+    for path in numbers_of(config):
+        for value in (10**7, 10**9, 10**12):
+            changed = json.loads(json.dumps(config))
+            level = changed
+            for key in path[:-1]:
+                level = level[key]
+            level[path[-1]] = value
+            file.write_text(json.dumps(changed))
+            with contextlib.suppress(RolloutDataError):
+                load(folder)
+            taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            assert taken < 100 << 10, f"{taken} KiB for {path} = {value}"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_number_of_a_config_takes_memory(tmp_path: Path, name: str) -> None:
+    MAKERS[name]().save(tmp_path / "b")
+    in_child("load_with_any_number(Path(sys.argv[1]))", tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", ["rollout", "dict"])

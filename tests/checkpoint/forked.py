@@ -98,6 +98,7 @@ def writer(folder: Path) -> None:
                 lambda: own.discard([0]),
                 own.flush,
                 own.close,
+                lambda: own.schema,
                 *(partial(getattr, own, f"num_{name}") for name in ("frames", "finished_frames", "trajectories")),
             ]
             refused([*calls, *calls])
@@ -188,7 +189,15 @@ def prefetch(folder: Path) -> None:
 
     def child() -> None:
         another = dataset.prefetch(1)
-        refused([lambda: next(iter(ahead)), lambda: next(iter(another)), ahead.close, lambda: next(batches)])
+        refused(
+            [
+                lambda: next(iter(ahead)),
+                lambda: next(iter(another)),
+                ahead.close,
+                ahead.state_dict,
+                lambda: next(batches),
+            ]
+        )
         fresh = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
         assert len(list(fresh)) == len(whole)
         assert len(rewards(folder)) == 200

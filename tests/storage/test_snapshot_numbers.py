@@ -18,7 +18,7 @@ LAYOUTS = ["tensors", 3, True, {}, ["q"], [["tensor", 5]], [{}], [{"names": ["a"
 LAYOUTS += [[{"names": ["a", "a"]}, "tensor", "tensor"], [{"names": 5}, "tensor"], [{"names": ["class"]}, "tensor"]]
 LAYOUTS += [[{"names": ["tensor"]}], "tensor", ["tensor", "tensor", "tensor"], None]
 FINALS = [[0], [0, 1, 1], [True], [9], [-1], "x", None, [0, 1, 2, 3]]
-HAS_NEXT = [[], [True] * 3, [1] * 4, None, "true", [True] * 5]
+HAS_NEXT = [[1] * 4, None, "true", [True] * 5, [True, None]]
 
 
 def filled(kind):
