@@ -107,9 +107,7 @@ class BlockContent:
     frames_per_chunk: int | None = None
 
 
-def code_tables(
-    content: BlockContent, num_threads: int | None
-) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
+def code_tables(content: BlockContent, num_threads: int) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
     """Code the columns of a block that are kept in chunks, as far as they are not coded yet.
 
     Returns:
@@ -194,7 +192,7 @@ class _Frames:
         """Read some chunks, spread evenly."""
         return [self.read(number) for number in self._used[:: -(-len(self._used) // _NUM_SAMPLES) or 1]]
 
-    def coded(self, codec: str, error: float, num_threads: int | None) -> CodedRows:
+    def coded(self, codec: str, error: float, num_threads: int) -> CodedRows:
         coding = Coding(codec, error, self._per_chunk)
         chain = chain_of(coding)
         chunks = [b""] * (len(self._bounds) - 1)

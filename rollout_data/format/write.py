@@ -41,7 +41,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 #: took a third longer.
 PART_BYTES = 1 << 20
 #: Most threads that write, and most pieces before it is asked again whether they should.
-_NUM_THREADS, _PIECES_A_TURN = 2, 16
+_MAX_THREADS, _PIECES_A_TURN = 2, 16
 
 
 def block_name(writer: str, sequence: int) -> str:
@@ -50,7 +50,7 @@ def block_name(writer: str, sequence: int) -> str:
 
 
 def write_block(
-    folder: Path, content: BlockContent, durable: bool = True, in_haste: bool | Callable[[], bool] = True
+    folder: Path, content: BlockContent, durable: bool = True, num_threads: Callable[[], int] = torch.get_num_threads
 ) -> Path:
     """Write a block into `folder` and publish it in one step.
 
@@ -59,8 +59,8 @@ def write_block(
         content: What to write; not changed.
         durable: Flush the file before and the folder after the rename. Without, publishing is
             still atomic for a crash of the process, but not for one of the machine.
-        in_haste: Use a second thread if torch may use several; or a function that is asked before each part and
-            says from when on.
+        num_threads: Gives how many threads may work; asked again before each few parts, two of which are written
+            at once at most.
 
     Returns:
         The path of the published block.
@@ -74,7 +74,7 @@ def write_block(
         raise UsageError("publish the block", repr(str(path)), "a free name", "an existing file", advice)
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
-        _write_file(temporary, content, durable, in_haste if callable(in_haste) else lambda: in_haste)
+        _write_file(temporary, content, durable, num_threads)
         os.rename(temporary, path)
     except BaseException:  # Ctrl-C too: nothing is left behind
         temporary.unlink(missing_ok=True)
@@ -84,16 +84,15 @@ def write_block(
     return path
 
 
-def _write_file(path: Path, content: BlockContent, durable: bool, is_in_haste: Callable[[], bool]) -> None:
-    num_threads = None if is_in_haste() else 1
-    coded, codings = code_tables(content, num_threads)
+def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: Callable[[], int]) -> None:
+    coded, codings = code_tables(content, num_threads())
     content, header = replace(content, rows=coded), SparseFile()
     with begin_file(header, DATA_ALIGNMENT) as file, open(path, "xb", buffering=0) as out:
         offsets = _reserve_tables(file, content)
         _write_tables(file, content, codings)
         file.close()
         header.write_to(out.fileno())
-        tables = _write_rows(out.fileno(), content, offsets, is_in_haste, durable)
+        tables = _write_rows(out.fileno(), content, offsets, num_threads, durable)
         for name, values in (tables | _plain_tables(content)).items():
             write_at(out.fileno(), np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, offsets[name])
         if durable:
@@ -104,7 +103,7 @@ def _write_rows(
     descriptor: int,
     content: BlockContent,
     offsets: Mapping[str, int],
-    is_in_haste: Callable[[], bool],
+    num_threads: Callable[[], int],
     starts_writeback: bool,
 ) -> dict[str, np.ndarray]:
     """Write all rows; give `checksums/<table>`: `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks."""
@@ -122,7 +121,7 @@ def _write_rows(
             # which writes to every block where the file system cannot do better.
             if num_bytes >= PART_BYTES:
                 _hasten("fallocate64", descriptor, 0, offset, num_bytes)
-    memory = [np.empty(part_bytes, np.uint8) for _ in range(_NUM_THREADS)]
+    memory = [np.empty(part_bytes, np.uint8) for _ in range(_MAX_THREADS)]
 
     def write(piece: _Piece) -> None:
         own = memory.pop()
@@ -130,8 +129,7 @@ def _write_rows(
         memory.append(own)
 
     for first in range(0, len(pieces), _PIECES_A_TURN):
-        num_threads = min(_NUM_THREADS, torch.get_num_threads()) if is_in_haste() else 1
-        each(write, pieces[first : first + _PIECES_A_TURN], num_threads)
+        each(write, pieces[first : first + _PIECES_A_TURN], min(_MAX_THREADS, num_threads()))
     return checksums
 
 

@@ -227,31 +227,34 @@ class _Rows:
     def __init__(
         self, layout: RowLayout, column: Column, values: Mapping[str, np.ndarray], places: np.ndarray | None
     ) -> None:
-        self._values, self._places = {name: values[name] for name in column.offsets}, places
-        self._num_steps, num_envs = next(iter(self._values.values())).shape[:2] if places is None else (0, 0)
-        self.num_rows = self._num_steps * num_envs if places is None else len(places)
-        self.row_bytes, self._dtype = column.row_bytes, layout.numpy_dtype(column)
-        self._has_gaps = column.row_bytes > sum(layout.stored[name].row_bytes for name in column.offsets)
+        lead = next(iter(values.values())).shape[: 2 if places is None else 1]
+        self._num_steps, self._places = lead[0], places
+        self.num_rows, self.row_bytes = prod(lead) if places is None else len(places), column.row_bytes
+        #: First byte in a row, and values as bytes, which are copied faster than numbers; by field.
+        self._fields = [
+            (offset, np.ndarray(lead, f"V{layout.stored[name].row_bytes}", values[name]))
+            for name, offset in column.offsets.items()
+        ]
+        self._has_gaps = column.row_bytes > sum(values.itemsize for _, values in self._fields)
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         """Gather the rows `start:stop` into `out`."""
         if self._has_gaps:  # so that files hold no stray memory
             out[:] = 0
-        records = out.reshape(-1).view(self._dtype)
-        if self._places is not None:
-            for name, values in self._values.items():
-                records[name] = values[self._places[start:stop]]
-            return out
-        row = start
-        while row < stop:  # the end of one env, whole envs, the beginning of another
-            env, step = divmod(row, self._num_steps)
-            num_envs = (stop - row) // self._num_steps if step == 0 else 0
-            num_steps = self._num_steps if num_envs else min(self._num_steps - step, stop - row)
-            num_envs = max(1, num_envs)
-            part = records[row - start : row - start + num_envs * num_steps].reshape(num_envs, num_steps)
-            for name, values in self._values.items():
-                np.copyto(part[name], values[step : step + num_steps, env : env + num_envs].swapaxes(0, 1))
-            row += num_envs * num_steps
+        for offset, values in self._fields:
+            rows = np.ndarray(stop - start, values.dtype, out, offset, (self.row_bytes,))
+            if self._places is not None:
+                rows[:] = values[self._places[start:stop]]
+                continue
+            row = start
+            while row < stop:  # the end of one env, whole envs, the beginning of another
+                env, step = divmod(row, self._num_steps)
+                num_envs = (stop - row) // self._num_steps if step == 0 else 0
+                num_steps = self._num_steps if num_envs else min(self._num_steps - step, stop - row)
+                num_envs = max(1, num_envs)
+                part = rows[row - start : row - start + num_envs * num_steps].reshape(num_envs, num_steps)
+                np.copyto(part, values[step : step + num_steps, env : env + num_envs].swapaxes(0, 1))
+                row += num_envs * num_steps
         return out
 
 
