@@ -35,6 +35,7 @@ _NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.int32: np.dtype("i4"),
     torch.uint8: np.dtype("u1"),
 }
+_FLOATS = (torch.float32, torch.float64)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -188,6 +189,18 @@ def own(tensor: torch.Tensor) -> Any:
     return tensor.numpy() if tensor.is_cpu else tensor
 
 
+def own_float64(tensor: torch.Tensor) -> Any:
+    """Copy a tensor of real numbers as float64, without gradients, as `own` does."""
+    if tensor.is_cpu and tensor.dtype in _FLOATS:  # with numpy in a fifth of the time
+        return (tensor.detach() if tensor.requires_grad else tensor).numpy().astype(np.float64)
+    return own(tensor.detach().double())
+
+
+def float32_of(values: Any) -> torch.Tensor:
+    """Copy what `own` gave as a tensor of float32."""
+    return values.float() if isinstance(values, torch.Tensor) else torch.from_numpy(values.astype(np.float32))
+
+
 def tensor_of(values: Any) -> torch.Tensor:
     """Show what `own` gave, or what was computed from it, as a tensor; memory is shared."""
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
@@ -198,7 +211,7 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
     if isinstance(source, torch.Tensor):
         torch.index_select(source, 0, index, out=out)
     else:
-        source.take(index, axis=0, out=out, mode="clip")  # "raise" would copy twice
+        source.take(index, 0, out, "clip")  # "raise" would copy twice
 
 
 def as_given(value: Any) -> torch.Tensor:

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from ..core import arguments
-from ..core.memory import own, tensor_of
+from ..core.memory import float32_of, own
 from ..core.tree import flatten
 from ..errors import BufferEmptyError, SchemaError, UsageError
-from ..prioritized.limits import UNKNOWN, RowLimits
-from ..prioritized.ring import Draw, PrioritizedRing
-from ..prioritized.rows import PriorityRule
+from ..prioritized.ring import UNKNOWN, Draw, PrioritizedRing
+from ..prioritized.rules import Limits, PriorityRule
 from ..saving.store import State
 from .buffer import Act, ManagedBuffer, Request
 from .items import (
@@ -87,19 +86,19 @@ class AdvancedReplayBuffer(ManagedBuffer):
             "create a buffer", "min_sample_ratio", min_sample_ratio, ">= 0", lambda ratio: 0 <= ratio < inf
         )
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
-        self._limits_given = {"max_use": max_use, "max_staleness": max_staleness}
+        self._limits = Limits(max_use, max_staleness)
         self._ring = self._make_ring()
         self._used = UsedData() if enable_track_used_data else None
 
     @property
     def max_priority(self) -> float:
         """The largest priority so far, without eps; 1 at first."""
-        return self._ring.rows.max_priority
+        return self._ring.max_priority
 
     @property
     def beta(self) -> float:
         """Exponent of the next draw's importance weights."""
-        return self._ring.rows.beta
+        return self._ring.beta
 
     @property
     def num_dead_updates(self) -> int:
@@ -133,7 +132,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
         def prepare() -> Act:
             items = read_batch(batch, self._store.form)
-            given = None if priorities is None else self._ring.rows.checked(priorities, items.num_rows)
+            given = None if priorities is None else self._ring.checked(priorities, items.num_rows)
             collected = self._checked_iterations(collect_iter, items.num_rows)
             return partial(self._write, items, given, collected, start_s)
 
@@ -169,7 +168,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
             self._used.replace([*self._store.values(slots, "data_id"), *pushed[:num_passed]], pushed)
         ids = self._store.write(items)
         kept = None if given is None else (given[0][num_passed:], given[1])
-        self._ring.register(ids, kept, None if collected is None else collected[num_passed:])
+        kept_collected = None if collected is None else collected[num_passed:]
+        self._ring.register(ids, self._store.ring.total, kept, kept_collected)
         self._note_push(items.num_rows, start_s, priority=self.max_priority if given is None else given[0])
         return ids
 
@@ -189,7 +189,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         known = [plain_number(value) for value in priorities if value is not None]
         if not known:
             return None
-        _, largest = self._ring.rows.checked(known, len(known))
+        _, largest = self._ring.checked(known, len(known))
         highest, values = self.max_priority, []
         for value in priorities:
             values.append(highest if value is None else float(value))
@@ -242,21 +242,20 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return found
 
     def prepare_sample(self, request: Request) -> Act | None:
-        self._drop(self._ring.limits.stale(request.iteration))
+        self._drop(self._ring.stale(request.iteration))
         if request.size == 0:
             return list
         among = None if request.sample_range is None else self._slots_in(request)
         num_rows = self.count() if among is None else len(among)
         is_enough = num_rows >= self.min_sample_ratio * request.size and self.push_count >= self.replay_start_size
-        if not is_enough or not self._ring.rows.has_mass(among):
+        if not is_enough or not self._ring.has_mass(among):
             return None
         return partial(self._take, request, among)
 
     def _slots_in(self, request: Request) -> torch.Tensor:
         """List the slots of the items in a range by age, oldest first."""
         ids = self._store.ring.ids()
-        slots = self._store.ring.slot(ids)
-        live = slots[tensor_of(self._ring.limits.holds(own(slots), own(ids)))]
+        live = self._ring.those_that_count(self._store.ring.slot(ids))
         found: torch.Tensor = live[list(request.among(len(live)))]
         return found
 
@@ -269,7 +268,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
             facts = self._facts(drawn, request)
             facts["staleness"] = facts["staleness"][facts["staleness"] >= 0]
             self.monitor.note_sample(request.size, time=time.monotonic() - start_s, **facts)
-        used_up = self._ring.limits.use(drawn.places)
+        used_up = self._ring.use(drawn.places)
         if self._used is not None:
             self._used.hold(self._store.values(drawn.places, "data_id"))
         self._drop(used_up)
@@ -277,11 +276,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def _facts(self, drawn: Draw, request: Request) -> dict[str, torch.Tensor]:
         """Say of what was drawn, before it is counted, what `sample` and the monitor tell."""
-        slots, limits = drawn.places, self._ring.limits
+        slots, ring = drawn.places, self._ring
         return {
-            "priority": self._ring.rows.priorities[slots],
-            "use": limits.uses_with(slots),
-            "staleness": limits.staleness(slots, request.iteration),
+            "priority": ring.priorities[slots],
+            "use": ring.uses_with(slots),
+            "staleness": ring.staleness(slots, request.iteration),
         }
 
     def _items_of(self, drawn: Draw, request: Request) -> list[dict[str, Any]]:
@@ -292,12 +291,12 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def _batch_of(self, drawn: Draw) -> _Batch:
         device = self.output_device or self.device
         batch = self._store.columns(drawn.places, self.output_device, nested=True)
-        objects = self._store.objects(drawn.places)
-        for name in dict.fromkeys(name for one in objects for name in one):
-            values = [one.get(name) for one in objects]
-            is_number = all(isinstance(value, (bool, int, float)) for value in values)
-            put_leaf(batch, name, torch.tensor(values, device=device) if is_number else values)
-        weights, ids = drawn.importance.float(), drawn.ids
+        if objects := self._store.objects(drawn.places):
+            for name in dict.fromkeys(name for one in objects for name in one):
+                values = [one.get(name) for one in objects]
+                is_number = all(isinstance(value, (bool, int, float)) for value in values)
+                put_leaf(batch, name, torch.tensor(values, device=device) if is_number else values)
+        weights, ids = float32_of(drawn.importance), drawn.ids
         return (batch, weights, ids) if device == self.device else (batch, weights.to(device), ids.to(device))
 
     # What a learner found.
@@ -346,10 +345,6 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def check_valid(self) -> tuple[bool, str]:
         """Check what must always hold: (whether it does, what does not)."""
         with self._lock:
-            limits = self._ring.limits
-            ids = limits.row_ids()[limits.valid_slots()]
-            if bool(((ids < self._store.ring.oldest) | (ids >= self._store.ring.total)).any()):
-                return False, "an item that is overwritten counts"
             return self._ring.check_valid()
 
     # Removing and saving.
@@ -365,17 +360,15 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def _clear(self) -> None:
         if self._used is not None:
-            self._used.replace(self._store.values(self._ring.limits.valid_slots(), "data_id"), ())
+            self._used.replace(self._store.values(self._ring.valid_places(), "data_id"), ())
         super()._clear()
         self._ring.clear()
 
     def _make_ring(self) -> PrioritizedRing:
-        size = self.replay_buffer_size
-        limits = RowLimits(size, **self._limits_given, device=self.device)
-        return PrioritizedRing(size, 1, self.rule, self.device, limits)
+        return PrioritizedRing(self.replay_buffer_size, 1, self.rule, self.device, self._limits)
 
     def _arguments(self) -> dict[str, Any]:
-        limits = {name: None if x is None or isinf(x) else x for name, x in self._limits_given.items()}
+        limits = {name: None if x is None or isinf(x) else x for name, x in vars(self._limits).items()}
         found = super()._arguments() | {"replay_start_size": self.replay_start_size, **limits, **vars(self.rule)}
         tracking = {"enable_track_used_data": self._used is not None}
         return found | {"min_sample_ratio": self.min_sample_ratio, **tracking}

@@ -1,24 +1,39 @@
-"""`PrioritizedRing`: which rows of a ring count and how likely they are drawn, asked by row id.
+"""`PrioritizedRing`: which rows of a ring count, and how likely each is drawn, asked by row id.
 
-One rule: a limit is a weight. A row that is overwritten, stale or used up has weight 0, so that priorities and
-limits compose. Ids are a ring's keys, and places its cells. What a row holds is in a `RingStore`; nothing is
-locked here.
+One rule: a row's weight is priority ** alpha, or 0 if it does not count, so that priorities and limits compose. Ids
+are a ring's keys, and places its cells; which id a place has follows from the number of rows that were written. What
+a row holds is in a `RingStore`; nothing is locked here. Arrays of blank memory are zeros, which take no memory before
+they are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf, isinf, prod
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core import arguments
-from ..core.memory import library, own, tensor_of
+from ..core.memory import filled, lasting, library, own, own_float64, tensor_of
 from ..errors import SchemaError, UsageError
-from ..ring.ring import cells
-from .limits import NONE, RowLimits
-from .rows import PrioritizedRows, PriorityRule
+from ..ring.ring import cells, keys_in
+from ..saving.store import checked_count
+from .rules import Limits, PriorityRule
+from .sum_tree import LeastWeight, MinTree, SumTree, last_copies, least_positive
 
+#: Sums of all weights stay below this, far from the largest float64.
+_MAX_SUM = 1e300
+#: The least importance weight, as float32, and the least weight of a priority above 0: rounding makes no 0 of them.
+_LEAST_IMPORTANCE, _LEAST_WEIGHT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float64).tiny
+#: `collected` of a row that does not say when; it is never stale.
+UNKNOWN = (1 << 62) - 1
+#: Saved as the id of a place without a row that counts; ids are >= 0.
+_NO_ROW = -(1 << 62)
+#: Iterations are told apart up to here, either side of 0, as float64 does.
+_MAX_ITERATION = 1 << 52
+#: Uses that are counted together: counting 4096 at once takes 4 % of a draw and its update.
+_MAX_WAITING = 1 << 14
 #: What is saved per place.
 _COLUMNS = {"weights": torch.float64, "priorities": torch.float64, "row_ids": torch.int64}
 _USE_COLUMNS = {"uses": torch.int64, "collected": torch.int64}
@@ -31,12 +46,12 @@ class Draw(NamedTuple):
     Attributes:
         places: `[n]` int64; copies of a row stand together.
         ids: `[n]` int64.
-        importance: `[n]` float64, weights for the loss in (0, 1].
+        importance: `[n]` float64, weights for the loss in (0, 1], as `own` gives them.
     """
 
     places: torch.Tensor
     ids: torch.Tensor
-    importance: torch.Tensor
+    importance: Any
 
 
 class Update(NamedTuple):
@@ -47,6 +62,12 @@ class Update(NamedTuple):
     largest: float
 
 
+class _OldestTree(MinTree):
+    """The least iteration per place, less `_MAX_ITERATION`; 0 where none is known."""
+
+    NEUTRAL = 0.0
+
+
 class PrioritizedRing:
     """Priorities and limits of the rows of a ring.
 
@@ -55,76 +76,223 @@ class PrioritizedRing:
         num_lanes: Streams that are written in lock-step.
         rule: How priorities are used.
         device: Where everything is.
-        limits: Which rows are over, for `num_slots * num_lanes` places; None for no limit, then uses are not counted.
+        limits: When rows are over; None for no limit, then uses are not saved.
 
     Attributes:
+        priorities: `[num_slots * num_lanes]` float64, as they were set.
+        max_priority: The largest ever noted, 1 at first; what new rows get.
+        num_draws: Draws so far, which decide `beta`.
         num_dead_updates: Updates so far of rows that were gone.
     """
 
+    @lasting
     def __init__(
-        self, num_slots: int, num_lanes: int, rule: PriorityRule, device: torch.device, limits: RowLimits | None = None
+        self, num_slots: int, num_lanes: int, rule: PriorityRule, device: torch.device, limits: Limits | None = None
     ) -> None:
-        self.num_slots, self.num_lanes, self.device = num_slots, num_lanes, device
-        self.rows = PrioritizedRows(num_slots * num_lanes, rule, device)
-        self.limits = RowLimits(num_slots * num_lanes, device=device) if limits is None else limits
-        self.num_dead_updates = 0
+        self._num_slots, self._num_lanes, self._num_places = num_slots, num_lanes, num_slots * num_lanes
+        self.rule, self.device, self._library = rule, device, library(device)
+        self.max_priority, self.num_draws, self.num_dead_updates = 1.0, 0, 0
+        #: Rows per lane that were ever written, and rows that count.
+        self._total = self._num_valid = 0
+        self._weights = SumTree(self._num_places, device)
+        self._least = LeastWeight(self._weights)
+        self.priorities = filled((self._num_places,), 0, torch.float64, device)
+        self._counts = filled((self._num_places,), 0, torch.bool, device)
+        self._own_priorities, self._own_counts = own(self.priorities), own(self._counts)
         self._columns = _COLUMNS if limits is None else _COLUMNS | _USE_COLUMNS
-        self._library = library(device)
+        limits = limits or Limits()
+        self._max_use = inf if limits.max_use is None else limits.max_use
+        self._max_staleness = inf if limits.max_staleness is None else limits.max_staleness
+        self._uses = filled((self._num_places,), 0, torch.int64, device)
+        #: Draws whose uses are still to be counted.
+        self._used: list[torch.Tensor] = []
+        self._num_used = 0
+        #: Iterations, with the bits of `UNKNOWN` turned over.
+        self._flipped_collected = filled((self._num_places,), 0, torch.int64, device)
+        self._oldest = None if isinf(self._max_staleness) else _OldestTree(self._num_places, device)
 
     def __len__(self) -> int:
         """Rows that count."""
-        return self.limits.num_valid
+        return self._num_valid
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the next draw's importance weights."""
+        return self.rule.beta_after(self.num_draws)
 
     def places(self, ids: Any) -> Any:
         """Say where `[n]` rows are; a tensor or what `own` gives."""
-        return cells(ids, self.num_slots, self.num_lanes)
+        return cells(ids, self._num_slots, self._num_lanes)
+
+    def those_that_count(self, places: torch.Tensor) -> torch.Tensor:
+        """Pick of `[n]` places those whose rows count, in their order."""
+        found: torch.Tensor = places[self._counts[places]]
+        return found
+
+    def valid_places(self) -> torch.Tensor:
+        """List the places whose rows count, ascending."""
+        return self._counts.nonzero().squeeze(1)
+
+    # Coming and going.
 
     def register(
-        self, ids: torch.Tensor, given: tuple[Any, float] | None = None, collected: torch.Tensor | None = None
+        self,
+        ids: torch.Tensor,
+        total: int,
+        given: tuple[Any, float] | None = None,
+        collected: torch.Tensor | None = None,
     ) -> None:
         """Let new rows be drawn, each in the place of the row that it overwrites.
 
         Args:
             ids: `[n]` int64, of different places.
-            given: Priorities `[n]` and the largest, as `rows.checked` gives them; None for the largest so far.
+            total: Rows per lane that were ever written, with these.
+            given: Priorities `[n]` and the largest, as `checked` gives them; None for the largest so far.
             collected: `[n]` int64, iterations in which they were collected; None if that is not known.
         """
+        self._total = total
         if not len(ids):
             return
         places = self.places(ids)
         if given is None:
-            self.rows.fill(own(places), self.rows.max_priority)
-        else:
-            self.rows.set(own(places), given[0])
-            self.rows.max_priority = max(self.rows.max_priority, given[1])
-        self.limits.add(places, ids, collected)
+            given = own(torch.full(ids.shape, self.max_priority, dtype=torch.float64, device=self.device)), 0.0
+        self._set(own(places), *given)
+        self._num_valid += len(ids) - int(self._counts[places].sum())
+        self._counts[places] = True
+        self.uses[places] = 0
+        self._flipped_collected[places] = 0 if collected is None else collected ^ UNKNOWN
+        if self._oldest is not None:
+            whens = torch.zeros_like(ids) if collected is None else _since_first(collected)
+            self._oldest.write(places, whens.double())
 
     def drop(self, places: torch.Tensor) -> torch.Tensor:
-        """Remove the rows at `[n]` places; give the places of those that counted, each once."""
-        found = self.limits.remove(places)
+        """Remove the rows at `[n]` places; give the places of those that counted, each once, ascending."""
+        found: torch.Tensor = torch.unique(self.those_that_count(places))
         if len(found):
-            self.rows.weigh(own(found), 0.0)
+            self._num_valid -= len(found)
+            self._counts[found] = False
+            old = self._weights.exchange(own(found), 0.0)
+            self._least.note(own(found), old, old * 0)
+            if self._oldest is not None:
+                self._oldest.fill(found, 0.0)
         return found
+
+    def stale(self, iteration: int) -> torch.Tensor | None:
+        """List the places whose rows are over by `iteration`; None if none is."""
+        bound = min(iteration - self._max_staleness - _MAX_ITERATION, -1)
+        if self._oldest is None or self._oldest.reduce() > bound:
+            return None
+        return self._oldest.at_most(bound)
 
     def clear(self) -> None:
         """Remove every row, and forget the largest priority and all draws."""
-        self.rows.clear()
-        self.limits.clear()
+        self._weights.clear()
+        self._least = LeastWeight(self._weights)
+        self._counts.zero_()
+        self._total, self._num_valid, self.max_priority, self.num_draws = 0, 0, 1.0, 0
+        if self._oldest is not None:
+            self._oldest.clear()
+
+    # Draws.
+
+    def has_mass(self, among: torch.Tensor | None) -> bool:
+        """Tell whether a row at one of `[n]` places, or of all, may be drawn."""
+        if among is None:
+            return bool(self._least.value() < inf)
+        return bool((self._weights.read(among) > 0).any())
 
     def draw(self, num_draws: int, generator: torch.Generator, among: torch.Tensor | None = None) -> Draw | None:
         """Draw rows, one from each of `num_draws` intervals of equal mass; None if no row has a weight.
 
+        The importance weight of a row with probability P is (P / P_min) ** -beta.
+
         Args:
             num_draws: How many.
             generator: On the ring's device.
-            among: `[m]` places, only these; None for all.
+            among: `[m]` places, only these, which takes time in proportion to m; None for all.
         """
-        rows = self.rows
-        drawn = rows.draw(num_draws, generator) if among is None else rows.draw_among(among, num_draws, generator)
+        if among is None:
+            drawn, least = self._weights.draw_weights(num_draws, generator), self._least.value()
+        else:
+            weights = self._weights.read(among)
+            some, least = SumTree(len(among), self.device), float(least_positive(weights))
+            some.rebuild(weights)
+            drawn = some.draw_weights(num_draws, generator)
         if drawn is None:
             return None
-        places, importance = drawn
-        return Draw(tensor_of(places), tensor_of(self.limits.ids(places)), tensor_of(importance))
+        places, weights = drawn
+        if among is not None:
+            places = own(among)[places]
+        # Not the other way round: that overflows where weights are hardly above 0.
+        importance = ((least / weights) ** self.beta).clip(_LEAST_IMPORTANCE, 1.0)
+        self.num_draws += 1
+        ids = keys_in(places, self._total, self._num_slots, self._num_lanes)
+        return Draw(tensor_of(places), tensor_of(ids), importance)
+
+    @property
+    def uses(self) -> torch.Tensor:
+        """How often the row in each place was drawn, `[num_slots * num_lanes]` int64, sharing memory."""
+        if self._used:
+            used = torch.cat(self._used)
+            self._uses.scatter_add_(0, used, torch.ones_like(used))
+            self._used, self._num_used = [], 0
+        return self._uses
+
+    def use(self, places: torch.Tensor) -> torch.Tensor | None:
+        """Count one use per copy of `[n]` rows; list those that were used as often as they may, or None.
+
+        `places` is kept, and must not be changed.
+        """
+        self._used.append(places)
+        self._num_used += len(places)
+        if not isinf(self._max_use):
+            return places[self.uses[places] >= self._max_use]
+        if self._num_used >= _MAX_WAITING:
+            _ = self.uses
+        return None
+
+    def uses_with(self, places: torch.Tensor) -> torch.Tensor:
+        """Count the uses of `[n]` rows before `use` counts them, each copy's own included; copies stand together."""
+        counts = torch.unique_consecutive(places, return_counts=True)[1]
+        firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        numbers: torch.Tensor = torch.arange(1, len(places) + 1, device=self.device) - firsts
+        return numbers + self.uses[places]
+
+    def staleness(self, places: torch.Tensor, iteration: int) -> torch.Tensor:
+        """Say how many iterations ago `[n]` rows were collected: int64, -1 if that is not known."""
+        collected = self._flipped_collected[places] ^ UNKNOWN
+        found: torch.Tensor = torch.where(collected == UNKNOWN, -1, iteration - collected)
+        return found
+
+    # Priorities.
+
+    def checked(self, priorities: Any, num_rows: int) -> tuple[Any, float]:
+        """Give `[num_rows]` float64 of priorities of any form, or of one for all, as `own` does; and the largest.
+
+        Raises:
+            UsageError: A priority is negative or not finite, too large to be summed, or there are not as many.
+        """
+        action = "take priorities"
+        try:
+            given = self._here(priorities, torch.float64)
+        except (TypeError, ValueError, RuntimeError) as cause:
+            raise UsageError(action, "", "numbers", type(priorities).__name__) from cause
+        if given.is_complex() or given.layout is not torch.strided:
+            raise UsageError(action, "", "real numbers", f"{given.layout} {given.dtype}")
+        found = own_float64(given)
+        if found.ndim and found.shape != (num_rows,):
+            if prod(found.shape) != num_rows:
+                raise UsageError(action, "", f"{num_rows} of them", f"shape {list(found.shape)}")
+            found = found.reshape(num_rows)
+        if not num_rows:
+            return own(torch.zeros(0, dtype=torch.float64, device=self.device)), 0.0
+        least, largest = float(found.min()), float(found.max())
+        if not 0 <= least <= largest < inf:  # a NaN spoils both
+            wrong = next(x for x in found.reshape(-1).tolist() if not 0 <= x < inf)
+            raise UsageError(action, "", "finite numbers >= 0", str(wrong))
+        if self.rule.weight(largest + self.rule.eps) > _MAX_SUM / self._num_places:
+            raise UsageError(action, "", "numbers whose weights can be summed", str(largest))
+        return found if found.ndim else own(tensor_of(found).expand(num_rows)), largest
 
     def checked_update(self, ids: Any, priorities: Any) -> Update:
         """Check `[n]` ids and finite priorities >= 0, `[n]` or one for all; nothing is changed.
@@ -132,63 +300,111 @@ class PrioritizedRing:
         Raises:
             UsageError: They are not that.
         """
-        found = torch.as_tensor(ids, device=self.device)
-        num_ids = found.numel()
-        if found.dim() != 1 or (num_ids and (found.is_floating_point() or found.dtype is torch.bool)):
+        found = self._here(ids)
+        if found.dim() != 1 or (len(found) and (found.is_floating_point() or found.dtype is torch.bool)):
             raise UsageError("update priorities", "", "ids [n] of integers", f"{found.dtype} {list(found.shape)}")
-        return Update(own(found.long()), *self.rows.checked(priorities, num_ids))
+        found = found if found.dtype is torch.int64 else found.long()
+        return Update(own(found), *self.checked(priorities, len(found)))
+
+    def _here(self, given: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Give a tensor, or make one of Python's or numpy's numbers, on this device; needless calls take 2 us each."""
+        if not isinstance(given, torch.Tensor):
+            return torch.as_tensor(given, dtype=dtype, device=self.device)
+        return given if given.device == self.device else given.to(self.device)
 
     def update(self, update: Update) -> int:
         """Set the priorities of rows, plus eps; give how many were still there, and count the others."""
         ids, priorities, largest = update
-        places = self.places(ids)
-        is_live = self.limits.holds(places, ids)
+        places, num_written = self.places(ids), min(self._total, self._num_slots) * self._num_lanes
+        stop = self._total * self._num_lanes
+        is_live = ids < stop
+        is_live &= ids >= stop - num_written
+        if self._num_valid < num_written:  # looking at 4096 of 10^6 rows takes 4 % of a draw and its update
+            is_live &= self._own_counts[places]
         num_live = int(self._library.count_nonzero(is_live))
         if num_live < len(ids):
             self.num_dead_updates += len(ids) - num_live
             places, priorities = places[is_live], priorities[is_live]
             largest = float(priorities.max()) if num_live else 0.0
         if num_live:
-            self.rows.update(places, priorities, largest)
+            self._set(places, priorities + self.rule.eps, largest)
         return num_live
+
+    def _set(self, places: Any, priorities: Any, largest: float) -> None:
+        """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts."""
+        priorities = last_copies(places, priorities, self._num_places)
+        weights = priorities**self.rule.alpha
+        if self.rule.alpha > 1:  # otherwise none is less than its priority below 1
+            weights = weights.clip(min=priorities.clip(max=_LEAST_WEIGHT))
+        self._own_priorities[places] = priorities
+        self._least.note(places, self._weights.exchange(places, weights), weights)
+        self.max_priority = max(self.max_priority, largest)
+
+    # Saving.
 
     def state(self, num_places: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Give numbers, and tensors of the first `num_places` places; they may share memory."""
-        rows, limits = self.rows, self.limits
-        tensors = {"weights": rows.weights(num_places), "priorities": rows.priorities[:num_places]}
-        tensors |= {"row_ids": limits.row_ids(num_places), "uses": limits.uses[:num_places]}
-        tensors["collected"] = limits.collected(num_places)
-        numbers = {name: getattr(rows, name) for name in ("max_priority", "num_draws")}
-        numbers["num_dead_updates"] = self.num_dead_updates
+        first = slice(num_places)
+        tensors = {"weights": self._weights.leaves_view()[first].clone(), "priorities": self.priorities[first]}
+        tensors |= {"row_ids": torch.where(self._counts[first], self._ids(num_places), _NO_ROW)}
+        tensors |= {"uses": self.uses[first], "collected": self._flipped_collected[first] ^ UNKNOWN}
+        numbers = {name: getattr(self, name) for name in ("max_priority", "num_draws", "num_dead_updates")}
         return numbers, {name: tensors[name] for name in self._columns}
 
     def restore(self, num_places: int, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over, as a new ring, what `state` gave; raise `SchemaError`, before a change, if it does not fit."""
+        """Take over, as a new ring, what `state` gave, with the `total` of rows in the numbers.
+
+        Raises:
+            SchemaError: It does not fit; nothing was changed.
+        """
         for name, dtype in self._columns.items():
             if tensors[name].shape != (num_places,) or tensors[name].dtype != dtype:
                 got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
                 raise SchemaError("load a state", f"with {name!r}", f"{dtype} [{num_places}]", got)
-        weights, row_ids = tensors["weights"], tensors["row_ids"]
-        is_weight = torch.isfinite(weights) & (weights >= 0) & ((weights == 0) | (row_ids != NONE))
-        if not bool(is_weight.all()):
-            raise SchemaError("load a state", "with 'weights'", "finite weights >= 0 of rows", "others")
         for name in ("max_priority", "num_draws", "num_dead_updates"):
             if not arguments.is_real(numbers[name]) or not 0 <= numbers[name] <= _LARGEST:
                 raise SchemaError("load a state", f"with {name!r}", "a finite number >= 0", repr(numbers[name]))
-        self.rows.restore(weights, tensors["priorities"])
-        self.rows.max_priority, self.rows.num_draws = float(numbers["max_priority"]), int(numbers["num_draws"])
-        self.limits.restore(row_ids, tensors.get("uses"), tensors.get("collected"))
+        self._total = checked_count(numbers, "total", 0, UNKNOWN // self._num_lanes)
+        weights, row_ids = tensors["weights"], tensors["row_ids"]
+        counts = row_ids != _NO_ROW
+        if not bool((torch.isfinite(weights) & (weights >= 0) & ((weights == 0) | counts)).all()):
+            raise SchemaError("load a state", "with 'weights'", "finite weights >= 0 of rows", "others")
+        if not bool(((row_ids == self._ids(num_places)) | ~counts).all()):
+            raise SchemaError("load a state", "with 'row_ids'", "the ids of the rows in their places", "others")
+        self._weights.rebuild(weights)
+        self._least.note_first(num_places)
+        self.priorities[:num_places] = tensors["priorities"]
+        self.max_priority, self.num_draws = float(numbers["max_priority"]), int(numbers["num_draws"])
         self.num_dead_updates = int(numbers["num_dead_updates"])
+        self._counts[:num_places] = counts
+        self._num_valid = int(counts.sum())
+        if "uses" in self._columns:
+            self._uses[:num_places] = tensors["uses"]
+            self._flipped_collected[:num_places] = tensors["collected"] ^ UNKNOWN
+            if self._oldest is not None:
+                self._oldest.rebuild(torch.where(counts, _since_first(tensors["collected"]), 0).double())
 
     def check_valid(self) -> tuple[bool, str]:
         """Check what must always hold: (whether it does, what does not)."""
-        row_ids = self.limits.row_ids()
-        is_valid = row_ids != NONE
-        if bool((self.rows.weights()[~is_valid] > 0).any()):
+        weights = self._weights.leaves_view()
+        if bool((weights[~self._counts] > 0).any()):
             return False, "a row that is gone has a weight"
-        if int(is_valid.sum()) != len(self):
+        if int(self._counts.sum()) != len(self):
             return False, "the count is not the number of rows"
-        places = self.limits.valid_slots()
-        if not torch.equal(self.places(row_ids[places]), places):
-            return False, "an id is not that of its place"
-        return self.rows.check_valid()
+        if bool((self._ids(self._num_places)[self._counts] < 0).any()):
+            return False, "a row that was never written counts"
+        least = float(least_positive(weights))
+        if self._least.value() != least:
+            return False, f"the least weight is {least}, not {self._least.value()}"
+        return self._weights.check_valid()
+
+    def _ids(self, num_places: int) -> torch.Tensor:
+        """List the ids of the first places; below 0 where no row was written."""
+        places = torch.arange(num_places, device=self.device)
+        found: torch.Tensor = keys_in(places, self._total, self._num_slots, self._num_lanes)
+        return found
+
+
+def _since_first(collected: torch.Tensor) -> torch.Tensor:
+    """Say how far `[n]` iterations are before the last that is told apart, negative; 0 for `UNKNOWN`."""
+    return collected.clamp(-_MAX_ITERATION, _MAX_ITERATION) - _MAX_ITERATION

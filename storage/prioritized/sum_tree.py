@@ -1,5 +1,7 @@
 """`SumTree`, `MinTree`, `MaxTree`: one number per row, and the sum, least or largest of all, kept up to date.
 
+`LeastWeight` is the least number above 0 of a `SumTree`.
+
 One rule: a leaf is written exactly as given, and every block above it is reduced anew from the numbers
 below it. No difference is ever added to a sum, so that rounding errors do not accumulate.
 
@@ -27,17 +29,20 @@ import numpy as np
 import torch
 
 from ..core import arguments
-from ..core.memory import filled, lasting, own, take_rows, tensor_of
+from ..core.memory import filled, lasting, library, own, take_rows, tensor_of
 
 #: Numbers that are reduced to one.
 WIDTH = 16
 _SHIFT = WIDTH.bit_length() - 1
 #: Levels are a whole number of these, for code that looks at leaves in larger pieces.
 BLOCK = 128
+_BLOCK_SHIFT = BLOCK.bit_length() - 1
 #: Multiplying by this adds all bytes into the highest, which this shift leaves.
 _EVERY_BYTE, _TOP_BYTE = np.uint64(0x0101010101010101), np.uint64(56)
 #: Levels are added until the top has at most this many numbers.
 MAX_TOP = 1 << 12
+#: Sizes of calls whose memory is kept: of draws, of updates, and of rows that are added.
+_MAX_MEMORIES = 4
 #: From this many draws on their intervals say in a third of the time where most of them are.
 _MANY_POINTS = 1 << 10
 
@@ -113,10 +118,11 @@ class WideTree:
         places = [-(-size // BLOCK) * BLOCK for size in sizes]
         self._levels = [filled((size,), self.NEUTRAL, torch.float64, self.device) for size in places]
         self._own_levels = [own(level) for level in self._levels]
+        self._library = library(self.device)
         #: `[num, WIDTH]` blocks of each level but the top, from the leaves up.
         self._blocks = [level.reshape(-1, WIDTH) for level in self._own_levels[:-1]]
         self._steps_up = list(zip(self._blocks, self._own_levels[1:], strict=True))
-        self._memory = _Memory(0, self.device)
+        self._memories: dict[int, _Memory] = {}
 
     def leaves_view(self) -> torch.Tensor:
         """Show all numbers, `[capacity]` float64, sharing memory; not to be written to."""
@@ -199,9 +205,12 @@ class WideTree:
                 above[index] = self._reduced(rows)
 
     def _memory_for(self, num: int) -> _Memory:
-        if self._memory.num != num:
-            self._memory = _Memory(num, self.device)
-        return self._memory
+        found = self._memories.get(num)
+        if found is None:
+            if len(self._memories) >= _MAX_MEMORIES:
+                self._memories.clear()
+            found = self._memories[num] = _Memory(num, self.device)
+        return found
 
 
 class SumTree(WideTree):
@@ -256,7 +265,7 @@ class SumTree(WideTree):
         node = self._search_strata(masses) if is_long else self._search(masses)
         places = self._descend(node, masses, is_careful=False)
         weights = self._own_levels[0][places]
-        if num_draws and not weights.min() > 0:
+        if self._library.count_nonzero(weights) < num_draws:  # in half the time of `min`
             places = self._descend(self._search(masses), masses, is_careful=True)
             weights = self._own_levels[0][places]
         return places, weights
@@ -336,6 +345,56 @@ class MaxTree(WideTree):
     NEUTRAL = -inf
     _along = staticmethod(torch.amax)
     _along_rows = staticmethod(partial(np.max, axis=1))
+
+
+class LeastWeight:
+    """The least weight above 0 of a tree, exactly.
+
+    It is known until a row that had it is written; then the blocks written since then are looked at again. A tree of
+    least numbers would cost as much at every write as the sums do.
+
+    Args:
+        tree: A tree that was not written to, or is cleared.
+    """
+
+    @lasting
+    def __init__(self, tree: SumTree) -> None:
+        self._blocks, self._own_weights = tree.blocks_view(), own(tree.leaves_view())
+        #: Of each block the least weight above 0 when it was last looked at; 0 or inf if there was none.
+        self._least = filled((len(self._blocks),), 0, torch.float64, tree.device)
+        self._is_written = filled((len(self._blocks),), 0, torch.bool, tree.device)
+        self._own_is_written = own(self._is_written)
+        self._library = library(tree.device)
+        self._value: float | None = inf
+
+    def note(self, places: Any, old: Any, new: Any) -> None:
+        """Note that `[n]` weights, n > 0, were `old` and that `new` were written, as `own` gives them."""
+        self._own_is_written[places >> _BLOCK_SHIFT] = True
+        if self._value is None or float(self._library.minimum(old, new).min()) > self._value:
+            return  # nearly always
+        if bool(((old > 0) & (old <= self._value)).any()):
+            self._value = None
+        else:  # what is there now: `new` has also weights that were overwritten by later copies of a row
+            self._value = min(self._value, float(least_positive(tensor_of(self._own_weights[places]))))
+
+    def note_first(self, num_places: int) -> None:
+        """Note that the first weights were written."""
+        self._is_written[: -(-num_places // BLOCK)] = True
+        self._value = None
+
+    def value(self) -> float:
+        """Give the least weight above 0; inf if all are 0."""
+        if self._value is None:
+            written = self._is_written.nonzero().squeeze(1)
+            self._least[written] = least_positive(self._blocks.index_select(0, written))
+            self._is_written[written] = False
+            self._value = float(least_positive(self._least))
+        return self._value
+
+
+def least_positive(weights: torch.Tensor) -> torch.Tensor:
+    """Give the least number above 0 along the last axis; inf where there is none."""
+    return torch.where(weights > 0, weights, inf).amin(-1)
 
 
 def last_copies(index: Any, values: Any, capacity: int) -> Any:

@@ -16,6 +16,7 @@ import torch
 from ..core import arguments
 from ..core.devices import StreamOrder
 from ..core.fields import Schema
+from ..core.memory import float32_of
 from ..core.records import Key, RecordReader, normal
 from ..core.samplers import generator_on
 from ..core.tree import map_leaves
@@ -25,7 +26,7 @@ from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
 from ..saving.store import State, Store
 from .ring import PrioritizedRing
-from .rows import PriorityRule
+from .rules import PriorityRule
 
 
 class PrioritizedWindows(Store):
@@ -85,7 +86,7 @@ class PrioritizedWindows(Store):
     @property
     def max_priority(self) -> float:
         """The largest priority so far, without eps; 1 at first."""
-        return self._windows.rows.max_priority
+        return self._windows.max_priority
 
     @property
     def num_dead_updates(self) -> int:
@@ -137,7 +138,7 @@ class PrioritizedWindows(Store):
             self._order.record(is_write=False)
         shape = (num_windows, self.seq_length)
         found = map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), found)
-        return found, drawn.importance.to(torch.float32), drawn.ids
+        return found, float32_of(drawn.importance), drawn.ids
 
     @torch.no_grad()
     def update_priorities(self, ids: Any, priorities: Any) -> int:
@@ -187,7 +188,7 @@ class PrioritizedWindows(Store):
         past = self._boundaries.age(lane, row).long() - back
         is_window = (past >= 0) & (row - back >= ring.oldest)
         is_window &= (past % self.stride == 0) | self._boundaries.ended(lane, row)
-        self._windows.register(ring.key(lane, row)[is_window])
+        self._windows.register(ring.key(lane, row)[is_window], ring.total)
 
     def _get_state(self) -> State:
         arguments: dict[str, Any] = {"capacity": self.capacity, "seq_length": self.seq_length, "stride": self.stride}

@@ -285,6 +285,14 @@ def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
     return keys % num_slots if num_lanes == 1 else keys % num_lanes * num_slots + keys // num_lanes % num_slots
 
 
+def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
+    """Give the keys of the rows in cells after `total` writes, a tensor or an array; below 0 where none was written."""
+    cursor = total % num_slots
+    slots = places if num_lanes == 1 else places % num_slots
+    ids = slots + (total - cursor) - num_slots * (slots >= cursor)
+    return ids if num_lanes == 1 else ids * num_lanes + places // num_slots
+
+
 def _array(slots: torch.Tensor) -> npt.NDArray[Any] | None:
     return None if slots.device.type != "cpu" or slots.dtype is torch.bfloat16 else slots.numpy()
 

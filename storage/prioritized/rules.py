@@ -1,0 +1,66 @@
+"""`PriorityRule` and `Limits`: how priorities become probabilities, and when a row does not count any more.
+
+One rule: numbers that are given once and checked here; nothing changes, and no row is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from ..core import arguments
+
+
+@dataclass(frozen=True)
+class PriorityRule:
+    """How priorities become probabilities and importance weights (Schaul et al. 2016, eq. 1 and section 3.4).
+
+    Attributes:
+        alpha: Exponent of priorities, >= 0; 0 draws uniformly.
+        beta: Exponent of importance weights at the first draw, in [0, 1]; 1 corrects fully.
+        anneal_step: Draws over which beta grows linearly to 1; 0 keeps it.
+        eps: Added to every priority that is updated, so that none stays at 0.
+    """
+
+    alpha: float = 0.6
+    beta: float = 0.4
+    anneal_step: float = 1e5
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "beta":
+                arguments.real("prioritize rows", name, value, "in [0, 1]", lambda beta: 0 <= beta <= 1)
+            else:
+                arguments.real("prioritize rows", name, value, ">= 0", lambda number: 0 <= number < inf)
+
+    def weight(self, priority: float) -> float:
+        """Give priority ** alpha; inf where float64 ends."""
+        try:
+            return float(priority**self.alpha)
+        except OverflowError:
+            return inf
+
+    def beta_after(self, num_draws: int) -> float:
+        """Give beta of the draw that follows `num_draws` draws."""
+        share = min(1.0, num_draws / self.anneal_step) if self.anneal_step else 0.0
+        return self.beta + (1.0 - self.beta) * share
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a row is over.
+
+    Attributes:
+        max_use: After so many draws; `inf` or None for no limit.
+        max_staleness: So many learner iterations after it was collected; `inf` or None for no limit.
+    """
+
+    max_use: float | None = inf
+    max_staleness: float | None = inf
+
+    def __post_init__(self) -> None:
+        if self.max_use is not None:
+            arguments.real("limit rows", "max_use", self.max_use, ">= 1, or inf", lambda x: x >= 1)
+        if self.max_staleness is not None:
+            arguments.real("limit rows", "max_staleness", self.max_staleness, ">= 0, or inf", lambda x: x >= 0)
