@@ -17,8 +17,7 @@ from storage.errors import RolloutDataError, UsageError
 from ..writing.retention import LIMITS
 from ..writing.retention import prune as prune_folder
 from .info import as_text, describe, strict_json
-from .packing import pack_dataset
-from .repair import DAMAGED_FOLDER, FolderReport, check_folder, check_is_folder, repair_folder
+from .rewrite import DAMAGED_FOLDER, FolderReport, check_folder, pack_dataset, repair_folder
 
 
 def info(options: argparse.Namespace) -> int:
@@ -33,8 +32,7 @@ def info(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Check every block with all its checksums; repair on request."""
-    path = check_is_folder(options.data_dir)
-    report = repair_folder(path) if options.repair else check_folder(path)
+    report = (repair_folder if options.repair else check_folder)(options.data_dir)
     for name, problem in report.problems.items():
         _print(f"{name}: {problem}")
         if name in report.salvaged:

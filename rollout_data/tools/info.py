@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 
 from storage.core.fields import Schema
-from storage.errors import DataFileError
 
-from ..format.header import DATA, METADATA_NAME, OPEN, TERMINATED, TRUNCATED, read_header
-from ..index.folder import BlockFolder
+from ..format.header import DATA, OPEN, TERMINATED, TRUNCATED, read_header
 from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata
-from .repair import check_is_folder
+from .rewrite import open_folder
 
 #: How trajectories end: name -> flag.
 ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
@@ -24,20 +22,14 @@ ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
 
 def describe(data_dir: str) -> dict[str, Any]:
     """Collect counts, fields, codecs, metadata and problems of a data folder."""
-    path = check_is_folder(data_dir)
-    folder = BlockFolder(path)
-    folder.refresh()
+    folder = open_folder(data_dir)
     blocks = list(folder.blocks.values())
     index = TrajectoryIndex(blocks, built=folder.built)
-    metadata = load_metadata(path)
-    names = [*folder.blocks, *folder.problems]
-    if not (metadata and metadata.schema) and not any(name.startswith("rollout_") for name in names):
-        expected = f"blocks (rollout_*.h5), or a {METADATA_NAME} that names fields"
-        raise DataFileError("say what is in", repr(str(path)), expected, "neither")
+    metadata = load_metadata(folder.data_dir)
     lengths = index.lengths
     ends = {name: int(((index.flags & flag) > 0).sum()) for name, flag in ENDS.items()}
     return {
-        "data_dir": str(path),
+        "data_dir": str(data_dir),
         "num_blocks": len(blocks),
         "num_bytes": sum(block.file_bytes for block in blocks),
         "num_writers": len(index.writers),
@@ -51,7 +43,7 @@ def describe(data_dir: str) -> dict[str, Any]:
         "num_dropped": index.num_dropped,
         "num_broken": index.num_broken,
         "fields": metadata.schema.to_json() if metadata else [],
-        "coded": _coded([block.path for block in blocks]) if metadata and _has_codecs(metadata.schema) else {},
+        "coded": _coded([block.path for block in blocks]) if folder.schema and _has_codecs(folder.schema) else {},
         "metadata": dict(metadata.context) if metadata else {},
         "problems": {name: str(problem) for name, problem in folder.problems.items()},
     }

@@ -238,12 +238,15 @@ class WindowLoader:
         even: Even = "pad",
         shard: ShardChoice = "auto",
     ) -> None:
-        self.dataset, self.batch_size = dataset, whole("open the dataset", "batch_size", batch_size, 1)
+        if not isinstance(dataset, WindowBatches):
+            expected, advice = "a WindowDataset or a WindowMixture", "A RolloutDataset gives its batches itself"
+            raise UsageError("load windows", "", expected, type(dataset).__name__, advice)
+        self.batch_size = whole("open the dataset", "batch_size", batch_size, 1)
         self.even, self._shard = checked_even(even), checked_shard(shard)
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.seed = whole("open the dataset", "seed", seed, 0)
         self.device, self.num_ahead = torch.device(device), whole("open the dataset", "num_ahead", num_ahead, 1)
-        self.dataset = self._as_rank_0_has(dataset)
+        self.dataset: WindowDataset | WindowMixture = self._as_rank_0_has(dataset)
         if len(self.dataset) and not len(self):
             about = f"batch_size {batch_size}, drop_last {drop_last}, ranks {current_shard(self._shard).total}"
             text = f"a WindowLoader has no batch: there are too few of {len(self.dataset)} windows ({about})"

@@ -16,8 +16,7 @@ from rollout_data.format.header import DROPPED, read_header
 from rollout_data.index.folder import BlockFolder
 from rollout_data.index.index import TrajectoryIndex
 from rollout_data.tools.command import main
-from rollout_data.tools.packing import pack_dataset
-from rollout_data.tools.repair import check_folder
+from rollout_data.tools.rewrite import check_folder, pack_dataset
 from rollout_data.writing.writer import RolloutWriter
 from storage.errors import DataFileError, UsageError
 from tests.files.readback import blocks_of, end_of, trajectories_of
@@ -270,7 +269,7 @@ def test_retention_never_revives_a_dropped_trajectory(tmp_path):
         (
             ["info", "nowhere"],
             1,
-            "info: cannot open the data folder 'nowhere': expected a folder, got nothing.",
+            "nowhere': expected a folder, got nothing there.",
         ),
         (["pack", "x"], 1, "expected either OUT_DIR or --in-place, got neither"),
         (["nonsense"], 2, "invalid choice: 'nonsense'"),
@@ -339,11 +338,11 @@ def test_a_folder_that_may_not_be_read_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("content", [{}, {"a.png": b"x", "b.h5": b"y"}, {"metadata.json": b'{"name": "x"}'}])
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_info_on_a_folder_that_is_no_dataset_fails(tmp_path, capsys, content, options):
+@pytest.mark.parametrize("call", ["info", "info --json", "verify", "verify --repair", "pack --in-place"])
+def test_a_folder_that_is_no_dataset_is_refused(tmp_path, capsys, content, call):
     for name, text in content.items():
         (tmp_path / name).write_bytes(text)
-    assert main(["info", str(tmp_path), *options]) == 1
+    assert main([*call.split(), str(tmp_path)]) == 1
     told = capsys.readouterr()
     assert told.out == "" and "expected blocks (rollout_*.h5), or a metadata.json that names fields" in told.err
     assert len(told.err.splitlines()) == 1

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_data import RolloutDataset, RolloutWriter
 from rollout_data.index.folder import INDEX_CACHE_NAME, save_index_cache
-from rollout_data.tools.repair import check_folder, repair_folder
+from rollout_data.tools.rewrite import check_folder, repair_folder
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning
 from tests.files.recorded import drain, frames_of, record
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from rollout_data import RolloutDataWarning, WindowDataset, WindowLoader, WindowMixture
+from rollout_data import RolloutDataset, RolloutDataWarning, WindowDataset, WindowLoader, WindowMixture
 from rollout_data.format.header import open_block
 from storage.errors import CorruptFileError, DataFileError, MissingFieldError, RolloutDataError, UsageError
 from tests.files import coded, recorded
@@ -110,6 +110,11 @@ def test_a_trajectory_that_is_just_long_enough_has_a_window_without_a_warning(fo
         assert len(WindowDataset(folder, 9)) == 1
         assert len(WindowDataset(folder, 4, delta={"action": [-5, 0]}, fields=["action", "reward"])) == 1
         assert len(WindowDataset(folder, 99, padding="repeat")) == 21
+
+
+def test_a_loader_of_anything_but_windows_is_refused(folder):
+    with pytest.raises(UsageError, match="expected a WindowDataset or a WindowMixture, got RolloutDataset"):
+        WindowLoader(RolloutDataset(folder, num_envs=1), batch_size=1)
 
 
 def test_a_loader_without_a_batch_says_so(folder):
