@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,9 +225,9 @@ class TrajectoryIndex:
     def num_frames(self) -> int:
         return int(self.first_frame[-1])
 
-    @property
+    @cached_property
     def lengths(self) -> Int64s:
-        """int64 `[M]`: frames of each trajectory; a new array."""
+        """int64 `[M]`: frames of each trajectory."""
         return np.diff(self.first_frame)
 
     def is_complete(self) -> np.ndarray:

@@ -33,7 +33,7 @@ _FLAGS = ("done", "timeout", "is_first", "valid", "is_last")
 #: How much of a trajectory is read ahead at once.
 _STRETCH_BYTES = 256 * 1024
 #: How many rows are looked at to see whether the files are in memory, and how often.
-_NUM_SAMPLES, _BATCHES_BETWEEN_LOOKS = 64, {True: 64, False: 16}
+_NUM_SAMPLES, _BATCHES_BETWEEN_LOOKS = 16, {True: 64, False: 16}
 
 
 @dataclass(frozen=True)

@@ -159,31 +159,29 @@ def _undisturbed(state: StreamState, deal: Deal, num_steps: int) -> tuple[Plan, 
 
 
 class _Walk:
-    """The running variables of one plan: each env's open segment, and what was emitted."""
+    """The running variables of one plan: where each env is, and which segments were begun."""
 
     def __init__(
         self, state: StreamState, deal: Deal, next_pass: NextPass, num_steps: int, envs: Int64s | None = None
     ) -> None:
         self.deal, self.next_pass, self.num_steps = deal, next_pass, num_steps
-        self.trajectory = state.trajectory.copy()
-        self.frame = state.frame.copy()
-        self.begin = np.zeros(len(self.frame), np.int64)
-        self.is_exhausted = state.is_exhausted.copy()
+        self.trajectory, self.frame = state.trajectory.copy(), state.frame.copy()
+        self.is_first, self.is_exhausted = state.is_first.copy(), state.is_exhausted.copy()
         self.num_valid = np.where(state.is_exhausted, 0, num_steps)
-        self.was_first = state.is_first
-        self.moves = np.ones(len(self.frame), bool)
-        if envs is not None:
-            self.moves[:] = False
-            self.moves[envs] = True
         self.position = state.position
+        self.envs = np.arange(len(self.frame)) if envs is None else envs  # that move
+        #: When each env was at `frame`; those that do not move are there at the end.
+        self.begin = np.full(len(self.frame), num_steps)
+        self.begin[self.envs] = 0
         self.parts: list[DealPart] = []
-        self.pieces: list[Pieces] = []
+        #: Of the part that is open: env, time, trajectory and frame where each segment begins.
+        self.begun = [(self.envs, self.begin[self.envs], self.trajectory[self.envs], self.frame[self.envs])]
         self.ends: list[Ends] = []
         first = state.is_first.nonzero()[0]
         self.firsts = [(np.zeros(len(first), np.int64), first)]
 
     def run(self) -> None:
-        """Close segments in the order of (end, env) until all open ones outlast the last step."""
+        """End segments in the order of (time, env) until all open ones outlast the last step."""
         end = self._ends()
         while len(ending := (end <= self.num_steps).nonzero()[0]):
             envs = ending[np.argsort(end[ending], kind="stable")]
@@ -192,7 +190,6 @@ class _Walk:
             # Without a trajectory left, the pass ends at the first of these times.
             closed = num_dealt or int(np.count_nonzero(times == times[0]))
             envs, times = envs[:closed], times[:closed]
-            self._emit(envs, times)
             self.ends.append(Ends(envs, times - 1, self.trajectory[envs]))
             if num_dealt:
                 self._deal(envs, times)
@@ -202,15 +199,10 @@ class _Walk:
                 end = self._ends()  # in the next pass, trajectories may have grown or gone
 
     def _ends(self) -> Int64s:
-        """When each env's open segment ends: the time after its last frame; late for those that have none."""
-        end = np.full(len(self.frame), self.num_steps + 1)
-        is_open = self._open()
-        end[is_open] = self.begin[is_open] + self.deal.lengths[self.trajectory[is_open]] - self.frame[is_open]
+        """When each env's segment ends: the time after its last frame; never if the env is exhausted."""
+        end: Int64s = self.begin + self.deal.lengths[self.trajectory] - self.frame
+        end[self.is_exhausted] = self.num_steps + 1
         return end
-
-    def _open(self) -> Int64s:
-        envs: Int64s = (~self.is_exhausted & self.moves).nonzero()[0]
-        return envs
 
     def _num_in_order(self, times: Int64s) -> int:
         """How many of these ends, ascending, can be served at once.
@@ -220,30 +212,34 @@ class _Walk:
         """
         chosen = slice(self.position, self.position + len(times))
         order = self.deal.order[chosen]
+        if times[0] == times[-1]:
+            return len(order)
         new_ends = times[: len(order)] + self.deal.lengths[order] - self.deal.starts[chosen]
         late = (times[1 : len(order)] >= np.minimum.accumulate(new_ends)[:-1]).nonzero()[0]
         return 1 + int(late[0]) if len(late) else len(order)
 
-    def _deal(self, envs: Int64s, times: Int64s | int) -> None:
+    def _deal(self, envs: Int64s, times: Int64s) -> None:
         """Give `envs` the next trajectories of the pass, from `times` on; there are enough."""
         chosen = slice(self.position, self.position + len(envs))
-        self.trajectory[envs], self.frame[envs] = self.deal.order[chosen], self.deal.starts[chosen]
-        self.begin[envs] = times
-        self.is_exhausted[envs] = False
-        self.num_valid[envs] = self.num_steps
+        begun = envs, times, self.deal.order[chosen], self.deal.starts[chosen]
+        _, self.begin[envs], self.trajectory[envs], self.frame[envs] = begun
+        self.is_first[envs], self.is_exhausted[envs] = True, False
         self.position += len(envs)
-        self.firsts.append((np.full(len(envs), times), envs))
+        self.firsts.append((times, envs))
+        self.begun.append(begun)
 
     def refill(self, envs: Int64s, time: int) -> None:
         """Deal trajectories to `envs`, in this order, from `time` on."""
         while len(envs):
             taken = min(len(envs), len(self.deal.order) - self.position)
-            self._deal(envs[:taken], time)
+            self._deal(envs[:taken], np.full(taken, time))
             envs = envs[taken:]
             if len(envs):
                 begun = self.next_pass(self.deal, self.trajectory)
                 if begun is None:
-                    self._exhaust(envs, time)
+                    self.frame[envs] = self.deal.lengths[self.trajectory[envs]]
+                    self.begin[envs] = self.num_valid[envs] = time
+                    self.is_exhausted[envs] = True
                     return
                 envs = self._enter(*begun, envs, time)
 
@@ -251,66 +247,52 @@ class _Walk:
         """Go on with the next pass; gives `waiting` and the envs whose trajectory is not in it any more."""
         is_lost = (numbers < 0) & ~self.is_exhausted
         is_lost[waiting] = False
-        lost = np.flatnonzero(is_lost)
-        self._emit(lost, time)
         if deal.source is not self.deal.source:
-            self._close_part()
+            self._close_part(time)
+            # Of these, the segments of envs that are dealt to at this time have no frames.
+            frame = (self.frame + time - self.begin)[self.envs]
+            self.begun = [(self.envs, np.full(len(frame), time), numbers[self.envs], frame)]
         self.deal, self.trajectory, self.position = deal, numbers.copy(), 0
-        return np.concatenate([waiting, lost])
+        return np.concatenate([waiting, np.flatnonzero(is_lost)])
 
-    def _exhaust(self, envs: Int64s, time: int) -> None:
-        self.frame[envs] = self.deal.lengths[self.trajectory[envs]]
-        self.begin[envs] = time
-        self.is_exhausted[envs] = True
-        self.num_valid[envs] = np.minimum(self.num_valid[envs], time)
-
-    def _emit(self, envs: Int64s, stop: Int64s | int) -> None:
-        """Put the open segments of `envs` into the plan, up to time `stop` (of each)."""
-        count = stop - self.begin[envs]
-        envs, count = envs[count > 0], count[count > 0]
-        if len(envs):
-            self.pieces.append(Pieces(envs, self.begin[envs], self.trajectory[envs], self.frame[envs], count))
-
-    def _close_part(self) -> None:
-        if self.pieces or self.ends:
-            pieces = Pieces(*_joined(self.pieces or [_NONE]))
-            order = np.lexsort((pieces.time, pieces.env))
-            pieces = Pieces(*[column[order] for column in pieces])
-            self.parts.append(DealPart(self.deal, pieces, Ends(*_joined(self.ends or [_NO_ENDS]))))
-        self.pieces, self.ends = [], []
+    def _close_part(self, stop: int) -> None:
+        """Put the segments that were begun into the plan, each up to the next of its env, or to time `stop`."""
+        env, time, trajectory, frame = _joined(self.begun)
+        order = np.argsort(env * (self.num_steps + 2) + time, kind="stable")
+        env, time = env[order], time[order]
+        count = np.where(env[1:] == env[:-1], time[1:], stop)
+        count = np.append(count, stop) - time
+        pieces = Pieces(env, time, trajectory[order], frame[order], count)
+        if not (has_frames := count > 0).all():
+            pieces = Pieces(*(column[has_frames] for column in pieces))
+        self.parts.append(DealPart(self.deal, pieces, Ends(*_joined(self.ends or [_NO_ENDS]))))
+        self.begun, self.ends = [], []
 
     def plan(self) -> Plan:
-        """Emit what is open up to and including the look at time T, and give the plan."""
-        stop = self.num_steps + 1
-        self._emit(self._open(), stop)
-        self._repeat_last((self.is_exhausted & self.moves).nonzero()[0], stop)
-        self._close_part()
+        """Close what is open behind the look at time T, and give the plan."""
+        self._repeat_last(self.envs[self.is_exhausted[self.envs]])
+        self._close_part(self.num_steps + 1)
         times, envs = _joined(self.firsts)
         inside = times < self.num_steps
         return Plan(self.num_steps, tuple(self.parts), times[inside], envs[inside], self.num_valid)
 
-    def _repeat_last(self, envs: Int64s, stop: int) -> None:
+    def _repeat_last(self, envs: Int64s) -> None:
         """An exhausted env shows its last frame again at every time that is left."""
         if not len(envs):
             return
-        count = stop - self.begin[envs]
+        count = self.num_steps + 1 - self.begin[envs]
         env = np.repeat(envs, count)
-        time = stop - 1 - (np.arange(len(env)) - np.repeat(np.cumsum(count) - count, count))
-        last = self.deal.lengths[self.trajectory[env]] - 1
-        self.pieces.append(Pieces(env, time, self.trajectory[env], last, np.ones(len(env), np.int64)))
+        time = np.arange(len(env)) - np.repeat(np.cumsum(count) - count - self.begin[envs], count)
+        trajectory = self.trajectory[env]
+        self.begun.append((env, time, trajectory, self.deal.lengths[trajectory] - 1))
         within = time < self.num_steps
-        self.ends.append(Ends(env[within], time[within], self.trajectory[env][within]))
+        self.ends.append(Ends(env[within], time[within], trajectory[within]))
 
     def state_after(self) -> StreamState:
         """Where the envs stand after the last step."""
-        steps = np.where(self.is_exhausted | ~self.moves, 0, self.num_steps - self.begin)
-        starts_now = np.zeros(len(self.frame), bool)
-        for times, envs in self.firsts:
-            starts_now[envs] = times == self.num_steps
-        starts_now |= self.was_first & ~self.moves
-        return StreamState(
-            self.trajectory, self.frame + steps, starts_now & ~self.is_exhausted, self.is_exhausted, self.position
-        )
+        steps = np.where(self.is_exhausted, 0, self.num_steps - self.begin)
+        is_first = self.is_first & (steps == 0) & ~self.is_exhausted
+        return StreamState(self.trajectory, self.frame + steps, is_first, self.is_exhausted, self.position)
 
 
 def _joined(rows: Sequence[tuple[Int64s, ...]]) -> tuple[Int64s, ...]:
@@ -321,5 +303,4 @@ def _joined(rows: Sequence[tuple[Int64s, ...]]) -> tuple[Int64s, ...]:
 
 
 _EMPTY = np.zeros(0, np.int64)
-_NONE = Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
 _NO_ENDS = Ends(_EMPTY, _EMPTY, _EMPTY)

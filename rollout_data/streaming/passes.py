@@ -89,17 +89,17 @@ def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, numbe
     A start is uniform over the part of `starting_frame_range` that lies within the trajectory; 0
     if none of it does.
     """
-    order = pool
-    if options.random_shuffle_traj_order:
-        keys = _keys(index.random_keys(pool, _seed(options, number, _ORDER)))
-        order = pool[torch.sort(torch.from_numpy(keys), stable=True).indices.numpy()]
     low, high = options.starting_frame_range
-    starts = np.zeros(len(order), np.int64)
+    starts = np.zeros(len(pool), np.int64)
     if high > 1:
-        room = np.minimum(high, index.lengths[order]) - low
-        draws = (index.random_keys(order, _seed(options, number, _STARTS)) >> np.uint64(11)) * 2.0**-53
+        room = np.minimum(high, index.lengths[pool]) - low
+        draws = (index.random_keys(pool, _seed(options, number, _STARTS)) >> np.uint64(11)) * 2.0**-53
         starts = np.where(room > 0, low + (draws * np.maximum(room, 1)).astype(np.int64), 0)
-    return order, starts
+    if not options.random_shuffle_traj_order:
+        return pool, starts
+    keys = _keys(index.random_keys(pool, _seed(options, number, _ORDER)))
+    place = torch.sort(torch.from_numpy(keys), stable=True).indices.numpy()
+    return pool[place], starts[place]
 
 
 def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, number: int, last: Name) -> int:
