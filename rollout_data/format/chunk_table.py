@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from storage.codecs.chunks import ChunkCodec, chunk_codec
-from storage.codecs.codecs import AUTO, codec_of, most_chunk_frames
+from storage.codecs.chunks import AUTO, ChunkCodec, chunk_codec
+from storage.codecs.codecs import codec_of, find_codec, most_chunk_frames
 from storage.core.durable import crc32
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError
@@ -36,6 +36,11 @@ class Coding:
     codec: str
     max_error: float = 0.0
     frames_per_chunk: int = 0
+
+    @property
+    def chain(self) -> ChunkCodec:
+        """What makes the chunks: the codec without the part that keeps rows rows."""
+        return find_codec(self.codec).chunks or chunk_codec("raw")
 
 
 def codings_text(codings: Mapping[str, Coding]) -> str:
@@ -61,12 +66,6 @@ def read_codings(text: str, schema: Schema) -> dict[str, Coding]:
     if missing:
         raise ValueError(f"no coding of field {missing[0]!r}")
     return found
-
-
-def chain_of(coding: Coding) -> ChunkCodec:
-    """The codec of a field's chunks: what is left of its codec without the part that keeps rows rows."""
-    codec = codec_of(Field("field", (), "float32", coding.codec))
-    return chunk_codec(codec.chunks or "raw")
 
 
 @dataclass(frozen=True, eq=False)

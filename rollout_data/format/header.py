@@ -22,7 +22,7 @@ from storage.core.fields import Schema
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 from storage.saving.hdf5 import attribute, member, open_hdf5
 
-from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, chain_of, check_sum, read_codings
+from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, check_sum, read_codings
 from .schema import RowLayout
 
 FORMAT_NAME = "rollout-data"
@@ -246,7 +246,7 @@ def _read_chunks(
         sums = tables.read(f"{place}/{CHUNK_CHECKSUMS}", np.dtype("<u4"), (len(offsets) - 1,)).astype(np.int64)
     column = layout.columns[place.partition("/")[2]]
     rows, places = np.ascontiguousarray(offsets.T, np.int64)
-    found = ChunkTable(chain_of(coding), layout.stored[column.name], column.row_bytes, rows, places + start, sums)
+    found = ChunkTable(coding.chain, layout.stored[column.name], column.row_bytes, rows, places + start, sums)
     if wrong := found.check(*ranges, coding.frames_per_chunk, start, num_bytes):
         raise _wrong(f"{wrong} in {place}", "another table")
     return found

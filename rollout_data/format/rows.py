@@ -13,12 +13,13 @@ from typing import Protocol
 
 import numpy as np
 
-from storage.codecs.codecs import AUTO, choose_codec, chunk_frames, codec_of, most_chunk_frames
+from storage.codecs.chunks import AUTO
+from storage.codecs.codecs import choose_codec, chunk_frames, codec_of, most_chunk_frames
 from storage.core.durable import crc32
 from storage.core.fields import Schema
 from storage.core.threads import each_part
 
-from .chunk_table import ChunkTable, Coding, chain_of
+from .chunk_table import ChunkTable, Coding
 from .header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ranges
 from .schema import Column
 
@@ -194,18 +195,17 @@ class _Frames:
 
     def coded(self, codec: str, error: float, num_threads: int) -> CodedRows:
         coding = Coding(codec, error, self._per_chunk)
-        chain = chain_of(coding)
         chunks = [b""] * (len(self._bounds) - 1)
         errors = np.zeros(len(chunks))
 
         def code(start: int, stop: int) -> None:
             for number in self._used[start:stop]:
-                chunks[number], errors[number] = chain.encode(self.read(number))
+                chunks[number], errors[number] = coding.chain.encode(self.read(number))
 
         each_part(code, len(self._used), self._bounds[-1] * self._row_bytes, num_threads)
         rows, places = np.array(self._bounds, np.int64), np.cumsum([0, *map(len, chunks)])
         sums = np.array([*map(crc32, chunks)], np.int64)
-        table = ChunkTable(chain, self._field, self._row_bytes, rows, places, sums)
+        table = ChunkTable(coding.chain, self._field, self._row_bytes, rows, places, sums)
         coding = replace(coding, max_error=max(coding.max_error, float(errors.max(initial=0.0))))
         return CodedRows(coding, table, np.frombuffer(b"".join(chunks), np.uint8))
 

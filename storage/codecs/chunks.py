@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -43,8 +44,10 @@ STAGES: dict[str, tuple[str, ...]] = {
     "shuffle": SHUFFLES,
     "packer": tuple(PACKERS),
 }
-#: What a chain must keep to, in the words of errors.
-CHAIN_ORDER = f"stages in the order {'+'.join(STAGES)}, each at most once"
+AUTO = "auto"
+#: What names are made of besides: alone, or before a chain.
+_VALUES = ("raw", "normalized_image", AUTO)
+CODEC_WORDS = (*_VALUES, *(stage for stages in STAGES.values() for stage in stages))
 #: First byte of a chunk.
 _PLAIN, _PACKED = 0, 1
 
@@ -169,19 +172,24 @@ def chunk_codec(name: str) -> ChunkCodec:
     Raises:
         UsageError: An unknown stage, or stages in another order; the text says what is known, or the order.
     """
+    return read_chain([] if name in ("", "raw") else name.split("+"), name)
+
+
+def read_chain(stages: Sequence[str], name: str, before: str = "") -> ChunkCodec:
+    """Give the codec of stages in a codec's name, behind a quantizer of values that stands `before` them."""
     found: dict[str, Any] = {}
-    kinds, before = list(STAGES), ""
-    for stage in [part for part in name.split("+") if name not in ("", "raw")]:
+    kinds = list(STAGES)[bool(before) :]
+    for stage in stages:
         match = _QUANTIZER.fullmatch(stage)
-        kind = next((kind for kind in STAGES if stage in STAGES[kind] or (match and kind == "quantizer")), None)
-        if kind is None:
-            options = [option for kind in STAGES for option in STAGES[kind]]
-            raise UsageError("use the codec", repr(name), nearest(stage, options), repr(stage))
+        kind = next((kind for kind in STAGES if stage in STAGES[kind] or (match and kind == "quantizer")), "")
+        if not kind and not (before and stage in _VALUES):
+            raise UsageError("use the codec", repr(name), nearest(stage, CODEC_WORDS), repr(stage))
         if kind not in kinds:
-            raise UsageError("use the codec", repr(name), CHAIN_ORDER, f"{stage!r} after {before!r}")
+            order = f"stages in the order {'+'.join(STAGES)}, each at most once"
+            raise UsageError("use the codec", repr(name), order, f"{stage!r} after {before!r}")
         kinds, before = kinds[kinds.index(kind) + 1 :], stage
         found[kind] = _linear(name, match) if match else stage
-    codec = ChunkCodec(name or "raw", **found)
+    codec = ChunkCodec("+".join(stages) or "raw", **found)
     if codec.packer_shuffles and codec.shuffle == "split":
         raise UsageError("use the codec", repr(name), "'shuffle', 'bitshuffle' or none before blosc2", "'split'")
     return codec

@@ -8,19 +8,18 @@ the result (`chunks.py`): `normalized_image+lz4` is both. `auto` is decided by t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
-from ..core.fields import DTYPES, Field
-from ..errors import FieldTypeError, UsageError, nearest
-from .chunks import CHAIN_ORDER, STAGES, chunk_codec
+from ..core.fields import Field
+from ..errors import FieldTypeError, UsageError
+from .chunks import AUTO, STAGES, ChunkCodec, chunk_codec, read_chain
 from .quantizers import IMAGE_MAX_ERROR, decode_image, encode_image
 
-AUTO = "auto"
 #: `auto` keeps values raw when less than this part would be saved.
 MIN_SAVED = 0.1
 #: Most frames of a chunk, and most bytes, beyond which it has fewer frames: as many as fit into a cache near the
@@ -49,7 +48,7 @@ class Codec:
         stored_dtype: Dtype name of the stored values; None keeps the field's own.
         encode: Tensor of the field's dtype -> tensor of the stored dtype.
         decode: Tensor of the stored dtype -> tensor of the field's dtype.
-        chunks: Name of the chain that makes chunks of stored rows; None for rows of a fixed place.
+        chunks: Makes chunks of stored rows, with `auto` of rows as they are; None for rows of a fixed place.
     """
 
     name: str
@@ -58,7 +57,7 @@ class Codec:
     stored_dtype: str | None
     encode: Callable[[torch.Tensor], torch.Tensor]
     decode: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-    chunks: str | None = None
+    chunks: ChunkCodec | None = None
 
 
 #: The codecs that keep one stored value per value; stages that make chunks are in `chunks.STAGES`.
@@ -69,8 +68,6 @@ VALUE_CODECS: dict[str, Codec] = {
         Codec("normalized_image", False, IMAGE_MAX_ERROR, "uint8", encode_image, decode_image),
     )
 }
-#: Every word that a codec's name may be made of.
-CODEC_WORDS = (*VALUE_CODECS, AUTO, *(stage for stages in STAGES.values() for stage in stages))
 
 
 @lru_cache(maxsize=256)
@@ -80,28 +77,19 @@ def find_codec(name: str) -> Codec:
     Raises:
         UsageError: There is none; the text lists the words that names are made of.
     """
-    if name in VALUE_CODECS:
-        return VALUE_CODECS[name]
-    raw = VALUE_CODECS["raw"]
+    raw, stages = VALUE_CODECS["raw"], name.split("+")
     if name == AUTO:
-        return Codec(name, True, 0.0, None, raw.encode, raw.decode, AUTO)
-    head, _, rest = name.partition("+")
-    values = VALUE_CODECS.get(head, raw) if rest else raw
-    chain = rest if values is not raw or head == "raw" else name
-    unknown = [word for word in chain.split("+") if word.partition("(")[0] not in CODEC_WORDS]
-    if unknown or not chain:
-        raise UsageError("use the codec", repr(name), nearest((unknown or [name])[0], CODEC_WORDS), repr(name))
-    if AUTO in chain.split("+"):
+        return replace(raw, name=AUTO, chunks=chunk_codec(raw.name))
+    if AUTO in stages:
         raise UsageError("use the codec", repr(name), f"{AUTO!r} alone", repr(name))
-    late = next((word for word in name.split("+")[1:] if word in VALUE_CODECS and chain != raw.name), None)
-    if late is not None:
-        raise UsageError("use the codec", repr(name), CHAIN_ORDER, f"{late!r} after {name.partition('+')[0]!r}")
-    chunks = chunk_codec(chain)
-    if values.stored_dtype is not None and not chunks.is_lossless:
-        raise UsageError("use the codec", repr(name), "one quantizer", "two")
-    max_error = values.max_error if chunks.is_lossless else None
-    lossless = values.is_lossless and chunks.is_lossless
-    return Codec(name, lossless, max_error, values.stored_dtype, values.encode, values.decode, chain)
+    values = VALUE_CODECS.get(stages[0], raw)
+    if name == values.name:
+        return values
+    if stages[0] == values.name:
+        del stages[0]
+    chunks = read_chain([] if stages == [raw.name] else stages, name, "" if values is raw else values.name)
+    is_lossless, max_error = values.is_lossless and chunks.is_lossless, values.max_error if chunks.is_lossless else None
+    return replace(values, name=name, is_lossless=is_lossless, max_error=max_error, chunks=chunks)
 
 
 def codec_of(field: Field) -> Codec:
@@ -114,9 +102,8 @@ def codec_of(field: Field) -> Codec:
 
 def check_writable(name: str) -> None:
     """Raise `UsageError` if there is no such codec, or if it needs an extra that is not installed."""
-    codec = find_codec(name)
-    if codec.chunks not in (None, AUTO):
-        chunk_codec(str(codec.chunks)).check_installed()
+    if chunks := find_codec(name).chunks:
+        chunks.check_installed()
 
 
 def stored_field(field: Field) -> Field:
@@ -126,16 +113,14 @@ def stored_field(field: Field) -> Field:
 
 def check_codec(field: Field) -> None:
     """Raise if the codec does not exist or cannot give back the field's dtype."""
-    codec = codec_of(field)
-    dtype = DTYPES[field.dtype][0]
-    if codec.stored_dtype is not None and not (dtype.is_floating_point or field.dtype == codec.stored_dtype):
+    codec, expected = codec_of(field), ""
+    is_float = field.torch_dtype.is_floating_point
+    if codec.stored_dtype is not None and not (is_float or field.dtype == codec.stored_dtype):
         expected = f"a floating dtype or {codec.stored_dtype}"
+    elif codec.chunks and not codec.chunks.is_lossless and not (is_float and field.dtype != "bfloat16"):
+        expected = "float16, float32 or float64"
+    if expected:
         raise FieldTypeError(f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype)
-    if codec.chunks not in (None, AUTO):
-        is_float = dtype.is_floating_point and field.dtype != "bfloat16"
-        if not (chunk_codec(codec.chunks or "").is_lossless or is_float):
-            expected = "float16, float32 or float64"
-            raise FieldTypeError(f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype)
 
 
 def most_chunk_frames(row_bytes: int) -> int:
