@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from storage import CompressedTensorDict
-from storage.checkpoints.saver import AsyncCheckpointSaver, load_checkpoint, load_checkpoint_parallel
+from storage import AsyncCheckpointSaver, CompressedTensorDict, load_checkpoint, load_checkpoint_parallel
 
 from . import data, images
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender

@@ -1,6 +1,7 @@
 """Reinforcement-learning experience in memory: rollout storages and replay buffers."""
 
-from .checkpoints.saver import AsyncCheckpointSaver, load_checkpoint, load_checkpoint_meta, load_checkpoint_parallel
+from .checkpoints.files import load_checkpoint, load_checkpoint_meta, load_checkpoint_parallel
+from .checkpoints.saver import AsyncCheckpointSaver
 from .codecs.compressed import CompressedTensorDict
 from .codecs.images import compress_image_seq, decompress_image_seq, decompress_many
 from .core.fields import Field, Schema

@@ -21,7 +21,7 @@ from storage.core.threads import each_part
 
 from .chunk_table import ChunkTable, Coding
 from .header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ranges
-from .schema import Column
+from .schema import StoredColumn
 
 #: Chunks that "auto" tries.
 _NUM_SAMPLES = 8
@@ -242,7 +242,7 @@ def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: i
     return CodedRows(header.codings[column], part, data)
 
 
-def _joined(parts: Sequence[RowSource], column: Column) -> RowSource:
+def _joined(parts: Sequence[RowSource], column: StoredColumn) -> RowSource:
     """Put rows one after the other; chunks stay as they are if all are coded alike, otherwise all are decoded."""
     coded = [part for part in parts if isinstance(part, CodedRows)]
     if coded and len({part.coding.codec for part in coded}) == 1:

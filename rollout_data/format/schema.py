@@ -30,7 +30,7 @@ _JOINABLE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64:
 
 
 @dataclass(frozen=True)
-class Column:
+class StoredColumn:
     """One fixed-size row per frame, holding one or several fields.
 
     Attributes:
@@ -52,8 +52,8 @@ class RowLayout:
     Attributes:
         schema: The fields as users see them.
         stored: The same fields as they are stored (after their codecs).
-        columns: Column name -> `Column`.
-        column_of: Field name -> its `Column`.
+        columns: Column name -> `StoredColumn`.
+        column_of: Field name -> its `StoredColumn`.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -68,7 +68,7 @@ class RowLayout:
         small = [f for f in self.stored.values() if f.name not in alone]
         columns = [_pack(small)] if small else []
         columns += [
-            Column(f.name, _padded(f.row_bytes), {f.name: 0}, f.name in coded)
+            StoredColumn(f.name, _padded(f.row_bytes), {f.name: 0}, f.name in coded)
             for f in self.stored.values()
             if f.name in alone
         ]
@@ -87,7 +87,7 @@ class RowLayout:
         """Bytes of one frame over all columns."""
         return sum(column.row_bytes for column in self.columns.values())
 
-    def numpy_dtype(self, column: Column) -> np.dtype[Any]:
+    def numpy_dtype(self, column: StoredColumn) -> np.dtype[Any]:
         """Structured dtype of the packed row, or the plain dtype of a large field's row."""
         return np.dtype(
             {
@@ -146,7 +146,7 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def _pack(fields: list[Field]) -> Column:
+def _pack(fields: list[Field]) -> StoredColumn:
     """Lay fields one after the other, each aligned to its item size."""
     offsets: dict[str, int] = {}
     end = 0
@@ -154,4 +154,4 @@ def _pack(fields: list[Field]) -> Column:
         size = field.numpy_dtype.itemsize
         offsets[field.name] = -(-end // size) * size
         end = offsets[field.name] + field.row_bytes
-    return Column(PACKED, _padded(end), offsets)
+    return StoredColumn(PACKED, _padded(end), offsets)

@@ -28,7 +28,7 @@ from ..format.header import (
     layouts_of,
 )
 from ..format.rows import BlockContent, RowSource
-from ..format.schema import Column, RowLayout
+from ..format.schema import RowLayout, StoredColumn
 from .record import PRESENT, REWARD, Rollout, ends_of, nonfinite_rewards, numbers
 
 #: A block is written without its unused rows when more than this part of them is unused.
@@ -225,7 +225,7 @@ class _Rows:
     """
 
     def __init__(
-        self, layout: RowLayout, column: Column, values: Mapping[str, np.ndarray], places: np.ndarray | None
+        self, layout: RowLayout, column: StoredColumn, values: Mapping[str, np.ndarray], places: np.ndarray | None
     ) -> None:
         lead = next(iter(values.values())).shape[: 2 if places is None else 1]
         self._num_steps, self._places = lead[0], places

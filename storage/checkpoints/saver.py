@@ -22,25 +22,8 @@ from ..core.memory import BufferPool
 from ..core.threads import Owned, Worker
 from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError
 from ..live.monitors import PerformanceMonitor
-from .files import (
-    SUFFIX,
-    MissingCheckpointError,
-    load_checkpoint,
-    load_checkpoint_meta,
-    load_checkpoint_parallel,
-    write_checkpoint,
-)
+from .files import SUFFIX, write_checkpoint
 from .object_copy import copy_object
-
-__all__ = [
-    "AsyncCheckpointSaver",
-    "CheckpointError",
-    "MissingCheckpointError",
-    "QueueFullError",
-    "load_checkpoint",
-    "load_checkpoint_meta",
-    "load_checkpoint_parallel",
-]
 
 ON_FULL = ("block", "drop_oldest", "raise")
 

@@ -47,6 +47,9 @@ class ColumnTable:
             if column.source and column.fields
         ]
         self._sources = {x.source for x in columns if x.source and (x.fields or x.is_ignorable)}
+        viewed = {column.view_of for column in columns}
+        #: Fields of `num_rows + 1` steps, which others show.
+        self._longer = {field.name for column in columns if column.name in viewed for field in column.fields}
         #: Name and number of axes of a step's value -> the rows that it goes to; made when the first step is written.
         self._rows: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
         #: What goes into a row that a step brings no value for.
@@ -57,19 +60,27 @@ class ColumnTable:
                 raise SchemaError("declare the fields of a storage", "", expected, repr(name))
         for column in columns:
             for field in column.fields:
-                if not column.is_lazy and not column.is_view:
+                if not column.is_lazy and not column.view_of:
                     self._allocate(field.name, (num_envs, *field.shape), field.torch_dtype)
+        self._show_views()
         self.note_results(False)
 
     @lasting
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        whole = (self.num_rows, *shape)
+        whole = (self.num_rows + (name in self._longer), *shape)
         if self.device.type == "cpu":  # on huge pages, if it is large
             made = BufferPool(max_buffers=0).empty(whole, dtype)
         else:
             made = torch.empty(whole, dtype=dtype, device=self.device)
         self.tensors[name] = made.fill_(self._fill_of(name))
         self._rows = {}
+
+    @lasting
+    def _show_views(self) -> None:
+        for column in self.columns.values():
+            for field in column.fields if column.view_of else ():
+                whole = self.tensors[column.view_of + field.name[len(column.name) :]]
+                self.tensors[field.name] = whole[column.first_row :][: self.num_rows]
 
     def _fill_of(self, name: str) -> float:
         return self.schema[name].fill if name in self.schema else 0
@@ -132,7 +143,7 @@ class ColumnTable:
             self._rows[name, tensor.dim() - 1] = tensor.unbind(0)
             if column is not None and tensor.dim() == 3 and tensor.shape[-1] == 1:
                 self._rows[name, 1] = tensor.squeeze(-1).unbind(0)
-            if column is not None and not column.is_required and not column.is_view:
+            if column is not None and not column.is_required and not column.view_of:
                 self._fillings[name] = torch.full_like(tensor[0], self._fill_of(name))
 
     # -- all steps -------------------------------------------------------------------------
@@ -174,31 +185,25 @@ class ColumnTable:
             for target, x in zip(targets, given.values(), strict=True):
                 target.copy_(x)
 
-    def substitute(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Use these tensors for fields of columns that are views."""
-        self.tensors.update(tensors)
-        self._note_change(self.has_results)
-
     def kept(self) -> dict[str, torch.Tensor]:
-        """List what belongs to the table: all tensors but those of columns that are views."""
-        views = {field.name for column in self.columns.values() if column.is_view for field in column.fields}
+        """List all tensors but those of columns that are views."""
+        views = {field.name for column in self.columns.values() if column.view_of for field in column.fields}
         return {name: x for name, x in self.tensors.items() if name not in views}
 
     def replace(self, tensors: Mapping[str, torch.Tensor], num_rows: int, others: set[str]) -> None:
         """Take other tensors of `num_rows` steps in the place of all that `kept` lists; fields, and `others`."""
         expected = {
-            field.name: ((num_rows, self.num_envs, *field.shape), field)
+            field.name: ((num_rows + (field.name in self._longer), self.num_envs, *field.shape), field)
             for column in self.columns.values()
             for field in column.fields
-            if not column.is_view and (not column.is_lazy or field.name in tensors)
+            if not column.view_of and (not column.is_lazy or field.name in tensors)
         }
         for name in tensors:
             if name not in expected and name not in others:
                 raise MissingFieldError(_LOAD, f"with the tensor {name!r}", nearest(name, expected))
         check_loaded(expected, tensors)
-        mine = self.kept()
-        self.tensors = {name: x for name, x in self.tensors.items() if name not in mine} | dict(tensors)
-        self.num_rows = num_rows
+        self.tensors, self.num_rows = dict(tensors), num_rows
+        self._show_views()
         self._note_change()
 
     def _note_change(self, has_results: bool = False) -> None:

@@ -41,9 +41,9 @@ class Column:
         is_lazy: Whether it is allocated only when a transition first brings it.
         is_ignorable: Whether a transition may bring it although it is not kept here: callers of every algorithm do.
         is_recorded: Whether `RolloutWriter.add_rollout` records it without being asked.
-        is_view: Whether its storage gives it memory of another column, so that it is neither filled nor saved.
+        view_of: The column whose memory it shows, which has one step more; it is neither filled nor saved itself.
+        first_row: Where in that memory it begins, 0 or 1.
         argument: The argument of the constructor that gives its shape; "" if none does.
-        about: What a transition or a mini-batch holds there, for the documentation of both.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Column:
     is_lazy: bool = False
     is_ignorable: bool = False
     is_recorded: bool = False
-    is_view: bool = False
+    view_of: str = ""
+    first_row: int = 0
     argument: str = ""
-    about: str = ""
 
 
 def brought(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
@@ -88,40 +88,36 @@ def rollout_columns(
     outputs = {"argument": "" if policy_outputs is None else "policy_outputs"}
     # NaN says that none was given, so that it cannot be used by mistake.
     unknown = Field("bootstrap_values", heads, fill=nan)
-    # fmt: off
     return [
-        brought("observations", obs_shape, "obs", argument="obs_shape", is_padded=True, is_recorded=True,
-                about="`[B, *obs]`, or a dict of such: what the policy saw"),
-        brought("critic_observations", critic, "critic_obs", argument="critic_obs_shape", fallback="obs",
-                is_padded=True, is_ignorable=True, is_recorded=True,
-                about="`[B, *critic_obs]`, or a dict of such: what the critic saw; in mini-batches `obs` if absent"),
-        brought("actions", actions_shape, "actions", argument="actions_shape", is_recorded=True,
-                about="`[B, *A]`: what was done"),
-        brought("rewards", heads, is_recorded=True, about="`[B, R]`, or `[B]` with one reward"),
-        brought("dones", (one, "uint8"), is_flag=True, is_recorded=True,
-                about="`[B]` or `[B, 1]` of any dtype: not 0 where this step was the last of its trajectory"),
-        brought("values", heads, "values", about="`[B, R]`, or `[B]` with one reward: value of the observation"),
-        brought("advantages", heads, "advantages", source="", about="`[B, R]`: computed, or written by the trainer"),
-        brought("returns", heads, "returns", source="", about="`[B, R]`: computed, or written by the trainer"),
-        brought("actions_log_prob", one, "old_actions_log_prob", about="`[B]` or `[B, 1]`: log-probability"),
-        brought("mu", gaussian, "old_mu", source="action_mean", about="`[B, *A]`: mean of a Gaussian policy"),
-        brought("sigma", gaussian, "old_sigma", source="action_sigma", about="`[B, *A]`: its standard deviation"),
-        brought("saved_hidden_states", batch="hidden_states", source="hidden_states", is_ignorable=True,
-                about="recurrent states before the step: None, a `[layers, B, H]` tensor, or (named) tuples of them; "
-                      "in recurrent mini-batches those of each trajectory's first step, `[layers, n_traj, H]`"),
-        brought("masks", batch="masks", source="", about="in recurrent mini-batches `[T, n_traj]`, False on padding"),
-        brought("time_outs", (one, "bool"), is_required=False, is_flag=True, is_recorded=True,
-                about="`[B]` or `[B, 1]`: not 0 where the trajectory was cut and did not end by itself"),
-        brought("bootstrap_values", unknown, is_required=False, is_lazy=True,
-                about="`[B, R]`: value of the true final observation; read only where a time-out cut the trajectory"),
-        brought("policy_outputs", policy_outputs or _ABSENT, "policy_outputs", **outputs, is_recorded=True,
-                about="a dict of `[B, ...]`: what a policy that is not Gaussian gives, as declared with the storage"),
-        brought("next_observations", is_ignorable=True,
-                about="like `observations`: the true next one, before any reset"),
-        brought("next_critic_observations", is_ignorable=True, about="the same for the critic"),
-        brought("action_labels", about="`[B, *A]`: what a teacher would have done"),
+        brought("observations", obs_shape, "obs", argument="obs_shape", is_padded=True, is_recorded=True),
+        brought(
+            "critic_observations",
+            critic,
+            "critic_obs",
+            argument="critic_obs_shape",
+            fallback="obs",
+            is_padded=True,
+            is_ignorable=True,
+            is_recorded=True,
+        ),
+        brought("actions", actions_shape, "actions", argument="actions_shape", is_recorded=True),
+        brought("rewards", heads, is_recorded=True),
+        brought("dones", (one, "uint8"), is_flag=True, is_recorded=True),
+        brought("values", heads, "values"),
+        brought("advantages", heads, "advantages", source=""),
+        brought("returns", heads, "returns", source=""),
+        brought("actions_log_prob", one, "old_actions_log_prob"),
+        brought("mu", gaussian, "old_mu", source="action_mean"),
+        brought("sigma", gaussian, "old_sigma", source="action_sigma"),
+        brought("saved_hidden_states", batch="hidden_states", source="hidden_states", is_ignorable=True),
+        brought("masks", batch="masks", source=""),
+        brought("time_outs", (one, "bool"), is_required=False, is_flag=True, is_recorded=True),
+        brought("bootstrap_values", unknown, is_required=False, is_lazy=True),
+        brought("policy_outputs", policy_outputs or _ABSENT, "policy_outputs", **outputs, is_recorded=True),
+        brought("next_observations", is_ignorable=True),
+        brought("next_critic_observations", is_ignorable=True),
+        brought("action_labels"),
     ]
-    # fmt: on
 
 
 def replaced(columns: Iterable[Column], *others: Column) -> list[Column]:
@@ -205,21 +201,45 @@ def shape_from_json(written: Any) -> Any:
 
 # -- the records of any storage ----------------------------------------------------------------
 
-#: Only the names of these are used.
-_COLUMNS = rollout_columns(1, 1, 1, 1)
-_Sources: Any = transition_type(_COLUMNS, object)
-_BatchFields: Any = batch_type(_COLUMNS, tuple)
 
+@dataclass
+class Transition:
+    """What one step of all envs brings; every value has the envs first, `[B, ...]`.
 
-def _listed(key: str) -> str:
-    return "".join(f"\n    {getattr(x, key)}: {x.about}." for x in _COLUMNS if getattr(x, key) and x.about)
+    Attributes:
+        observations: `[B, *obs]`, or a dict of such: what the policy saw.
+        critic_observations: `[B, *critic_obs]`, or a dict of such: what the critic saw.
+        actions: `[B, *A]`: what was done.
+        rewards: `[B, R]`, or `[B]` with one reward.
+        dones: `[B]` or `[B, 1]` of any dtype: not 0 where this step was the last of its trajectory.
+        values: `[B, R]`, or `[B]` with one reward: value of the observation.
+        actions_log_prob: `[B]` or `[B, 1]`: log-probability.
+        action_mean, action_sigma: `[B, *A]`: mean and standard deviation of a Gaussian policy.
+        hidden_states: Recurrent states before the step: None, a `[layers, B, H]` tensor, or (named) tuples of them.
+        time_outs: `[B]` or `[B, 1]`: not 0 where the trajectory was cut and did not end by itself.
+        bootstrap_values: `[B, R]`: value of the true final observation; read only where a time-out cut the trajectory.
+        policy_outputs: A dict of `[B, ...]`: what a policy that is not Gaussian gives, as declared with the storage.
+        next_observations: Like `observations`: the true next one, before any reset.
+        next_critic_observations: The same for the critic.
+        action_labels: `[B, *A]`: what a teacher would have done.
+    """
 
-
-class Transition(_Sources):  # type: ignore[misc]
-    __doc__ = f"""What one step of all envs brings; every value has the envs first, `[B, ...]`.
-
-Attributes:{_listed("source")}
-"""
+    observations: Any = None
+    critic_observations: Any = None
+    actions: Any = None
+    rewards: Any = None
+    dones: Any = None
+    values: Any = None
+    actions_log_prob: Any = None
+    action_mean: Any = None
+    action_sigma: Any = None
+    hidden_states: Any = None
+    time_outs: Any = None
+    bootstrap_values: Any = None
+    policy_outputs: Any = None
+    next_observations: Any = None
+    next_critic_observations: Any = None
+    action_labels: Any = None
 
     def clear(self) -> None:
         """Set every field to None."""
@@ -227,12 +247,29 @@ Attributes:{_listed("source")}
             setattr(self, one.name, None)
 
 
-class MiniBatch(_BatchFields):  # type: ignore[misc]
-    __doc__ = f"""Rows for one gradient step, `[M, ...]`, or `[T, n, ...]` in recurrent batches; None where absent.
+class MiniBatch(NamedTuple):
+    """Rows for one gradient step, `[M, ...]`, or `[T, n, ...]` in recurrent batches; None where absent.
 
-Attributes:{_listed("batch")}
-"""
-    __slots__ = ()
+    Attributes:
+        obs, actions, values, old_actions_log_prob, old_mu, old_sigma, policy_outputs: What transitions brought.
+        critic_obs: The same; `obs` if the critic sees no other.
+        advantages, returns: `[..., R]`: computed, or written by the trainer.
+        hidden_states: In recurrent mini-batches those before each trajectory's first step, `[layers, n_traj, H]`.
+        masks: In recurrent mini-batches `[T, n_traj]`, False on padding.
+    """
+
+    obs: Any = None
+    critic_obs: Any = None
+    actions: Any = None
+    values: Any = None
+    advantages: Any = None
+    returns: Any = None
+    old_actions_log_prob: Any = None
+    old_mu: Any = None
+    old_sigma: Any = None
+    hidden_states: Any = None
+    masks: Any = None
+    policy_outputs: Any = None
 
 
 class HiddenStates(NamedTuple):

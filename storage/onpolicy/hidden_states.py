@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class SavedStates:
         waiting = iter(mine.values())
         try:
             is_right = _layout(_build(layout, waiting)) == layout and not list(waiting)
-        except (AttributeError, StopIteration, TypeError, ValueError):
+        except (AttributeError, LookupError, StopIteration, TypeError, ValueError):
             is_right = False
         if not is_right:
             expected = f"None, 'tensor', or lists of these, for {len(mine)} tensors"
@@ -97,24 +98,16 @@ def _leaves(states: Any) -> list[torch.Tensor]:
     return [leaf for child in states or () for leaf in _leaves(child)]
 
 
-def _build(layout: Any, leaves: Iterator[torch.Tensor]) -> Any:
+def _build(layout: Any, leaves: Iterator[Any]) -> Any:
     if not isinstance(layout, list):
         return None if layout is None else next(leaves)
-    names, below = _parts(layout)
-    children = [_build(child, leaves) for child in below]
+    names = layout[0]["names"] if layout and isinstance(layout[0], dict) else None
+    children = [_build(child, leaves) for child in layout[names is not None :]]
     if names is None:
         return tuple(children)
     kind: Any = HiddenStates if tuple(names) == HiddenStates._fields else namedtuple("States", names)
     return kind(*children)
 
 
-def _parts(layout: list[Any]) -> tuple[Any, list[Any]]:
-    """Take the list of a layout apart: the names of a named tuple, or None, and the layouts below."""
-    is_named = bool(layout) and isinstance(layout[0], dict)
-    return (layout[0].get("names"), layout[1:]) if is_named else (None, layout)
-
-
 def _words(layout: Any) -> str:
-    if not isinstance(layout, list):
-        return str(layout)
-    return "(" + ", ".join(map(_words, _parts(layout)[1])) + ")"
+    return str(_build(layout, repeat(_LEAF))).replace("'", "")

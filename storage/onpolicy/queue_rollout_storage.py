@@ -7,7 +7,7 @@ sees the steps in the order of time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import floor, inf
 from typing import Any
 
@@ -140,6 +140,8 @@ class ActionLabelRollout(QueueRolloutStorage):
     """
 
     MiniBatch = ActionLabelMiniBatch
+    mini_batch_generator: Callable[..., Iterator[ActionLabelMiniBatch]]
+    recurrent_mini_batch_generator: Callable[..., Iterator[ActionLabelMiniBatch]]
     needs_returns = False
 
     def declare_columns(self) -> list[Column]:

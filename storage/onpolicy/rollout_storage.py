@@ -37,6 +37,7 @@ from .returns import Scalar, Signals, check_rules, checked_factor, checked_last_
 
 # Inside the class these names are the established class attributes.
 _Transition = Transition
+_MiniBatch = MiniBatch
 _CREATE = "create a storage"
 
 
@@ -66,8 +67,8 @@ class RolloutStorage(Store, is_saved_whole=True):
     attributes `Transition` and `MiniBatch` of a storage have a field for each source and batch field declared there.
     """
 
-    Transition: type[Any] = Transition
-    MiniBatch: type[Any] = MiniBatch
+    Transition: type[_Transition] = Transition
+    MiniBatch: type[_MiniBatch] = MiniBatch
     #: Whether mini-batches are refused until returns are computed; if not, they carry None instead.
     needs_returns = True
 
@@ -225,7 +226,7 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: str = "epoch", drop_last: bool = True
-    ) -> Iterator[Any]:
+    ) -> Iterator[_MiniBatch]:
         """Yield `num_mini_batches * num_epochs` mini-batches of `[M, ...]` for feed-forward networks.
 
         Narrow fields lie side by side in one new tensor: not contiguous, so that `view(-1)` needs `reshape`. It is
@@ -248,7 +249,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         rows, bounds = self._plan_batches(num_mini_batches, num_epochs, drop_last, "row")
         return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
 
-    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[Any]:
+    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[_MiniBatch]:
         """Yield `num_mini_batches * num_epochs` mini-batches of whole envs for recurrent networks.
 
         Every env is cut at its dones into trajectories of T steps, padded with zeros. Observations

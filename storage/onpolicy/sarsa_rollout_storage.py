@@ -7,14 +7,14 @@ kept apart, and put in where a batch is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..core.fields import Field, signed
-from ..core.memory import lasting
 from ..core.tree import check_same_names
 from ..errors import MissingFieldError, SchemaError, UsageError
 from ..saving.store import State
@@ -26,7 +26,7 @@ from .rollout_storage import RolloutStorage
 #: Column -> field of the mini-batch that carries it one step later.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}
 _ACTION, _LOAD = "add a transition", "load a state"
-_WHOLE, _FINALS = "whole/", "finals/"
+_FINALS = "finals/"
 
 
 def _with_next(columns: Sequence[Column]) -> list[Column]:
@@ -40,8 +40,9 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
             )
             name, fallback = f"next_{column.name}", column.fallback and _SHIFTED["observations"]
             later = Column(name, next_fields, name, _SHIFTED[column.name], fallback, False, is_padded=True)
-            made += [replace(column, is_view=True), replace(later, is_view=True, is_ignorable=True)]
-            made.append(Column(f"all_{column.name}", all_fields, is_view=True))
+            whole = Column(f"all_{column.name}", all_fields)
+            later = replace(later, is_ignorable=True, view_of=whole.name, first_row=1)
+            made += [replace(column, view_of=whole.name), later, whole]
     return replaced(columns, *made, Column("next_valid", (), batch="next_valid"))
 
 
@@ -80,8 +81,9 @@ class SarsaRolloutStorage(RolloutStorage):
     """
 
     MiniBatch = SarsaMiniBatch
+    mini_batch_generator: Callable[..., Iterator[SarsaMiniBatch]]
+    recurrent_mini_batch_generator: Callable[..., Iterator[SarsaMiniBatch]]
 
-    @lasting
     def __init__(
         self,
         *arguments: Any,
@@ -94,15 +96,6 @@ class SarsaRolloutStorage(RolloutStorage):
         self.strict_next = strict_next
         self.emit_next_valid = emit_next_valid
         self.validate = validate
-        #: By field, the observations of all T + 1 steps.
-        self._whole: dict[str, torch.Tensor] = {}
-        self._show(
-            {
-                x.name: torch.full(self._whole_shape(x), x.fill, dtype=x.torch_dtype, device=self.device)
-                for name in _SHIFTED
-                for x in self._table.columns[name].fields
-            }
-        )
         # Step -> (envs whose trajectory ended there, their true final observations by field).
         self._finals: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
         #: Steps that came with their next observations.
@@ -112,14 +105,11 @@ class SarsaRolloutStorage(RolloutStorage):
         """Declare the next observations too."""
         return _with_next(super().declare_columns())
 
-    def _whole_shape(self, field: Field) -> tuple[int, ...]:
-        return (self.num_transitions_per_env + 1, self.num_envs, *field.shape)
-
-    def _show(self, whole: dict[str, torch.Tensor]) -> None:
-        """Keep observations in these tensors of T + 1 steps, and show them as the columns that are views."""
-        self._whole = whole
-        for name, x in whole.items():
-            self._table.substitute({f"all_{name}": x, name: x[:-1], f"next_{name}": x[1:]})
+    @property
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """By field, the observations of all T + 1 steps."""
+        fields = [field for name in _SHIFTED for field in self._table.columns[name].fields]
+        return {field.name: self._table.tensors[f"all_{field.name}"] for field in fields}
 
     @torch.no_grad()
     def add_transitions(self, transition: Transition) -> None:
@@ -203,7 +193,6 @@ class SarsaRolloutStorage(RolloutStorage):
             state = super()._get_state()
             has_next = [step in self._has_next for step in range(max(self._has_next, default=-1) + 1)]
             state.numbers.update(has_next=has_next, finals=sorted(self._finals))
-            state.tensors.update((_WHOLE + name, x) for name, x in self._whole.items())
             for step, (ended, values) in self._finals.items():
                 state.tensors[f"{_FINALS}{step}/envs"] = ended
                 state.tensors.update((f"{_FINALS}{step}/of/{name}", x) for name, x in values.items())
@@ -211,10 +200,10 @@ class SarsaRolloutStorage(RolloutStorage):
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
-            mine = {name: x for name, x in tensors.items() if name.startswith((_WHOLE, _FINALS))}
+            mine = {name: x for name, x in tensors.items() if name.startswith(_FINALS)}
             self._check_kept(numbers["has_next"], numbers["finals"], mine)
-            super()._set_state(numbers, {name: x for name, x in tensors.items() if name not in mine})
-            self._show({name: mine[_WHOLE + name] for name in self._whole})
+            others = {re.sub("^whole/", "all_", name): x for name, x in tensors.items() if name not in mine}
+            super()._set_state(numbers, others)  # "whole/" is what earlier saves say
             self._has_next = {step for step, is_so in enumerate(numbers["has_next"]) if is_so}
             self._finals = {
                 step: (
@@ -231,14 +220,13 @@ class SarsaRolloutStorage(RolloutStorage):
             raise SchemaError(_LOAD, "with 'has_next'", f"a list of at most {num_steps} bools", repr(has_next))
         if not isinstance(finals, list) or not all(type(x) is int and 0 <= x < num_steps for x in finals):
             raise SchemaError(_LOAD, "with 'finals'", f"a list of ints from 0 to {num_steps - 1}", repr(finals))
-        fields = [self._table.schema[name] for name in self._whole]
-        expected = {_WHOLE + x.name: (self._whole_shape(x), x) for x in fields}
-        indices = {}
+        expected, indices = dict[str, tuple[tuple[int, ...], Field]](), {}
         for step in finals:
             envs = indices[f"{_FINALS}{step}/envs"] = tensors.get(f"{_FINALS}{step}/envs", torch.empty(0))
             is_index = envs.dtype is torch.int64 and envs.dim() == 1
             if not is_index or bool(((envs < 0) | (envs >= self.num_envs)).any()):
                 raise SchemaError(_LOAD, f"with '{_FINALS}{step}/envs'", f"int64 [n] below {self.num_envs}", str(envs))
+            fields = [self._table.schema[name] for name in self._whole]
             expected |= {f"{_FINALS}{step}/of/{x.name}": ((len(envs), *x.shape), x) for x in fields}
         check_same_names({**expected, **indices}, tensors, _LOAD)
         check_loaded(expected, tensors)

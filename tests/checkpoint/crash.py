@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from storage.checkpoints.saver import AsyncCheckpointSaver, load_checkpoint, load_checkpoint_meta
+from storage import AsyncCheckpointSaver, load_checkpoint, load_checkpoint_meta
 from tests.killed import Counter
 
 WORK = "tests.checkpoint.crash:save_until_killed"

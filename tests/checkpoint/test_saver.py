@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from storage.checkpoints.saver import AsyncCheckpointSaver, CheckpointError, QueueFullError, load_checkpoint
+from storage.checkpoints.files import load_checkpoint
+from storage.checkpoints.saver import AsyncCheckpointSaver, CheckpointError, QueueFullError
 from storage.errors import BackgroundError, ClosedError, UsageError, WaitTimeoutError
 from storage.live.monitors import PerformanceMonitor
 

@@ -15,6 +15,7 @@ from storage import (
     Column,
     Field,
     FieldTypeError,
+    MiniBatch,
     MissingFieldError,
     QueueRolloutStorage,
     RolloutOverflowError,
@@ -272,6 +273,10 @@ def test_transition_clear_forgets_everything():
     transition.clear()
     assert all(value is None for value in vars(transition).values())
     assert RolloutStorage.Transition() == Transition()
+
+
+def test_fields_that_type_checkers_see_are_those_of_the_columns():
+    assert (make_storage().Transition, make_storage().MiniBatch) == (Transition, MiniBatch)
 
 
 def test_assigning_to_a_column_writes_into_it():
