@@ -36,8 +36,6 @@ _OBSERVATION = "observation"
 class MissingMotionError(DataFileError, FileNotFoundError):
     """A motion that the list names is not there."""
 
-    __str__ = DataFileError.__str__
-
 
 def load_expert_trajectories(
     motions: str | os.PathLike[str],

@@ -71,8 +71,6 @@ class SchemaError(UsageError):
 class MissingFieldError(SchemaError, KeyError):
     """A record lacks a declared field, or has one that was not declared."""
 
-    __str__ = RolloutDataError.__str__
-
 
 class FieldTypeError(SchemaError, TypeError):
     """A value has a dtype that cannot be stored in its field without loss."""

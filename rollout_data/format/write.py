@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import torch
 
 from storage.core.durable import crc32, sync_path
-from storage.core.fields import Schema
 from storage.core.threads import each
 from storage.errors import UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
@@ -223,7 +221,7 @@ def _reserve_tables(file: h5py.File, content: BlockContent) -> dict[str, int]:
 
 def _write_tables(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> None:
     """Write what describes the rows: attributes and tables of chunks."""
-    values = (_text_of(content.schema), content.writer, content.sequence, time.time_ns())
+    values = (json.dumps(content.schema.to_json()), content.writer, content.sequence, time.time_ns())
     about: dict[str, str | int] = dict(zip(ABOUT, values, strict=True))
     about |= {CODECS: codings_text(codings)} if codings else {}
     offsets = _write_offsets(file, content, codings)
@@ -231,7 +229,8 @@ def _write_tables(file: h5py.File, content: BlockContent, codings: Mapping[str, 
     for name, value in {"format": FORMAT_NAME, "version": FORMAT_VERSION, **about, "header_crc": crc}.items():
         # A quarter of the time of `file.attrs[name] = value`.
         dtype = h5py.string_dtype() if isinstance(value, str) else np.dtype("<i8")
-        h5py.h5a.create(file.id, name.encode(), kind_of(dtype), _scalar()).write(np.array(value, dtype))
+        created = h5py.h5a.create(file.id, name.encode(), kind_of(dtype), h5py.h5s.create_simple(()))
+        created.write(np.array(value, dtype))
 
 
 def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> list[np.ndarray]:
@@ -252,13 +251,3 @@ def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str,
                     max_error=coding.max_error,
                 )
     return offsets
-
-
-@lru_cache(maxsize=64)
-def _text_of(schema: Schema) -> str:
-    return json.dumps(schema.to_json())
-
-
-@lru_cache(maxsize=1)
-def _scalar() -> Any:
-    return h5py.h5s.create_simple(())

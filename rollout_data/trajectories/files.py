@@ -44,8 +44,6 @@ _READ = "read the trajectory"
 class MissingTrajectoryError(DataFileError, FileNotFoundError):
     """The file of a live trajectory is gone."""
 
-    __str__ = DataFileError.__str__
-
 
 @contextmanager
 def naming(trajectory_id: int, path: Path) -> Iterator[None]:

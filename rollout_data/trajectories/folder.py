@@ -39,8 +39,6 @@ _LOAD = "load trajectories from"
 class MissingTrajectoriesError(DataFileError, FileNotFoundError):
     """There is no folder of trajectories at the path."""
 
-    __str__ = DataFileError.__str__
-
 
 class Counters(NamedTuple):
     """What a buffer must know besides its trajectories."""

@@ -26,7 +26,7 @@ from ..core import arguments
 from ..core.arguments import whole
 from ..core.durable import crc32, replace_file
 from ..core.threads import num_processors
-from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
+from ..errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError
 
 #: Added to the path of a compressed checkpoint.
 SUFFIX = ".lz4"
@@ -43,8 +43,6 @@ _NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeE
 
 class MissingCheckpointError(DataFileError, FileNotFoundError):
     """There is no checkpoint at the path."""
-
-    __str__ = RolloutDataError.__str__
 
 
 def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None) -> None:

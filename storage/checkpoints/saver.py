@@ -31,8 +31,6 @@ ON_FULL = ("block", "drop_oldest", "raise")
 class CheckpointError(BackgroundError, OSError):
     """A checkpoint could not be written; the failure itself is the `__cause__`."""
 
-    __str__ = RolloutDataError.__str__
-
 
 class QueueFullError(RolloutDataError, queue.Full):
     """As many checkpoints wait as may; nothing was saved."""

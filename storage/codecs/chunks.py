@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from ..errors import CorruptFileError, FieldTypeError, UsageError, nearest
 from . import lz4
-from .packers import PACKERS, check_installed
+from .packers import PACKERS
 from .quantizers import RANGE_BYTES, LinearCounts, decode_counts
 from .shuffles import SHUFFLES, scratch_bytes, shuffle, shuffled_bytes, unshuffle
 
@@ -78,10 +78,6 @@ class ChunkCodec:
     def packer_shuffles(self) -> bool:
         """True if shuffling is left to the packer."""
         return bool(self.packer) and PACKERS[self.packer].shuffles
-
-    def check_installed(self) -> None:
-        """Raise `UsageError` if the packer is of an extra that is not installed."""
-        check_installed(self.packer)
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise `FieldTypeError` if values of this dtype cannot be coded."""

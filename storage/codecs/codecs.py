@@ -18,6 +18,7 @@ import torch
 from ..core.fields import Field
 from ..errors import FieldTypeError, UsageError
 from .chunks import AUTO, STAGES, ChunkCodec, chunk_codec, read_chain
+from .packers import check_installed
 from .quantizers import IMAGE_MAX_ERROR, decode_image, encode_image
 
 #: `auto` keeps values raw when less than this part would be saved.
@@ -103,7 +104,7 @@ def codec_of(field: Field) -> Codec:
 def check_writable(name: str) -> None:
     """Raise `UsageError` if there is no such codec, or if it needs an extra that is not installed."""
     if chunks := find_codec(name).chunks:
-        chunks.check_installed()
+        check_installed(chunks.packer)
 
 
 def stored_field(field: Field) -> Field:

@@ -29,6 +29,7 @@ from ..core.threads import each_part
 from ..errors import CorruptFileError, RolloutDataError, SchemaError, UsageError
 from .chunks import ChunkCodec, chunk_codec
 from .codecs import chunk_frames, most_chunk_frames
+from .packers import check_installed
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -61,7 +62,7 @@ def compress_image_seq(
     if codec is None:
         codec = ("split+" if array.dtype.itemsize > 1 else "") + ("lz4hc" if level else "lz4")
     chain = chunk_codec(codec)
-    chain.check_installed()
+    check_installed(chain.packer)
     chain.check_dtype(array.dtype if dtype != "bfloat16" else np.dtype(np.uint16))
     row_bytes = prod(array.shape[1:]) * array.itemsize
     step = chunk_frames(row_bytes, codec)

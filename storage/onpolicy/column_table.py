@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.fields import DTYPES, Field, Schema
-from ..core.memory import BufferPool, lasting
+from ..core.memory import filled, lasting
 from ..core.records import Cast, always_fit, as_tensor, fit
 from ..core.tree import check_same_names, flatten, unflatten
 from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
@@ -68,11 +68,7 @@ class ColumnTable:
     @lasting
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         whole = (self.num_rows + (name in self._longer), *shape)
-        if self.device.type == "cpu":  # on huge pages, if it is large
-            made = BufferPool(max_buffers=0).empty(whole, dtype)
-        else:
-            made = torch.empty(whole, dtype=dtype, device=self.device)
-        self.tensors[name] = made.fill_(self._fill_of(name))
+        self.tensors[name] = filled(whole, self._fill_of(name), dtype, self.device)
         self._rows = {}
 
     @lasting

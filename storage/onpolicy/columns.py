@@ -85,21 +85,14 @@ def rollout_columns(
     heads, one = (num_rewards,), (1,)
     critic = _ABSENT if is_absent(critic_obs_shape) else critic_obs_shape
     gaussian = actions_shape if policy_outputs is None else _ABSENT
+    seen: dict[str, Any] = {"is_padded": True, "is_recorded": True}
+    privileged = {"argument": "critic_obs_shape", "fallback": "obs", "is_ignorable": True, **seen}
     outputs = {"argument": "" if policy_outputs is None else "policy_outputs"}
     # NaN says that none was given, so that it cannot be used by mistake.
     unknown = Field("bootstrap_values", heads, fill=nan)
     return [
-        brought("observations", obs_shape, "obs", argument="obs_shape", is_padded=True, is_recorded=True),
-        brought(
-            "critic_observations",
-            critic,
-            "critic_obs",
-            argument="critic_obs_shape",
-            fallback="obs",
-            is_padded=True,
-            is_ignorable=True,
-            is_recorded=True,
-        ),
+        brought("observations", obs_shape, "obs", argument="obs_shape", **seen),
+        brought("critic_observations", critic, "critic_obs", **privileged),
         brought("actions", actions_shape, "actions", argument="actions_shape", is_recorded=True),
         brought("rewards", heads, is_recorded=True),
         brought("dones", (one, "uint8"), is_flag=True, is_recorded=True),

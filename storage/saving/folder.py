@@ -35,8 +35,6 @@ _Made = TypeVar("_Made")
 class MissingFolderError(DataFileError, FileNotFoundError):
     """A folder that should be loaded is not there."""
 
-    __str__ = DataFileError.__str__
-
 
 def write_folder(
     folder: str | os.PathLike[str], tables: Mapping[str, Mapping[str, torch.Tensor]], config: Mapping[str, Any]

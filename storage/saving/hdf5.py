@@ -217,40 +217,25 @@ def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) ->
         alignment: Datasets start at multiples of it.
         keeps_order: Whether readers find the datasets in the order of their making; otherwise by name.
     """
-    access, creation = _file_settings(alignment, keeps_order)
-    access = access.copy()
-    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, header)
-    return h5py.File(h5py.h5f.create(repr(header).encode(), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access))
-
-
-@lru_cache(maxsize=2)
-def _file_settings(alignment: int, keeps_order: bool) -> tuple[Any, Any]:
     access, creation = h5py.h5p.create(h5py.h5p.FILE_ACCESS), h5py.h5p.create(h5py.h5p.FILE_CREATE)
     access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
     access.set_alignment(1, alignment)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, header)
     creation.set_obj_track_times(False)
     if keeps_order:
         creation.set_link_creation_order(h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED)
-    return access, creation
+    return h5py.File(h5py.h5f.create(repr(header).encode(), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access))
 
 
 def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     """Create a contiguous dataset whose bytes are written later, without HDF5; give its file offset."""
-    settings, links = _reserving()
-    space, kind = h5py.h5s.create_simple(shape), kind_of(dtype)
-    return h5py.h5d.create(file.id, name.encode(), kind, space, settings, lcpl=links).get_offset() or 0
-
-
-@lru_cache(maxsize=1)
-def _reserving() -> tuple[Any, Any]:
-    """How a dataset is made whose bytes HDF5 does not write, and its link; made once, as it takes long."""
-    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings, links = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5p.create(h5py.h5p.LINK_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
-    return settings, links
+    space, kind = h5py.h5s.create_simple(shape), kind_of(dtype)
+    return h5py.h5d.create(file.id, name.encode(), kind, space, settings, lcpl=links).get_offset() or 0
 
 
 @lru_cache(maxsize=64)
