@@ -24,13 +24,7 @@ class RolloutDataError(Exception):
     """
 
     def __init__(
-        self,
-        action: str = "",
-        where: str = "",
-        expected: str = "",
-        got: str = "",
-        advice: str = "",
-        message: str = "",
+        self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
     ) -> None:
         self.action = action
         self.where = where

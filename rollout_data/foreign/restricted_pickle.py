@@ -19,17 +19,7 @@ from typing import Any, cast
 
 from storage.errors import ForeignFileError
 
-from .pickled_arrays import (
-    GLOBALS,
-    Global,
-    PickledArray,
-    Span,
-    corrupt_pickle,
-    kind,
-    pairs,
-    set_state,
-    unsafe_pickle,
-)
+from .pickled_arrays import GLOBALS, Global, PickledArray, Span, corrupt_pickle, kind, pairs, set_state, unsafe_pickle
 
 #: A chunk of arrays needs some hundred operations; more is another kind of data, or an attack.
 MAX_OPERATIONS = 100_000

@@ -16,15 +16,7 @@ from storage.codecs.codecs import VALUE_CODECS
 from storage.core.fields import Field, Schema
 from storage.errors import DataFileError, ForeignFileError, nearest
 
-from .trajectory_chunks import (
-    ACTIONS,
-    COMPONENT_PREFIX,
-    OBSERVATIONS,
-    PRIVILEGED,
-    REWARDS,
-    Chunk,
-    Signature,
-)
+from .trajectory_chunks import ACTIONS, COMPONENT_PREFIX, OBSERVATIONS, PRIVILEGED, REWARDS, Chunk, Signature
 from .trajectory_listing import MAPPING, SEGMENTS
 
 _FIELD_OF_KEY = {

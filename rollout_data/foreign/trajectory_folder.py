@@ -78,10 +78,7 @@ class FolderScan:
 
 
 def scan_trajectory_folder(
-    data_dir: str | os.PathLike[str],
-    *,
-    previous: FolderScan | None = None,
-    without: Collection[ChunkFile] = (),
+    data_dir: str | os.PathLike[str], *, previous: FolderScan | None = None, without: Collection[ChunkFile] = ()
 ) -> FolderScan:
     """Look at every chunk once and say which trajectories are there.
 

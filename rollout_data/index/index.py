@@ -130,10 +130,7 @@ class TrajectoryIndex:
     """
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        num_present: int | None = None,
-        built: Mapping[str, np.ndarray] | None = None,
+        self, blocks: Sequence[Block], num_present: int | None = None, built: Mapping[str, np.ndarray] | None = None
     ) -> None:
         self.blocks = tuple(blocks)
         self.num_present = len(self.blocks) if num_present is None else num_present

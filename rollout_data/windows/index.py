@@ -79,13 +79,7 @@ class WindowIndex:
     """
 
     def __init__(
-        self,
-        index: TrajectoryIndex,
-        trajectories: Int64s,
-        first_delta: int,
-        last_delta: int,
-        stride: int,
-        pads: bool,
+        self, index: TrajectoryIndex, trajectories: Int64s, first_delta: int, last_delta: int, stride: int, pads: bool
     ) -> None:
         self._index, self.trajectories, self.stride = index, trajectories, stride
         self.lengths = index.lengths[trajectories]

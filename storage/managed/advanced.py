@@ -23,17 +23,7 @@ from ..prioritized.ring import UNKNOWN, Draw, PrioritizedRing
 from ..prioritized.rules import Limits, PriorityRule
 from ..saving.store import State
 from .buffer import Act, ManagedBuffer, Request
-from .items import (
-    UNIQUE_ID,
-    Items,
-    from_json,
-    listed,
-    plain_number,
-    put_leaf,
-    read_batch,
-    read_items,
-    to_json,
-)
+from .items import UNIQUE_ID, Items, from_json, listed, plain_number, put_leaf, read_batch, read_items, to_json
 from .used_data import UsedData, UsedQueue, checked_data_id
 
 _Batch = tuple[dict[str, Any], torch.Tensor, torch.Tensor]

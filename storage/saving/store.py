@@ -21,16 +21,7 @@ from ..core.durable import existing_folder
 from ..core.memory import lasting
 from ..errors import CorruptFileError, ForeignFileError, MissingFieldError, RolloutDataError, SchemaError, nearest
 from .columns import SAVE_ID, name_of, open_columns
-from .folder import (
-    COLUMNS,
-    CONFIG_NAME,
-    NONSENSE,
-    check_version,
-    device_for,
-    load_one_save,
-    read_config,
-    write_folder,
-)
+from .folder import COLUMNS, CONFIG_NAME, NONSENSE, check_version, device_for, load_one_save, read_config, write_folder
 
 FORMAT, VERSION = "rollout-data snapshot", 1
 _LOAD = "load a state"
