@@ -71,33 +71,14 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
         os.utime(new, ns=(now_ns, now_ns))
 
 
-class _Output:
-    """A file to write to that remembers its failure, of which torch makes something else."""
-
-    def __init__(self, file: IO[bytes] | Lz4Writer) -> None:
-        self._file = file
-        self.failure: BaseException | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except BaseException as failure:
-            self.failure = self.failure or failure
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def save_to(obj: Any, file: IO[bytes] | Lz4Writer) -> None:
-    """Run `torch.save`, and raise what failed: the `OSError` of a full disk, for one."""
-    output = _Output(file)
+    """Run `torch.save`, and raise the `OSError` of a full disk, after which torch fails once more."""
     try:
-        torch.save(obj, cast(IO[bytes], output))
+        torch.save(obj, cast(IO[bytes], file))
     except RuntimeError as cause:
-        if output.failure is None:
-            raise
-        raise output.failure from cause
+        if isinstance(cause.__context__, OSError):
+            raise cause.__context__ from None
+        raise
 
 
 def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool = True) -> Any:
