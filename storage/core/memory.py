@@ -23,18 +23,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .fields import DTYPES
+
 #: Below this size the C allocator recycles memory by itself, so that pooling gains nothing.
 MIN_POOLED_BYTES = 128 * 1024
 #: From this size on a buffer is aligned to, and asks for, huge pages.
 MIN_HUGE_BYTES = 3 * 1024 * 1024
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-#: What pooled memory is asked for as most often.
-_NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype("f4"),
-    torch.int32: np.dtype("i4"),
-    torch.uint8: np.dtype("u1"),
-}
+#: What numpy can make as well as torch.
+_NUMPY_DTYPES = {kind: dtype for kind, dtype in DTYPES.values() if kind is not torch.bfloat16}
 _FLOATS = (torch.float32, torch.float64)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

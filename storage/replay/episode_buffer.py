@@ -71,7 +71,6 @@ class TrajectoryDictBuffer(BufferStore):
         capacity: Number of frames.
     """
 
-    _REQUIRED = ("lengths", "priorities", *_OPTIONS)
     # Set by whichever of the constructor and `load` made this.
     seq_length: int
     output_key_t: list[str]

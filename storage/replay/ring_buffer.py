@@ -36,7 +36,6 @@ class RingBuffer(BufferStore):
         As for `DictBuffer`.
     """
 
-    _REQUIRED: ClassVar[tuple[str, ...]] = ("capacity",)
     #: Arguments that make an equal buffer, by the names of its attributes.
     _ARGUMENTS: ClassVar[tuple[str, ...]] = (
         "capacity",

@@ -32,7 +32,6 @@ class ZBuffer(RingBuffer):
         generator: As for `DictBuffer`.
     """
 
-    _REQUIRED = ("capacity", "dim", "dtype", "total")
     _ARGUMENTS = ("capacity", "dim", "dtype")
     _WRITER = "add"
 

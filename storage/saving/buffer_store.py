@@ -12,12 +12,12 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ..core.durable import existing_folder
-from ..errors import CorruptFileError, RolloutDataWarning, SchemaError
+from ..errors import RolloutDataWarning, SchemaError
 from .columns import SAVE_ID, Table, open_columns
 from .folder import FINALS, ROWS, check_version, device_for, write_folder
 from .store import Store
@@ -38,8 +38,6 @@ class BufferStore(Store):
         nested_key_separator: Joins the levels of a key in saved files.
     """
 
-    #: Entries of `config.json` without which it is not of this class.
-    _REQUIRED: ClassVar[tuple[str, ...]] = ()
     generator: torch.Generator
     nested_key_separator: str = "-"
 
@@ -124,9 +122,6 @@ class BufferStore(Store):
         cls: type[_Self], folder: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
     ) -> _Self:
         check_version(folder, {"format": FORMAT, "version": VERSION, **config}, FORMAT, VERSION)
-        for name in cls._REQUIRED:
-            if name not in config:
-                raise CorruptFileError("load", repr(str(folder)), f"{name!r} in its config.json", "none")
         made: _Self = cls._from_arguments(cls._of_flat(config), device_for(config.get("device"), device))
         separator = made.nested_key_separator = config.get("nested_key_separator", "-")
         paths = {table: existing_folder(folder) / f"{table}.hdf5" for table in (ROWS, FINALS)}
