@@ -11,7 +11,7 @@ Its package is not imported; `tensordict`, which it needs, only when a storage i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..core.arguments import choice
 from ..core.fields import DTYPES, Field, dtype_name
 from ..core.tree import unflatten
 from ..errors import UsageError
-from ..onpolicy.columns import Column, brought, declare_fields
+from ..onpolicy.columns import Column, Transition, brought, declare_fields
 from ..onpolicy.mini_batches import GENERATE
 from ..onpolicy.rollout_storage import RolloutStorage
 from ..saving.store import State
@@ -50,22 +50,12 @@ class Batch:
 
 
 @dataclass
-class RslRlTransition:
+class RslRlTransition(Transition):
     """What one step of all envs brings."""
 
-    observations: Any = None
-    actions: torch.Tensor | None = None
-    rewards: torch.Tensor | None = None
-    dones: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    actions_log_prob: torch.Tensor | None = None
+    hidden_states: Any = (None, None)
     distribution_params: tuple[torch.Tensor, ...] | None = None
     privileged_actions: torch.Tensor | None = None
-    hidden_states: tuple[Any, Any] = field(default=(None, None))
-
-    def clear(self) -> None:
-        """Reset every field."""
-        self.__dict__.update(vars(type(self)()))
 
 
 class RslRlStorage(RolloutStorage):

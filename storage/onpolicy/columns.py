@@ -235,9 +235,9 @@ class Transition:
     action_labels: Any = None
 
     def clear(self) -> None:
-        """Set every field to None."""
+        """Set every field to None, or to the default that a subclass gives it."""
         for one in fields(self):
-            setattr(self, one.name, None)
+            setattr(self, one.name, getattr(type(self), one.name, None))
 
 
 class MiniBatch(NamedTuple):
