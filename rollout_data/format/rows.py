@@ -84,11 +84,7 @@ class BlockContent:
     """What goes into one block.
 
     Attributes:
-        schema: All fields, as users see them.
-        writer: Who writes; with `sequence` it names the block.
-        sequence: Position among the writer's blocks.
-        fragments: `[F]` of `FRAGMENT_DTYPE`.
-        reward_sums: `[F, R]` float64; R = 0 without rewards.
+        schema, writer, sequence, fragments, reward_sums: As of `BlockHeader`.
         rows: Table -> column -> its rows; a column that is kept in chunks is coded when the block is
             written, unless it comes as `CodedRows`.
         max_errors: Field -> largest error that a codec made of the values that are in `rows`.

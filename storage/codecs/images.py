@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..core.arguments import whole
+from ..core.arguments import env_ids, whole
 from ..core.durable import crc32
 from ..core.fields import DTYPES, dtype_name
 from ..core.threads import each_part
@@ -214,7 +214,6 @@ class _Wanted:
 
     @classmethod
     def checked(cls, image_shape: Sequence[int], batch_size: Any, dtype: Any, indices: Any) -> _Wanted:
-        """Check arguments of `decompress_many`."""
         try:
             name = dtype_name(dtype, "of the images")
             shape, num_frames = tuple(map(operator.index, image_shape)), operator.index(batch_size)
@@ -225,21 +224,14 @@ class _Wanted:
             raise UsageError("decompress images", "", expected, str(cause)) from None
         if min((*shape, num_frames)) < 0:
             raise UsageError("decompress images", "", "sizes >= 0", f"{num_frames} frames of {shape}")
-        if indices is None:
-            return cls(dtype, name, shape, num_frames, None)
-        found = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
-        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-            got = f"{found.dtype} of shape {found.shape}"
-            raise UsageError("decompress images", "", "a list of frame numbers", got)
-        found = found.astype(np.int64)
-        if found.size and not (found.min() >= 0 and found.max() < num_frames):
-            got = f"{found.min()}:{found.max() + 1}"
-            raise UsageError("decompress images", "", f"frame numbers in 0:{num_frames}", got)
-        return cls(dtype, name, shape, num_frames, found)
+        if indices is not None:
+            if np.ndim(indices) != 1:
+                raise UsageError("decompress images", "", "a list of frame numbers", f"{np.ndim(indices)} dimensions")
+            indices = env_ids("decompress images", "frame numbers", indices, num_frames)
+        return cls(dtype, name, shape, num_frames, indices)
 
     @property
     def count(self) -> int:
-        """How many frames are wanted."""
         return self.num_frames if self.indices is None else len(self.indices)
 
     @property
@@ -315,7 +307,6 @@ class _Blob:
         return self.frames_per_chunk * self.wanted.frame_bytes
 
     def check(self, number: int) -> None:
-        """Check the checksum of a chunk."""
         crc, written = crc32(self.chunk(number).data), int(self._sums[number])
         _check(crc == written, f"checksum {written:08x} of chunk {number}", f"{crc:08x}")
 

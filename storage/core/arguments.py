@@ -112,7 +112,7 @@ def seed(action: str, name: str, value: Any) -> int:
 
 
 def env_ids(action: str, name: str, value: Any, num_envs: int) -> npt.NDArray[np.int64]:
-    """Check ids of envs, a number, sequence, array or tensor; give them flat, in their order, as int64."""
+    """Check ids of envs or frames, a number, sequence, array or tensor; give them flat, in their order, as int64."""
     try:
         given = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value).reshape(-1)
     except ValueError as cause:
@@ -121,8 +121,9 @@ def env_ids(action: str, name: str, value: Any, num_envs: int) -> npt.NDArray[np
         advice = "Of a mask give mask.nonzero()[0]" if given.dtype.kind == "b" else ""
         raise UsageError(action, "", f"{name} as integer ids", str(given.dtype), advice)
     found = given.astype(np.int64)
-    if len(found) and not (found.min() >= 0 and found.max() < num_envs):
-        raise UsageError(action, "", f"{name} in 0:{num_envs}", str(found.tolist()))
+    wrong = found[(found < 0) | (found >= num_envs)]
+    if len(wrong):
+        raise UsageError(action, "", f"{name} in 0:{num_envs}", str(wrong[:8].tolist()))
     return found
 
 
