@@ -39,10 +39,14 @@ def uniform(num_rows: int, num_draws: int, generator: torch.Generator, first: in
     torch takes the remainder of 32 random bits for few numbers, so that the first ones would come oftener, by up to
     `num_rows / 2 ** 32`. For more than 2 ** 20 rows it is asked for a number out of more, for which it takes 64 bits.
     """
-    found = torch.empty(num_draws, dtype=torch.int64, device=generator.device)
+    return fill_uniform(torch.empty(num_draws, dtype=torch.int64, device=generator.device), num_rows, generator, first)
+
+
+def fill_uniform(out: torch.Tensor, num_rows: int, generator: torch.Generator, first: int = 0) -> torch.Tensor:
+    """Draw into `[num_draws]` int64 what `uniform` draws."""
     if num_rows <= _MAX_SHORT:
-        return found.random_(first, first + num_rows, generator=generator)  # in 2/3 of the time of `randint`
-    return found.random_(num_rows << _MORE_BITS, generator=generator).bitwise_right_shift_(_MORE_BITS).add_(first)
+        return out.random_(first, first + num_rows, generator=generator)  # in 2/3 of the time of `randint`
+    return out.random_(num_rows << _MORE_BITS, generator=generator).bitwise_right_shift_(_MORE_BITS).add_(first)
 
 
 class Weighted:

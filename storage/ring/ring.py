@@ -11,14 +11,15 @@ follow, so that windows of up to `num_guards + 1` rows never break where the rin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..core.fields import Schema
-from ..core.memory import MIN_POOLED_BYTES, BufferPool, filled, lasting
+from ..core.memory import BufferPool, filled, lasting, tensor_of
 from ..core.records import names_below
 from ..core.rows import Cut, Group, Target, lay_out
 from ..errors import UsageError
@@ -60,7 +61,8 @@ class RingStore:
         self._bases = [
             filled((self.num_lanes, self.stride, group.width), 0, group.unit, self.device) for group in self.groups
         ]
-        self._sources: dict[tuple[int, int, int], tuple[torch.Tensor, npt.NDArray[Any] | None]] = {}
+        self._units = [np.dtype(str(group.unit).removeprefix("torch.")) for group in self.groups]
+        self._sources: dict[tuple[int, int, int], tuple[torch.Tensor, Callable[..., Any] | None]] = {}
         self._cuts: dict[Any, Cut] = {}
         found: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
@@ -97,6 +99,9 @@ class RingStore:
 
     def spans(self, num_rows: int) -> list[tuple[slice, slice]]:
         """Say where the next rows go: (slots, which of the rows), twice where the ring closes; the last rows win."""
+        slot = self.total % self.num_slots
+        if slot + num_rows <= self.num_slots:  # nearly always
+            return [(slice(slot, slot + num_rows), slice(0, num_rows))]
         found, first = [], max(0, num_rows - self.num_slots)
         while first < num_rows:
             slot = (self.total + first) % self.num_slots
@@ -178,15 +183,15 @@ class RingStore:
             found = self._cuts[asked] = Cut(self.groups, targets, contiguous, nested, apart, self.device)
         return found
 
-    def rows(self, places: torch.Tensor, cut: Cut) -> dict[str, Any]:
-        """Copy the fields of rows, and of those that follow them, in memory of their own."""
+    def rows(self, places: Any, cut: Cut) -> dict[str, Any]:
+        """Copy the fields of rows at places, a tensor or what `own` gives, and of those that follow them."""
         return cut([self._take(place, width, 0, places) if width else None for place, width in enumerate(cut.widths)])
 
-    def windows(self, places: torch.Tensor, length: int, cut: Cut, never_wraps: bool = False) -> dict[str, Any]:
+    def windows(self, places: Any, length: int, cut: Cut, never_wraps: bool = False) -> dict[str, Any]:
         """Copy the fields of windows, and of the same windows one row later, `[len(places) * length, *event]`.
 
         Args:
-            places: Of the first rows.
+            places: Of the first rows, a tensor or what `own` gives.
             length: Rows of a window.
             cut: What is wanted, made with `apart`.
             never_wraps: The caller knows that no window reaches across the end of the memory.
@@ -194,7 +199,7 @@ class RingStore:
         reach, starts = length + cut.reach - 1, [places, places]
         is_one_piece = never_wraps or reach <= self.num_guards + 1
         if not is_one_piece:
-            rows_of = self._unrolled(places, reach)
+            rows_of = self._unrolled(tensor_of(places), reach)
             starts = [rows_of[:, :length].flatten(), rows_of[:, reach - length :].flatten()]
         found: list[Any] = [None] * (2 * len(self.groups))
         for place, group in enumerate(self.groups):
@@ -254,30 +259,35 @@ class RingStore:
         steps = torch.arange(length, device=places.device)
         return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
 
-    def _take(self, place: int, units: int, skipped: int, index: torch.Tensor) -> Any:
+    def _take(self, place: int, units: int, skipped: int, index: Any) -> Any:
         """Copy pieces, each of `units` units, of a group that start some rows behind the rows at `index`: `[n, units]`.
 
-        They come as an array on the CPU, where memory of some size is reused when free.
+        They come as an array on the CPU. There numpy starts sooner: it sees pieces, which may overlap, as single items.
+        For larger ones memory is reused when free.
         """
-        source, array = self._sources.get((place, units, skipped)) or self._source(place, units, skipped)
-        if not self._is_on_cpu:
-            return source.index_select(0, index)
+        source, items = self._sources.get((place, units, skipped)) or self._source(place, units, skipped)
         num_rows = index.shape[0]
-        if num_rows * units * source.itemsize < MIN_POOLED_BYTES:
-            return source.index_select(0, index).numpy() if array is None else array.take(index.numpy(), 0)
+        if items is None:
+            return source.index_select(0, index)
+        if num_rows * units * source.itemsize < _MIN_TORCH_BYTES:
+            found = items(index if isinstance(index, np.ndarray) else index.numpy())
+            return found.view(self._units[place]).reshape(num_rows, units)
         out = self._pool.empty((num_rows, units), source.dtype)
-        if array is not None and out.nbytes < _MIN_TORCH_BYTES:
-            return array.take(index.numpy(), 0, out.numpy(), "clip")  # "raise" would copy twice
-        return torch.index_select(source, 0, index, out=out).numpy()
+        return torch.index_select(source, 0, tensor_of(index), out=out).numpy()
 
-    def _source(self, place: int, units: int, skipped: int) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
-        """See a group's memory as pieces that overlap; as an array too if they do not, on the CPU."""
-        width, base = self.groups[place].width, self._bases[place]
-        num_rows = self.num_lanes * self.stride - -(-units // width) + 1 - skipped
-        tensor = base.as_strided((num_rows, units), (width, 1), skipped * width)
-        array = tensor.numpy() if self._is_on_cpu and tensor.is_contiguous() else None
-        self._sources[place, units, skipped] = tensor, array
-        return tensor, array
+    def _source(self, place: int, units: int, skipped: int) -> tuple[torch.Tensor, Callable[..., Any] | None]:
+        """See a group's memory as pieces that overlap, `[num, units]`; on the CPU give what copies some of them too."""
+        group, base = self.groups[place], self._bases[place]
+        num_rows = self.num_lanes * self.stride - -(-units // group.width) + 1 - skipped
+        tensor = base.as_strided((num_rows, units), (group.width, 1), skipped * group.width)
+        items = None
+        if self._is_on_cpu:
+            item = np.dtype((np.void, units * group.unit.itemsize))
+            memory, skipped_bytes = base.view(torch.uint8).numpy(), skipped * group.row_bytes
+            pieces: Any = np.ndarray((num_rows,), item, memory, skipped_bytes, (group.row_bytes,))
+            items = pieces.take if units == group.width else pieces.__getitem__  # `take` copies what is not contiguous
+        self._sources[place, units, skipped] = tensor, items
+        return tensor, items
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:

@@ -23,7 +23,7 @@ import torch
 from ..core.fields import Field, Schema, signed
 from ..core.memory import filled, lasting, own, tensor_of
 from ..core.records import Rows
-from ..core.samplers import uniform
+from ..core.samplers import fill_uniform, uniform
 from .ends import EndedRows
 from .ring import RingStore
 
@@ -35,6 +35,8 @@ _Accept = Callable[[Any], Any]
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
 #: Candidates that are listed at once, which bounds the memory of listing.
 _NUM_LISTED = 1 << 20
+#: For how many numbers of candidates memory is kept.
+_MAX_MEMORIES = 16
 #: Ages stop here, far above any window, so that they never overflow.
 _MAX_AGE = 1 << 29
 #: What is known of an ended trajectory.
@@ -65,6 +67,8 @@ class Boundaries:
         self.share = 0.9
         self.finals: EndedRows | None = None
         self._segments = EndedRows(ring, _SEGMENT) if keeps_segments else None
+        #: By size, of a few sizes.
+        self._memories: dict[int, torch.Tensor] = {}
         # As arrays on the CPU, where numpy takes a third of the time for few rows.
         self._ages, self._next_ages = own(self.ages), own(self.next_ages)
         self._flat_ages = self._ages.reshape(-1)
@@ -197,14 +201,17 @@ class Boundaries:
         drawn = self._reject(num_draws, candidates, accept if rule else self._accept_inside(length), generator)
         return None if drawn is None else self._decode(tensor_of(drawn), length)
 
-    def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> torch.Tensor | None:
-        """Draw windows inside one trajectory as `draw` does; say where in the ring's memory their first rows lie."""
+    def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> Any:
+        """Draw windows inside one trajectory as `draw` does; say where in the ring's memory their first rows lie.
+
+        They come as `own` gives them.
+        """
         drawn = self._reject(num_draws, self._candidates(length), self._accept_inside(length), generator)
         if drawn is None:
             return None
         lanes = self.ring.num_lanes
         row = drawn if lanes == 1 else drawn // lanes
-        return tensor_of(self.ring.place(drawn - row * lanes if lanes > 1 else None, row - (length - 1)))
+        return self.ring.place(drawn - row * lanes if lanes > 1 else None, row - (length - 1))
 
     def draw_by_trajectory(
         self, num_draws: int, length: int, generator: torch.Generator, goes_on: Rule | None = None
@@ -293,8 +300,11 @@ class Boundaries:
         while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
             # Four standard deviations more than are enough on average: a second round costs more than they do.
             share = self.share
-            size = min(int((missing + 4 * (missing * (1 - share)) ** 0.5) / share) + 8, _MAX_CANDIDATES)
-            accepted = accept(own(uniform(num_candidates, size, generator, first)))
+            size = min(int((missing + 4 * (missing * (1 - share)) ** 0.5) / share + 8) // 8 * 8, _MAX_CANDIDATES)
+            memory = self._memories.get(size)
+            if memory is None:
+                memory = self._memory_for(size)
+            accepted = accept(own(fill_uniform(memory, num_candidates, generator, first)))
             num_accepted = len(accepted)
             self.share = max(0.8 * share + 0.2 * num_accepted / size, 1e-3)
             found.append(accepted[:missing])
@@ -302,11 +312,19 @@ class Boundaries:
                 return found[0] if len(found) == 1 else _joined(found)
             num_proposed += size
             missing -= num_accepted
-        listed = _list(candidates, accept, generator.device)
+        listed = _list(candidates, accept, self.ring.device)
         if not len(listed):
             return None
         found.append(listed[own(uniform(len(listed), missing, generator))])
         return _joined(found)
+
+    @lasting
+    def _memory_for(self, size: int) -> torch.Tensor:
+        """Make memory for candidates, which is kept; fresh memory takes 2 of 24 us of 32 transitions."""
+        if len(self._memories) >= _MAX_MEMORIES:
+            self._memories.clear()
+        found = self._memories[size] = torch.empty(size, dtype=torch.int64, device=self.ring.device)
+        return found
 
 
 def _list(candidates: tuple[int, int], accept: _Accept, device: torch.device) -> Any:
