@@ -92,7 +92,6 @@ class BlockHeader:
         schema: All fields, as users see them.
         writer: Who wrote it; with `sequence` it names the block.
         sequence: Position among the writer's blocks.
-        created_ns: Wall-clock time of writing, nanoseconds since the epoch.
         fragments: `[F]` of `FRAGMENT_DTYPE`.
         reward_sums: `[F, R]` float64; R = 0 where no rewards were recorded.
         locations: Table -> column -> (byte offset in the file, number of rows); of its chunks, where it is coded.
@@ -106,7 +105,6 @@ class BlockHeader:
     schema: Schema
     writer: str
     sequence: int
-    created_ns: int
     fragments: np.ndarray
     reward_sums: np.ndarray
     locations: Mapping[str, Mapping[str, tuple[int, int]]]
@@ -222,7 +220,6 @@ def _read_open_file(path: Path, file: h5py.File, descriptor: int) -> BlockHeader
         schema=schema,
         writer=writer,
         sequence=sequence,
-        created_ns=int(about["created_ns"]),
         fragments=fragments,
         reward_sums=reward_sums,
         locations=locations,

@@ -125,8 +125,7 @@ class Frame:
     Attributes:
         start, stop: Its bytes.
         is_skippable: It holds no data; `blocks` is its content.
-        is_independent: Its blocks decode alone.
-        has_block_checksums: Each block is followed by its checksum.
+        is_parallel: Its blocks decode alone, and have no checksums of their own.
         max_block_bytes: Bytes that a block decodes to at most; all but the last may be smaller only
             where the writer flushed.
         blocks: (start, stop) of each block with its size before it and its checksum behind it.
@@ -135,8 +134,7 @@ class Frame:
     start: int
     stop: int
     is_skippable: bool
-    is_independent: bool
-    has_block_checksums: bool
+    is_parallel: bool
     max_block_bytes: int
     blocks: tuple[tuple[int, int], ...]
 
@@ -165,7 +163,7 @@ def scan_frames(data: memoryview, name: str) -> list[Frame]:
         if magic[1:] == SKIPPABLE_MAGIC[1:] and magic[0] & 0xF0 == 0x50:
             size = place.number(4)
             place.skip(size)
-            frames.append(Frame(start, place.at, True, False, False, 0, ((place.at - size, place.at),)))
+            frames.append(Frame(start, place.at, True, False, 0, ((place.at - size, place.at),)))
         elif magic == MAGIC:
             frames.append(_scan_frame(place, start))
         elif frames:
@@ -195,7 +193,7 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
     # An upper bound, of which only what is written to becomes memory.
     out, size = np.empty(sum(frame.most_bytes for frame in frames), np.uint8), 0
     for frame in frames:
-        if num_threads > 1 and frame.is_independent and not frame.has_block_checksums:
+        if num_threads > 1 and frame.is_parallel:
             found = _decode_blocks(out[size : size + frame.most_bytes], data, frame, name, num_threads)
             if found is not None:
                 size += found
@@ -252,7 +250,8 @@ def _scan_frame(place: _Place, start: int) -> Frame:
     place.skip(4 * bool(flags & 4))
     if declared > MAX_EXPANSION * (place.at - start):
         raise place.corrupt(f"data that {place.at - start} bytes can hold", f"a declared size of {declared} bytes")
-    return Frame(start, place.at, False, bool(flags & 32), has_block_checksums, most, tuple(blocks))
+    is_parallel = bool(flags & 32) and not has_block_checksums
+    return Frame(start, place.at, False, is_parallel, most, tuple(blocks))
 
 
 def _decode_stream(data: memoryview, frame: Frame, name: str) -> Iterator[bytes]:

@@ -69,7 +69,8 @@ class Delivery:
         self.output_device = arguments.device("create a storage", "output_device", given)
         self._pool = BufferPool(max_buffers=16)
         self._stream: torch.cuda.Stream | None = None
-        self._order = StreamOrder(device)
+        #: Of writes to `device`, and of reads.
+        self.order = StreamOrder(device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Give memory for a result, on `device`."""
@@ -78,14 +79,6 @@ class Delivery:
         if self.output_device.type == "cuda":
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
         return self._pool.empty(shape, dtype)
-
-    def note_write(self) -> None:
-        """Remember that `device` was just written to; readers on other streams wait for it."""
-        self._order.record(is_write=True)
-
-    def wait_for_writes(self) -> None:
-        """Make the current stream wait until the last noted write is done."""
-        self._order.wait(is_write=False)
 
     def deliver(self, x: torch.Tensor) -> torch.Tensor:
         """Bring a result to `output_device`, on a stream of its own; `x` itself if it is there."""

@@ -154,7 +154,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._table.write(self.step, values)
             # Not as attributes, which are looked for among the columns first: a hundredth of the whole.
             vars(self).update(step=self.step + 1, _num_partial_rows=0)
-            self._delivery.note_write()
+            self._delivery.order.record(is_write=True)
 
     @property
     def saved_hidden_states(self) -> Any:
@@ -202,7 +202,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             check_rules(signals, normalize, truncation)
             self._put_in_order()
             write_returns(signals, last_values, gamma, lam, normalize, truncation)
-            self._delivery.note_write()
+            self._delivery.order.record(is_write=True)
             self._num_partial_rows = rows
             self._table.note_results(True)
 
@@ -281,7 +281,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
         table, num_used = self._table, bounds[-1][1]
         with self._lock, torch.no_grad():
-            self._delivery.wait_for_writes()
+            self._delivery.order.wait(is_write=False)
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
             gather = RowGather(columns, self._delivery, 1 if once else num_epochs, lambda: table.num_changes)
@@ -290,7 +290,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             order = None
             for start, stop in bounds:
                 with self._lock, torch.no_grad():
-                    self._delivery.wait_for_writes()
+                    self._delivery.order.wait(is_write=False)
                     if once:
                         batch = {name: x[start:stop] for name, x in shuffled.items()}
                     else:
@@ -306,7 +306,7 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     def _env_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
         with self._lock, torch.no_grad():
-            self._delivery.wait_for_writes()
+            self._delivery.order.wait(is_write=False)
             self._put_in_order()
             states = [leaf[:rows] for leaf in self._states.leaves()]
             dones = self._signals(rows).dones
@@ -325,7 +325,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         """Bring the steps into the order of time; here they always are."""
 
     def _signals(self, rows: int) -> Signals:
-        self._delivery.wait_for_writes()
+        self._delivery.order.wait(is_write=False)
         return Signals(*(self._table.view(name, rows) for name in Signals._fields))
 
     # -- saving ----------------------------------------------------------------------------
@@ -346,7 +346,7 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     def _get_state(self) -> State:
         with self._lock:
-            self._delivery.wait_for_writes()
+            self._delivery.order.wait(is_write=False)
             numbers = {
                 "step": self.step,
                 "num_rows": self._table.num_rows,
