@@ -213,7 +213,6 @@ class _Leaf(NamedTuple):
 
     node: int
     key: str
-    is_array: bool
     dtype: np.dtype[Any]
     #: Without the leading axes.
     event: tuple[int, ...]
@@ -271,11 +270,9 @@ class RecordReader:
                 if type(node) is not kind or len(node if isinstance(node, dict) else node.keys()) != num_keys:
                     return None
             for number, leaf in enumerate(self._leaves):
-                place, key, is_array, dtype = leaf[:4]
+                place, key, dtype = leaf[:3]
                 value = nodes[place].get(key)
-                if is_array and type(value) is not np.ndarray:  # a masked array, for example
-                    return None
-                array = value if is_array else value.numpy()
+                array = value if type(value) is np.ndarray else value.numpy()  # a masked array has no such method
                 shape, target = self._shapes[number]
                 if array.shape != shape:
                     if number or not self._takes_lead(array):
@@ -387,5 +384,4 @@ def _leaf_of(node: int, key: str, value: Any, field: Field, num_lead: int) -> _L
     if field.torch_dtype is torch.bfloat16:
         raise TypeError("numpy has no bfloat16")
     array = value if isinstance(value, np.ndarray) else value.numpy()
-    is_array = isinstance(value, np.ndarray)
-    return _Leaf(node, key, is_array, array.dtype, array.shape[num_lead:], field.shape, field.numpy_dtype)
+    return _Leaf(node, key, array.dtype, array.shape[num_lead:], field.shape, field.numpy_dtype)
