@@ -98,7 +98,7 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", wei
         ForeignFileError: It is neither a zip archive of `torch.save` nor an LZ4 frame.
         UnsafeFileError: It holds something else than weights.
     """
-    return _load(path, map_location, weights_only, 1)
+    return load_checkpoint_parallel(path, map_location, weights_only, num_threads=1)
 
 
 def load_checkpoint_parallel(
@@ -114,27 +114,7 @@ def load_checkpoint_parallel(
     """
     if num_threads is None:
         num_threads = min(8, num_processors())
-    return _load(path, map_location, weights_only, whole("load a checkpoint", "num_threads", num_threads, 1))
-
-
-def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
-    """Read the `meta` of a checkpoint, but no tensor; None if it was saved without. Errors as `load_checkpoint`."""
-    found, text = _find(path), None
-    with open(found, "rb") as file:
-        if _is_compressed(file, found):
-            data = _mapped(file)
-            for frame in scan_frames(data, str(found)):
-                text = bytes(data[slice(*frame.blocks[0])]) if frame.is_skippable else text
-        elif member := _members(file, found).get(META_NAME):
-            file.seek(_check_member(file, member, found, memoryview(bytearray(_CHUNK_BYTES))))
-            text = file.read(member.file_size)
-    try:
-        return None if text is None else json.loads(text)
-    except ValueError as cause:
-        raise CorruptFileError("read the meta of", repr(str(found)), "JSON", str(cause)) from cause
-
-
-def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, num_threads: int) -> Any:
+    whole("load a checkpoint", "num_threads", num_threads, 1)
     found = _find(path)
     where, expected = repr(str(found)), "what torch.save makes"
     with open(found, "rb") as file:
@@ -158,6 +138,23 @@ def _load(path: str | os.PathLike[str], map_location: Any, weights_only: bool, n
             if isinstance(cause, AttributeError) and not weights_only:
                 raise  # a class that is not here is no damage
             raise _damaged(where, expected, f"{type(cause).__name__}: {cause}") from cause
+
+
+def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
+    """Read the `meta` of a checkpoint, but no tensor; None if it was saved without. Errors as `load_checkpoint`."""
+    found, text = _find(path), None
+    with open(found, "rb") as file:
+        if _is_compressed(file, found):
+            data = _mapped(file)
+            for frame in scan_frames(data, str(found)):
+                text = bytes(data[slice(*frame.blocks[0])]) if frame.is_skippable else text
+        elif member := _members(file, found).get(META_NAME):
+            file.seek(_check_member(file, member, found, memoryview(bytearray(_CHUNK_BYTES))))
+            text = file.read(member.file_size)
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as cause:
+        raise CorruptFileError("read the meta of", repr(str(found)), "JSON", str(cause)) from cause
 
 
 def _find(path: str | os.PathLike[str]) -> Path:

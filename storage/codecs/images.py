@@ -11,7 +11,6 @@ frames_per_chunk, max_error), the end of each chunk counted from the first (uint
 from __future__ import annotations
 
 import json
-import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -214,16 +213,9 @@ class _Wanted:
 
     @classmethod
     def checked(cls, image_shape: Sequence[int], batch_size: Any, dtype: Any, indices: Any) -> _Wanted:
-        try:
-            name = dtype_name(dtype, "of the images")
-            shape, num_frames = tuple(map(operator.index, image_shape)), operator.index(batch_size)
-        except SchemaError:
-            raise
-        except TypeError as cause:
-            expected = "a dtype, and whole numbers in image_shape and batch_size"
-            raise UsageError("decompress images", "", expected, str(cause)) from None
-        if min((*shape, num_frames)) < 0:
-            raise UsageError("decompress images", "", "sizes >= 0", f"{num_frames} frames of {shape}")
+        name, sizes = dtype_name(dtype, "of the images"), np.atleast_1d(image_shape).tolist()
+        shape = tuple(whole("decompress images", "sizes of image_shape", size, 0) for size in sizes)
+        num_frames = whole("decompress images", "batch_size", batch_size, 0)
         if indices is not None:
             if np.ndim(indices) != 1:
                 raise UsageError("decompress images", "", "a list of frame numbers", f"{np.ndim(indices)} dimensions")

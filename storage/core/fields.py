@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -48,12 +49,14 @@ def dtype_name(dtype: Any, where: str = "") -> str:
     """Give the portable name of a torch or numpy dtype, for example "float32".
 
     Raises:
-        FieldTypeError: The dtype is not one of `DTYPES` (complex, object, strings).
+        FieldTypeError: It is not one of `DTYPES` (complex, object, strings), or no dtype.
     """
+    name = None
     if isinstance(dtype, torch.dtype):
         name = _NAME_OF_TORCH.get(dtype)
     else:
-        name = _NAME_OF_NUMPY.get(np.dtype(dtype).newbyteorder("<"))
+        with suppress(TypeError):  # it is none
+            name = _NAME_OF_NUMPY.get(np.dtype(dtype).newbyteorder("<"))
     if name is None:
         raise FieldTypeError("store the dtype", where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first")
     return name
