@@ -1,19 +1,23 @@
 """`load_expert_trajectories`: motion files named in a text list -> a `TrajectoryDictBuffer`.
 
-One rule: files are data; links that leave the file are refused, and nothing in it is executed.
+One rule: nothing in a file is trusted. Data are taken from the file itself, by hard links only, and are compared with
+its length before they are read; groups and datasets are counted, as links can make a cycle; texts and numbers are the
+only values.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
 
 from storage.core import arguments
+from storage.core.fields import dtype_name
 from storage.core.memory import viewable
 from storage.errors import (
     CorruptFileError,
@@ -24,13 +28,14 @@ from storage.errors import (
     UsageError,
 )
 from storage.replay.episode_buffer import TrajectoryDictBuffer
+from storage.saving.hdf5 import Allowance, attribute, member, open_hdf5
 from storage.saving.plain_files import read_text
-
-from .foreign.hdf5 import open_foreign_hdf5
 
 #: Turns what is under `observation`, an array or nested ones, into nested observations.
 ObsMapper = Callable[[Any], Mapping[str, Any]]
 _OBSERVATION = "observation"
+#: Groups in groups, and datasets of a group and all below it.
+_MAX_DEPTH, _MAX_MEMBERS = 64, 4096
 
 
 class MissingMotionError(DataFileError, FileNotFoundError):
@@ -90,14 +95,54 @@ def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
 
 
 def read_motion(path: Path) -> list[dict[str, Any]]:
-    """Read all episodes of a file: nested dicts of `[T, ...]` tensors."""
-    with open_foreign_hdf5(path) as file:
-        num_episodes = file.attribute("num_episodes")
+    """Read all episodes of a file: nested dicts of `[T, ...]` tensors, and of texts, of which an array gives its first.
+
+    Raises:
+        CorruptFileError: Damaged, no HDF5 file, without an episode, or holding more than its length can.
+        FieldTypeError: A dataset holds neither numbers nor texts.
+        UnsafeFileError: A link leads out of the file.
+    """
+    with open_hdf5(path) as (file, handle):
+        allowance, num_episodes = Allowance(os.fstat(handle).st_size), attribute(file, "num_episodes")
         if not isinstance(num_episodes, (np.integer, np.floating)) or not float(num_episodes).is_integer():
             expected = "the attribute 'num_episodes', a whole number"
             raise CorruptFileError("read", repr(str(path)), expected, repr(num_episodes))
-        episodes = [file.read_group(f"ep_{number}") for number in range(int(num_episodes))]
-        return [{name: _as_tensors(one, name == _OBSERVATION) for name, one in ep.items()} for ep in episodes]
+        episodes = []
+        for name in (f"ep_{number}" for number in range(int(num_episodes))):
+            group = member(file, name, path)
+            if not isinstance(group, h5py.Group):
+                raise CorruptFileError("read", repr(str(path)), f"a group {name!r}", "a dataset")
+            episode = _read_group(group, path, allowance, iter(range(_MAX_MEMBERS)), 1)
+            episodes.append({field: _as_tensors(one, field == _OBSERVATION) for field, one in episode.items()})
+        return episodes
+
+
+def _read_group(
+    group: h5py.Group, path: Path, allowance: Allowance, numbers: Iterator[int], depth: int
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in group:
+        if depth > _MAX_DEPTH or next(numbers, None) is None:
+            expected = f"at most {_MAX_DEPTH} groups in groups and {_MAX_MEMBERS} datasets"
+            raise CorruptFileError("read", repr(str(path)), expected, "more, or a cycle")
+        one = member(group, name, path)
+        is_group = isinstance(one, h5py.Group)
+        found[name] = _read_group(one, path, allowance, numbers, depth + 1) if is_group else _read(one, path, allowance)
+    return found
+
+
+def _read(dataset: h5py.Dataset, path: Path, allowance: Allowance) -> Any:
+    where = f"{dataset.name!r} of {str(path)!r}"
+    is_text = h5py.check_string_dtype(dataset.dtype) is not None
+    if not is_text and dataset.dtype.kind not in "biuf":
+        raise FieldTypeError("read the dataset", where, "numbers", str(dataset.dtype))
+    if dataset.size is None or (is_text and not dataset.size):  # the one has no shape, the other no first text
+        raise CorruptFileError("read the dataset", where, "values", "none")
+    allowance.take(dataset, where)
+    if is_text:
+        return str(dataset.asstr()[(0,) * dataset.ndim])
+    dtype_name(dataset.dtype, f"of {where}")
+    return np.asarray(dataset[()])
 
 
 def _motion_path(root: Path, name: str, where: str) -> Path:

@@ -44,7 +44,7 @@ MAY_IMPORT = {
         "windows": "format frames index live",
         "trajectories": "checkpoints format frames index live saving",
         "tools": "format index writing",
-        "expert": "foreign replay saving",
+        "expert": "replay saving",
     },
 }
 FLOORS = list(MAY_IMPORT)

@@ -1,14 +1,16 @@
 """The older layout, `trajectory_K/traj_START_END.pickle` beside `metadata.json`, read only.
 
 One rule: nothing on disk is changed and nothing in it is run. What is repaired, skipped or refused is one entry in
-`problems`, and the good data beside it loads. Names are the subject of `trajectory_listing.py`, chunks and what makes
-trajectories of them that of `trajectory_chunks.py`, fields that of `trajectory_fields.py`.
+`problems`, and the good data beside it loads. The chunks say which fields there are (keys, widths, dtypes), and the
+metadata what they mean (order, shape and codec of components). Names are the subject of `trajectory_listing.py`, chunks
+and what makes trajectories of them that of `trajectory_chunks.py`.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -18,13 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.fields import Schema
+from storage.codecs.codecs import VALUE_CODECS
+from storage.core.fields import Field, Schema
 from storage.core.threads import each
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, nearest
 
 from ..format.header import DATA, FRAGMENT_DTYPE, layouts_of
 from .pickled_arrays import TruncatedPickleError
 from .trajectory_chunks import (
+    ACTIONS,
+    COMPONENT_PREFIX,
+    OBSERVATIONS,
+    PRIVILEGED,
+    REWARDS,
     Chunk,
     Repair,
     Signature,
@@ -34,8 +42,15 @@ from .trajectory_chunks import (
     open_chunk,
     scan_chunk,
 )
-from .trajectory_fields import build_schema, difference, key_of, most_common_signature
-from .trajectory_listing import METADATA_NAME, ChunkFile, list_trajectory_folders, read_metadata
+from .trajectory_listing import MAPPING, METADATA_NAME, SEGMENTS, ChunkFile, list_trajectory_folders, read_metadata
+
+_FIELD_OF_KEY = {
+    OBSERVATIONS: "observation",
+    PRIVILEGED: "privileged_observation",
+    ACTIONS: "action",
+    REWARDS: "reward",
+}
+_COMPONENT = "observation/"
 
 #: Threads cost 30 % where the pages are in memory, as walking a pickle holds the interpreter's lock, and help where the
 #: disk is waited for. The first chunks tell which.
@@ -113,7 +128,7 @@ def scan_trajectory_folder(
                 is_new_end = file == folder.files[-1] and file.path not in known_paths
                 problems += [] if is_new_end and _is_being_written(file, found) else [found]
             elif found.signature != signature:
-                expected, got = difference(signature, found.signature)
+                expected, got = _difference(signature, found.signature)
                 advice = f"{_CUT}; move it to a dataset of its own to read it"
                 problems.append(chunk_problem(file.path, f"{expected}, as in most chunks", got, advice))
             else:
@@ -133,11 +148,14 @@ def _fields(
 ) -> tuple[Signature, Schema, list[DataFileError]]:
     """Choose the arrays that are read, and the fields they make: those of before, if there were any."""
     if previous is None or not previous.signature:
-        signature = most_common_signature(chunks)
-        return signature, *build_schema(signature, metadata, path)
+        frames = Counter[Signature]()  # so that one odd chunk cannot rule out all others
+        for chunk in chunks:
+            frames[chunk.signature] += chunk.num_frames
+        signature = max(frames, key=frames.__getitem__, default=())
+        return signature, *_build_schema(signature, metadata, path)
     signature, schema = previous.signature, previous.schema
     try:
-        described, problems = build_schema(signature, metadata, path)
+        described, problems = _build_schema(signature, metadata, path)
     except ForeignFileError as problem:
         return signature, schema, [problem]
     if metadata and (difference := schema.difference(described)):
@@ -145,6 +163,69 @@ def _fields(
         expected = "the same description as when the dataset was opened"
         problems = [DataFileError("use the metadata", repr(str(path)), expected, difference, advice)]
     return signature, schema, problems
+
+
+def _difference(expected: Signature, got: Signature) -> tuple[str, str]:
+    """Say in words where two signatures differ first: (expected, got)."""
+    mine, theirs = ({field.key: field for field in signature} for signature in (expected, got))
+    for key in {**mine, **theirs}:
+        if mine.get(key) != theirs.get(key):
+            return str(mine.get(key, f"no {key}")), str(theirs.get(key, f"no {key}"))
+    return f"the order {', '.join(mine)}", ", ".join(theirs)
+
+
+def _build_schema(
+    signature: Signature, metadata: Mapping[str, Any], metadata_path: Path
+) -> tuple[Schema, list[DataFileError]]:
+    """Declare the fields as users see them; say where metadata and chunks contradict each other (the chunks rule).
+
+    Raises:
+        ForeignFileError: A component that was recorded is coded in an unknown way.
+    """
+    problems: list[DataFileError] = []
+
+    def report(expected: str, got: str, advice: str = "The chunks rule") -> None:
+        problems.append(DataFileError("use the metadata", repr(str(metadata_path)), expected, got, advice))
+
+    segments: Any = metadata.get(SEGMENTS)
+    mapping: Any = metadata.get(MAPPING)
+    if segments is not None and not _are_shapes(segments):
+        advice = "Read without them: the components stand in the order of the chunks"
+        report(f"{SEGMENTS} as an object of name -> shape", "something else", advice)
+    segments = segments if _are_shapes(segments) else {}
+    mapping = mapping if isinstance(mapping, dict) else {}
+    rank = {COMPONENT_PREFIX + name: position for position, name in enumerate(segments)}
+    components = [stored for stored in signature if stored.key not in _FIELD_OF_KEY]
+    fields = []
+    for stored in sorted(components, key=lambda stored: rank.get(stored.key, len(rank))):
+        name = stored.key.removeprefix(COMPONENT_PREFIX)
+        shape = tuple(segments.get(name, stored.shape))
+        if segments and (name not in segments or prod(shape) != prod(stored.shape)):
+            report(f"{SEGMENTS} as in the chunks", f"{name!r} of {prod(stored.shape)} values in the chunks")
+            shape = stored.shape
+        codec = mapping.get(name, "raw")
+        if not isinstance(codec, str) or codec not in VALUE_CODECS:
+            action, known = f"decode the component {name!r} of", nearest(str(codec), VALUE_CODECS)
+            raise ForeignFileError(action, repr(str(metadata_path)), known, repr(codec))
+        if codec == "raw" and not segments and stored.dtype == "uint8":
+            codec, advice = "normalized_image", "Taken as 'normalized_image', the only codec of this layout"
+            report(f"{MAPPING} for the uint8 {stored.key}", "none", advice)
+        elif codec != "raw" and stored.dtype != (needed := VALUE_CODECS[codec].stored_dtype):
+            expected = f"{needed} in {stored.key}, coded as {codec!r}"
+            report(expected, f"{stored.dtype} in the chunks", "Read as it is, without decoding")
+            codec = "raw"
+        fields.append(Field(_COMPONENT + name, shape, stored.dtype if codec == "raw" else "float32", codec))
+    missing = [key for key in rank if key not in {stored.key for stored in components}]
+    if components and missing:
+        report(f"{SEGMENTS} as in the chunks", f"no {missing[0]} in them")
+    fields += [Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY]
+    return Schema(fields), problems
+
+
+def _are_shapes(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(shape, list) for shape in value.values()):
+        return False
+    return all(type(size) is int and size > 0 for shape in value.values() for size in shape)
 
 
 def _scan_chunks(files: list[ChunkFile]) -> dict[ChunkFile, Chunk | DataFileError]:
@@ -204,6 +285,12 @@ def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.n
     return tuple(paths), np.concatenate(tables), np.concatenate(chunk_of)
 
 
+def _key_of(field_name: str) -> str:
+    """Give the key of a field in the chunks."""
+    keys = [key for key, name in _FIELD_OF_KEY.items() if name == field_name]
+    return keys[0] if keys else COMPONENT_PREFIX + field_name.removeprefix(_COMPONENT)
+
+
 def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """Read all rows of a chunk.
 
@@ -223,7 +310,7 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
     with open_chunk(scan.chunk_paths[chunk]) as opened:
         used = scan.fragments[scan.chunk_of == chunk]
         there = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
-        is_same = all(there.get(key_of(one.name)) == (one.dtype, one.num_elements) for one in layout.stored.values())
+        is_same = all(there.get(_key_of(one.name)) == (one.dtype, one.num_elements) for one in layout.stored.values())
         num_rows = int((used["row"] + used["length"]).max(initial=0))
         if opened.num_frames < num_rows or not is_same:
             expected = f"at least {num_rows} frames of {scan.schema}"
@@ -236,6 +323,6 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
             table = np.zeros(opened.num_frames, layout.numpy_dtype(column))
             for field_name in column.offsets:
                 shape = (opened.num_frames, *scan.schema[field_name].shape)
-                table[field_name] = opened.read(key_of(field_name)).reshape(shape)
+                table[field_name] = opened.read(_key_of(field_name)).reshape(shape)
             rows[name] = table.view(np.uint8).reshape(opened.num_frames, column.row_bytes)
     return rows

@@ -12,10 +12,10 @@ import os
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import h5py
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from storage.core.durable import crc32, sync_path
-from storage.core.threads import each
+from storage.core.threads import Worker
 from storage.errors import UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
 
@@ -38,8 +38,6 @@ _SYNC_FILE_RANGE_WRITE = 2
 #: Rows are gathered, checked and written in parts that stay in the second-level cache meanwhile: parts of 4 MiB
 #: took a third longer.
 PART_BYTES = 1 << 20
-#: Most threads that write, and most pieces before it is asked again whether they should.
-_MAX_THREADS, _PIECES_A_TURN = 2, 16
 
 
 def block_name(writer: str, sequence: int) -> str:
@@ -57,8 +55,8 @@ def write_block(
         content: What to write; not changed.
         durable: Flush the file before and the folder after the rename. Without, publishing is
             still atomic for a crash of the process, but not for one of the machine.
-        num_threads: Gives how many threads may work; asked again before each few parts, two of which are written
-            at once at most.
+        num_threads: Gives how many threads may code; with more than one, a part of the rows is written beside the
+            gathering of the next. Asked again before each part.
 
     Returns:
         The path of the published block.
@@ -119,16 +117,23 @@ def _write_rows(
             # which writes to every block where the file system cannot do better.
             if num_bytes >= PART_BYTES:
                 _hasten("fallocate64", descriptor, 0, offset, num_bytes)
-    memory = [np.empty(part_bytes, np.uint8) for _ in range(_MAX_THREADS)]
-
-    def write(piece: _Piece) -> None:
-        own = memory.pop()
-        piece.write(descriptor, own, starts_writeback)
-        memory.append(own)
-
-    for first in range(0, len(pieces), _PIECES_A_TURN):
-        each(write, pieces[first : first + _PIECES_A_TURN], min(_MAX_THREADS, num_threads()))
+    beside, buffers = Worker("the rows of a block", 0), cycle([np.empty(part_bytes, np.uint8) for _ in range(2)])
+    try:
+        for data, offset in (part for piece in pieces for part in piece.parts(buffers)):
+            beside.drain()  # so that the other buffer is free
+            if num_threads() > 1:  # not both gathering: they would wait for each other, and for the interpreter's lock
+                beside.submit(_write_part, descriptor, data, offset, starts_writeback)
+            else:
+                _write_part(descriptor, data, offset, starts_writeback)
+    finally:
+        beside.close()
     return checksums
+
+
+def _write_part(descriptor: int, data: memoryview, offset: int, starts_writeback: bool) -> None:
+    write_at(descriptor, data, offset)
+    if starts_writeback:  # at once, so that the flush has little left to do
+        _hasten("sync_file_range", descriptor, offset, len(data), _SYNC_FILE_RANGE_WRITE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,21 +151,21 @@ class _Piece:
     checksums: np.ndarray
     places: list[int]
 
-    def write(self, descriptor: int, memory: np.ndarray, starts_writeback: bool) -> None:
-        """Gather, check and write the rows, a part after the other; `memory` holds at least one row."""
+    def parts(self, buffers: Iterator[np.ndarray]) -> Iterator[tuple[memoryview, int]]:
+        """Gather and check the rows part by part, each in the next buffer; give it, and its place in the file."""
         row_bytes, sums = self.source.row_bytes, [0] * len(self.spans)
-        rows_a_part = len(memory) // row_bytes
-        for low in range(self.start, self.stop, rows_a_part):
-            high = min(self.stop, low + rows_a_part)
+        low = self.start
+        while low < self.stop:
+            memory = next(buffers)
+            high = min(self.stop, low + len(memory) // row_bytes)
             out = memory[: (high - low) * row_bytes].reshape(high - low, row_bytes)
-            part = self.source.read(low, high, out).reshape(-1).data
+            data = self.source.read(low, high, out).reshape(-1).data
             for number, (first, last) in enumerate(self.spans):
                 begin, end = max(first, low) - low, min(last, high) - low
                 if begin < end:
-                    sums[number] = crc32(part[begin * row_bytes : end * row_bytes], sums[number])
-            write_at(descriptor, part, self.offset + low * row_bytes)
-            if starts_writeback:  # at once, so that the flush has little left to do
-                _hasten("sync_file_range", descriptor, self.offset + low * row_bytes, len(part), _SYNC_FILE_RANGE_WRITE)
+                    sums[number] = crc32(data[begin * row_bytes : end * row_bytes], sums[number])
+            yield data, self.offset + low * row_bytes
+            low = high
         self.checksums[self.places] = sums
 
 

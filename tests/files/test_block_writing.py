@@ -30,20 +30,27 @@ class CopiedRows(ArrayRows):
         return out
 
 
-class ReadByTwo(ArrayRows):
-    """Rows that two threads read at once: the first one waits for the second; then each read calls `then`."""
+class Watched(ArrayRows):
+    """Rows that note which threads there are when they are read; the third read calls `then`."""
+
+    threads: set[threading.Thread]
 
     def __init__(self, rows, then=lambda: None):
         super().__init__(rows)
-        self._readers, self._are_two, self._then = set(), threading.Event(), then
+        self._then, self._num_reads = then, 0
 
     def read(self, start, stop, out):
-        self._readers.add(threading.current_thread())
-        if len(self._readers) == 2:
-            self._are_two.set()
-        assert self._are_two.wait(60)
-        self._then()
+        Watched.threads |= set(threading.enumerate())
+        self._num_reads += 1
+        if self._num_reads == 3:
+            self._then()
         return super().read(start, stop, out)
+
+
+@pytest.fixture(autouse=True)
+def threads_before():
+    Watched.threads = set()
+    return set(threading.enumerate())
 
 
 def content(schema=SMALL, spans=None, num_rows=NUM_FRAGMENTS * LENGTH, rows=ArrayRows, seed=0):
@@ -95,36 +102,25 @@ def test_rows_and_checksums_do_not_depend_on_parts_and_threads(tmp_path_factory,
     spans = [spans[place] for place in generator.permutation(len(spans))]
     made = content(LARGE, spans, sum(length for length, _ in lengths), rows, seed)
     asked = iter(range(1 << 30))
-    path = write_block(tmp_path_factory.mktemp("rows"), made, False, lambda: next(asked) >= hastes_after)
+    path = write_block(tmp_path_factory.mktemp("rows"), made, False, lambda: 1 + (next(asked) >= hastes_after))
     check(path, made)
 
 
-def test_two_threads_write_where_torch_is_told_to_use_them(tmp_path):
-    check(write_block(tmp_path, content(rows=ReadByTwo), durable=False), content())
-
-
-def test_one_thread_writes_where_torch_is_told_to_use_one(tmp_path):
-    readers = set()
-
-    class Watched(ArrayRows):
-        def read(self, start, stop, out):
-            readers.add(threading.current_thread())
-            return super().read(start, stop, out)
-
-    torch.set_num_threads(1)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_second_thread_writes_where_torch_is_told_to_use_two(tmp_path, threads_before, num_threads):
+    torch.set_num_threads(num_threads)
     try:
         check(write_block(tmp_path, content(rows=Watched), durable=False), content())
     finally:
         torch.set_num_threads(2)
-    assert readers == {threading.current_thread()}
+    assert len(Watched.threads - threads_before) == num_threads - 1
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_what_stops_a_thread_stops_the_block(tmp_path, error):
+def test_what_stops_the_gathering_stops_the_block(tmp_path, threads_before, error):
     def fail():
         raise error
 
-    before = set(threading.enumerate())
     with pytest.raises(type(error)) as caught:
-        write_block(tmp_path, content(rows=lambda rows: ReadByTwo(rows, fail)), durable=False)
-    assert caught.value is error and not list(tmp_path.iterdir()) and set(threading.enumerate()) == before
+        write_block(tmp_path, content(rows=lambda rows: Watched(rows, fail)), durable=False)
+    assert caught.value is error and not list(tmp_path.iterdir()) and set(threading.enumerate()) == threads_before
