@@ -23,7 +23,7 @@ from ..core.records import dense, fit, make_field
 from ..core.tree import check_same_names, flatten, map_leaves, unflatten
 from ..errors import CorruptFileError, FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 from ..ring.ring import RingStore
-from ..saving.store import checked_count
+from ..saving.store import checked_count, checked_tensor
 
 UNIQUE_ID, SLOT = "replay_unique_id", "replay_buffer_idx"
 #: Leaves that a sample adds to an item; they are not stored when the item is pushed back.
@@ -241,24 +241,16 @@ class ItemStore:
         if numbers["schema"] is not None:
             schema = Schema(make_field(one["name"], one["shape"], one["dtype"]) for one in numbers["schema"])
             for place, (name, field) in enumerate(schema.items()):
-                leaf = columns[name] = tensors[f"column/{place}"].unsqueeze(1)
-                if leaf.dtype != field.torch_dtype or leaf.shape != (num_live, 1, *field.shape):
-                    expected, got = (
-                        f"{field.dtype} {[num_live, *field.shape]}",
-                        f"{leaf.dtype} {list(leaf[:, 0].shape)}",
-                    )
-                    raise SchemaError("load a state", f"with {name!r}", expected, got)
+                shape = [num_live, *field.shape]
+                columns[name] = checked_tensor(tensors, f"column/{place}", field.torch_dtype, shape).unsqueeze(1)
             self.form = Form(schema, frozenset(numbers["arrays"]))
             self.ring = RingStore(self.capacity, 1, schema, self.device, num_guards=0)
         self.ring.put_slots(0, columns)
         self.ring.total = total
         if "objects" in tensors:
             objects = from_json(tensors["objects"].cpu().numpy().tobytes(), where)
-            if (
-                not isinstance(objects, list)
-                or len(objects) != num_live
-                or not all(type(one) is dict for one in objects)
-            ):
+            is_list = isinstance(objects, list) and len(objects) == num_live
+            if not is_list or not all(type(one) is dict for one in objects):
                 raise CorruptFileError("read objects", where, f"{num_live} of them", "others")
             self._objects = {slot: one for slot, one in enumerate(objects) if one}
         return self

@@ -18,7 +18,7 @@ from ..core import arguments
 from ..core.memory import filled, lasting, library, own, own_float64, tensor_of
 from ..errors import SchemaError, UsageError
 from ..ring.ring import cells, keys_in
-from ..saving.store import checked_count
+from ..saving.store import checked_count, checked_tensor
 from .rules import Limits, PriorityRule
 from .sum_tree import LeastWeight, MinTree, SumTree, last_copies, least_positive
 
@@ -358,9 +358,7 @@ class PrioritizedRing:
             SchemaError: It does not fit; nothing was changed.
         """
         for name, dtype in self._columns.items():
-            if tensors[name].shape != (num_places,) or tensors[name].dtype != dtype:
-                got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-                raise SchemaError("load a state", f"with {name!r}", f"{dtype} [{num_places}]", got)
+            checked_tensor(tensors, name, dtype, [num_places])
         for name in ("max_priority", "num_draws", "num_dead_updates"):
             if not arguments.is_real(numbers[name]) or not 0 <= numbers[name] <= _LARGEST:
                 raise SchemaError("load a state", f"with {name!r}", "a finite number >= 0", repr(numbers[name]))

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import is_whole
-from ..errors import RolloutDataError, UsageError, nearest
+from ..core import arguments
+from ..core.memory import as_given
+from ..errors import RolloutDataError, UsageError
 from .sum_tree import MaxTree, MinTree, SumTree, WideTree
 
 #: How far a mass may be above the sum, relative to it.
@@ -33,9 +34,7 @@ class SegmentTree:
 
     def __init__(self, capacity: int, operation: Any = "sum", device: torch.device | str = "cpu") -> None:
         name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
-        if name not in _KINDS:
-            raise UsageError("create a segment tree", "", f"operation {nearest(name, _KINDS)}", repr(operation))
-        self._tree = _KINDS[name](capacity, device)
+        self._tree = _KINDS[arguments.choice("create a segment tree", "operation", name, _KINDS)](capacity, device)
         #: Whether a number below 0 was ever set, so that masses have to be looked at.
         self._may_be_negative = False
 
@@ -73,7 +72,7 @@ class SegmentTree:
             ValueError: A value is not a number; for sums also if it is infinite.
         """
         wanted = self._indices(index, "write to")
-        values = _float64(value, self.device)
+        values = as_given(value).detach().to(self.device, torch.float64)
         if values.dim() and values.shape != wanted.shape:
             expected = f"one value, or values of shape {list(wanted.shape)}"
             raise UsageError("write to a segment tree", "", expected, f"shape {list(values.shape)}")
@@ -92,7 +91,7 @@ class SegmentTree:
             IndexError: The range is outside, or ends before it starts.
         """
         stop = self.capacity if end is None else end
-        if not all(is_whole(x) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
+        if not all(arguments.is_whole(x) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
             expected = f"0 <= start <= end <= {self.capacity}"
             raise TreeIndexError("reduce a segment tree", "", expected, f"[{start}, {stop})")
         return self._tree.reduce(int(start), int(stop))
@@ -114,7 +113,7 @@ class SegmentTree:
         tree = self._tree
         if not isinstance(tree, SumTree):
             raise UsageError(action, "in a segment tree", "operation 'sum'", type(self).__name__)
-        masses = _float64(mass, self.device)
+        masses = as_given(mass).detach().to(self.device, torch.float64)
         if self._may_be_negative and bool((tree.leaves_view() < 0).any()):
             least = float(tree.leaves_view().min())
             raise UsageError(action, "in a segment tree", "numbers >= 0", f"{least}")
@@ -172,10 +171,3 @@ class MaxSegmentTree(SegmentTree):
 
 def _is_many(value: Any) -> bool:
     return getattr(value, "ndim", 0) > 0 or isinstance(value, (list, tuple))
-
-
-def _float64(value: Any, device: torch.device) -> torch.Tensor:
-    """Give numbers as float64, without a detour of Python's numbers by float32."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device, torch.float64)
-    return torch.as_tensor(value, dtype=torch.float64, device=device)

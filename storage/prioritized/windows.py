@@ -20,11 +20,11 @@ from ..core.memory import float32_of
 from ..core.records import Key, RecordReader, normal
 from ..core.samplers import generator_on
 from ..core.tree import map_leaves
-from ..errors import BufferEmptyError, SchemaError, UsageError
+from ..errors import BufferEmptyError, UsageError
 from ..ring.ends import end_places, find_ends
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
-from ..saving.store import State, Store
+from ..saving.store import State, Store, checked_tensor
 from .ring import PrioritizedRing
 from .rules import PriorityRule
 
@@ -210,16 +210,17 @@ class PrioritizedWindows(Store):
             return
         schema, num_lanes, total = Schema.from_json(numbers["schema"]), int(numbers["num_lanes"]), int(numbers["total"])
         live = min(total, self.capacity)
-        shapes = {f"column/{place}": (live, num_lanes, *x.shape) for place, x in enumerate(schema.values())}
-        shapes |= {"ages": (self.capacity, num_lanes), "next_ages": (num_lanes,)}
-        for name, shape in shapes.items():
-            if tuple(tensors[name].shape) != shape:
-                raise SchemaError("load a state", f"with {name!r}", str(list(shape)), str(list(tensors[name].shape)))
+        columns = {
+            name: checked_tensor(tensors, f"column/{place}", field.torch_dtype, [live, num_lanes, *field.shape])
+            for place, (name, field) in enumerate(schema.items())
+        }
+        ages = checked_tensor(tensors, "ages", torch.int32, [self.capacity, num_lanes])
+        next_ages = checked_tensor(tensors, "next_ages", torch.int32, [num_lanes])
         ring = self._create(schema, num_lanes)
-        ring.put_slots(0, {name: tensors[f"column/{place}"] for place, name in enumerate(schema)})
+        ring.put_slots(0, columns)
         ring.total = total
-        self._boundaries.ages.copy_(tensors["ages"])
-        self._boundaries.next_ages.copy_(tensors["next_ages"])
+        self._boundaries.ages.copy_(ages)
+        self._boundaries.next_ages.copy_(next_ages)
         self._windows.restore(self.capacity * num_lanes, numbers, tensors)
 
 

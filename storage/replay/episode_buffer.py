@@ -188,7 +188,8 @@ class TrajectoryDictBuffer(BufferStore):
     @torch.no_grad()
     def get_full_buffer(self) -> dict[str, Any]:
         """Copy every frame of every field, episode after episode: nested dict of `[len(self), *event]`."""
-        return unflatten({name: x.squeeze(1) for name, x in self._ring.copy_slots(0, self.capacity).items()})
+        rows = {name: self._ring.slots_view(name)[:, 0] for name in self._ring.schema}
+        return unflatten({name: x.clone(memory_format=torch.contiguous_format) for name, x in rows.items()})
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:

@@ -19,7 +19,7 @@ from ..core.records import fit
 from ..core.samplers import generator_on, uniform
 from ..errors import BufferEmptyError, SchemaError
 from ..ring.ring import RingStore
-from ..saving.store import State, Store
+from ..saving.store import State, Store, checked_count, checked_tensor
 
 _NAMES = ("states", "next_states")
 
@@ -120,11 +120,7 @@ class ReplayBuffer(Store):
         return State(arguments, {"total": self._ring.total}, tensors)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        total = int(numbers["total"])
-        expected = (min(total, self.buffer_size), 1, *self.obs_dim)
-        for name in _NAMES:
-            if total < 0 or tensors[name].shape != expected or tensors[name].dtype != torch.float32:
-                got = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-                raise SchemaError("load a state", f"with {name!r}", f"float32 {list(expected)}", got)
-        self._ring.put_slots(0, {name: tensors[name] for name in _NAMES})
+        total = checked_count(numbers, "total", 0, 1 << 62)
+        shape = [min(total, self.buffer_size), 1, *self.obs_dim]
+        self._ring.put_slots(0, {name: checked_tensor(tensors, name, torch.float32, shape) for name in _NAMES})
         self._ring.total = total

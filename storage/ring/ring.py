@@ -223,15 +223,6 @@ class RingStore:
         """List the live ids, oldest first."""
         return torch.arange(self.oldest, self.total, device=self.device)
 
-    def copy_slots(
-        self, first: int, last: int, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Copy slots `first` to `last` of every field: new tensors `[last - first, lanes, *event]`, or into `out`."""
-        parts = {name: self.slots_view(name)[first:last] for name in self.schema}
-        if out is None:
-            return {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
-        return {name: out[name][: last - first].copy_(part) for name, part in parts.items()}
-
     def put_slots(self, first: int, leaves: Mapping[str, torch.Tensor]) -> None:
         """Fill slots from `first` on as they were saved; `total` is the caller's to set."""
         for name, leaf in leaves.items():

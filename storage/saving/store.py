@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isabstract
 from typing import Any, ClassVar, TypeVar
@@ -272,6 +272,17 @@ def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) ->
     if not is_whole(count) or not low <= count <= high:
         raise SchemaError(_LOAD, f"with {name!r}", f"an int from {low} to {high}", repr(count))
     return int(count)
+
+
+def checked_tensor(
+    tensors: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """Give a tensor of a loaded state; raise `SchemaError` if it has another dtype or shape."""
+    found = tensors[name]
+    if found.dtype != dtype or list(found.shape) != list(shape):
+        got = f"{found.dtype} {list(found.shape)}"
+        raise SchemaError(_LOAD, f"with {name!r}", f"{dtype} {list(shape)}", got)
+    return found
 
 
 def _remade(kind: type[Store], device: torch.device, options: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
