@@ -49,6 +49,12 @@ def fill_uniform(out: torch.Tensor, num_rows: int, generator: torch.Generator, f
     return out.random_(num_rows << _MORE_BITS, generator=generator).bitwise_right_shift_(_MORE_BITS).add_(first)
 
 
+def below(choices: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draw a number below each of `[num]` int64: the remainder of 62 random bits, uniform to one part in 2 ** 40."""
+    bits = torch.randint(1 << 62, choices.shape, generator=generator, device=choices.device)
+    return bits % choices
+
+
 class Weighted:
     """Draw indices in proportion to weights, with replacement.
 

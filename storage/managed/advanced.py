@@ -350,7 +350,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def _clear(self) -> None:
         if self._used is not None:
-            self._used.replace(self._store.values(self._ring.valid_places(), "data_id"), ())
+            self._used.replace(self._store.values(self._store.ring.slot(self._store.ring.ids()), "data_id"), ())
         super()._clear()
         self._ring.clear()
 

@@ -369,8 +369,7 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
             raise UsageError(action, expected=f"the arguments of {name!r} under its name", got=repr(options))
         options = {"device": device, **options}
         kind = options.pop("type", "advanced")
-        if kind not in _KINDS:
-            raise UsageError(action, f"with {name!r}", f"type {nearest(str(kind), _KINDS)}", repr(kind))
+        arguments.choice(action, f"type of {name!r}", kind, _KINDS)
         try:
             made[name] = _KINDS[kind](**options, name=name)
         except TypeError as cause:

@@ -129,10 +129,6 @@ class PrioritizedRing:
         found: torch.Tensor = places[self._counts[places]]
         return found
 
-    def valid_places(self) -> torch.Tensor:
-        """List the places whose rows count, ascending."""
-        return self._counts.nonzero().squeeze(1)
-
     # Coming and going.
 
     def register(

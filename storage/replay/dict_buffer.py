@@ -120,8 +120,7 @@ class DictBuffer(RingBuffer):
             copy: Whether the caller owns them; otherwise they share memory with the buffer, where
                 that is possible: not in order of time when the ring has closed.
         """
-        if order not in ("ring", "time"):
-            raise UsageError("get the full buffer", "", "order 'ring' or 'time'", repr(order))
+        arguments.choice("get the full buffer", "order", order, ("ring", "time"))
         with self._lock:
             ring = self._ring
             if ring is None:

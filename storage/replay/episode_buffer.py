@@ -21,7 +21,7 @@ from ..core.fields import Schema
 from ..core.memory import as_given, lasting
 from ..core.prefix_sum import PrefixSum
 from ..core.records import Key, RecordReader, flat_name
-from ..core.samplers import Weighted, generator_on
+from ..core.samplers import Weighted, below, generator_on
 from ..core.tree import flatten, unflatten
 from ..errors import RolloutDataWarning, SchemaError, UsageError
 from ..ring.ring import RingStore
@@ -145,10 +145,7 @@ class TrajectoryDictBuffer(BufferStore):
             cut = self._ring.cut_of(tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True)
             self._order.wait(is_write=False)
             episode = self._weights(needed).draw(num_windows, self.generator)
-            choices = self.lengths[episode] - needed + 1
-            bits = torch.randint(1 << 62, (num_windows,), generator=self.generator, device=self.device)
-            # The remainder of 62 random bits is uniform to one part in 2 ** 62 / choices.
-            first = self.start_idx[episode] + bits % choices
+            first = self.start_idx[episode] + below(self.lengths[episode] - needed + 1, self.generator)
             found = self._ring.windows(first, length, cut, never_wraps=True)
             self._order.record(is_write=False)
         return on_device(found, self.output_device)

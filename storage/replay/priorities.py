@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core import arguments
 from ..core.memory import as_given
-from ..errors import UsageError, nearest
+from ..errors import UsageError
 
 
 def _one_over_bin_size(scores: torch.Tensor) -> torch.Tensor:
@@ -44,9 +45,7 @@ def motion_priorities(
         `[E]` of the scores' floating dtype (float32 for integers and lists) and device; a new tensor, not
         normalized.
     """
-    if mode not in _MODES:
-        known = nearest(str(mode), [name for name in _MODES if name]) + " or None"
-        raise UsageError("turn scores into priorities", "", f"mode {known}", repr(mode))
+    arguments.choice("turn scores into priorities", "mode", mode, _MODES)
     if not min_value <= max_value:
         got = f"{min_value} and {max_value}"
         raise UsageError("turn scores into priorities", "", "min_value <= max_value", got)

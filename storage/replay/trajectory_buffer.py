@@ -24,7 +24,6 @@ from .ring_buffer import on_device
 
 #: Fields that end trajectories unless `end_key` says otherwise: those of these that there are.
 DEFAULT_END_KEYS = ("terminated", "truncated", "done", "time_outs")
-_START_MODES = ("uniform", "trajectory")
 _ACTION = "sample windows"
 
 
@@ -78,16 +77,15 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         at_end: str = "exclude",
         **options: Any,
     ) -> None:
-        if n_dim not in (1, 2):
-            raise UsageError("create a buffer", "", "n_dim 1 or 2", repr(n_dim))
-        if start_mode not in _START_MODES or at_end not in ("exclude", "mark"):
-            expected = "start_mode 'uniform' or 'trajectory', at_end 'exclude' or 'mark'"
-            raise UsageError("create a buffer", "", expected, f"{start_mode!r}, {at_end!r}")
+        action = "create a buffer"
+        arguments.choice(action, "n_dim", n_dim, (1, 2))
+        arguments.choice(action, "start_mode", start_mode, ("uniform", "trajectory"))
+        arguments.choice(action, "at_end", at_end, ("exclude", "mark"))
         if options.get("num_envs", 1) != 1:
-            raise UsageError("create a buffer", "", "n_dim=2 for several environments", "num_envs")
+            raise UsageError(action, "", "n_dim=2 for several environments", "num_envs")
         check_length(seq_length)
         if arguments.is_whole(capacity) and seq_length > capacity:
-            raise UsageError("create a buffer", "", f"a seq_length of at most capacity, {capacity}", str(seq_length))
+            raise UsageError(action, "", f"a seq_length of at most capacity, {capacity}", str(seq_length))
         self.n_dim = n_dim
         self._has_lane_axis = n_dim == 2
         self.seq_length = int(seq_length)

@@ -52,8 +52,7 @@ class TransitionRequest:
         object.__setattr__(self, "next_keys", keys)
         for name, value in (("num_steps", self.num_steps), ("num_frames", self.num_frames)):
             arguments.whole(_ACTION, name, value, 1)
-        if self.at_end not in ("exclude", "mark"):
-            raise UsageError(_ACTION, "", "at_end 'exclude' or 'mark'", repr(self.at_end))
+        arguments.choice(_ACTION, "at_end", self.at_end, ("exclude", "mark"))
 
 
 class TransitionSampler:

@@ -23,7 +23,7 @@ import torch
 from ..core.fields import Field, Schema, signed
 from ..core.memory import filled, lasting, own, tensor_of
 from ..core.records import Rows
-from ..core.samplers import fill_uniform, uniform
+from ..core.samplers import below, fill_uniform, uniform
 from .ends import EndedRows
 from .ring import RingStore
 
@@ -179,7 +179,7 @@ class Boundaries:
         return follows
 
     def draw(
-        self, num_draws: int, length: int, generator: torch.Generator, rule: Rule | None = None
+        self, num_draws: int, length: int, generator: torch.Generator, rule: Rule
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Draw windows uniformly over all that are valid, with replacement.
 
@@ -187,18 +187,16 @@ class Boundaries:
             num_draws: How many.
             length: Rows of a window; its first row must be live.
             generator: Draws the candidates; on the ring's device.
-            rule: When a window is valid; None if inside one trajectory.
+            rule: When a window is valid.
 
         Returns:
             (lane, id of the last row), `[num_draws]` int64 each; None if no window is valid.
         """
-        candidates = self._candidates(length)
 
         def accept(found: Any) -> Any:
-            assert rule is not None
             return found[own(rule(*self._decode(tensor_of(found), length)))]
 
-        drawn = self._reject(num_draws, candidates, accept if rule else self._accept_inside(length), generator)
+        drawn = self._reject(num_draws, self._candidates(length), accept, generator)
         return None if drawn is None else self._decode(tensor_of(drawn), length)
 
     def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> Any:
@@ -243,9 +241,7 @@ class Boundaries:
         if drawn is None:
             return None
         its_lane, its_last, its_rows = decode(tensor_of(drawn))
-        # The remainder of 62 random bits is uniform to one part in 2 ** 62 / choices.
-        bits = torch.randint(1 << 62, (num_draws,), generator=generator, device=ring.device)
-        return its_lane, its_last - bits % (its_rows - length + 1)
+        return its_lane, its_last - below(its_rows - length + 1, generator)
 
     def list_all(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """List every valid window, lane by lane, oldest first: (lane, id of the last row)."""

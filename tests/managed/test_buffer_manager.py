@@ -267,7 +267,7 @@ def test_kinds_of_buffers_live_side_by_side() -> None:
         ({"buffer_name": [""], "": {"replay_buffer_size": 1}}, "non-empty"),
         ({"buffer_name": ["sample_ratio"], "sample_ratio": {"replay_buffer_size": 1}}, "not one of"),
         ({"buffer_name": ["a"]}, "arguments of 'a'"),
-        ({"buffer_name": ["a"], "a": {"replay_buffer_size": 1, "type": "advance"}}, "type 'advanced'"),
+        ({"buffer_name": ["a"], "a": {"replay_buffer_size": 1, "type": "advance"}}, "type of 'a' one of 'advanced'"),
         ({"buffer_name": ["a"], "a": {"replay_buffer_size": 1, "size": 2}}, "AdvancedReplayBuffer"),
         ({"buffer_name": ["a"], "a": {"replay_buffer_size": 1}, "sample_ration": {"a": 1}}, "'sample_ratio'"),
         (None, "a mapping"),
