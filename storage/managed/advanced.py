@@ -54,8 +54,6 @@ class AdvancedReplayBuffer(ManagedBuffer):
     are in the order of the slots; shuffle them before cutting them up.
     """
 
-    _contents = ("_store", "_ring", "_used")
-
     def __init__(
         self,
         replay_buffer_size: int,
@@ -320,7 +318,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def prepare_priorities(self, ids: Any, priorities: Any) -> Callable[[], int]:
         """Do as `prepare_update`, for `update_priorities`."""
-        return partial(self._ring.update, self._ring.checked_update(ids, priorities))
+        return self._ring.prepare_update(ids, priorities)
 
     def used_data(self) -> UsedQueue:
         """Give the queue of `data_id`s that no item and no sample needs any more; each comes once.

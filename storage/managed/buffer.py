@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -65,9 +65,6 @@ class ManagedBuffer(Store):
         monitor: Is told of pushes and samples; None for no monitor.
         rate_limiter: Lets pushes and samples pass, wait, or not; or the arguments of one.
     """
-
-    #: Attributes that a load replaces.
-    _contents: ClassVar[tuple[str, ...]] = ("_store",)
 
     def __init__(
         self,
@@ -225,20 +222,17 @@ class ManagedBuffer(Store):
 
     # Saving.
 
-    def equal_with(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ManagedBuffer:
-        """Make an equal buffer with a state; raise if that does not fit."""
-        arguments = self._arguments()
-        made: ManagedBuffer = self._from_arguments(arguments, self.device)
-        given = {"class": type(self).__name__, "arguments": arguments, "numbers": numbers, "tensors": tensors}
-        made.load_state_dict(given)
-        return made
-
-    def adopt(self, made: ManagedBuffer) -> None:
-        """Take over items, counts and random state of an equal buffer, which is not used any more; cannot fail."""
-        vars(self).update({name: vars(made)[name] for name in self._contents})
-        self.rng.set_state(made.rng.get_state())
-        if self.rate_limiter is not None and made.rate_limiter is not None:
-            self.rate_limiter.load_state_dict(made.rate_limiter.state_dict())
+    @contextmanager
+    def unchanged_on_failure(self) -> Iterator[None]:
+        """Do as `Store` does, with the limiter's counts."""
+        limiter, counts = self.rate_limiter, None if self.rate_limiter is None else self.rate_limiter.state_dict()
+        with super().unchanged_on_failure():
+            try:
+                yield
+            except BaseException:
+                if limiter is not None and counts is not None:
+                    limiter.load_state_dict(counts)
+                raise
 
     def _arguments(self) -> dict[str, Any]:
         """Give the arguments that make an equal buffer, as JSON."""
@@ -255,7 +249,6 @@ class ManagedBuffer(Store):
         return self._store
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Do as `Store` says; the limiter's counts are set last, as they cannot be put back."""
         store = ItemStore(self._store.capacity, self.device)
         self._store = store.restore(numbers, tensors, f"of {self.name!r}")
         if self.rate_limiter is not None and numbers["rate_limiter"] is not None:

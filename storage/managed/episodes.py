@@ -47,8 +47,6 @@ class EpisodeReplayBuffer(ManagedBuffer):
     episodes; `push` takes one, or a list of episodes that are lists of steps.
     """
 
-    _contents = ("_store", "_episodes", "_total")
-
     def __init__(self, replay_buffer_size: int, **options: Any) -> None:
         super().__init__(replay_buffer_size, **options)
         self._store = ItemStore(_FIRST_STEPS, self.device)

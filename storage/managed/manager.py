@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -275,13 +276,12 @@ class BufferManager(Store):
         self, places: Mapping[str, int], numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
         """Load some buffers, all or none; `places` are their numbers in the state."""
-        made = {}
-        for name, place in places.items():
-            prefix = f"buffer/{place}/"
-            own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-            made[name] = self[name].equal_with(numbers["buffers"][name], own)
-        for name, buffer in made.items():
-            self[name].adopt(buffer)
+        with ExitStack() as stack:
+            for name, place in places.items():
+                buffer, prefix = self._buffers[name], f"buffer/{place}/"
+                stack.enter_context(buffer.unchanged_on_failure())
+                its = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+                buffer.take_state(numbers["buffers"][name], its)
 
     # Inside.
 

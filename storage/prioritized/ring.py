@@ -8,7 +8,8 @@ they are written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import inf, isinf, prod
 from typing import Any, NamedTuple
 
@@ -52,14 +53,6 @@ class Draw(NamedTuple):
     places: torch.Tensor
     ids: torch.Tensor
     importance: Any
-
-
-class Update(NamedTuple):
-    """A checked update: ids and priorities `[n]`, as `own` gives them, and the largest priority."""
-
-    ids: Any
-    priorities: Any
-    largest: float
 
 
 class _OldestTree(MinTree):
@@ -290,8 +283,11 @@ class PrioritizedRing:
             raise UsageError(action, "", "numbers whose weights can be summed", str(largest))
         return found if found.ndim else own(tensor_of(found).expand(num_rows)), largest
 
-    def checked_update(self, ids: Any, priorities: Any) -> Update:
-        """Check `[n]` ids and finite priorities >= 0, `[n]` or one for all; nothing is changed.
+    def prepare_update(self, ids: Any, priorities: Any) -> Callable[[], int]:
+        """Check `[n]` ids and finite priorities >= 0, `[n]` or one for all.
+
+        Returns:
+            What sets the priorities plus eps, counts the rows that are gone, and gives how many were still there.
 
         Raises:
             UsageError: They are not that.
@@ -300,7 +296,7 @@ class PrioritizedRing:
         if found.dim() != 1 or (len(found) and (found.is_floating_point() or found.dtype is torch.bool)):
             raise UsageError("update priorities", "", "ids [n] of integers", f"{found.dtype} {list(found.shape)}")
         found = found if found.dtype is torch.int64 else found.long()
-        return Update(own(found), *self.checked(priorities, len(found)))
+        return partial(self._update, own(found), *self.checked(priorities, len(found)))
 
     def _here(self, given: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Give a tensor, or make one of Python's or numpy's numbers, on this device; needless calls take 2 us each."""
@@ -308,9 +304,7 @@ class PrioritizedRing:
             return torch.as_tensor(given, dtype=dtype, device=self.device)
         return given if given.device == self.device else given.to(self.device)
 
-    def update(self, update: Update) -> int:
-        """Set the priorities of rows, plus eps; give how many were still there, and count the others."""
-        ids, priorities, largest = update
+    def _update(self, ids: Any, priorities: Any, largest: float) -> int:
         places, num_written = self.places(ids), min(self._total, self._num_slots) * self._num_lanes
         stop = self._total * self._num_lanes
         is_live = ids < stop

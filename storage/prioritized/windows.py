@@ -153,7 +153,7 @@ class PrioritizedWindows(Store):
             a window that is named twice the last priority stays.
         """
         with self._lock:
-            return self._windows.update(self._windows.checked_update(ids, priorities))
+            return self._windows.prepare_update(ids, priorities)()
 
     def clear(self) -> None:
         """Forget every step; fields and the memory stay."""

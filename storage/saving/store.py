@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import isabstract
 from typing import Any, ClassVar, TypeVar
@@ -120,7 +121,7 @@ class Store(ABC):
             if key != "class" and not isinstance(state[key], Mapping):
                 raise SchemaError(_LOAD, f"with {key!r}", "a mapping", type(state[key]).__name__)
         self.check_equal(state["class"], state["arguments"])
-        self._take_state(state["numbers"], state["tensors"])
+        self.take_state(state["numbers"], state["tensors"])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write everything into `folder`, atomically; an earlier save there is replaced.
@@ -197,7 +198,7 @@ class Store(ABC):
             if kind._is_saved_whole:
                 kind._check_sizes(config["arguments"], tensors)
             made: Any = kind._from_arguments(config["arguments"], device_for(config["device"], device))
-            made._take_state(config["numbers"], tensors)
+            made.take_state(config["numbers"], tensors)
         except SchemaError as cause:
             raise CorruptFileError("load a store from", where, "a whole state", str(cause)) from cause
         return made  # type: ignore[no-any-return]
@@ -211,29 +212,37 @@ class Store(ABC):
             raise SchemaError(_LOAD, "", f"arguments of a store of at most {most} bytes", str(num_bytes))
 
     @lasting
-    def _take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a state whose arguments were checked; nothing is changed if it is not whole."""
-        with self._lock:
-            before, drawn = dict(vars(self)), self.rng.get_state()
+        with self._lock, self.unchanged_on_failure():
             try:
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor):
                         raise SchemaError(_LOAD, f"with {name!r}", "a tensor", type(tensor).__name__)
                 rng = tensors["rng"].cpu()
-                if rng.numel() in _RNG_BYTES - {drawn.numel()}:  # of a generator on another kind of device
-                    rng = drawn
+                if rng.numel() in _RNG_BYTES - {self.rng.get_state().numel()}:  # of a generator on another device
+                    rng = self.rng.get_state()
                 torch.Generator(self.rng.device).set_state(rng)
                 self._set_state(numbers, {name: self._own(x) for name, x in tensors.items() if name != "rng"})
                 self.rng.set_state(rng)
-            except BaseException as cause:
-                object.__setattr__(self, "__dict__", before)
-                self.rng.set_state(drawn)
-                if isinstance(cause, RolloutDataError) or not isinstance(cause, NONSENSE):
-                    raise
-                if isinstance(cause, KeyError):
-                    raise MissingFieldError(_LOAD, f"without {cause}") from cause
+            except RolloutDataError:
+                raise
+            except KeyError as cause:
+                raise MissingFieldError(_LOAD, f"without {cause}") from cause
+            except NONSENSE as cause:
                 expected, got = "what state_dict() of an equal store gave", f"{type(cause).__name__}: {cause}"
                 raise SchemaError(_LOAD, "", expected, got) from cause
+
+    @contextmanager
+    def unchanged_on_failure(self) -> Iterator[None]:
+        """Put attributes and random state back if the block raises."""
+        before, drawn = dict(vars(self)), self.rng.get_state()
+        try:
+            yield
+        except BaseException:
+            object.__setattr__(self, "__dict__", before)
+            self.rng.set_state(drawn)
+            raise
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of a state to where the rows are."""
@@ -288,7 +297,7 @@ def checked_tensor(
 def _remade(kind: type[Store], device: torch.device, options: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
     made = kind._from_arguments(state["arguments"], device)
     vars(made).update(options)
-    made._take_state(state["numbers"], state["tensors"])
+    made.take_state(state["numbers"], state["tensors"])
     return made
 
 
