@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.fields import Schema
-
 from ..format.header import DATA, OPEN, TERMINATED, TRUNCATED, read_header
 from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata
@@ -26,7 +24,7 @@ def describe(data_dir: str) -> dict[str, Any]:
     blocks = list(folder.blocks.values())
     index = TrajectoryIndex(blocks, built=folder.built)
     metadata = load_metadata(folder.data_dir)
-    lengths = index.lengths
+    lengths, is_coded = index.lengths, any(field.codec != "raw" for field in (folder.schema or {}).values())
     ends = {name: int(((index.flags & flag) > 0).sum()) for name, flag in ENDS.items()}
     return {
         "data_dir": str(data_dir),
@@ -43,14 +41,10 @@ def describe(data_dir: str) -> dict[str, Any]:
         "num_dropped": index.num_dropped,
         "num_broken": index.num_broken,
         "fields": metadata.schema.to_json() if metadata else [],
-        "coded": _coded([block.path for block in blocks]) if folder.schema and _has_codecs(folder.schema) else {},
+        "coded": _coded([block.path for block in blocks]) if is_coded else {},
         "metadata": dict(metadata.context) if metadata else {},
         "problems": {name: str(problem) for name, problem in folder.problems.items()},
     }
-
-
-def _has_codecs(schema: Schema) -> bool:
-    return any(field.codec != "raw" for field in schema.values())
 
 
 def _coded(paths: list[Path]) -> dict[str, dict[str, Any]]:

@@ -184,10 +184,6 @@ class LiveTrajectories:
             return block.rows(first)
         return entry.read_rows(self._trusted, self.pool)
 
-    def unmap_files(self) -> None:
-        """Unmap all files; they are mapped again when needed."""
-        self._files.clear()
-
     def window(self, min_weights_version: int | None = None) -> Window:
         """Give what is drawn from.
 

@@ -97,8 +97,8 @@ class Simulator:
             return {"options": {"env_idx": self._as_env(np.flatnonzero(self.is_over))}}
         return {"options": {"reset_mask": self._as_env(self.is_over.copy())}}
 
-    def read(self, result: Any) -> tuple[dict[str, Any], np.ndarray, Any]:
-        """Read what `step()` returned: further values for `RolloutWriter.add`, the ends (`[N]` bool), the infos.
+    def read(self, result: Any) -> tuple[dict[str, Any], np.ndarray, Mapping[str, Any]]:
+        """Read what `step()` returned: further values for `RolloutWriter.add`, the ends (`[N]` bool), `joined` infos.
 
         Where only some of the ends have a final observation, `lacks_final` among the values are the others.
         """
@@ -109,7 +109,7 @@ class Simulator:
             advice = "Give autoreset='next_step' if the environment resets itself"
             raise UsageError("step", repr(self.name), "reset() after the end of an episode", "none", advice)
         observation, *middle, infos = result
-        infos, privileged = {} if infos is None else infos, None
+        infos, privileged = joined(infos), None
         if len(middle) == 3 and not self._is_gymnasium(*middle):
             privileged, *middle = middle
         reward, *flags = middle
@@ -122,7 +122,7 @@ class Simulator:
         record = {"reward": self.copied(reward), "terminated": ended & present, "truncated": truncated[0] & present}
         done = record["terminated"] | record["truncated"]
         if done.any() and self._mode is None:
-            self._mode = self._told_mode(observation, infos)
+            self._mode = self._told_mode(observation, result[-1] or {})
         fields = self.seen = self.copied(_fields(observation, privileged))
         if self._mode in ("next_step", "disabled"):
             self.is_over = done if self._mode == "next_step" else self.is_over | done
@@ -171,13 +171,18 @@ class Simulator:
         return torch.as_tensor(value, device=example.device) if isinstance(example, torch.Tensor) else value
 
 
-def told(infos: Any, names: Sequence[str], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
+def joined(infos: Any) -> Mapping[str, Any]:
+    """Give infos as one mapping: of a list of mappings, one for each env, lists with None where an env lacks a name."""
+    if infos is None or isinstance(infos, Mapping):
+        return infos or {}
+    each = [info if isinstance(info, Mapping) else {} for info in infos]
+    return {name: [info.get(name) for info in each] for name in dict.fromkeys(key for info in each for key in info)}
+
+
+def told(infos: Mapping[str, Any], names: Sequence[str], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
     """Tell where a flag of infos is set and where it is there, `[N]` bool each: of the first name that any env has."""
     for name in names:
-        if isinstance(infos, Mapping):
-            values, mask = infos.get(name), infos.get("_" + name, True)
-        else:
-            values, mask = [info.get(name) if isinstance(info, Mapping) else None for info in infos], True
+        values, mask = infos.get(name), infos.get("_" + name, True)
         array = np.empty(0) if values is None else on_host(values).reshape(-1)
         if len(array) == num_envs:
             is_told = on_host(mask).astype(bool) & np.array([value is not None for value in array])
@@ -226,12 +231,10 @@ def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
     return {"observation": observation} | ({} if privileged is None else {"privileged_observation": privileged})
 
 
-def _final_fields(infos: Any, observation: Any, done: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+def _final_fields(infos: Mapping[str, Any], observation: Any, done: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     """Give the final observations in infos as our fields, and which envs ended without one: `[N]` bool."""
-    if not isinstance(infos, Mapping):
-        infos = {"final_obs": [next((info[name] for name in _FINAL if name in info), None) for info in infos]}
     name = next((name for name in _FINAL if infos.get(name) is not None), "")
-    found = infos.get(name)
+    found: Any = infos.get(name)
     is_given = done & (found is not None) & on_host(infos.get("_" + name, True)).reshape(-1).astype(bool)
     if _is_listed(found):
         is_given &= [row is not None for row in found]

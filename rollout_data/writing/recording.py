@@ -22,13 +22,13 @@ from tqdm import tqdm
 
 from storage.core import arguments
 from storage.core.memory import as_given, on_host
-from storage.core.threads import Owner
+from storage.core.threads import Owned, Owner
 from storage.errors import RolloutDataWarning, UsageError
 
 from ..format.header import TERMINATED, TRUNCATED
 from ..index.folder import BlockFolder
 from ..index.index import TrajectoryIndex
-from .environments import Simulator, mapped, told
+from .environments import Simulator, joined, mapped, told
 from .writer import RolloutWriter
 
 #: Methods of an env that are recorded.
@@ -80,7 +80,7 @@ class RecordingSummary:
     duration_s: float
 
 
-class RecordingWrapper:
+class RecordingWrapper(Owned):
     """An env whose resets and steps are recorded, for any loop, which sees exactly what the env returns.
 
     All other attributes and methods are the env's, and `isinstance` takes it for the env. A reset in the middle of an
@@ -120,13 +120,6 @@ class RecordingWrapper:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.env, name, value)
-
-    def __enter__(self) -> RecordingWrapper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._owner.is_own:
-            self.close()
 
     def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close the writer, then the env. May be called twice."""
@@ -309,11 +302,11 @@ class _Recorder:
         if self._is_choosing and done.any():
             self._check_dropped(infos, 0 if record["success"].any() else int(done.sum()))
 
-    def _chosen(self, record: Mapping[str, Any], done: np.ndarray, infos: Any) -> np.ndarray:
+    def _chosen(self, record: Mapping[str, Any], done: np.ndarray, infos: Mapping[str, Any]) -> np.ndarray:
         """Tell which of the episodes that end in a step are kept: `[N]` bool."""
         success, is_told = told(infos, self._names, len(done))
-        if (final := infos.get("final_info") if isinstance(infos, Mapping) else None) is not None:
-            last, is_last_told = told(final, self._names, len(done))  # the rest is of the next episode
+        if (final := infos.get("final_info")) is not None:
+            last, is_last_told = told(joined(final), self._names, len(done))  # the rest is of the next episode
             success, is_told = np.where(done, last, success), np.where(done, is_last_told, is_told)
         self._has_succeeded |= success & record.get("env_mask", True)
         self._is_success_told |= bool(is_told.any())
@@ -328,7 +321,7 @@ class _Recorder:
         for running in (self._lengths, self._rewards, self._has_succeeded):
             running[envs] = 0
 
-    def _check_dropped(self, infos: Any, num_dropped: int) -> None:
+    def _check_dropped(self, infos: Mapping[str, Any], num_dropped: int) -> None:
         self._num_dropped_in_a_row = num_dropped and self._num_dropped_in_a_row + num_dropped
         is_told = self._is_success_told or not self._success_only
         limit = self._limit if is_told else min(self._limit, self._default_limit)
@@ -338,9 +331,8 @@ class _Recorder:
         if self._success_only and is_told:
             why = "they ended without success" + (" or keep is false of them" if self._keep else "")
         elif not is_told:
-            infos = infos.get("final_info", infos) if isinstance(infos, Mapping) else infos
-            names = {name for info in ([infos] if isinstance(infos, Mapping) else infos) for name in info or ()}
-            why = f"infos never have {' or '.join(map(repr, self._names))}, but {sorted(map(str, names))}"
+            names = sorted(map(str, joined(infos.get("final_info", infos))))
+            why = f"infos never have {' or '.join(map(repr, self._names))}, but {names}"
             advice = "Say with success_key what tells success"
         got = f"{self._num_dropped_in_a_row} in a row to drop: {why}"
         error = UsageError("go on recording", "", "episodes to keep", got, advice)

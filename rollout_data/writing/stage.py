@@ -145,7 +145,9 @@ class Staging:
         if is_tentative:
             fragments["flags"] |= TENTATIVE
         sums = self._reward_sums(fragments)
-        fragments["final_row"] = _positions(final_keys, fragments["final_row"])
+        place_of = np.full(used * self.num_envs + 1, -1)  # what has no final row, -1, finds the last of these
+        place_of[final_keys] = np.arange(len(final_keys))
+        fragments["final_row"] = place_of[fragments["final_row"]]
         has_final = np.flatnonzero(fragments["final_row"] >= 0)
         final_places = fragments["final_row"][has_final].copy()
         fragments["final_row"][has_final] = np.arange(len(has_final))
@@ -349,14 +351,6 @@ def _next_carry(carry: Carry, table: np.ndarray, next_trajectory: int) -> Carry:
     length[env] = tail["start"] + tail["length"]
     time_ns[env] = tail["end_time_ns"]
     return Carry(trajectory, length, time_ns, next_trajectory)
-
-
-def _positions(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Position of each wanted key in `keys`, -1 where it is not."""
-    order = np.argsort(keys, kind="stable")
-    place = np.searchsorted(keys, wanted, sorter=order)
-    found = np.append(order, -1)[place]
-    return np.where(np.append(keys, -1)[found] == wanted, found, -1)
 
 
 class Tally:
