@@ -75,12 +75,13 @@ class Arena:
     """Rows of one size from many files, addressable as one tensor.
 
     Args:
-        row_bytes: Size of a row, a multiple of 4.
+        row_bytes: Size of a row, a multiple of 4; or 1 for whole files, whose bytes are the rows.
         needed_bytes: How much will be mapped at once; some times as much is reserved.
 
     Attributes:
-        words_view: `[reserved_rows, row_bytes / 4]` int32 on the CPU, read-only memory: writing to
-            it ends the process. Rows outside mapped pieces are zero.
+        bytes_view: uint8 `[reserved_rows * row_bytes]`, read-only memory: writing to it ends the process. Rows outside
+            mapped pieces are zero.
+        words_view: The same as `[reserved_rows, row_bytes / 4]` int32 on the CPU.
     """
 
     def __init__(self, row_bytes: int, needed_bytes: int = 0) -> None:
@@ -91,7 +92,9 @@ class Arena:
         weakref.finalize(self, _libc.munmap, self._base, self._bytes).atexit = False
         num_rows = self._bytes // row_bytes
         buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
-        self.words_view = torch.from_numpy(np.frombuffer(buffer, np.int32)).view(num_rows, row_bytes // 4)
+        self.bytes_view = np.frombuffer(buffer, np.uint8)
+        if row_bytes > 1:
+            self.words_view = torch.from_numpy(self.bytes_view.view(np.int32)).view(num_rows, row_bytes // 4)
 
     @property
     def free_bytes(self) -> int:
@@ -118,7 +121,8 @@ class Arena:
                 raise UsageError("map the block", repr(str(path)), f"at most {self._bytes >> 30} GiB in all", "more")
             _map(start, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.fileno(), offset - inner)
         self._end = start + -(-length // PAGE_BYTES) * PAGE_BYTES
-        _libc.madvise(start, length, _MADV_RANDOM)
+        if self.row_bytes > 1:
+            _libc.madvise(start, length, _MADV_RANDOM)
         first, rest = divmod(start + inner - self._base, self.row_bytes)
         assert rest == 0
         return first

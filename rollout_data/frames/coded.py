@@ -6,9 +6,9 @@ output, of the others the decoded frames are kept for the next call, within a fi
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ from storage.core.threads import each_part
 from storage.errors import CorruptFileError
 
 from ..format.chunk_table import ChunkTable, check_sum
-from ..format.header import BlockHeader, corrupt, read_header
-from ..index.index import Block, Int64s, Runs
+from ..format.header import BlockHeader, corrupt
+from ..index.index import Int64s, Runs, counted_from
+from .arena import Arena
 
 #: How much of decoded chunks is kept by default, over all components of a dataset.
 CHUNK_CACHE_BYTES = 512 << 20
-_MADV_WILLNEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
 
 
 class RowCache:
@@ -61,52 +61,35 @@ class RowCache:
                 self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
 
 
-class MappedFile:
-    """A block mapped into memory as a whole, for its chunks: it stays readable when it is removed."""
-
-    def __init__(self, block: Block) -> None:
-        self.header: BlockHeader = read_header(block.path)
-        with open(block.path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if not len(self._map) == self.header.file_bytes == block.file_bytes:
-            raise corrupt(block.path, f"{block.file_bytes} bytes", f"{len(self._map)}")
-        self.bytes = np.frombuffer(self._map, np.uint8)
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Ask the kernel for a part of the file."""
-        if _MADV_WILLNEED is not None and stop > start:
-            begin = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(_MADV_WILLNEED, begin, stop - begin)
-
-
 class ChunkFiles:
     """The chunks of one column over all mapped blocks; grows as blocks come.
 
     Args:
         place: (table, column).
         row_bytes: Size of a decoded row.
+        mapped: The bytes of all blocks; shared by several.
         cache: Where decoded chunks are kept; shared by several.
     """
 
-    def __init__(self, place: tuple[str, str], row_bytes: int, cache: RowCache) -> None:
+    def __init__(self, place: tuple[str, str], row_bytes: int, mapped: Arena, cache: RowCache) -> None:
         self.place, self.row_bytes = place, row_bytes
-        self._cache = cache
-        self._files: dict[int, tuple[MappedFile, ChunkTable]] = {}
+        self._mapped, self._cache = mapped, cache
+        self._files: dict[int, tuple[Path, ChunkTable]] = {}
         self._num_files = 0
         #: int64 `[C + 1]`, first row of every chunk, and the number of rows.
         self._rows = np.zeros(1, np.int64)
-        #: int64 `[4, C]`: file of every chunk, where it begins and ends there, its checksum.
+        #: int64 `[4, C]`: file of every chunk, where it begins and ends in `mapped`, its checksum.
         self._spots = np.zeros((4, 0), np.int64)
 
-    def add(self, file: MappedFile) -> int:
-        """Take the chunks of one more block; give the number of its first row."""
-        table = file.header.chunks[self.place[0]][self.place[1]]
+    def add(self, header: BlockHeader, first_byte: int) -> int:
+        """Take the chunks of one more block, mapped from `first_byte` on; give the number of its first row."""
+        table = header.chunks[self.place[0]][self.place[1]]
         start, number = int(self._rows[-1]), np.full(len(table.sums), self._num_files)
         self._rows = np.concatenate([self._rows[:-1], table.rows + start])
-        spots = np.stack([number, table.places[:-1], table.places[1:], table.sums])
+        spots = np.stack([number, table.places[:-1] + first_byte, table.places[1:] + first_byte, table.sums])
         self._spots = np.concatenate([self._spots, spots], axis=1)
         if len(table.sums):
-            self._files[self._num_files] = file, table
+            self._files[self._num_files] = header.path, table
         self._num_files += 1
         return start
 
@@ -150,18 +133,15 @@ class ChunkFiles:
         """Have the chunks of rows fetched from the disk in the background."""
         begin = np.searchsorted(self._rows, first, side="right") - 1
         last = np.searchsorted(self._rows, first + num_rows, side="left") - 1
-        spots = *self._spots[:2, begin].tolist(), self._spots[2, last].tolist()
-        for file, start, stop in zip(*spots, strict=True):
-            if file in self._files:
-                self._files[file][0].will_need(start, stop)
+        for start, stop in zip(self._spots[1, begin].tolist(), self._spots[2, last].tolist(), strict=True):
+            self._mapped.will_need(start, stop - start)
 
     def _cut(self, first: Int64s, runs: Runs) -> tuple[Int64s, list[tuple[int, int, int]]]:
         """Cut runs at the bounds of chunks: chunk of each piece, ascending, and (row in it, number of rows, target)."""
         stop = first + runs.num_rows
         begin = np.searchsorted(self._rows, first, side="right") - 1
         num = np.searchsorted(self._rows, stop, side="left") - begin
-        run = np.repeat(np.arange(len(first)), num)
-        chunk = begin[run] + np.arange(len(run)) - np.repeat(np.cumsum(num) - num, num)
+        run, chunk = np.repeat(np.arange(len(first)), num), counted_from(begin, num)
         order = np.argsort(chunk, kind="stable")
         run, chunk = run[order], chunk[order]
         low, high = np.maximum(self._rows[chunk], first[run]), np.minimum(self._rows[chunk + 1], stop[run])
@@ -169,7 +149,6 @@ class ChunkFiles:
         return chunk, list(zip(*(column.tolist() for column in columns), strict=True))
 
     def _put(self, chunk: int, pieces: list[tuple[int, int, int]], windows: np.ndarray) -> None:
-        """Copy pieces of a chunk to their windows."""
         num_rows = int(self._rows[chunk + 1] - self._rows[chunk])
         key = self.place, *self._spots[:2, chunk].tolist()
         rows = self._cache.get(key)
@@ -190,11 +169,11 @@ class ChunkFiles:
     def _decode(self, chunk: int, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
         """Check a chunk and decode it, to new memory or to `out`, contiguous."""
         number, start, stop, checksum = self._spots[:, chunk].tolist()
-        file, table = self._files[number]
-        data = file.bytes[start:stop]  # never longer than the file
+        path, table = self._files[number]
+        data = self._mapped.bytes_view[start:stop]
         try:
             check_sum(data, checksum)
             return table.decode(data, num_rows, out)
         except CorruptFileError as cause:
             where = f"chunk {chunk - int(np.searchsorted(self._spots[0], number))} of {'/'.join(self.place)}"
-            raise corrupt(file.header.path, f"{cause.expected} in {where}", cause.got) from cause
+            raise corrupt(path, f"{cause.expected} in {where}", cause.got) from cause

@@ -17,15 +17,17 @@ from storage.core.memory import BufferPool
 from storage.core.threads import each
 from storage.errors import DataFileError, UsageError
 
-from ..format.header import DATA, FINAL
+from ..format.header import DATA, FINAL, corrupt, read_header
 from ..format.schema import RowLayout
-from ..index.index import Block, Identity, Int64s, Runs, TrajectoryIndex
+from ..index.index import Block, Identity, Int64s, Runs, TrajectoryIndex, counted_from
 from . import arena
 from .arena import PAGE_BYTES, Arena
-from .coded import CHUNK_CACHE_BYTES, ChunkFiles, MappedFile, RowCache
+from .coded import CHUNK_CACHE_BYTES, ChunkFiles, RowCache
 
 #: (table, column): one kind of row.
 Place = tuple[str, str]
+#: All of a block, as rows of one byte: chunks lie in them.
+_WHOLE = ("", "")
 #: Gives all rows of a block: `[num_rows, row_bytes]` uint8.
 ReadRows = Callable[[Block, Place], np.ndarray]
 #: What a file raises that is gone, or is another's now.
@@ -59,13 +61,13 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     """
     windows = out if out.dim() == 3 else out.view(-1, length, out.shape[1]) if length else out[None]
     if not length:
-        _copy_rows(words, _numbers(first, runs.num_rows), _numbers(runs.target, runs.num_rows), windows)
+        _copy_rows(words, counted_from(first, runs.num_rows), counted_from(runs.target, runs.num_rows), windows)
         return
     width, num_words, num_windows = words.shape[1], words.shape[0], windows.shape[0]
     size, starts, broken, num_rows = length, first, _NO_PIECES, num_windows * length
     is_whole = len(first) == num_windows  # each window is one run
     if not is_whole and (num_rows <= _FEW_ROWS or num_words < length):
-        size, starts = 1, _numbers(first, runs.num_rows)
+        size, starts = 1, counted_from(first, runs.num_rows)
     elif not is_whole:
         size = _piece_size(runs.target, length, num_rows, 4 * width)
         begin = -(-runs.target // size)  # the first piece that begins in each run, or later
@@ -102,12 +104,6 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
     else:
         at = torch.from_numpy(window).to(words.device), torch.from_numpy(row).to(words.device)
         windows[at] = torch.index_select(words, 0, rows)
-
-
-def _numbers(first: Int64s, count: Int64s) -> Int64s:
-    """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
-    numbers: Int64s = (first - count.cumsum() + count).repeat(count)
-    return numbers + np.arange(len(numbers))
 
 
 def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:
@@ -179,10 +175,11 @@ class FileMap:
         self.layouts = layouts
         self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
         coded = [(table, column) for table, column in self.places if layouts[table].columns[column].is_coded]
-        cache = RowCache(chunk_cache_bytes)
-        self.chunks = {place: ChunkFiles(place, self._row_bytes(place), cache) for place in coded}
-        plain = [place for place in self.places if place not in self.chunks]
+        self.places += [_WHOLE] if coded else []
+        plain = [place for place in self.places if place not in coded]
         self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain}
+        cache = RowCache(chunk_cache_bytes)
+        self.chunks = {place: ChunkFiles(place, self._row_bytes(place), self.arenas[_WHOLE], cache) for place in coded}
         #: What is mapped: the block and the first row of each kind.
         self.mapped: dict[Identity, tuple[Block, list[int]]] = {}
         self.num_unmapped = 0
@@ -191,7 +188,7 @@ class FileMap:
         """Give up mapped blocks: stores that know them raise a `LostBlockError` instead of reading them."""
         for block, rows in map(self.mapped.pop, identities):
             for place, first in zip(self.places, rows, strict=True):
-                (self.chunks.get(place) or self.arenas[place]).unmap(first, block.places[place][1])
+                (self.chunks.get(place) or self.arenas[place]).unmap(first, self._at(block, place)[1])
             self.num_unmapped += 1
 
     def has_room(self, blocks: Sequence[Block]) -> bool:
@@ -200,12 +197,16 @@ class FileMap:
         return all(mapped.free_bytes >= self._size(place, new) for place, mapped in self.arenas.items())
 
     def _row_bytes(self, place: Place) -> int:
-        return self.layouts[place[0]].columns[place[1]].row_bytes
+        return 1 if place == _WHOLE else self.layouts[place[0]].columns[place[1]].row_bytes
+
+    def _at(self, block: Block, place: Place) -> tuple[int, int]:
+        """Where the rows of a place begin in the file, and how many they are."""
+        return (0, block.file_bytes) if place == _WHOLE else block.places[place]
 
     def _size(self, place: Place, blocks: Sequence[Block]) -> int:
         """Address space that blocks need at most: rows, and the gap before each by which it is aligned."""
         row_bytes = self._row_bytes(place)
-        return sum(block.places[place][1] * row_bytes + lcm(row_bytes, PAGE_BYTES) + PAGE_BYTES for block in blocks)
+        return sum(self._at(block, place)[1] * row_bytes + lcm(row_bytes, PAGE_BYTES) + PAGE_BYTES for block in blocks)
 
     def add(self, block: Block) -> None:
         """Map a block, unless it is mapped already: then it may even be gone.
@@ -216,10 +217,12 @@ class FileMap:
         """
         if block.identity in self.mapped:
             return
-        file = MappedFile(block) if self.chunks else None
-        rows = {place: mapped.map_file(block.path, *block.places[place]) for place, mapped in self.arenas.items()}
-        if file is not None:
-            rows |= {place: chunks.add(file) for place, chunks in self.chunks.items()}
+        header = read_header(block.path) if self.chunks else None
+        if header is not None and header.file_bytes != block.file_bytes:
+            raise corrupt(block.path, f"{block.file_bytes} bytes", str(header.file_bytes))
+        rows = {place: mapped.map_file(block.path, *self._at(block, place)) for place, mapped in self.arenas.items()}
+        if header is not None:
+            rows |= {place: chunks.add(header, rows[_WHOLE]) for place, chunks in self.chunks.items()}
         self.mapped[block.identity] = block, [rows[place] for place in self.places]
 
     def first_rows(self, blocks: Sequence[Block]) -> dict[Place, Int64s]:

@@ -30,7 +30,7 @@ from .metadata import BAD_METADATA, Metadata, load_metadata, read_document
 INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 2
 #: What a damaged cache makes the readers of zip, npy and JSON raise; RuntimeError covers odd zip members.
-_BAD_CACHE = (*BAD_METADATA, EOFError, ArithmeticError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
+BAD_CACHE = (*BAD_METADATA, EOFError, ArithmeticError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
 #: Size in bytes and time of the last change in ns: by these a file is known again.
 FileStamp = tuple[int, int]
 
@@ -237,7 +237,7 @@ class BlockFolder:
                 is_all = list(blocks) == about["names"] and len(blocks) == len(found)
                 if is_all and not TrajectoryIndex(list(blocks.values()), built=built).is_valid(*num_rows):
                     return
-        except _BAD_CACHE:
+        except BAD_CACHE:
             return
         self.schema, self.blocks, self.built = schema, blocks, built if is_all else None
         self._stamps = {name: found[name] for name in blocks}

@@ -98,18 +98,9 @@ class Runs(NamedTuple):
 
 #: What is computed for an index, and kept in the index cache.
 _COMPUTED = [
-    "first_frame",
-    "fragment_frame",
-    "fragment_block",
-    "fragment_row",
-    "flags",
-    "end_time_ns",
-    "env",
-    "writer",
-    "number",
-    "final_block",
-    "final_row",
-]
+    "first_frame", "fragment_frame", "fragment_block", "fragment_row", "flags", "end_time_ns", "env", "writer",
+    "number", "final_block", "final_row",
+]  # fmt: skip
 _ALL, _TERMINATED = slice(None), int(End.TERMINATED)
 
 
@@ -337,9 +328,8 @@ class TrajectoryIndex:
         fragment = self.fragment_frame.searchsorted(start, side="right") - 1
         if (stop > self.fragment_frame[fragment + 1]).any():
             num_runs = self.fragment_frame.searchsorted(stop - 1, side="right") - fragment
-            piece = np.repeat(np.arange(len(start)), num_runs)
-            step = np.arange(len(piece)) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)
-            fragment, start, stop, target = fragment[piece] + step, start[piece], stop[piece], target[piece]
+            piece, fragment = np.repeat(np.arange(len(start)), num_runs), counted_from(fragment, num_runs)
+            start, stop, target = start[piece], stop[piece], target[piece]
             low = np.maximum(self.fragment_frame[fragment], start)
             stop = np.minimum(self.fragment_frame[fragment + 1], stop)
             target, start = target + low - start, low
@@ -362,6 +352,12 @@ def mixed(x: np.ndarray) -> np.ndarray:
         x *= np.uint64(factor)
     x ^= x >> np.uint64(31)
     return x
+
+
+def counted_from(first: Int64s, count: Int64s) -> Int64s:
+    """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
+    numbers: Int64s = (first - count.cumsum() + count).repeat(count)
+    return numbers + np.arange(len(numbers))
 
 
 def _within(values: Int64s, stop: int) -> bool:

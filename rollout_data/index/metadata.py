@@ -31,14 +31,8 @@ BAD_METADATA = (
 )  # fmt: skip
 #: Keys that are ours to fill; the context of a caller cannot set them.
 RESERVED_KEYS = (
-    "format",
-    "version",
-    "fields",
-    "obs_segments",
-    "obs_disassemble_mapping",
-    "total_timesteps",
-    "total_trajectories",
-)
+    "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "total_timesteps", "total_trajectories",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

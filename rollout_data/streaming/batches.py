@@ -22,9 +22,9 @@ from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..format.schema import RowLayout
 from ..frames.cut import FrameRows, Grid, leaves_of, put
 from ..frames.store import FrameStore, MappedFrames
-from ..index.index import TrajectoryIndex
+from ..index.index import Int64s, TrajectoryIndex
 from ..transition import Transition
-from .cursor import Bools, Deal, DealPart, Int64s, Pieces, Plan, StreamState, plan_steps
+from .cursor import Bools, Deal, DealPart, Pieces, Plan, StreamState, plan_steps
 
 OBSERVATION, PRIVILEGED = "observation", "privileged_observation"
 #: Fields that have a place of their own in a `Transition`; all others are extras.
@@ -135,7 +135,6 @@ class BatchReader:
             put(nexts[name], tuple(places[chosen] for places in at), values[chosen])
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy to contiguous memory."""
         if tensor.device.type != "cpu":
             return tensor.clone(memory_format=torch.contiguous_format)
         return self._pool.empty(tensor.shape, tensor.dtype).copy_(tensor)
@@ -199,7 +198,6 @@ def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
 
 
 def _transition(own: Mapping[str, Any], nexts: Mapping[str, Any], flags: Iterable[Any], stream_id: int = 0) -> Any:
-    """Put leaves in their places: a `Transition`."""
     tree, following = unflatten(own), unflatten(nexts)
     named: dict[str, Any] = {name: tree.pop(name, None) for name in _NAMED}
     named |= {f"next_{name}": following.get(name) for name in (OBSERVATION, PRIVILEGED)}

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
+from ..index.index import Int64s, counted_from
+
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -281,8 +282,7 @@ class _Walk:
         if not len(envs):
             return
         count = self.num_steps + 1 - self.begin[envs]
-        env = np.repeat(envs, count)
-        time = np.arange(len(env)) - np.repeat(np.cumsum(count) - count - self.begin[envs], count)
+        env, time = np.repeat(envs, count), counted_from(self.begin[envs], count)
         trajectory = self.trajectory[env]
         self.begun.append((env, time, trajectory, self.deal.lengths[trajectory] - 1))
         within = time < self.num_steps
@@ -296,7 +296,6 @@ class _Walk:
 
 
 def _joined(rows: Sequence[tuple[Int64s, ...]]) -> tuple[Int64s, ...]:
-    """Join columns piece by piece."""
     if len(rows) == 1:
         return rows[0]
     return tuple(np.concatenate(column) for column in zip(*rows, strict=True))

@@ -19,9 +19,9 @@ from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.source import DataDirs, absolute_paths
 from ..frames.store import FrameStore
 from ..index.agreement import ShardChoice, checked_shard
+from ..index.index import Int64s
 from ..transition import Transition
 from .batches import BatchOptions, BatchReader, write_into
-from .cursor import Int64s
 from .delivery import PrefetchedBatches
 from .passes import PassOptions, frame_range
 from .stream import Even, RolloutStream

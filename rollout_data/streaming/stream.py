@@ -22,10 +22,11 @@ from storage.live.prefetch import PrefetchedItems
 from ..frames.source import Source
 from ..index import agreement
 from ..index.agreement import Agree, Board, Look, Shard, current_shard, current_worker, is_in_worker
+from ..index.index import Int64s
 from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader, ReadAhead
-from .cursor import Deal, Int64s, Plan, StreamState, deal_next, plan_steps, share_of
+from .cursor import Deal, Plan, StreamState, deal_next, plan_steps, share_of
 from .passes import Dealer, PassOptions, leave_out
 from .resume import Misfit, Position, check_settings, position_in, state_at
 

@@ -152,7 +152,6 @@ class WindowDataset(WindowBatches):
         )
 
     def _why_empty(self) -> str:
-        """Say why there is no window."""
         where, num = f"there is no window in {str(self.data_dir)!r}", len(self.trajectories)
         if not num and self._split.split is None:
             return f"{where}: no trajectory was kept"

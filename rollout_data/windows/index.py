@@ -18,7 +18,7 @@ from storage.core.arguments import choice, real
 from storage.errors import UsageError
 
 from ..index.agreement import Shard
-from ..index.index import Int64s, TrajectoryIndex, mixed
+from ..index.index import Int64s, TrajectoryIndex, counted_from, mixed
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
@@ -105,7 +105,7 @@ class WindowIndex:
             self.trajectories, int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         )
         counts = np.diff(self.first_window)
-        step = np.arange(len(self)) - np.repeat(self.first_window[:-1], counts)
+        step = counted_from(np.zeros_like(counts), counts)
         return mixed(np.repeat(keys, counts) + step.astype(np.uint64))
 
     def name(self, window: int) -> list[Any]:
@@ -139,11 +139,6 @@ def arrivals(keys: np.ndarray, rate: float, until: float) -> tuple[Int64s, np.nd
         goes_on = times[:, -1] <= until
         place, last, copies = place[goes_on], times[goes_on, -1], copies + np.uint64(len(copies))
     return np.concatenate([places for places, _ in found]), np.concatenate([times for _, times in found])
-
-
-def checked_even(value: Even) -> Even:
-    """Check an `even` argument."""
-    return choice("share windows out", "even", value, get_args(Even))
 
 
 def rank_batches(start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool) -> Int64s:
@@ -243,10 +238,9 @@ class WindowShape:
         lengths = np.repeat(lengths, len(self.first))
         is_cut = (start < 0) | (start + counts > lengths)
         num_pieces = np.where(is_cut, counts, 1)
-        run = np.repeat(np.arange(len(counts)), num_pieces)
-        step = np.arange(len(run)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-        frame = np.clip(start[run] + step, 0, lengths[run] - 1)
-        return trajectory[run], frame, np.where(is_cut, 1, counts)[run], target[run] + step
+        run, target = np.repeat(np.arange(len(counts)), num_pieces), counted_from(target, num_pieces)
+        frame = np.clip(counted_from(start, num_pieces), 0, lengths[run] - 1)
+        return trajectory[run], frame, np.where(is_cut, 1, counts)[run], target
 
     @lru_cache(maxsize=8)  # noqa: B019 - a shape is small, and lives as long as its dataset
     def _targets(self, num_windows: int) -> tuple[Int64s, Int64s]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from storage.core.arguments import whole
+from storage.core.arguments import choice, whole
 from storage.core.tree import flatten, unflatten
 from storage.errors import RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
@@ -23,7 +23,7 @@ from ..frames.cut import Allocate
 from ..index.agreement import ShardChoice, agreement_of, checked_shard, current_shard
 from ..index.index import Int64s
 from .dataset import WindowDataset
-from .index import Even, arrivals, checked_even, checked_windows, rank_batches
+from .index import Even, arrivals, checked_windows, rank_batches
 from .shared import WindowBatches, collate_windows
 
 #: Of a state of a loader; in 2 the order was a permutation of numbers, rather than of names.
@@ -174,7 +174,8 @@ class MixtureSampler(Sampler[int]):
 
     def __init__(self, mixture: WindowMixture, num_samples: int, seed: int, even: Even, shard: ShardChoice) -> None:
         self.mixture, self.num_samples, self.seed = mixture, num_samples, whole("open the dataset", "seed", seed, 0)
-        self.even, self._shard, self.epoch = checked_even(even), checked_shard(shard), 0
+        self.even = choice("share windows out", "even", even, get_args(Even))
+        self._shard, self.epoch = checked_shard(shard), 0
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of another epoch, and count on from there."""
@@ -242,7 +243,7 @@ class WindowLoader:
             expected, advice = "a WindowDataset or a WindowMixture", "A RolloutDataset gives its batches itself"
             raise UsageError("load windows", "", expected, type(dataset).__name__, advice)
         self.batch_size = whole("open the dataset", "batch_size", batch_size, 1)
-        self.even, self._shard = checked_even(even), checked_shard(shard)
+        self.even, self._shard = choice("share windows out", "even", even, get_args(Even)), checked_shard(shard)
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.seed = whole("open the dataset", "seed", seed, 0)
         self.device, self.num_ahead = torch.device(device), whole("open the dataset", "num_ahead", num_ahead, 1)
@@ -339,19 +340,17 @@ class WindowLoader:
 
         Raises:
             UsageError: The state belongs to other windows or to another order.
-            DataFileError: Trajectories of the epoch are gone, and the state is of version 1 or 2, or the folder of the
-                older layout. `set_epoch` begins another epoch.
+            DataFileError: Trajectories of the epoch are gone, and the state is of version 2, or the folder of the older
+                layout. `set_epoch` begins another epoch.
         """
-        version, position = state.get("version"), state.get("position")
-        if version == 1:
-            position = state["num_delivered"] * state["batch_size"] * state["world_size"]
-        elif version not in (2, _VERSION):
-            raise UsageError("resume the loader", "", f"a state of version 1 to {_VERSION}", repr(version))
-        position = whole("open the dataset", "position", position, 0)
+        version = state.get("version")
+        if version not in (2, _VERSION):
+            raise UsageError("resume the loader", "", f"a state of version 2 or {_VERSION}", repr(version))
+        position = whole("open the dataset", "position", state.get("position"), 0)
         windows = self.dataset
         if version == _VERSION and position:
             windows = self._as_rank_0_has(windows, state["windows"])
-        elif version == 2 and position:
+        elif position:
             windows = windows.at(state["windows"])
         lacks_some = version == _VERSION and position > 0 and windows.opened_as != state["windows"]
         expected = {"num_windows": len(windows)} if position and not lacks_some else {}
@@ -370,6 +369,5 @@ class WindowLoader:
 
 
 def _batches(windows: WindowDataset | WindowMixture, order: Int64s, bounds: Int64s) -> Iterator[dict[str, Any]]:
-    """Read this rank's batches."""
     for start, stop in bounds[bounds[:, 0] < bounds[:, 1]].tolist():
         yield collate_windows(windows.__getitems__(order.take(np.arange(start, stop), mode="wrap")))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ from storage.errors import RolloutDataError, UsageError
 
 from ..format.header import DATA
 from ..frames.store import FrameStore
-from ..index.folder import stamp_of
+from ..index.folder import BAD_CACHE, stamp_of
 from ..index.index import Int64s
 
 _CACHE_VERSION = 2
@@ -35,10 +33,6 @@ _CACHE_VERSION = 2
 _PORTION_BYTES = 8 << 20
 #: The last (or first) axis of a field of three axes is that of channels if it has at most this many.
 _MAX_CHANNELS = 4
-_BAD_CACHE = (
-    OSError, LookupError, ValueError, TypeError, AttributeError, EOFError, ArithmeticError, MemoryError, RuntimeError,
-    zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
 #: Columns of at most this many bytes are kept as they are; their quantiles are exact.
 _EXACT_BYTES = 64 << 20
 #: Rows of a buffer of the sketch.
@@ -262,7 +256,7 @@ def _load(
                 error, num_frames = file[f"{number}/about"].tolist()
                 found[name] = FieldStatistics(**arrays, levels=levels, quantile_error=error, num_frames=int(num_frames))
             return found
-    except _BAD_CACHE:
+    except BAD_CACHE:
         return None
 
 

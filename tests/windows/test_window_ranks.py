@@ -204,22 +204,22 @@ def test_set_epoch_gives_that_epoch_and_counts_on(datasets):
     assert [list(map(names, loader)) for _ in range(3)] == epochs[1:]
 
 
-def test_states_of_version_1_are_resumed(datasets):
+def test_states_of_version_2_are_resumed(datasets):
     loader = WindowLoader(datasets[25], 4, seed=7)
     following = list(map(names, loader)) and list(map(names, loader))
-    state = {"version": 1, "epoch": 0, "num_delivered": 3, "num_windows": 25, "batch_size": 4}
-    state |= {"shuffle": True, "seed": 7, "drop_last": False, "rank": 0, "world_size": 1}
+    state = {"version": 2, "epoch": 0, "position": 12, "num_windows": 25, "windows": datasets[25].opened_as}
+    state |= {"shuffle": True, "seed": 7}
     again = WindowLoader(datasets[25], 4, seed=7)
     again.load_state_dict(state)
     # The order was a permutation of numbers then, and that epoch goes on in it.
     windows = np.array(all_names(datasets[25]))[np.random.default_rng([7, 0]).permutation(25)].tolist()
     assert list(chain(*map(names, again))) == windows[12:]
     assert list(map(names, again)) == following
-    again.load_state_dict({**state, "num_delivered": 7})
+    again.load_state_dict({**state, "position": 28})
     assert list(map(names, again)) == following
     with pytest.raises(UsageError, match="expected num_windows = 25, got 24"):
         again.load_state_dict({**state, "num_windows": 24})
-    with pytest.raises(UsageError, match="expected a state of version 1 to 3, got 4"):
+    with pytest.raises(UsageError, match="expected a state of version 2 or 3, got 4"):
         again.load_state_dict({**state, "version": 4})
 
 
