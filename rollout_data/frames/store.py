@@ -225,13 +225,6 @@ class FileMap:
             rows |= {place: chunks.add(header, rows[_WHOLE]) for place, chunks in self.chunks.items()}
         self.mapped[block.identity] = block, [rows[place] for place in self.places]
 
-    def first_rows(self, blocks: Sequence[Block]) -> dict[Place, Int64s]:
-        """For each kind of row, the number of each block's first row, int64 `[B]`."""
-        nowhere = None, [0] * len(self.places)
-        table = np.array([self.mapped.get(block.identity, nowhere)[1] for block in blocks], np.int64)
-        table = table.reshape(len(blocks), len(self.places))
-        return {place: np.ascontiguousarray(table[:, k]) for k, place in enumerate(self.places)}
-
 
 def can_map(blocks: Iterable[Block]) -> bool:
     """True if all these blocks can be mapped at once on this machine."""
@@ -246,8 +239,12 @@ class MappedFrames(FrameStore):
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap) -> None:
         super().__init__(index, layouts)
-        self.files = files
-        self._first_rows, self._num_unmapped = files.first_rows(index.blocks), -1
+        self.files, nowhere = files, (None, [0] * len(files.places))
+        rows = np.array([files.mapped.get(block.identity, nowhere)[1] for block in index.blocks], np.int64)
+        #: For each kind of row, the number of each block's first row, int64 `[B]`.
+        rows = rows.reshape(len(index.blocks), len(files.places)).T.copy()
+        self._first_rows: dict[Place, Int64s] = dict(zip(files.places, rows, strict=True))
+        self._num_unmapped = -1
         self._is_unmapped: np.ndarray | None = None  # of each block, if one is
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
@@ -279,13 +276,10 @@ class MappedFrames(FrameStore):
             if not mapped.is_resident(first + num_rows // 2):
                 mapped.will_need(first, num_rows)
 
-    def row_numbers(self, place: Place, frames: Int64s) -> Int64s:
-        """Row of each virtual frame, int64 `[K]`."""
-        index = self.index
-        fragment = np.searchsorted(index.fragment_frame, frames, side="right") - 1
-        row = index.fragment_row[fragment] + frames - index.fragment_frame[fragment]
-        rows: Int64s = self._first_rows[place][index.fragment_block[fragment]] + row
-        return rows
+    def is_resident(self, runs: Runs) -> bool:
+        """True if the first rows of runs are in memory, those that are stored as they are."""
+        arenas = [(place, mapped) for place, mapped in self.files.arenas.items() if place[0] == DATA]
+        return all(mapped.is_resident(row) for place, mapped in arenas for row in self._first(place, runs).tolist())
 
     def _words(self, place: Place) -> torch.Tensor:
         return self.files.arenas[place].words_view

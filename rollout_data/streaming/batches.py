@@ -67,7 +67,9 @@ class BatchReader:
         assert plan.parts, "a plan covers its envs"
         self._know(plan.parts[0].deal.source.layouts)
         flags = _flags(plan, self.options.mark_first_frame)
-        rows, steps = self._gather(plan, flags[_FLAGS.index("valid")]), _steps(plan)
+        rows = self._gather(plan, flags[_FLAGS.index("valid")])
+        # How many rows the next step, and the next env, are away: time first; one step lies beside the next.
+        steps = (len(plan.num_valid), 1) if plan.num_steps > 1 else (1, 2)
         grid = Grid((len(plan.num_valid),), steps[1:]) if without_time else Grid(flags.shape[1:], steps)
         following = grid._replace(first=steps[0])
         own = {name: cut(rows, grid) for name, cut in self._cuts.items()}
@@ -177,11 +179,6 @@ class BatchReader:
         return self.read(plan_steps(state, only, 1, lambda *_: None)[0], without_time=True)
 
 
-def _steps(plan: Plan) -> tuple[int, int]:
-    """How many gathered rows the next step, and the next env, are away: time first; one step lies beside the next."""
-    return (len(plan.num_valid), 1) if plan.num_steps > 1 else (1, 2)
-
-
 def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
     """The flags of a plan, bool `[len(_FLAGS), T, N]`."""
     flags = np.zeros((len(_FLAGS), plan.num_steps, len(plan.num_valid)), bool)
@@ -260,9 +257,7 @@ class ReadAhead:
             if isinstance(store, MappedFrames):
                 self._look(store)
                 if not self._is_warm:
-                    self._advise(
-                        store, part.pieces.env, part.pieces.trajectory, part.pieces.frame, part.pieces.num_frames
-                    )
+                    self._advise(store, part.pieces)
 
     def _look(self, store: MappedFrames) -> None:
         """See now and then whether the files are in memory."""
@@ -270,18 +265,15 @@ class ReadAhead:
             self._index = store.index
             self._end[:] = 0
             self._num_batches = 0
-        if self._num_batches % _BATCHES_BETWEEN_LOOKS[self._is_warm] == 0 and store.index.num_frames:
+        if self._num_batches % _BATCHES_BETWEEN_LOOKS[self._is_warm] == 0 and len(store.index):
             frames = np.linspace(0, store.index.num_frames - 1, _NUM_SAMPLES).astype(np.int64)
-            self._is_warm = all(
-                mapped.is_resident(row)
-                for place, mapped in store.files.arenas.items()
-                if place[0] == DATA
-                for row in store.row_numbers(place, frames).tolist()
-            )
+            # Counted from the first trajectory on, as all stand one after the other.
+            runs = store.locate(np.zeros_like(frames), frames, np.ones_like(frames), np.arange(len(frames)))
+            self._is_warm = store.is_resident(runs)
         self._num_batches += 1
 
-    def _advise(self, store: FrameStore, env: Int64s, trajectory: Int64s, frame: Int64s, count: Int64s) -> None:
-        index = store.index
+    def _advise(self, store: FrameStore, pieces: Pieces) -> None:
+        index, (env, _, trajectory, frame, count) = store.index, pieces
         start = index.first_frame[trajectory] + frame
         stop = index.first_frame[trajectory + 1]
         begin, end, needed = self._begin[env], self._end[env], np.minimum(start + 2 * count, stop)

@@ -305,8 +305,10 @@ class WindowLoader:
         order = self._ordered[0]
         self._turn += 1
         turn, global_size = self._turn, self.batch_size * current_shard(self._shard).total
-        bounds = self._bounds(start, len(order))
-        items = PipelinedDataCollector(_batches(self._windows, order, bounds), self.device, self.num_ahead)
+        windows, bounds = self._windows, self._bounds(start, len(order))
+        parts = (np.arange(first, stop) for first, stop in bounds.tolist() if first < stop)
+        batches = (collate_windows(windows.__getitems__(order.take(part, mode="wrap"))) for part in parts)
+        items = PipelinedDataCollector(batches, self.device, self.num_ahead)
         with iter(items) as ahead:
             for number, batch in enumerate(ahead, 1):
                 if number < len(bounds):
@@ -366,8 +368,3 @@ class WindowLoader:
             self._position = windows.num_upto(after) if keys is None else int(np.searchsorted(keys, after, "right"))
         if position and not len(self._bounds(self._position, len(order))):
             self._go_to(self.epoch + 1)
-
-
-def _batches(windows: WindowDataset | WindowMixture, order: Int64s, bounds: Int64s) -> Iterator[dict[str, Any]]:
-    for start, stop in bounds[bounds[:, 0] < bounds[:, 1]].tolist():
-        yield collate_windows(windows.__getitems__(order.take(np.arange(start, stop), mode="wrap")))

@@ -98,9 +98,8 @@ def compute_statistics(
     about |= {"levels": list(checked), "data": _fingerprint(store, trajectories)}
     # One file for each question, so that a training and a validation split do not take turns.
     question = [about["fields"], about["levels"], crc32(trajectories.tobytes())]
-    if folder is None:
-        question.append([os.path.abspath(block.path.parent) for block in store.index.blocks[:1]])
     if folder is None:  # data of other systems are left as they are
+        question.append([os.path.abspath(block.path.parent) for block in store.index.blocks[:1]])
         folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data"
     path = folder / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
     found = _load(path, about, names, checked) if use_cache else None

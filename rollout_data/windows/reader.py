@@ -109,7 +109,7 @@ def plan_windows(
         raise UsageError("read windows", "", f"some of the fields {', '.join(known)}", "none")
     wanted = [("", name, _deltas_of(name, given, length)) for name in names]
     if next_observations:
-        nexts = [(NEXT, name, deltas + 1) for _, name, deltas in wanted if _is_observation(name, layout)]
+        nexts = [(NEXT, name, deltas + 1) for _, name, deltas in wanted if name.split("/")[0] in OBSERVATIONS]
         if not nexts:
             raise UsageError("read next observations", "", "an observation among the fields", ", ".join(names))
         wanted += nexts
@@ -131,10 +131,6 @@ def plan_windows(
             got = f"{deltas.tolist()}, and {first.deltas.tolist()} of {first.sources[0]!r}"
             raise UsageError("join the component", repr(source), "the same frames of all components", got)
     return WindowPlan(tuple(found.values()), shapes, columns)
-
-
-def _is_observation(name: str, layout: RowLayout) -> bool:
-    return name.split("/")[0] in OBSERVATIONS and name in layout.schema
 
 
 def _shapes(
