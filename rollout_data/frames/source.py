@@ -88,7 +88,7 @@ class Source:
     @property
     def metadata(self) -> dict[str, Any]:
         """Contents of the first folder's metadata.json, with the established totals."""
-        return read_metadata(self.paths[0]) if self._folders is None else self._folders.metadata
+        return self._folders.metadata if isinstance(self._folders, _Chunks) else read_metadata(self.paths[0])
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
         """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
@@ -189,10 +189,6 @@ class _Blocks:
     @staticmethod
     def is_there(path: Path) -> bool:
         return bool(block_names(path))
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return read_metadata(self._source.paths[0])
 
     def sight(self) -> Any:
         if self._sight[0] is not (store := self.snapshot()):

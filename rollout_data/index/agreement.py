@@ -20,7 +20,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -188,11 +187,8 @@ class Board:
         if self._path.exists():
             self.write(_ENDED, True)
 
-    def agree(self, group: str, is_told: bool = False) -> Agree:
-        """Agreement of the workers of one epoch: the first one looks for all, unless the loader's process tells."""
-        return partial(self._among_workers, group, is_told)
-
-    def _among_workers(self, group: str, is_told: bool, number: int, look: Look) -> Any:
+    def agree(self, group: str, number: int, look: Look, is_told: bool = False) -> Any:
+        """Agree with the workers of one epoch: the first one looks for all, unless the loader's process tells."""
         name, parent = f"{group}_{number}", multiprocessing.parent_process()
         while (note := self.read(name)) is None:
             if not is_told:

@@ -150,7 +150,7 @@ def plan_steps(
 
 
 def _undisturbed(state: StreamState, deal: Deal, num_steps: int) -> tuple[Plan, StreamState]:
-    """Plan steps in which no trajectory ends: a step of 64 envs takes 8 us instead of 50 (of 100 for the batch)."""
+    """Plan steps in which no trajectory ends: a batch of one step of 64 envs takes 100 us instead of 140."""
     env = np.arange(len(state.frame))
     none, no = np.zeros(len(env), np.int64), np.zeros(len(env), bool)
     pieces = Pieces(env, none, state.trajectory, state.frame, none + (num_steps + 1))
@@ -261,10 +261,10 @@ class _Walk:
         env, time, trajectory, frame = _joined(self.begun)
         order = np.argsort(env * (self.num_steps + 2) + time, kind="stable")
         env, time = env[order], time[order]
-        count = np.where(env[1:] == env[:-1], time[1:], stop)
-        count = np.append(count, stop) - time
-        pieces = Pieces(env, time, trajectory[order], frame[order], count)
-        if not (has_frames := count > 0).all():
+        end = np.full(len(env), stop)
+        np.copyto(end[:-1], time[1:], where=env[1:] == env[:-1])
+        pieces = Pieces(env, time, trajectory[order], frame[order], end - time)
+        if not (has_frames := end > time).all():
             pieces = Pieces(*(column[has_frames] for column in pieces))
         self.parts.append(DealPart(self.deal, pieces, Ends(*_joined(self.ends or [_NO_ENDS]))))
         self.begun, self.ends = [], []

@@ -162,7 +162,7 @@ class RolloutLoader:
             return seen
 
         readers = copy.deepcopy(dataset)
-        readers.follow(dataset.state_dict(), board.agree(_TOLD, is_told=True))
+        readers.follow(dataset.state_dict(), partial(board.agree, _TOLD, is_told=True))
         dataset.agree = tell
         board.write(f"{_TOLD}_{dataset.position.deal.number}", (dataset.source.sight(), None))
         options = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,7 +158,9 @@ class RolloutStream(RolloutFileBase):
         self._shard = self._rank()
         self._mine = np.arange(num_envs)[self._shard.part_of(num_envs)]
         if not self._is_told:
-            self.agree = self._board.agree(self._group()) if is_in_worker() else agreement.agreement_of(self._shard)
+            self.agree = agreement.agreement_of(self._shard)
+            if is_in_worker():
+                self.agree = partial(self._board.agree, self._group())
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
         is_cut_off = self._shard.total > 1 and is_in_worker() and not self._is_told
         options = (self._passes, self._epoch, keeps_on, self.on_error == "skip", self._agreed, is_cut_off)

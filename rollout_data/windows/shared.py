@@ -126,10 +126,30 @@ class SharedMemory:
 
     def make(self, read: Callable[[Allocate], dict[str, Any]]) -> Any:
         """Make a batch with `read(allocate)`: a nested dict that is pickled quickly where it has a place."""
-        place = self._free_place()
-        filling = _Filling(place.lend() if place is not None else None)
-        batch = map_leaves(filling.put, read(filling.empty))
-        self._place_bytes = max(self._place_bytes, filling.num_bytes)
+        place, num_bytes = self._free_place(), 0  # that the batch needs
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu") if place is None else place.lend()
+        given = {memory.data_ptr()}  # where the storages begin that tensors were given from
+
+        def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            """Give the next bytes of the place; ordinary memory where they do not suffice."""
+            nonlocal num_bytes
+            start, size = num_bytes, prod(shape) * dtype.itemsize
+            num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+            if size and num_bytes <= len(memory):
+                return memory[start : start + size].view(dtype).view(tuple(shape))
+            tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+            given.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            """Copy in what lies elsewhere and is small enough."""
+            if tensor.untyped_storage().data_ptr() in given:
+                return tensor
+            inside = empty(tensor.shape, tensor.dtype)
+            return inside.copy_(tensor) if num_bytes <= len(memory) else tensor
+
+        batch = map_leaves(put, read(empty))
+        self._place_bytes = max(self._place_bytes, num_bytes)
         return WindowBatch(batch) if place is None else _SharedBatch(batch, place)
 
     def _free_place(self) -> _SharedPlace | None:
@@ -195,34 +215,6 @@ class _Spot(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-
-class _Filling:
-    """Hands out the bytes of a place, one tensor after the other; ordinary memory where they do not suffice."""
-
-    def __init__(self, memory: torch.Tensor | None) -> None:
-        self._memory, self._size = memory, 0 if memory is None else len(memory)
-        #: Where the storages begin that were given.
-        self._given = set() if memory is None else {memory.data_ptr()}
-        #: What the batch needs.
-        self.num_bytes = 0
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = prod(shape) * dtype.itemsize
-        start = self.num_bytes
-        self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._memory is not None and self.num_bytes <= self._size and num_bytes:
-            return self._memory[start : start + num_bytes].view(dtype).view(tuple(shape))
-        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        self._given.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy in what lies elsewhere and is small enough."""
-        if tensor.untyped_storage().data_ptr() in self._given:
-            return tensor
-        inside = self.empty(tensor.shape, tensor.dtype)
-        return inside.copy_(tensor) if self.num_bytes <= self._size else tensor
 
 
 class _SharedBatch(WindowBatch):
