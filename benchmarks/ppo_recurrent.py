@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from storage import HiddenStates, RolloutStorage
-from storage.onpolicy.padding import find_segments
+from storage.onpolicy.mini_batches import find_segments
 
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 from .ppo import ACTIONS, CRITIC, GAMMA, LAM, NUM_EPOCHS, NUM_MINI_BATCHES, NUM_SOURCES, OBS, rsl_filled, transitions

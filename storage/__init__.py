@@ -32,7 +32,7 @@ from .managed.buffer import NaiveReplayBuffer
 from .managed.episodes import EpisodeReplayBuffer
 from .managed.manager import BufferManager
 from .onpolicy.columns import Column, HiddenStates, MiniBatch, Transition
-from .onpolicy.padding import split_and_pad_trajectories, unpad_trajectories
+from .onpolicy.mini_batches import split_and_pad_trajectories, unpad_trajectories
 from .onpolicy.queue_rollout_storage import ActionLabelMiniBatch, ActionLabelRollout, QueueRolloutStorage
 from .onpolicy.returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
 from .onpolicy.rollout_storage import RolloutStorage

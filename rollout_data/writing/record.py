@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from storage.codecs.codecs import check_codec, check_writable, codec_of
-from storage.codecs.quantizers import image_error
+from storage.codecs.stages import image_error
 from storage.core.arguments import is_whole
 from storage.core.fields import Field, Schema, dtype_name
 from storage.core.memory import as_given, on_host

@@ -29,8 +29,16 @@ import numpy.typing as npt
 from ..errors import CorruptFileError, FieldTypeError, UsageError, nearest
 from . import lz4
 from .packers import PACKERS
-from .quantizers import RANGE_BYTES, LinearCounts, decode_counts
-from .shuffles import SHUFFLES, scratch_bytes, shuffle, shuffled_bytes, unshuffle
+from .stages import (
+    RANGE_BYTES,
+    SHUFFLES,
+    LinearCounts,
+    decode_counts,
+    scratch_bytes,
+    shuffle,
+    shuffled_bytes,
+    unshuffle,
+)
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

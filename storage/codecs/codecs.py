@@ -19,7 +19,7 @@ from ..core.fields import Field
 from ..errors import FieldTypeError, UsageError
 from .chunks import AUTO, STAGES, ChunkCodec, chunk_codec, read_chain
 from .packers import check_installed
-from .quantizers import IMAGE_MAX_ERROR, decode_image, encode_image
+from .stages import IMAGE_MAX_ERROR, decode_image, encode_image
 
 #: `auto` keeps values raw when less than this part would be saved.
 MIN_SAVED = 0.1

@@ -1,4 +1,4 @@
-"""Memory: reused buffers for large results, tensors that are kept, and tensors as arrays.
+"""Memory: reused buffers for large results, tensors that are kept, tensors as arrays, and streams that share memory.
 
 One rule: a pooled buffer is handed out again only if no tensor, view or array over it is alive, which Python's own
 reference count says. Fresh large memory costs a page fault per 4 KiB, which is 2-5 times the cost of filling it; a
@@ -6,6 +6,8 @@ reused buffer costs none, and a new one of 3 MiB or more asks for 2 MiB pages.
 
 Small calls of numpy take a third of the time of torch's. Code that does many writes one set of lines for both: `own`
 gives an array on the CPU and the tensor itself elsewhere, and `tensor_of` goes back.
+
+Events order streams of CUDA, and the host never waits; on the CPU there is nothing to order.
 """
 
 from __future__ import annotations
@@ -175,6 +177,47 @@ def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: tor
     pool = BufferPool(1)
     found = pool.empty(shape, dtype)
     return found if value == 0 and pool.num_allocated else found.fill_(value)
+
+
+class StreamOrder:
+    """Order the writes and reads of one object's memory among streams.
+
+    Args:
+        device: Where the memory is.
+
+    Call `wait` before touching the memory and `record` after it, both under the object's lock:
+    a reader waits for the last write, a writer for the last write and for all reads since then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_needed = device.type == "cuda"
+        self._written: torch.cuda.Event | None = None
+        self._read: dict[int, torch.cuda.Event] = {}
+
+    def wait(self, is_write: bool) -> None:
+        """Let the current stream wait for what it must not overtake."""
+        if not self.is_needed:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._written is not None:
+            stream.wait_event(self._written)
+        if is_write:
+            for event in self._read.values():
+                stream.wait_event(event)
+            self._read.clear()
+
+    def record(self, is_write: bool) -> None:
+        """Note that the current stream has been given its work."""
+        if not self.is_needed:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        if is_write:
+            self._written = event
+        else:
+            self._read[stream.cuda_stream] = event
 
 
 def library(device: torch.device) -> ModuleType:

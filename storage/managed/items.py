@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from ..core.devices import StreamOrder
 from ..core.fields import Schema
-from ..core.memory import as_given
+from ..core.memory import StreamOrder, as_given
 from ..core.records import dense, fit, make_field
 from ..core.tree import check_same_names, flatten, map_leaves, unflatten
 from ..errors import CorruptFileError, FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest

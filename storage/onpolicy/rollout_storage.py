@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.devices import Delivery
 from ..core.memory import lasting
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
@@ -32,7 +31,7 @@ from .columns import (
     transition_type,
 )
 from .hidden_states import SavedStates
-from .mini_batches import GENERATE, RowGather, batch_bounds, env_groups
+from .mini_batches import GENERATE, Delivery, RowGather, batch_bounds, env_groups
 from .returns import Scalar, Signals, check_rules, checked_factor, checked_last_values, write_returns
 
 # Inside the class these names are the established class attributes.

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.devices import StreamOrder
 from ..core.fields import Schema
-from ..core.memory import float32_of
+from ..core.memory import StreamOrder, float32_of
 from ..core.records import Key, RecordReader, normal
 from ..core.samplers import generator_on
 from ..core.tree import map_leaves

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.devices import StreamOrder
 from ..core.fields import Schema
-from ..core.memory import as_given, lasting
+from ..core.memory import StreamOrder, as_given, lasting
 from ..core.prefix_sum import PrefixSum
 from ..core.records import Key, RecordReader, flat_name
 from ..core.samplers import Weighted, below, generator_on

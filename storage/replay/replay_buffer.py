@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.devices import StreamOrder
 from ..core.fields import Field, Schema
+from ..core.memory import StreamOrder
 from ..core.records import fit
 from ..core.samplers import generator_on, uniform
 from ..errors import BufferEmptyError, SchemaError

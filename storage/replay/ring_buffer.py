@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..core import arguments
-from ..core.devices import StreamOrder
 from ..core.fields import Schema
+from ..core.memory import StreamOrder
 from ..core.records import Key, RecordReader, Rows, normal
 from ..core.samplers import generator_on
 from ..core.tree import flatten, map_leaves

@@ -14,8 +14,16 @@ from storage.codecs import lz4
 from storage.codecs.chunks import AUTO, STAGES, chunk_codec
 from storage.codecs.codecs import check_codec, choose_codec, chunk_frames, find_codec, stored_field
 from storage.codecs.packers import PACKERS
-from storage.codecs.quantizers import IMAGE_MAX_ERROR, decode_image, encode_image, image_error
-from storage.codecs.shuffles import scratch_bytes, shuffle, shuffled_bytes, unshuffle
+from storage.codecs.stages import (
+    IMAGE_MAX_ERROR,
+    decode_image,
+    encode_image,
+    image_error,
+    scratch_bytes,
+    shuffle,
+    shuffled_bytes,
+    unshuffle,
+)
 from storage.core.fields import Field
 from storage.errors import CorruptFileError, FieldTypeError, UsageError
 from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth
@@ -140,10 +148,7 @@ def test_a_signalling_nan_is_a_nan_without_a_warning(bits):
     assert error == 0 and np.isnan(back[0, 0]) and back[0, 1] == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in LOSSLESS if name.split("+")[-1] in PACKERS] + ["uint16+split+lz4"],
-)
+@pytest.mark.parametrize("name", [name for name in LOSSLESS if name.split("+")[-1] in PACKERS] + ["uint16+split+lz4"])
 def test_damaged_chunks_are_refused_or_fill_exactly_what_was_asked(name):
     array = smooth(4, (8, 8), "<f4")
     chunk, _ = chunk_codec(name).encode(array)
