@@ -192,10 +192,8 @@ def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
         try:
             header = read_header(path)
         except (RolloutDataError, OSError) as cause:  # a link that leads nowhere is no block either
-            where = repr(writer)
-            raise UsageError(
-                "continue the writer", where, "readable blocks", str(path), "Use another writer_name"
-            ) from cause
+            advice = "Use another writer_name"
+            raise UsageError("continue the writer", repr(writer), "readable blocks", str(path), advice) from cause
         sequence = max(sequence, header.sequence + 1)
         trajectory = max(trajectory, int(header.fragments["trajectory"].max(initial=-1)) + 1)
         last_ns = max(last_ns, int(header.fragments["end_time_ns"].max(initial=0)))

@@ -286,7 +286,8 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
         copies |= _copy_span(span, target)
     for device in {span.device for span in spans if span.is_on_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    return {key: _like(found[key], tensor) for key, tensor in copies.items()}
+    parameters = {key: x.requires_grad for key, x in found.items() if isinstance(x, torch.nn.Parameter)}
+    return copies | {key: torch.nn.Parameter(copies[key], needs) for key, needs in parameters.items()}
 
 
 class _Span(NamedTuple):
@@ -337,9 +338,3 @@ def _copy_span(span: _Span, target: torch.Tensor) -> dict[int, torch.Tensor]:
         )
         for key, tensor in span.tensors.items()
     }
-
-
-def _like(original: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(original, torch.nn.Parameter):
-        return torch.nn.Parameter(tensor, original.requires_grad)
-    return tensor

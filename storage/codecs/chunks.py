@@ -208,9 +208,8 @@ def _linear(name: str, match: re.Match[str]) -> LinearCounts:
     except ValueError:
         is_range = False
     if not is_range:
-        raise UsageError(
-            "use the codec", repr(name), "uint16(low,high), finite numbers with low < high", repr(match[0])
-        )
+        expected = "uint16(low,high), finite numbers with low < high"
+        raise UsageError("use the codec", repr(name), expected, repr(match[0]))
     return LinearCounts(low, high)
 
 

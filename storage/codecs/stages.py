@@ -49,9 +49,8 @@ def encode_image(values: torch.Tensor) -> torch.Tensor:
     if values.dtype == torch.uint8:
         return values
     if not values.dtype.is_floating_point:
-        raise FieldTypeError(
-            "code values as 'normalized_image'", "", "floats in [0, 1] or uint8 counts of 1/255", str(values.dtype)
-        )
+        expected = "floats in [0, 1] or uint8 counts of 1/255"
+        raise FieldTypeError("code values as 'normalized_image'", "", expected, str(values.dtype))
     # Rounding is unbiased with an error of at most 0.5/255; truncation would lose 1/255 and a bias.
     # NaN has no image value: 0, like everything below the range.
     scaled = torch.nan_to_num(values.to(torch.float32), nan=0.0).clamp(0.0, 1.0).mul_(float(IMAGE_LEVELS))

@@ -41,6 +41,7 @@ MAX_DIMENSIONS = 30
 #: What memory and files may declare: the description of a block has room for a quarter of it.
 MAX_FIELDS = 4096
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+REAL_DTYPES = frozenset(torch_dtype for torch_dtype, _ in DTYPES.values())
 _NAME_OF_TORCH = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()}
 _NAME_OF_NUMPY = {numpy_dtype: name for name, (_, numpy_dtype) in DTYPES.items() if name != "bfloat16"}
 

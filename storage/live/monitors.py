@@ -188,12 +188,8 @@ class BufferMonitor(Monitor):
     def __init__(self, window_s: float = 10.0, window: int = 100) -> None:
         self.pushed, self.sampled = NaturalMonitor(window_s), NaturalMonitor(window_s)
         self.in_ticks, self.out_ticks = InTickMonitor(window), OutTickMonitor(window)
-        self._parts: dict[str, Monitor] = {
-            "pushed": self.pushed,
-            "sampled": self.sampled,
-            "in": self.in_ticks,
-            "out": self.out_ticks,
-        }
+        monitors: tuple[Monitor, ...] = self.pushed, self.sampled, self.in_ticks, self.out_ticks
+        self._parts = dict(zip(("pushed", "sampled", "in", "out"), monitors, strict=True))
 
     def note_push(self, num_items: int, **values: Any) -> None:
         """Note a push; `values` as `InTickMonitor.record` takes them."""

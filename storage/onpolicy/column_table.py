@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.fields import DTYPES, Field, Schema
+from ..core.fields import REAL_DTYPES, Field, Schema
 from ..core.memory import filled, lasting
 from ..core.records import Cast, always_fit, as_tensor, fit
 from ..core.tree import check_same_names, flatten, unflatten
@@ -22,7 +22,6 @@ from .columns import Column
 
 _ACTION = "add a transition"
 _LOAD = "load a state"
-_REAL = frozenset(dtype for dtype, _ in DTYPES.values())
 _version_of = attrgetter("_version")
 
 
@@ -277,7 +276,7 @@ class _Input(NamedTuple):
             shapes.append(torch.Size((num_envs,)))
         given = replace(field, name=column.source + field.name[len(column.name) :])
         if column.is_flag:
-            return cls(field.name, given, "flag", tuple(shapes), _REAL)
+            return cls(field.name, given, "flag", tuple(shapes), REAL_DTYPES)
         return cls(field.name, given, "in range", tuple(shapes), always_fit(field.torch_dtype))
 
     @property

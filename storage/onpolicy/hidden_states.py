@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from ..core.fields import DTYPES
+from ..core.fields import REAL_DTYPES
 from ..errors import SchemaError
 from .column_table import ColumnTable
 from .columns import HiddenStates
 
 _LEAF = "tensor"
 _COLUMN = "saved_hidden_states"
-_REAL = frozenset(dtype for dtype, _ in DTYPES.values())
 _ADD, _LOAD = "add a transition", "load a state"
 
 
@@ -51,9 +50,9 @@ class SavedStates:
             raise SchemaError(_ADD, "with 'hidden_states'", f"the structure {_words(self.layout)}", _words(layout))
         for leaf, like in zip(leaves, [x[0] for x in kept] or leaves, strict=True):
             is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
-            is_dense = leaf.layout is torch.strided and leaf.dtype in _REAL and not leaf.is_meta
+            is_dense = leaf.layout is torch.strided and leaf.dtype in REAL_DTYPES and not leaf.is_meta
             if not (is_placed and is_dense) or leaf.shape != like.shape or leaf.dtype != like.dtype:
-                dtype = str(like.dtype) if like.dtype in _REAL else "real numbers"
+                dtype = str(like.dtype) if like.dtype in REAL_DTYPES else "real numbers"
                 shape = str(list(like.shape)) if kept else f"[layers, {self._table.num_envs}, H]"
                 got = f"{leaf.dtype} of shape {list(leaf.shape)}, {leaf.layout} on {leaf.device}"
                 raise SchemaError(_ADD, "with 'hidden_states'", f"{dtype} of shape {shape}", got)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..core.arguments import choice, whole
-from ..core.fields import DTYPES, Field
+from ..core.fields import REAL_DTYPES, Field
 from ..core.records import fit
 from ..errors import FieldTypeError, SchemaError, UsageError
 
@@ -23,7 +23,6 @@ from ..errors import FieldTypeError, SchemaError, UsageError
 Scalar = float | torch.Tensor
 
 _ACTION = "compute returns"
-_REAL = frozenset(dtype for dtype, _ in DTYPES.values())
 #: What a step bootstraps from that was cut by a time-out: nothing, its own value, or its bootstrap value.
 TRUNCATION_RULES = ("cut", "value", "final")
 #: Axes over which advantages are normalized, by the name of the rule.
@@ -350,7 +349,7 @@ def _check_rollout(rewards: torch.Tensor, **others: torch.Tensor | None) -> None
     for name, x in others.items():
         if x is None and name in ("out", "returns"):
             continue
-        if not isinstance(x, torch.Tensor) or x.dtype not in _REAL or x.layout is not torch.strided:
+        if not isinstance(x, torch.Tensor) or x.dtype not in REAL_DTYPES or x.layout is not torch.strided:
             raise FieldTypeError(_ACTION, "", f"{name}, a dense tensor of real numbers", _words(x))
         if x.shape != shapes.get(name, everything):
             raise SchemaError(_ACTION, "", f"{name} of shape {list(shapes.get(name, everything))}", str(list(x.shape)))
