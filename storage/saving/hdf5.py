@@ -170,15 +170,9 @@ class SparseFile(io.RawIOBase):
         self.size = 0
         self._position = 0
 
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def truncate(self, size: int | None = None) -> int:
