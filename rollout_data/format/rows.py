@@ -13,8 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from storage.codecs.chunks import AUTO
-from storage.codecs.codecs import choose_codec, chunk_frames, codec_of, most_chunk_frames
+from storage.codecs.codecs import AUTO, choose_codec, chunk_frames, codec_of, most_chunk_frames
 from storage.core.durable import crc32
 from storage.core.fields import Schema
 from storage.core.threads import each_part

@@ -1,7 +1,7 @@
 """Image sequences: a stack of equal frames as one self-describing run of bytes, in chunks that decode alone.
 
 One rule: nothing is allocated before the whole header is checked, by its checksum, against the blob's length
-and against what the caller expects. How frames become bytes is decided in `chunks.py`, as for block files.
+and against what the caller expects. How frames become bytes is decided in `codecs.py`, as for block files.
 
 A blob: `rdimages`, the header's length (uint32), the header (JSON: codec, dtype, shape, num_frames,
 frames_per_chunk, max_error), the end of each chunk counted from the first (uint64), the CRC-32 of each chunk
@@ -26,8 +26,7 @@ from ..core.durable import crc32
 from ..core.fields import DTYPES, dtype_name
 from ..core.threads import each_part
 from ..errors import CorruptFileError, RolloutDataError, SchemaError, UsageError
-from .chunks import ChunkCodec, chunk_codec
-from .codecs import chunk_frames, most_chunk_frames
+from .codecs import ChunkCodec, chunk_codec, chunk_frames, most_chunk_frames
 from .packers import check_installed
 
 Array = npt.NDArray[Any]
@@ -46,7 +45,7 @@ def compress_image_seq(
     Args:
         images: `[num_frames, *image_shape]` tensor (any device) or array of a dtype of `storage.core.fields.DTYPES`.
         level: 0 is fast; 1 to 12 compress better and slower, and decode as fast.
-        codec: A chain of `storage/codecs/chunks.py` instead of the usual one (`lz4`, or `split+lz4` for wider
+        codec: A chain of `storage/codecs/codecs.py` instead of the usual one (`lz4`, or `split+lz4` for wider
             numbers); `uint16` chains lose, everything else does not.
         frames_per_chunk: Frames that are decoded together; by default at most 8, and never more than are 64 MiB.
 

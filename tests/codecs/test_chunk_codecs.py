@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.codecs import lz4
-from storage.codecs.chunks import AUTO, STAGES, chunk_codec
-from storage.codecs.codecs import check_codec, choose_codec, chunk_frames, find_codec, stored_field
+from storage.codecs.codecs import (
+    AUTO,
+    STAGES,
+    check_codec,
+    choose_codec,
+    chunk_codec,
+    chunk_frames,
+    find_codec,
+    stored_field,
+)
 from storage.codecs.packers import PACKERS
 from storage.codecs.stages import (
     IMAGE_MAX_ERROR,
