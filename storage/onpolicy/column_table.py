@@ -18,6 +18,7 @@ from ..core.memory import filled, lasting
 from ..core.records import Cast, always_fit, as_tensor, fit
 from ..core.tree import check_same_names, flatten, unflatten
 from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
+from ..saving.store import checked_tensor
 from .columns import Column
 
 _ACTION = "add a transition"
@@ -196,7 +197,8 @@ class ColumnTable:
         for name in tensors:
             if name not in expected and name not in others:
                 raise MissingFieldError(_LOAD, f"with the tensor {name!r}", nearest(name, expected))
-        check_loaded(expected, tensors)
+        for name, (shape, field) in expected.items():
+            checked_tensor(tensors, name, field.torch_dtype, shape)
         self.tensors, self.num_rows = dict(tensors), num_rows
         self._show_views()
         self._note_change()
@@ -241,17 +243,6 @@ class ColumnTable:
             if column.batch and column.batch not in found:
                 found[column.batch] = found[column.fallback] if column.fallback else None
         return found
-
-
-def check_loaded(expected: Mapping[str, tuple[tuple[int, ...], Field]], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a state that lacks one of these tensors, or has it with another shape or another dtype than its field."""
-    for name, (shape, field) in expected.items():
-        found = tensors.get(name)
-        if found is None:
-            raise MissingFieldError(_LOAD, f"without {name!r}", str(list(shape)), "nothing")
-        if tuple(found.shape) != shape or found.dtype != field.torch_dtype:
-            got = f"{found.dtype} {list(found.shape)}"
-            raise SchemaError(_LOAD, f"with {name!r}", f"{field.dtype} {list(shape)}", got)
 
 
 # -- what a transition may bring ---------------------------------------------------------------

@@ -17,8 +17,7 @@ import torch
 from ..core.fields import Field, signed
 from ..core.tree import check_same_names
 from ..errors import MissingFieldError, SchemaError, UsageError
-from ..saving.store import State
-from .column_table import check_loaded
+from ..saving.store import State, checked_tensor
 from .columns import Column, MiniBatch, Transition, batch_type, replaced, rollout_columns
 from .mini_batches import GENERATE
 from .rollout_storage import RolloutStorage
@@ -229,4 +228,5 @@ class SarsaRolloutStorage(RolloutStorage):
             fields = [self._table.schema[name] for name in self._whole]
             expected |= {f"{_FINALS}{step}/of/{x.name}": ((len(envs), *x.shape), x) for x in fields}
         check_same_names({**expected, **indices}, tensors, _LOAD)
-        check_loaded(expected, tensors)
+        for name, (shape, field) in expected.items():
+            checked_tensor(tensors, name, field.torch_dtype, shape)

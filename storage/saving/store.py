@@ -289,8 +289,8 @@ def checked_tensor(
     """Give a tensor of a loaded state; raise `SchemaError` if it has another dtype or shape."""
     found = tensors[name]
     if found.dtype != dtype or list(found.shape) != list(shape):
-        got = f"{found.dtype} {list(found.shape)}"
-        raise SchemaError(_LOAD, f"with {name!r}", f"{dtype} {list(shape)}", got)
+        expected, got = f"{dtype} {list(shape)}", f"{found.dtype} {list(found.shape)}"
+        raise SchemaError(_LOAD, f"with {name!r}", expected.removeprefix("torch."), got.removeprefix("torch."))
     return found
 
 
