@@ -193,10 +193,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """Remove stale items, then draw by priority, one item from each of `size` intervals of equal mass.
 
         Args:
-            size: How many; 0 gives []. An item may come more than once.
-            cur_learner_iter: Where the learner is; what staleness counts from.
-            sample_range: Only these, counted by age: `slice(-100, None)` the newest hundred.
-            replace: Has no effect here.
+            size, cur_learner_iter, sample_range: As for `NaiveReplayBuffer.sample`.
+            replace: Has no effect here: an item may come more than once.
 
         Returns:
             Copies of items, each with `replay_unique_id`, `replay_buffer_idx`, `priority`, `use` (with this

@@ -111,7 +111,9 @@ class PrioritizedRing:
     @property
     def beta(self) -> float:
         """Exponent of the next draw's importance weights."""
-        return self.rule.beta_after(self.num_draws)
+        rule = self.rule
+        share = min(1.0, self.num_draws / rule.anneal_step) if rule.anneal_step else 0.0
+        return rule.beta + (1.0 - rule.beta) * share
 
     def places(self, ids: Any) -> Any:
         """Say where `[n]` rows are; a tensor or what `own` gives."""

@@ -41,11 +41,6 @@ class PriorityRule:
         except OverflowError:
             return inf
 
-    def beta_after(self, num_draws: int) -> float:
-        """Give beta of the draw that follows `num_draws` draws."""
-        share = min(1.0, num_draws / self.anneal_step) if self.anneal_step else 0.0
-        return self.beta + (1.0 - self.beta) * share
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -48,12 +48,7 @@ _MANY_POINTS = 1 << 10
 
 
 class _Memory:
-    """Memory for looking at `num` blocks, kept for calls of the same size; fresh memory costs more than the work.
-
-    Args:
-        num: Blocks.
-        device: Where they are.
-    """
+    """Memory for looking at `num` blocks, kept for calls of the same size; fresh memory costs more than the work."""
 
     @lasting
     def __init__(self, num: int, device: torch.device) -> None:
