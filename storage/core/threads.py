@@ -130,7 +130,8 @@ class Worker:
         Raises:
             ClosedError: After `close`.
         """
-        self.wait_for_room(self.max_pending)
+        if len(self._accepted) > self.max_pending:  # some may have ended; to ask each takes 4 us
+            self.wait_for_room(self.max_pending)
         self.check()
         if self._is_closed:
             raise ClosedError("queue a job", f"for {self.name}", "an open worker", "a closed one")
