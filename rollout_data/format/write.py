@@ -120,10 +120,10 @@ def _write_rows(
     beside, buffers = Worker("the rows of a block", 0), cycle([np.empty(part_bytes, np.uint8) for _ in range(2)])
     try:
         for data, offset in (part for piece in pieces for part in piece.parts(buffers)):
-            beside.drain()  # so that the other buffer is free
             if num_threads() > 1:  # not both gathering: they would wait for each other, and for the interpreter's lock
-                beside.submit(_write_part, descriptor, data, offset, starts_writeback)
+                beside.submit(_write_part, descriptor, data, offset, starts_writeback)  # waits for the other buffer
             else:
+                beside.drain()
                 _write_part(descriptor, data, offset, starts_writeback)
     finally:
         beside.close()
