@@ -95,7 +95,7 @@ def refuse_second_split() -> None:
     loader = state.GradientState().active_dataloader if state is not None else None
     kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
     if kinds & {"DataLoaderDispatcher", "IterableDatasetShard"}:
-        advice = "Do not prepare this loader, or give the dataset shard='none'"
+        advice = "Do not prepare this loader, or give the dataset shard='none' and as_dict=True"
         raise UsageError("share the data out", "", "ranks that read a share each", "accelerate, which splits", advice)
 
 

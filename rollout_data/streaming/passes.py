@@ -267,25 +267,29 @@ def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: In
     return np.where(has_shrunk, -1, numbers)
 
 
-def leave_out(source: Source, store: FrameStore, trajectories: Int64s, problem: DataFileError, skips: bool) -> Int64s:
+def leave_out(
+    source: Source, store: FrameStore, trajectories: Int64s, problem: DataFileError, skips: bool
+) -> list[tuple[Int64s, DataFileError]]:
     """Mark those of some trajectories that cannot be read, and report why; what is left of them is not `valid`.
 
     Returns:
-        Which ones.
+        Which ones, and why.
 
     Raises:
         DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True.
     """
     if isinstance(problem, LostBlockError):
         blocks = [number for number, block in enumerate(store.index.blocks) if block.key == problem.key]
-        lost = store.index.trajectories_in(blocks)
+        found = [(store.index.trajectories_in(blocks), problem)]
     else:
-        lost = np.array([one for one in trajectories.tolist() if skips and not _can_read(store, one)], np.int64)
-    lost = lost[~store.is_lost[lost]]
-    if not len(lost):
+        whys = {one: _damage(store, one) for one in trajectories.tolist()} if skips else {}
+        found = [(np.array([one]), why) for one, why in whys.items() if why is not None]
+    lost = [(left, why) for all_lost, why in found if len(left := all_lost[~store.is_lost[all_lost]])]
+    if not lost:
         raise problem
-    source.forget(problem, len(lost))
-    store.is_lost[lost] = True
+    for left, why in lost:
+        source.forget(why, len(left))
+        store.is_lost[left] = True
     return lost
 
 
@@ -299,11 +303,11 @@ def count_lost(source: Source, store: FrameStore, keys: Sequence[tuple[str, int]
         source.forget(problem, num_new)
 
 
-def _can_read(store: FrameStore, trajectory: int) -> bool:
-    if store.is_lost[trajectory]:
-        return True
-    try:
-        CachedFrames(store, np.array([trajectory]), store.device)
-    except DataFileError:
-        return False
-    return True
+def _damage(store: FrameStore, trajectory: int) -> DataFileError | None:
+    """Say why a trajectory cannot be read; None if it can, or is known to be lost."""
+    if not store.is_lost[trajectory]:
+        try:
+            CachedFrames(store, np.array([trajectory]), store.device)
+        except DataFileError as problem:
+            return problem
+    return None

@@ -96,11 +96,11 @@ class RolloutStream(RolloutFileBase):
 
     def _rank(self) -> Shard:
         """The share of this process; a worker that was not forked knows it from the process that made it."""
-        if self._chosen_shard is not None:
-            return self._chosen_shard
-        if (shard := current_shard()).total > 1:
+        shard = current_shard(self._chosen_shard)
+        if shard.total > 1:
             agreement.refuse_second_split()
-        return self._travelled if shard == agreement.ALONE and is_in_worker() else shard
+        is_unknown = self._chosen_shard is None and shard == agreement.ALONE
+        return self._travelled if is_unknown and is_in_worker() else shard
 
     # What there is
 
@@ -281,9 +281,10 @@ class RolloutStream(RolloutFileBase):
             try:
                 played, store = np.union1d(part.pieces.trajectory, part.ends.trajectory), part.deal.source
                 lost = leave_out(self.source, store, played, problem, self.on_error == "skip")
-                return self.losses.append((store.index.keys(lost), problem))
             except DataFileError:
                 continue
+            self.losses += [(store.index.keys(left), why) for left, why in lost]
+            return
         raise problem
 
     def commit(self, position: Position) -> None:
@@ -300,6 +301,7 @@ class RolloutStream(RolloutFileBase):
 
     def __next__(self) -> Any:
         """Give the next batch; in a DataLoader worker the next one that is its turn."""
+        self._is_continued = False  # torchdata may load a state behind `iter`
         worker = current_worker()
         if worker.total > 1:
             for _ in range(worker.number if self._skip is None else self._skip):

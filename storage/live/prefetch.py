@@ -242,7 +242,8 @@ class _Producer:
         self.worker.close()
 
     def _forget_source(self) -> None:
-        self._source = None
+        """Drop what belongs to the caller, and may hold what drops this one."""
+        self._source, self._iterable, self._transform, self._stamp = None, (), None, None
 
 
 def _hand_over(item: Any, event: Any) -> None:

@@ -8,6 +8,7 @@ lead on. What the datasets mean is not known here.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from collections.abc import Iterator
@@ -93,7 +94,8 @@ def open_hdf5(path: Path) -> Iterator[tuple[h5py.File, int]]:
                 raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
             yield file, guarded.fileno()
     except _DAMAGE as cause:
-        if isinstance(cause, RolloutDataError) or (isinstance(cause, OSError) and cause.errno is not None):
+        is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)  # a negative place
+        if isinstance(cause, RolloutDataError) or is_of_system:
             raise  # what the system says of it, like a missing file, is no damage
         got = f"{type(cause).__name__}: {cause}".split("\n")[0]
         raise CorruptFileError("read", repr(str(path)), "an intact HDF5 file", got) from cause

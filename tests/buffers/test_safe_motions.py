@@ -40,7 +40,7 @@ def load_motions(folder: Path, **options: Any) -> TrajectoryDictBuffer:
 
 
 def test_a_flipped_byte_of_a_motion_is_never_a_raw_error(tmp_path: Path) -> None:
-    code = "flip_and_load(Path(sys.argv[1]), lambda path: load_motions(path).get_full_buffer(), 61, False)"
+    code = "flip_and_load(Path(sys.argv[1]), lambda path: load_motions(path).get_full_buffer(), 61, False, 96)"
     in_child(code, motions(tmp_path / "m"))
 
 

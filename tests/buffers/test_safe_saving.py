@@ -31,12 +31,17 @@ from tests.saved import config_of
 from .every_store import BUFFERS, MAKERS, ROOT, columns_of, in_child, items, load, plain, ring, rollout
 
 
-def flip_and_load(folder: Path, load_it: Callable[[Path], Any], stride: int, has_sums: bool) -> None:
-    """Flip bytes of every file, each alone: loading gives what was saved, or one of our errors with the file's name."""
+def flip_and_load(
+    folder: Path, load_it: Callable[[Path], Any], stride: int, has_sums: bool, num_first: int = 0
+) -> None:
+    """Flip bytes of every file, each alone: loading gives what was saved, or one of our errors with the file's name.
+
+    They are every `stride`th one, and the first ones, where a file of HDF5 says where the rest is.
+    """
     whole = plain(load_it(folder))
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
-        for place in range(len(content) % stride, len(content), stride):
+        for place in (*range(min(num_first, len(content))), *range(len(content) % stride, len(content), stride)):
             for bits in (0x01, 0xFF):
                 damaged = bytearray(content)
                 damaged[place] ^= bits

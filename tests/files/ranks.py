@@ -6,6 +6,7 @@ Argument: a list of readings as JSON, each the arguments of `read`.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -54,7 +55,14 @@ def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as
     """Read a folder to its end, some of them beside a writer; gives the error, if there is one."""
     rank = dist.get_rank()
     dataset = RolloutDataset(
-        data_dir, 4, 3, True, device="cpu", num_transitions_per_env=2, shard=shard, as_dict=as_dict
+        data_dir,
+        4,
+        3,
+        True,
+        device="cpu",
+        num_transitions_per_env=2,
+        as_dict=as_dict,
+        shard=(int(os.environ["RANK"]), 2) if shard == "own" else shard,
     )
     found, error = [], None
     is_live = reading in ("prefetch", "loader")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -211,3 +212,14 @@ def test_problems_stay_bounded_while_files_come_and_go(tmp_path):
     dataset.get_batch(2 * LENGTH)
     assert len(dataset.problems) == 1000 and dataset.source.num_problems == 1200
     assert "rollout_x_001199.h5" in str(dataset.problems[-1])
+
+
+def test_a_dataset_that_a_thread_has_read_is_forgotten_with_its_files(tmp_path):
+    def read():
+        dataset = RolloutDataset(written(tmp_path, 20), 2, device="cpu")
+        assert len(list(dataset.prefetch(2))) > 0
+        return weakref.ref(dataset)
+
+    dataset = read()
+    gc.collect()
+    assert dataset() is None

@@ -35,9 +35,9 @@ def damaged(tmp_path):
     return tmp_path
 
 
-def flip(data_dir):
-    """Flip a bit of the chunk with frame 8 of the damaged trajectory; again to heal it."""
-    path = sorted(data_dir.glob("*.h5"))[DAMAGED]
+def flip(data_dir, number=DAMAGED):
+    """Flip a bit of the chunk with frame 8 of a trajectory; again to heal it."""
+    path = sorted(data_dir.glob("*.h5"))[number]
     data = bytearray(path.read_bytes())
     data[data.index(np.array([8, 777], np.float32).tobytes()) + 100] ^= 1  # noise is stored as it is
     path.write_bytes(bytes(data))
@@ -83,6 +83,16 @@ def test_skipping_costs_the_damaged_trajectory_alone(damaged, cache, reading):
     for _ in range(2):
         assert dataset.num_lost_trajectories == 1 and len(dataset.problems) == 1
         list(batches)  # the next epoch: what is known to be lost is not counted again
+
+
+@pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+@pytest.mark.parametrize("reading", ["direct", "workers"])
+def test_each_damaged_trajectory_of_a_batch_is_named(damaged, reading):
+    flip(damaged, DAMAGED + 1)  # the other env plays it at the same time
+    dataset = opened(damaged, on_error="skip")
+    list(read_by(dataset, reading))
+    assert dataset.num_lost_trajectories == 2
+    assert sorted(str(one).split(".h5")[0][-8:] for one in dataset.problems) == ["w_000002", "w_000003"]
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
