@@ -280,7 +280,7 @@ def leave_out(
     """
     if isinstance(problem, LostBlockError):
         blocks = [number for number, block in enumerate(store.index.blocks) if block.key == problem.key]
-        found = [(store.index.trajectories_in(blocks), problem)]
+        found: list[tuple[Int64s, DataFileError]] = [(store.index.trajectories_in(blocks), problem)]
     else:
         whys = {one: _damage(store, one) for one in trajectories.tolist()} if skips else {}
         found = [(np.array([one]), why) for one, why in whys.items() if why is not None]
