@@ -103,7 +103,9 @@ class BlockContent:
     frames_per_chunk: int | None = None
 
 
-def code_tables(content: BlockContent, num_threads: int) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
+def code_tables(
+    content: BlockContent, num_threads: int | None
+) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
     """Code the columns of a block that are kept in chunks, as far as they are not coded yet.
 
     Returns:
@@ -188,7 +190,7 @@ class _Frames:
         """Read some chunks, spread evenly."""
         return [self.read(number) for number in self._used[:: -(-len(self._used) // _NUM_SAMPLES) or 1]]
 
-    def coded(self, codec: str, error: float, num_threads: int) -> CodedRows:
+    def coded(self, codec: str, error: float, num_threads: int | None) -> CodedRows:
         coding = Coding(codec, error, self._per_chunk)
         chunks = [b""] * (len(self._bounds) - 1)
         errors = np.zeros(len(chunks))

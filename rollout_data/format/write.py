@@ -12,18 +12,16 @@ import os
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import h5py
 import numpy as np
-import torch
 
 from storage.core.durable import crc32, sync_path
-from storage.core.threads import Worker
 from storage.errors import UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
 
@@ -45,9 +43,7 @@ def block_name(writer: str, sequence: int) -> str:
     return f"rollout_{writer}_{sequence:06d}.h5"
 
 
-def write_block(
-    folder: Path, content: BlockContent, durable: bool = True, num_threads: Callable[[], int] = torch.get_num_threads
-) -> Path:
+def write_block(folder: Path, content: BlockContent, durable: bool = True, num_threads: int | None = None) -> Path:
     """Write a block into `folder` and publish it in one step.
 
     Args:
@@ -55,8 +51,7 @@ def write_block(
         content: What to write; not changed.
         durable: Flush the file before and the folder after the rename. Without, publishing is
             still atomic for a crash of the process, but not for one of the machine.
-        num_threads: Gives how many threads may code; with more than one, a part of the rows is written beside the
-            gathering of the next. Asked again before each part.
+        num_threads: Threads that code, at most; None takes torch's number.
 
     Returns:
         The path of the published block.
@@ -80,15 +75,15 @@ def write_block(
     return path
 
 
-def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: Callable[[], int]) -> None:
-    coded, codings = code_tables(content, num_threads())
+def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: int | None) -> None:
+    coded, codings = code_tables(content, num_threads)
     content, header = replace(content, rows=coded), SparseFile()
     with begin_file(header, DATA_ALIGNMENT) as file, open(path, "xb", buffering=0) as out:
         offsets = _reserve_tables(file, content)
         _write_tables(file, content, codings)
         file.close()
         header.write_to(out.fileno())
-        tables = _write_rows(out.fileno(), content, offsets, num_threads, durable)
+        tables = _write_rows(out.fileno(), content, offsets, durable)
         for name, values in (tables | _plain_tables(content)).items():
             write_at(out.fileno(), np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, offsets[name])
         if durable:
@@ -99,7 +94,6 @@ def _write_rows(
     descriptor: int,
     content: BlockContent,
     offsets: Mapping[str, int],
-    num_threads: Callable[[], int],
     starts_writeback: bool,
 ) -> dict[str, np.ndarray]:
     """Write all rows; give `checksums/<table>`: `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks."""
@@ -117,23 +111,10 @@ def _write_rows(
             # which writes to every block where the file system cannot do better.
             if num_bytes >= PART_BYTES:
                 _hasten("fallocate64", descriptor, 0, offset, num_bytes)
-    beside, buffers = Worker("the rows of a block", 0), cycle([np.empty(part_bytes, np.uint8) for _ in range(2)])
-    try:
-        for data, offset in (part for piece in pieces for part in piece.parts(buffers)):
-            if num_threads() > 1:  # not both gathering: they would wait for each other, and for the interpreter's lock
-                beside.submit(_write_part, descriptor, data, offset, starts_writeback)  # waits for the other buffer
-            else:
-                beside.drain()
-                _write_part(descriptor, data, offset, starts_writeback)
-    finally:
-        beside.close()
+    memory = np.empty(part_bytes, np.uint8)
+    for piece in pieces:  # by one thread: two wait for the memory, the file and the interpreter's lock
+        piece.write(descriptor, memory, starts_writeback)
     return checksums
-
-
-def _write_part(descriptor: int, data: memoryview, offset: int, starts_writeback: bool) -> None:
-    write_at(descriptor, data, offset)
-    if starts_writeback:  # at once, so that the flush has little left to do
-        _hasten("sync_file_range", descriptor, offset, len(data), _SYNC_FILE_RANGE_WRITE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,21 +132,21 @@ class _Piece:
     checksums: np.ndarray
     places: list[int]
 
-    def parts(self, buffers: Iterator[np.ndarray]) -> Iterator[tuple[memoryview, int]]:
-        """Gather and check the rows part by part, each in the next buffer; give it, and its place in the file."""
+    def write(self, descriptor: int, memory: np.ndarray, starts_writeback: bool) -> None:
+        """Gather, check and write the rows, a part after the other; `memory` holds at least one row."""
         row_bytes, sums = self.source.row_bytes, [0] * len(self.spans)
-        low = self.start
-        while low < self.stop:
-            memory = next(buffers)
-            high = min(self.stop, low + len(memory) // row_bytes)
+        rows_a_part = len(memory) // row_bytes
+        for low in range(self.start, self.stop, rows_a_part):
+            high = min(self.stop, low + rows_a_part)
             out = memory[: (high - low) * row_bytes].reshape(high - low, row_bytes)
-            data = self.source.read(low, high, out).reshape(-1).data
+            part = self.source.read(low, high, out).reshape(-1).data
             for number, (first, last) in enumerate(self.spans):
                 begin, end = max(first, low) - low, min(last, high) - low
                 if begin < end:
-                    sums[number] = crc32(data[begin * row_bytes : end * row_bytes], sums[number])
-            yield data, self.offset + low * row_bytes
-            low = high
+                    sums[number] = crc32(part[begin * row_bytes : end * row_bytes], sums[number])
+            write_at(descriptor, part, self.offset + low * row_bytes)
+            if starts_writeback:  # at once, so that the flush has little left to do
+                _hasten("sync_file_range", descriptor, self.offset + low * row_bytes, len(part), _SYNC_FILE_RANGE_WRITE)
         self.checksums[self.places] = sums
 
 

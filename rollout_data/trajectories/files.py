@@ -136,7 +136,7 @@ class Entry:
         """Write a file of these rows, in the format that the path ends in; complete or not at all."""
         with replace_file(path) as new:
             if path.suffix == ".h5":
-                os.rename(write_block(new.parent, self._content(rows), durable=False, num_threads=lambda: 1), new)
+                os.rename(write_block(new.parent, self._content(rows), durable=False, num_threads=1), new)
             else:
                 with open(new, "wb") as file:
                     whole = unflatten({**self.info, **unpack(self.layout, rows, self.shape)})

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import torch
 
 from storage.core.durable import sync_path
 from storage.core.fields import Schema
@@ -115,16 +114,12 @@ class BlockPublisher:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Let a caller wait, which needs no processor meanwhile."""
+        """While a caller waits, which needs no processor, a block may be coded by several threads."""
         self._is_awaited = True
         try:
             yield
         finally:
             self._is_awaited = False
-
-    def _num_threads(self) -> int:
-        """Give one thread, beside the caller's work; while it waits one more, or as many as torch uses."""
-        return max(2, torch.get_num_threads()) if self._is_awaited else 1
 
     def _publish(self, staging: Staging, num_accepted: int) -> None:
         if staging.is_published or self.failure is not None:
@@ -137,7 +132,7 @@ class BlockPublisher:
                 if self._durable and not self._num_blocks:
                     sync_path(self._folder / METADATA_NAME)
                 self._journal.announce(self._sequence, num_accepted)
-                write_block(self._folder, content, self._durable, self._num_threads)
+                write_block(self._folder, content, self._durable, None if self._is_awaited else 1)
                 self._sequence, self._num_blocks = self._sequence + 1, self._num_blocks + 1
                 self._num_uncached += 1
             self._carry = carry

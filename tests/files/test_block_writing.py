@@ -1,9 +1,8 @@
-"""Writing a block: its rows and checksums, however fragments lie, and a second thread that helps."""
+"""Writing a block: its rows and checksums, however fragments lie, and what stops it."""
 
 from __future__ import annotations
 
 import errno
-import threading
 
 import numpy as np
 import pytest
@@ -30,27 +29,18 @@ class CopiedRows(ArrayRows):
         return out
 
 
-class Watched(ArrayRows):
-    """Rows that note which threads there are when they are read; the third read calls `then`."""
+class FailingRows(ArrayRows):
+    """Rows whose third read raises `error`."""
 
-    threads: set[threading.Thread]
-
-    def __init__(self, rows, then=lambda: None):
+    def __init__(self, rows, error):
         super().__init__(rows)
-        self._then, self._num_reads = then, 0
+        self._error, self._num_reads = error, 0
 
     def read(self, start, stop, out):
-        Watched.threads |= set(threading.enumerate())
         self._num_reads += 1
         if self._num_reads == 3:
-            self._then()
+            raise self._error
         return super().read(start, stop, out)
-
-
-@pytest.fixture(autouse=True)
-def threads_before():
-    Watched.threads = set()
-    return set(threading.enumerate())
 
 
 def content(schema=SMALL, spans=None, num_rows=NUM_FRAGMENTS * LENGTH, rows=ArrayRows, seed=0):
@@ -91,36 +81,21 @@ def two_threads():
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=9),
     seed=st.integers(0, 99),
-    hastes_after=st.sampled_from([0, 1, 4, 1000]),
     rows=st.sampled_from([ArrayRows, CopiedRows]),
 )
-def test_rows_and_checksums_do_not_depend_on_parts_and_threads(tmp_path_factory, lengths, seed, hastes_after, rows):
+def test_rows_and_checksums_do_not_depend_on_parts(tmp_path_factory, lengths, seed, rows):
     """Of the lengths, those marked are fragments; the others are rows that no fragment names."""
     generator = np.random.default_rng(seed)
     ends = np.cumsum([length for length, _ in lengths], dtype=np.int64)
     spans = [(int(end) - length, int(end)) for end, (length, is_named) in zip(ends, lengths, strict=True) if is_named]
     spans = [spans[place] for place in generator.permutation(len(spans))]
     made = content(LARGE, spans, sum(length for length, _ in lengths), rows, seed)
-    asked = iter(range(1 << 30))
-    path = write_block(tmp_path_factory.mktemp("rows"), made, False, lambda: 1 + (next(asked) >= hastes_after))
+    path = write_block(tmp_path_factory.mktemp("rows"), made, durable=False)
     check(path, made)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_second_thread_writes_where_torch_is_told_to_use_two(tmp_path, threads_before, num_threads):
-    torch.set_num_threads(num_threads)
-    try:
-        check(write_block(tmp_path, content(rows=Watched), durable=False), content())
-    finally:
-        torch.set_num_threads(2)
-    assert len(Watched.threads - threads_before) == num_threads - 1
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_what_stops_the_gathering_stops_the_block(tmp_path, threads_before, error):
-    def fail():
-        raise error
-
+def test_what_stops_the_gathering_stops_the_block(tmp_path, error):
     with pytest.raises(type(error)) as caught:
-        write_block(tmp_path, content(rows=lambda rows: Watched(rows, fail)), durable=False)
-    assert caught.value is error and not list(tmp_path.iterdir()) and set(threading.enumerate()) == threads_before
+        write_block(tmp_path, content(rows=lambda rows: FailingRows(rows, error)), durable=False)
+    assert caught.value is error and not list(tmp_path.iterdir())
