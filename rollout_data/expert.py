@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from storage.core import arguments
+from storage.core.durable import read_text
 from storage.core.fields import dtype_name
 from storage.core.memory import viewable
 from storage.errors import (
@@ -29,7 +30,6 @@ from storage.errors import (
 )
 from storage.replay.episode_buffer import TrajectoryDictBuffer
 from storage.saving.hdf5 import Allowance, attribute, member, open_hdf5
-from storage.saving.plain_files import read_text
 
 #: Turns what is under `observation`, an array or nested ones, into nested observations.
 ObsMapper = Callable[[Any], Mapping[str, Any]]

@@ -6,7 +6,6 @@ from .codecs.compressed import CompressedTensorDict
 from .codecs.images import compress_image_seq, decompress_image_seq, decompress_many
 from .core.fields import Field, Schema
 from .core.memory import BufferPool
-from .core.prefix_sum import PrefixSum
 from .errors import (
     BufferEmptyError,
     DataFileError,
@@ -40,12 +39,10 @@ from .onpolicy.sarsa_rollout_storage import SarsaMiniBatch, SarsaRolloutStorage
 from .prioritized.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
 from .prioritized.sum_tree import MaxTree, MinTree, SumTree
 from .prioritized.windows import PrioritizedWindows, sequence_priorities
-from .replay.dict_buffer import DictBuffer
-from .replay.episode_buffer import TrajectoryDictBuffer
-from .replay.priorities import motion_priorities
+from .replay.dict_buffer import DictBuffer, ZBuffer
+from .replay.episode_buffer import PrefixSum, TrajectoryDictBuffer
 from .replay.replay_buffer import ReplayBuffer
-from .replay.trajectory_buffer import TrajectoryDictBufferMultiDim
-from .replay.z_buffer import ZBuffer
+from .replay.trajectory_buffer import TrajectoryDictBufferMultiDim, motion_priorities
 from .ring.ring import RingStore
 from .ring.transitions import TransitionRequest
 from .saving.store import UnknownBufferError, load_buffer, load_store

@@ -31,7 +31,7 @@ from storage import (
     ZBuffer,
     motion_priorities,
 )
-from storage.core.tree import flatten
+from storage.core.fields import flatten
 from tests.storage.rollouts import make_storage, make_transition, value_of
 from tests.trajectory_replay.recorded import trajectory
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from storage.core.durable import read_json
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
-from storage.saving.plain_files import read_json
 
 from ..index.folder import entries_of
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from storage.core.durable import sync_path
+from storage.core.durable import read_text, sync_path
 from storage.core.fields import Schema
 from storage.errors import RolloutDataError, SchemaError
-from storage.saving.plain_files import read_text
 
 from ..format.header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
 from ..format.write import TEMPORARY_PREFIX

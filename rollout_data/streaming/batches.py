@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from storage.core.fields import map_leaves, unflatten
 from storage.core.memory import BufferPool
-from storage.core.tree import map_leaves, unflatten
 from storage.errors import SchemaError
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
-from ..format.schema import RowLayout
-from ..frames.cut import FrameRows, Grid, leaves_of, put
+from ..format.schema import FrameRows, Grid, RowLayout, leaves_of, put
 from ..frames.store import FrameStore, MappedFrames
 from ..index.index import Int64s, TrajectoryIndex
 from ..transition import Transition

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from storage.core import arguments
+from storage.core.fields import unflatten
 from storage.core.records import Key
 from storage.core.threads import OwnCondition, Owned, Owner
-from storage.core.tree import unflatten
 from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.live.monitors import PerformanceMonitor
 

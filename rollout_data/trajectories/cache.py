@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from storage.core.arguments import whole
+from storage.core.fields import flatten, unflatten
 from storage.core.memory import BufferPool, as_given, lasting
-from storage.core.tree import flatten, unflatten
 from storage.errors import MissingFieldError, UsageError
 
 from ..format.schema import RowLayout

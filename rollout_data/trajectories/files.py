@@ -23,8 +23,8 @@ import torch
 
 from storage.checkpoints.files import load_checkpoint, save_to
 from storage.core.durable import replace_file
+from storage.core.fields import unflatten
 from storage.core.memory import BufferPool
-from storage.core.tree import unflatten
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ..format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, open_block

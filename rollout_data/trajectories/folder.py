@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from storage.core.durable import existing_folder, replace_file, replace_folder
+from storage.core.durable import CHECKSUM, existing_folder, json_checksum, read_json, replace_file, replace_folder
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
-from storage.saving.plain_files import CHECKSUM, json_checksum, read_json
 
 from .files import FORMATS, Entry, find_block, find_files, read_whole
 from .rows import Rows, layout_of

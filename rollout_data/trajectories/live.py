@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from storage.core.fields import Field, signed
+from storage.core.fields import Field, signed, unflatten
 from storage.core.memory import MIN_POOLED_BYTES, BufferPool, take_rows
 from storage.core.records import Key, flat_name
 from storage.core.rows import Cut, Group, Part, Target
 from storage.core.samplers import uniform
-from storage.core.tree import unflatten
 from storage.errors import BufferEmptyError, MissingFieldError, SchemaError, UsageError, nearest
 
 from ..format.header import DATA

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from storage.core.fields import Field, Schema, dtype_name
+from storage.core.fields import Field, Schema, dtype_name, flatten
 from storage.core.memory import BufferPool, as_given
-from storage.core.tree import flatten
 from storage.errors import SchemaError
 
 from ..format.schema import PACKED, RowLayout

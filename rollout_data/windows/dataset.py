@@ -18,8 +18,8 @@ from storage.core.durable import crc32
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
 from ..format.header import DATA
+from ..format.schema import Allocate
 from ..frames.coded import CHUNK_CACHE_BYTES
-from ..frames.cut import Allocate
 from ..frames.source import DataDirs, Source, absolute_paths
 from ..frames.store import FrameStore
 from ..index.index import Int64s

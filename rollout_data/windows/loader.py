@@ -15,11 +15,11 @@ import torch
 from torch.utils.data import Sampler
 
 from storage.core.arguments import choice, whole
-from storage.core.tree import flatten, unflatten
+from storage.core.fields import flatten, unflatten
 from storage.errors import RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
 
-from ..frames.cut import Allocate
+from ..format.schema import Allocate
 from ..index.agreement import ShardChoice, agreement_of, checked_shard, current_shard
 from ..index.index import Int64s
 from .dataset import WindowDataset

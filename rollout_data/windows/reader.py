@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.core.tree import unflatten
+from storage.core.fields import unflatten
 from storage.errors import MissingFieldError, UsageError, nearest
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
-from ..format.schema import RowLayout, joined
-from ..frames.cut import Allocate, FrameCut, FrameRows, Grid, put
+from ..format.schema import Allocate, FrameCut, FrameRows, Grid, RowLayout, joined, put
 from ..frames.store import FrameStore
 from ..index.index import Int64s
 from .index import WindowShape

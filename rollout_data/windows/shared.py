@@ -22,11 +22,11 @@ import torch
 from torch.utils.data import Dataset
 
 from storage.core.arguments import is_whole
+from storage.core.fields import flatten, map_leaves, unflatten
 from storage.core.memory import BufferPool
-from storage.core.tree import flatten, map_leaves, unflatten
 from storage.errors import MissingFieldError, UsageError
 
-from ..frames.cut import Allocate
+from ..format.schema import Allocate
 from ..index.agreement import is_in_worker
 
 #: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.

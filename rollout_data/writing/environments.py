@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from storage.core.fields import map_leaves
 from storage.core.memory import as_given, on_host
-from storage.core.tree import map_leaves
 from storage.errors import UsageError, nearest
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from storage.core.fields import map_leaves
 from storage.core.memory import as_given
-from storage.core.tree import map_leaves
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
 from storage.onpolicy.columns import rollout_columns
 

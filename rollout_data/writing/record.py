@@ -19,10 +19,9 @@ import torch
 from storage.codecs.codecs import check_codec, check_writable, codec_of
 from storage.codecs.stages import image_error
 from storage.core.arguments import is_whole
-from storage.core.fields import Field, Schema, dtype_name
+from storage.core.fields import Field, Schema, check_same_names, dtype_name, flatten
 from storage.core.memory import as_given, on_host
 from storage.core.records import dense
-from storage.core.tree import check_same_names, flatten
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 
 from ..format.header import DROPPED, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED

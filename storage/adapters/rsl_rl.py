@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import choice
-from ..core.fields import DTYPES, Field, dtype_name
-from ..core.tree import unflatten
+from ..core.fields import DTYPES, Field, dtype_name, unflatten
 from ..errors import UsageError
 from ..onpolicy.columns import Column, Transition, brought, declare_fields
 from ..onpolicy.mini_batches import GENERATE

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from ..core.arguments import whole
+from ..core.fields import flatten, unflatten
 from ..core.records import flat_name
-from ..core.tree import flatten, unflatten
 from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
 from .lz4 import check_level, compress, decompress
 

@@ -17,9 +17,8 @@ import numpy.typing as npt
 import torch
 
 from ..errors import FieldTypeError, MissingFieldError, SchemaError
-from .fields import DTYPES, Field, Schema, dtype_name, signed
+from .fields import DTYPES, Field, Schema, check_same_names, dtype_name, flatten, signed
 from .memory import as_given
-from .tree import check_same_names, flatten
 
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
 Key = str | tuple[str, ...]

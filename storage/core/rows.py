@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .fields import Field, Schema
-from .tree import unflatten
+from .fields import Field, Schema, unflatten
 
 #: From this size on a field lies apart.
 WIDE_ROW_BYTES = 4096

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from ..core import arguments
+from ..core.fields import flatten
 from ..core.memory import float32_of, own
-from ..core.tree import flatten
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..prioritized.ring import UNKNOWN, Draw, PrioritizedRing
 from ..prioritized.rules import Limits, PriorityRule

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ..core import arguments
+from ..core.fields import unflatten
 from ..core.samplers import uniform
-from ..core.tree import unflatten
 from ..errors import SchemaError, UsageError
 from ..saving.store import State
 from .buffer import Act, ManagedBuffer, Request

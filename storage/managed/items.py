@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from ..core.fields import Schema
+from ..core.fields import Schema, check_same_names, flatten, map_leaves, unflatten
 from ..core.memory import StreamOrder, as_given
 from ..core.records import dense, fit, make_field
-from ..core.tree import check_same_names, flatten, map_leaves, unflatten
 from ..errors import CorruptFileError, FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 from ..ring.ring import RingStore
 from ..saving.store import checked_count, checked_tensor

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.arguments import is_whole
-from ..core.fields import Field, dtype_name
-from ..core.tree import unflatten
+from ..core.fields import Field, dtype_name, unflatten
 from ..errors import SchemaError
 
 #: `(48,)`, 48, or a nested dict whose leaves are shapes or pairs of shape and dtype.

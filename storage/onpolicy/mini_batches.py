@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.fields import signed
+from ..core.fields import map_leaves, signed
 from ..core.memory import BufferPool, StreamOrder, lasting
-from ..core.tree import map_leaves
 from ..errors import SchemaError, UsageError
 
 #: What could not be done, in every error about mini-batches.

@@ -17,7 +17,7 @@ from ..core.memory import lasting
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
 from ..saving.store import State, Store, checked_count
-from .column_table import ColumnTable
+from .column_table import ColumnTable, SavedStates
 from .columns import (
     Column,
     MiniBatch,
@@ -30,7 +30,6 @@ from .columns import (
     shapes_to_json,
     transition_type,
 )
-from .hidden_states import SavedStates
 from .mini_batches import GENERATE, Delivery, RowGather, batch_bounds, env_groups
 from .returns import Scalar, Signals, check_rules, checked_factor, checked_last_values, write_returns
 

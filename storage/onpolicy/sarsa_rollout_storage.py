@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core.fields import Field, signed
-from ..core.tree import check_same_names
+from ..core.fields import Field, check_same_names, signed
 from ..errors import MissingFieldError, SchemaError, UsageError
 from ..saving.store import State, checked_tensor
 from .columns import Column, MiniBatch, Transition, batch_type, replaced, rollout_columns

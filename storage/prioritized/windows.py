@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.fields import Schema
+from ..core.fields import Schema, map_leaves
 from ..core.memory import StreamOrder, float32_of
 from ..core.records import Key, RecordReader, normal
 from ..core.samplers import generator_on
-from ..core.tree import map_leaves
 from ..errors import BufferEmptyError, UsageError
 from ..ring.ends import end_places, find_ends
 from ..ring.ring import RingStore

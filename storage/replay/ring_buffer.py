@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 import torch
 
 from ..core import arguments
-from ..core.fields import Schema
+from ..core.fields import Schema, flatten, map_leaves
 from ..core.memory import StreamOrder
 from ..core.records import Key, RecordReader, Rows, normal
 from ..core.samplers import generator_on
-from ..core.tree import flatten, map_leaves
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..ring.ends import EndedRows, Places, end_places, find_ends
 from ..ring.ring import RingStore

@@ -1,20 +1,22 @@
 """Buffers that give windows of trajectories: `TrajectoryDictBufferMultiDim` and `TrajectoryDictBuffer`.
 
 One rule: a window never leaves its trajectory. In the ring that is decided by ages (`ring/windows.py`);
-in the read-only buffer by the lengths of the episodes it was made from.
+in the read-only buffer by the lengths of the episodes it was made from. How often an episode should be drawn is a pure
+function of its scores, `motion_priorities`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core import arguments
-from ..core.fields import Schema
+from ..core.fields import Schema, unflatten
+from ..core.memory import as_given
 from ..core.records import Key, flat_name, names_below
-from ..core.tree import unflatten
 from ..errors import SchemaError, UsageError
 from ..ring.ends import Places
 from ..ring.ring import RingStore
@@ -235,3 +237,48 @@ def count_windows(batch_size: int, length: int) -> int:
     if not arguments.is_whole(batch_size) or batch_size < length or batch_size % length:
         raise UsageError(_ACTION, "", f"a batch_size that is a multiple of seq_length {length}", repr(batch_size))
     return int(batch_size) // length
+
+
+def _one_over_bin_size(scores: torch.Tensor) -> torch.Tensor:
+    _, bin_of, sizes = torch.unique(scores.floor(), return_inverse=True, return_counts=True)
+    shares: torch.Tensor = 1.0 / sizes.to(scores.dtype)
+    return shares[bin_of]
+
+
+_MODES: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
+    "exp": torch.exp2,
+    "bin": _one_over_bin_size,
+    None: torch.clone,
+}
+
+
+def motion_priorities(
+    scores: Any, mode: str | None = "exp", min_value: float = 0.5, max_value: float = 2.0, scale: float = 2.0
+) -> torch.Tensor:
+    """Turn tracking errors per trajectory into priorities for `TrajectoryDictBuffer.update_priorities`.
+
+    Args:
+        scores: `[E]`, larger is tracked worse (for example an earth mover's distance).
+        mode: With x = scale * clamp(score, min_value, max_value): "exp" gives 2 ** x; "bin" sorts
+            into bins by floor(x) and makes all bins equally likely; None gives x itself.
+        min_value, max_value: Where scores are clamped.
+        scale: Factor after clamping.
+
+    Returns:
+        `[E]` of the scores' floating dtype (float32 for integers and lists) and device; a new tensor, not
+        normalized.
+    """
+    arguments.choice("turn scores into priorities", "mode", mode, _MODES)
+    if not min_value <= max_value:
+        got = f"{min_value} and {max_value}"
+        raise UsageError("turn scores into priorities", "", "min_value <= max_value", got)
+    values = as_given(scores).detach()
+    if values.dim() != 1:
+        raise UsageError("turn scores into priorities", "", "one score per trajectory, shape [E]", str(values.shape))
+    if not values.is_floating_point() or not isinstance(scores, (torch.Tensor, np.ndarray)):
+        values = values.to(torch.float32)
+    wrong = (~torch.isfinite(values)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise UsageError("turn scores into priorities", f"at index {place}", "finite scores", str(float(values[place])))
+    return _MODES[mode](values.clamp(min_value, max_value) * scale)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..core import arguments
+from ..core.fields import unflatten
 from ..core.records import Key, names_below
-from ..core.tree import unflatten
 from ..errors import FieldTypeError, SchemaError, UsageError
 from .windows import Boundaries
 

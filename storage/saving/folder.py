@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..core.durable import existing_folder, replace_folder
+from ..core.durable import existing_folder, read_json, replace_folder, write_json
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, RolloutDataWarning
 from .columns import SAVE_ID, write_columns
-from .plain_files import read_json, write_json
 
 CONFIG_NAME = "config.json"
 #: Tables of stores in general; of rows, and of final observations.

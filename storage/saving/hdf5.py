@@ -20,8 +20,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+from ..core.durable import open_regular
 from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError
-from .plain_files import open_regular
 
 _MAGIC = b"GCOL"
 #: The header of a heap, and that of each object in it: index (2 bytes), count (2), nothing (4), size (8).

@@ -14,7 +14,7 @@ import torch
 from rollout_data import TrajectoryReplayBuffer
 from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
 from storage.core import memory
-from storage.core.tree import flatten
+from storage.core.fields import flatten
 
 #: Rows of this many bytes and more are gathered into memory that is used again.
 WIDTH, NUM_ROWS = 300, 256

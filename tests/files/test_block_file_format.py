@@ -14,7 +14,7 @@ import rollout_data
 from rollout_data.format.header import open_block
 from rollout_data.index.folder import read_metadata
 from rollout_data.writing.writer import RolloutWriter
-from storage.core.tree import flatten
+from storage.core.fields import flatten
 from tests.files import golden
 from tests.files.readback import Recorded, end_of, trajectories_of
 

@@ -13,8 +13,7 @@ from rollout_data.format.header import DATA, read_header
 from rollout_data.format.rows import BlockContent, frames_per_chunk
 from rollout_data.frames.coded import RowCache
 from storage.codecs.packers import PACKERS
-from storage.core.fields import Schema
-from storage.core.tree import flatten
+from storage.core.fields import Schema, flatten
 from storage.errors import UsageError
 from tests.files import coded
 from tests.files.readback import blocks_of

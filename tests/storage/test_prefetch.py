@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.core.tree import flatten
+from storage.core.fields import flatten
 from storage.errors import UsageError
 from storage.live.prefetch import PipelinedDataCollector, to_device
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, WindowMixture
-from storage.core.tree import flatten
+from storage.core.fields import flatten
 from storage.errors import UsageError
 from tests.files import coded, recorded
 

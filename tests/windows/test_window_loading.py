@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from rollout_data import WindowDataset, WindowLoader, WindowMixture
 from rollout_data.windows.shared import NUM_PLACES
-from storage.core.tree import flatten
+from storage.core.fields import flatten
 from storage.errors import DataFileError, UsageError
 from tests.files import coded, recorded
 from tests.formats.folders import NaiveFolder
