@@ -352,7 +352,7 @@ def save_again_and_again(folder: Path, num_saves: int) -> None:
 
 def test_a_store_that_is_saved_anew_while_it_is_loaded_is_loaded_whole(tmp_path: Path) -> None:
     save_again_and_again(tmp_path / "b", 1)
-    code = "from tests.buffers.test_safe_saving import *; save_again_and_again(Path(__import__('sys').argv[1]), 400)"
+    code = "from tests.buffers.test_safe_saving import *; save_again_and_again(Path(__import__('sys').argv[1]), 150)"
     saver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "b")], cwd=ROOT)
     seen = set()
     while saver.poll() is None:
