@@ -87,8 +87,15 @@ def steps_in(folder: Path) -> list[int]:
     return [int(batch.observation[0, 0]) for batch in batches if bool(batch.valid.all())]
 
 
-@pytest.mark.parametrize("options", [{"block_bytes": 256, "max_pending_blocks": 1}, {"block_bytes": 1024}])
-@pytest.mark.parametrize("name", ["add", "flush", "close"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("add", {"block_bytes": 256, "max_pending_blocks": 1}),
+        ("add", {"block_bytes": 1024}),
+        ("flush", {"block_bytes": 256, "max_pending_blocks": 1}),
+        ("close", {"block_bytes": 1024}),
+    ],
+)
 def test_closing_publishes_every_finished_step_wherever_a_call_is_interrupted(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:

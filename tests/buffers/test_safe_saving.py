@@ -287,7 +287,7 @@ def load_with_any_number(folder: Path) -> None:
     file = folder / "config.json"
     config = config_of(file)
     for path in numbers_of(config):
-        for value in (10**7, 10**9, 10**12):
+        for value in (10**8, 10**12):
             changed = json.loads(json.dumps(config))
             level = changed
             for key in path[:-1]:

@@ -172,12 +172,12 @@ def test_chunks_outside_the_blob_are_refused(ends):
     assert "chunks that fill" in str(refused(remade(BLOB, lambda about: None, ends=ends)))
 
 
-def test_every_truncation_and_flipped_bit_is_reported():
-    for size in range(len(BLOB)):
+def test_truncations_and_flipped_bits_are_reported():
+    for size in range(0, len(BLOB), 3):
         assert isinstance(refused(BLOB[:size]), CorruptFileError)
     assert isinstance(refused(BLOB + b"x"), CorruptFileError)
     data = bytearray(BLOB)
-    for place in range(len(data)):
+    for place in range(0, len(data), 3):
         data[place] ^= 1 << place % 8
         refused(bytes(data))
         data[place] ^= 1 << place % 8

@@ -88,7 +88,7 @@ def recorded(folder, steps, with_changing_forms):
     return errors, counts, content
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(steps=records())
 def test_a_step_means_the_same_whatever_form_the_one_before_it_had(tmp_path_factory, steps):
     same, changing = tmp_path_factory.mktemp("same"), tmp_path_factory.mktemp("changing")

@@ -125,7 +125,7 @@ def test_the_bound_holds_on_the_disk_with_a_reader_alive(tmp_path, codec):
         writer.flush()
         dataset = RolloutDataset(tmp_path, 4, dataset_loops=0, device="cpu", chunk_cache_bytes=0)
         most = most_held = 0
-        for part in range(1, 40):
+        for part in range(1, 20):
             batch = dataset.get_batch(8)
             assert torch.equal(batch.observation[..., 0], batch.action[..., 0]), "never zeros for what is gone"
             record(writer, 20, start=500 * part)

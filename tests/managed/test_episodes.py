@@ -24,7 +24,7 @@ def stack(episode: int, length: int) -> dict[str, Any]:
     return {"x": {"y": numbers.unsqueeze(1).float()}, "z": numbers.numpy()}
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data(), size=st.integers(1, 6))
 def test_any_sequence_of_pushes_equals_a_list(data: st.DataObject, size: int) -> None:
     buffer, model, total = EpisodeReplayBuffer(size, name="an_episode", generator=0), [], 0

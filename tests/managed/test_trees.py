@@ -144,7 +144,7 @@ def check_drawn(tree: SumTree, num_draws: int, generator: torch.Generator) -> No
         assert ends[place] - weights[place] - slack <= last and ends[place] + slack >= first
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_every_draw_has_a_weight_and_lies_in_its_stratum_whatever_rounding_does(data: st.DataObject) -> None:
     tree = SumTree(sized(data))
