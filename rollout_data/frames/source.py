@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -78,7 +79,7 @@ class Source:
 
     def _decide(self, kind: type[_Folders] | None) -> None:
         if self._folders is None and kind is not None:
-            self._folders = kind(self)
+            self._folders = kind(weakref.proxy(self))  # as in `streaming/stream.py`: no circle
 
     @property
     def holds_blocks(self) -> bool:
@@ -192,9 +193,8 @@ class _Blocks:
 
     def sight(self) -> Any:
         if self._sight[0] is not (store := self.snapshot()):
-            index, folders = store.index, [path.resolve() for path in self._source.paths]
-            blocks = [(folders.index(block.path.parent.resolve()), block) for block in index.blocks]
-            self._sight = store, (_Blocks, self._source.schema, index.num_present, blocks)
+            blocks = [(self._source.paths.index(block.path.parent), block) for block in store.index.blocks]
+            self._sight = store, (_Blocks, self._source.schema, store.index.num_present, blocks)
         return self._sight[1]
 
     def adopt(self, sight: Any) -> None:

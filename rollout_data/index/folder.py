@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from .index import Block, Int64s, TrajectoryIndex, joined_fragments
 from .metadata import BAD_METADATA, Metadata, load_metadata, read_document
 
 INDEX_CACHE_NAME = ".index.npz"
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 #: What a damaged cache makes the readers of zip, npy and JSON raise; RuntimeError covers odd zip members.
 BAD_CACHE = (*BAD_METADATA, EOFError, ArithmeticError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
 #: Size in bytes and time of the last change in ns: by these a file is known again.
@@ -218,23 +219,19 @@ class BlockFolder:
                 if about["version"] != _CACHE_VERSION:
                     return
                 schema, places = Schema.from_json(about["schema"]), [(table, name) for table, name in about["places"]]
-                fragments, bounds, located = cache["fragments"], cache["bounds"], cache["places"]
-                num_rows = _check_cached(schema, places, fragments, bounds, located, cache["stamps"])
-                columns = (
-                    about["names"],
-                    json.loads(bytes(cache["writers"])),
-                    cache["sequences"].tolist(),
-                    np.split(fragments, bounds[1:-1]),
-                    [dict(zip(places, map(tuple, at), strict=True)) for at in located.tolist()],
-                    map(tuple, cache["stamps"].tolist()),
-                )
+                names, writers, stamps = about["names"], about["writers"], about["stamps"]
+                sequences, bounds = (np.array(about[name], np.int64) for name in ("sequences", "bounds"))
+                fragments, located = cache["fragments"], cache["places"]
+                num_rows = _check_cached(schema, places, fragments, bounds, located, np.array(stamps, np.int64))
+                at = [dict(zip(places, map(tuple, block), strict=True)) for block in located.tolist()]
+                columns = names, writers, sequences.tolist(), np.split(fragments, bounds[1:-1]), at, map(tuple, stamps)
                 blocks = {
                     name: Block(self.data_dir / name, self.label + writer, sequence, part, at, *stamp)
                     for name, writer, sequence, part, at, stamp in zip(*columns, strict=True)
                     if found.get(name) == stamp
                 }
                 built = {name: cache[name] for name in about["index"]}
-                is_all = list(blocks) == about["names"] and len(blocks) == len(found)
+                is_all = list(blocks) == names and len(blocks) == len(found)
                 if is_all and not TrajectoryIndex(list(blocks.values()), built=built).is_valid(*num_rows):
                     return
         except BAD_CACHE:
@@ -327,17 +324,16 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
     places = list(blocks[0].places)
     about: dict[str, Any] = {"version": _CACHE_VERSION, "schema": folder.schema.to_json(), "names": names}
     about |= {"places": places, "index": list(index)}
+    about["writers"], about["sequences"] = [block.writer for block in blocks], [block.sequence for block in blocks]
+    about["stamps"] = [(block.file_bytes, block.mtime_ns) for block in blocks]
+    about["bounds"] = list(accumulate((len(block.fragments) for block in blocks), initial=0))
     path = folder.data_dir / INDEX_CACHE_NAME
     temporary = path.with_name(f"{TEMPORARY_PREFIX}rollout_{writer}_index_{os.getpid()}_{id(folder):x}")
     try:
         with open(temporary, "wb") as file:
             np.savez(
                 file,
-                about=_json_bytes(about),
-                writers=_json_bytes([block.writer for block in blocks]),
-                stamps=np.array([(block.file_bytes, block.mtime_ns) for block in blocks], np.int64),
-                sequences=np.array([block.sequence for block in blocks], np.int64),
-                bounds=np.cumsum([0] + [len(block.fragments) for block in blocks]),
+                about=np.frombuffer(json.dumps(about).encode(), np.uint8),
                 fragments=joined_fragments(blocks),
                 places=np.array([[block.places[place] for place in places] for block in blocks], np.int64),
                 **index,
@@ -345,7 +341,3 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _json_bytes(value: Any) -> np.ndarray:
-    return np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -102,6 +102,9 @@ _COMPUTED = [
     "number", "final_block", "final_row",
 ]  # fmt: skip
 _ALL, _TERMINATED = slice(None), int(End.TERMINATED)
+_END_OF_FLAGS = np.full(1 + (TERMINATED | TRUNCATED), End.UNKNOWN, np.uint8)
+_END_OF_FLAGS[TERMINATED] = End.TERMINATED
+_END_OF_FLAGS[[TRUNCATED, TERMINATED | TRUNCATED]] = End.TRUNCATED
 
 
 class TrajectoryIndex:
@@ -132,8 +135,7 @@ class TrajectoryIndex:
         else:
             vars(self).update({name: built[name] for name in _COMPUTED})
             self.num_dropped, self.num_broken = map(int, built["counts"])
-        is_terminated = np.where(self.flags & TERMINATED, np.uint8(End.TERMINATED), np.uint8(End.UNKNOWN))
-        self.end = np.where(self.flags & TRUNCATED, np.uint8(End.TRUNCATED), is_terminated)
+        self.end = _END_OF_FLAGS[self.flags & (TERMINATED | TRUNCATED)]
 
     def _build(self) -> None:
         """Choose the trajectories and their order; lay their frames one after the other."""
@@ -284,8 +286,15 @@ class TrajectoryIndex:
 
         With several folders, `with_folder` tells trajectories of equal names in two of them apart.
         """
-        names = self.writers if with_folder else [name[name.find(":") + 1 :] for name in self.writers]
-        return random_keys(names, self.writer[trajectories], self.number[trajectories], seed)
+        keys = self._name_keys if with_folder else self._keys_of([name[name.find(":") + 1 :] for name in self.writers])
+        return random_keys(keys[trajectories], seed)
+
+    @cached_property
+    def _name_keys(self) -> np.ndarray:
+        return self._keys_of(self.writers)
+
+    def _keys_of(self, writers: Sequence[str]) -> np.ndarray:
+        return name_keys(writers, self.writer, self.number)
 
     def name(self, trajectory: int) -> list[Any]:
         """Name a trajectory so that its place in the order is known when it is gone: end, writer, number."""
@@ -337,11 +346,15 @@ class TrajectoryIndex:
         return Runs(target, self.fragment_block[fragment], row, stop - start)
 
 
-def random_keys(names: Sequence[str], writer: Int64s, number: Int64s, seed: int) -> np.ndarray:
-    """uint64, a number for each trajectory: a function of (seed, name of its writer, number within it) alone."""
+def name_keys(names: Sequence[str], writer: Int64s, number: Int64s) -> np.ndarray:
+    """uint64, one number for (name of its writer, number within it) of each trajectory."""
     sums = np.array([crc32(name.encode()) for name in names], np.uint64)
-    key = sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
-    return mixed(key ^ mixed(np.full(1, seed % 2**64, np.uint64)))
+    return sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
+
+
+def random_keys(keys: np.ndarray, seed: int) -> np.ndarray:
+    """uint64, a random number for each of the `name_keys`: a function of it and the seed alone."""
+    return mixed(keys ^ mixed(np.full(1, seed % 2**64, np.uint64)))
 
 
 def mixed(x: np.ndarray) -> np.ndarray:

@@ -108,9 +108,9 @@ NextPass = Callable[[Deal, Int64s], "tuple[Deal, Int64s] | None"]
 
 
 def deal_next(state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass) -> tuple[StreamState, Deal]:
-    """Give each of `envs` the next unused trajectory, dropping what they were at."""
+    """Give each of `envs` (ascending) the next unused trajectory, dropping what they were at."""
     walk = _Walk(state, deal, next_pass, num_steps=0)
-    walk.refill(np.sort(envs), 0)
+    walk.refill(envs, 0)
     return walk.state_after(), walk.deal
 
 

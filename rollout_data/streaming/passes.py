@@ -23,7 +23,7 @@ from storage.errors import DataFileError, UsageError, WaitTimeoutError
 from ..frames.source import BlocksInUse, Source
 from ..frames.store import CachedFrames, FrameStore
 from ..index.agreement import Agree
-from ..index.index import Int64s, LostBlockError, TrajectoryIndex, random_keys
+from ..index.index import Int64s, LostBlockError, TrajectoryIndex, name_keys, random_keys
 from .cursor import Deal
 
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
@@ -32,6 +32,8 @@ _ORDER, _STARTS = 0, 1
 _MOST_FRAMES = 1 << 62
 #: Passes of different epochs must never share a number.
 _PASSES_AN_EPOCH = 1 << 20
+#: A pass is ordered by the upper half of each trajectory's random key, then by its place in the pool.
+_PLACE = np.uint64((1 << 32) - 1)
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,11 @@ def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, numbe
         starts = np.where(room > 0, low + (draws * np.maximum(room, 1)).astype(np.int64), 0)
     if not options.random_shuffle_traj_order:
         return pool, starts
-    keys = _keys(index.random_keys(pool, _seed(options, number, _ORDER)))
-    place = torch.sort(torch.from_numpy(keys), stable=True).indices.numpy()
+    # Key and place sorted as one number: 34 us for 10,000 trajectories; torch's stable sort of int32 keys takes 480.
+    keys = index.random_keys(pool, _seed(options, number, _ORDER))
+    keys = keys & ~_PLACE | np.arange(len(pool), dtype=np.uint64)
+    keys.sort()
+    place = (keys & _PLACE).view(np.int64)
     return pool[place], starts[place]
 
 
@@ -110,16 +115,10 @@ def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, numbe
     if len(found):
         return int(found[0]) + 1
     seed = _seed(options, number, _ORDER)
-    key = _keys(random_keys([last[1]], np.zeros(1, np.int64), np.array([last[2]]), seed))[0]
-    keys = _keys(index.random_keys(order, seed))
+    key = random_keys(name_keys([last[1]], np.zeros(1, np.int64), np.array([last[2]])), seed)[0] & ~_PLACE
+    keys = index.random_keys(order, seed) & ~_PLACE
     first, stop = np.searchsorted(keys, key), np.searchsorted(keys, key, side="right")
     return int(first) + int(np.count_nonzero(order[first:stop] < index.num_before(*last)))
-
-
-def _keys(keys: np.ndarray) -> np.ndarray:
-    """The upper half of uint64 keys as int32, ascending alike: torch sorts these by their bytes, in half the time."""
-    upper: np.ndarray = (keys >> np.uint64(32)).astype(np.uint32) ^ np.uint32(1 << 31)
-    return upper.view(np.int32)
 
 
 def _seed(options: PassOptions, number: int, purpose: int) -> int:

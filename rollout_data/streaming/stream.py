@@ -7,6 +7,7 @@ then moves on; a failed read leaves every cursor where it was.
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from storage.live.prefetch import PrefetchedItems
 
 from ..frames.source import Source
 from ..index import agreement
-from ..index.agreement import Agree, Board, Look, Shard, current_shard, current_worker, is_in_worker
+from ..index.agreement import Agree, Board, Shard, current_shard, current_worker, is_in_worker
 from ..index.index import Int64s
 from ..transition import Transition
 from .base import RolloutFileBase
@@ -61,7 +62,6 @@ class RolloutStream(RolloutFileBase):
         self._board, self._num_iterations = Board(), 0
         self.agree: Agree = agreement.alone  # how this process learns what is in the folders
         self._is_told = False  # by the process with a `RolloutLoader`
-        self._may_look = True  # at the folders
         self.num_dropped_frames = 0
         self._forget()
 
@@ -163,14 +163,16 @@ class RolloutStream(RolloutFileBase):
                 self.agree = partial(self._board.agree, self._group())
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
         is_cut_off = self._shard.total > 1 and is_in_worker() and not self._is_told
-        options = (self._passes, self._epoch, keeps_on, self.on_error == "skip", self._agreed, is_cut_off)
-        self._dealer = dealer = Dealer(self.source, *options)
+        stream = weakref.proxy(self)  # without a circle of references, files are unmapped with the last one
+        options = (self._passes, self._epoch, keeps_on, self.on_error == "skip")
+        dealer = Dealer(self.source, *options, lambda number, look: stream.agree(number, look), is_cut_off)
+        self._dealer = dealer
         return dealer
 
-    def _agreed(self, number: int, look: Look) -> Any:
-        if not self._may_look:
+    def _undecided(self, deal: Deal, in_use: Int64s) -> None:
+        """Stand for the pass after `deal`, at whose beginning the folders are looked at."""
+        if self._passes.has_pass(deal.number + 1):
             raise Undecided
-        return self.agree(number, look)
 
     def reset_all(self) -> None:
         self._begin_epoch()
@@ -195,7 +197,7 @@ class RolloutStream(RolloutFileBase):
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
         self._check_alone("reset some envs")
         state, deal = self.position
-        self._position = Position(*deal_next(state, env_ids.numpy(), deal, self._dealer.following))
+        self._position = Position(*deal_next(state, np.sort(env_ids.numpy()), deal, self._dealer.following))
 
     def _check_alone(self, action: str) -> None:
         """Raise where other processes plan the same stream: they would not know."""
@@ -219,11 +221,8 @@ class RolloutStream(RolloutFileBase):
             raise DatasetExhausted(
                 "read another batch", f"from {self.data_dir!r}", got=got, advice="reset() starts again"
             )
-        self._may_look = after is None
-        try:
-            plan, state, deal = plan_steps(state, deal, num_steps, self._dealer.following, envs)
-        finally:
-            self._may_look = True
+        following = self._dealer.following if after is None else self._undecided
+        plan, state, deal = plan_steps(state, deal, num_steps, following, envs)
         num_valid = plan.num_valid if envs is None else plan.num_valid[envs]
         if self.drop_last and (num_valid < num_steps).any():
             left = (deal.lengths[state.trajectory] - state.frame) * ~state.is_exhausted

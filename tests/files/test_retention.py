@@ -33,6 +33,14 @@ def written(folder: Path, num_trajectories: int, **options) -> Path:
     return folder
 
 
+@pytest.fixture
+def no_garbage_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("rollout_*.h5"))
 
@@ -166,7 +174,7 @@ def test_within_a_long_pass_what_is_not_being_played_is_given_back(tmp_path, cod
 
 
 @pytest.mark.parametrize("codec", ["raw", "lz4"])
-def test_windows_of_deleted_files_are_read_until_their_dataset_is_gone(tmp_path, codec):
+def test_windows_of_deleted_files_are_read_until_their_dataset_is_gone(tmp_path, codec, no_garbage_collection):
     parts = {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}} if codec != "raw" else {}
     written(tmp_path, 400, **parts)
     windows, idle = WindowDataset(tmp_path, LENGTH), RolloutDataset(tmp_path, 4, device="cpu")
@@ -175,8 +183,7 @@ def test_windows_of_deleted_files_are_read_until_their_dataset_is_gone(tmp_path,
     prune(tmp_path, frames=2000)
     assert torch.equal(windows.__getitems__(range(len(windows)))["action"], before)
     assert still_mapped(tmp_path) > 100_000
-    del windows, idle
-    gc.collect()
+    del windows, idle  # no circle of references keeps them until garbage is collected
     assert still_mapped(tmp_path) == 0
 
 
