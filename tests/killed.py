@@ -27,10 +27,10 @@ class Counter:
     """A number in a file, that is there after a kill."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_CREAT | os.O_RDWR)
+        self.file = os.open(path, os.O_CREAT | os.O_RDWR)
 
     def set(self, value: int) -> None:
-        os.pwrite(self._file, value.to_bytes(8, "little"), 0)
+        os.pwrite(self.file, value.to_bytes(8, "little"), 0)
 
     @staticmethod
     def read(path: Path) -> int:

@@ -223,14 +223,14 @@ class Elsewhere:
     """An object whose methods are called while tensors are made on another device by default."""
 
     def __init__(self, made: Any) -> None:
-        self._made = made
+        self.made = made
 
     @property
     def __class__(self) -> Any:
-        return type(self._made)
+        return type(self.made)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._made, name)
+        found = getattr(self.made, name)
         if not callable(found):
             return found
 

@@ -6,10 +6,13 @@ What this machine can do and has is faked here, and nowhere else.
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.faults import instead_of
 from tests.files import coded
 
 
@@ -24,6 +27,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def folder(folders: tuple[Path, Path], tmp_path: Path) -> Path:
     """A copy of the coded recording, to be changed."""
     return shutil.copytree(folders[0], tmp_path / "data")
+
+
+@pytest.fixture
+def slow_disk() -> Iterator[threading.Event]:
+    """Blocks are published, which `os.rename` does, only when this event is set."""
+    gate = threading.Event()
+
+    def wait(rename: Callable[..., None], *paths: Path) -> None:
+        assert gate.wait(30)
+        rename(*paths)
+
+    with instead_of("rename", wait):
+        yield gate
 
 
 @pytest.fixture

@@ -34,12 +34,12 @@ class FailingRows(ArrayRows):
 
     def __init__(self, rows, error):
         super().__init__(rows)
-        self._error, self._num_reads = error, 0
+        self.error, self.num_reads = error, 0
 
     def read(self, start, stop, out):
-        self._num_reads += 1
-        if self._num_reads == 3:
-            raise self._error
+        self.num_reads += 1
+        if self.num_reads == 3:
+            raise self.error
         return super().read(start, stop, out)
 
 

@@ -114,8 +114,10 @@ def test_final_observations_are_recorded_again_where_all_ends_have_one(tmp_path)
 
 def test_a_batch_that_does_not_tell_marks_from_ends_is_refused(tmp_path):
     record(tmp_path / "a", [4, 1], 2, ends=["terminated", "truncated"])
-    batch = opened(tmp_path / "a", 2).get_batch(4)._replace(is_last=None)
-    plain = opened(tmp_path / "a", 2, mark_first_frame=False).get_batch(4)._replace(is_last=None)
+    batch, plain = (
+        opened(tmp_path / "a", 2, mark_first_frame=is_marked).get_batch(4)._replace(is_last=None)
+        for is_marked in (True, False)
+    )
     with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
         with pytest.raises(UsageError, match="expected is_last, which tells marked frames from ended ones, got None"):
             writer.add_rollout(batch)

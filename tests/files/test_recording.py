@@ -185,15 +185,15 @@ class TensorEnvs:
         self.episode = torch.zeros(num_envs)
         self.obs = torch.zeros(num_envs, 3)
 
-    def _observe(self):
+    def observe(self):
         self.obs[:] = torch.stack([torch.arange(self.num_envs).float(), self.episode, self.t], dim=-1)
         return self.obs
 
     def reset(self):
-        return self._observe(), self.get_privileged_observations()
+        return self.observe(), self.get_privileged_observations()
 
     def get_observations(self):
-        return self._observe()
+        return self.observe()
 
     def get_privileged_observations(self):
         return self.obs.double() * 2 if self.has_privileged else None
@@ -206,10 +206,10 @@ class TensorEnvs:
         done = self.t == torch.arange(self.num_envs) + self.episode % 3 + 2
         infos["time_outs"] = torch.ones(self.num_envs, dtype=torch.bool) & (self.episode % 2 == 1)
         if self.gives_finals:
-            infos["final_observation"] = self._observe()[done].clone()
+            infos["final_observation"] = self.observe()[done].clone()
         self.t[done] = 0
         self.episode[done] += 1
-        return self._observe(), self.get_privileged_observations(), rewards, done.to(torch.uint8), infos
+        return self.observe(), self.get_privileged_observations(), rewards, done.to(torch.uint8), infos
 
 
 @pytest.mark.parametrize("has_privileged", [False, True])

@@ -20,6 +20,7 @@ from rollout_data.index.folder import read_metadata
 from rollout_data.index.metadata import Metadata, publish_metadata
 from storage.core.fields import Field, Schema
 from storage.errors import BackgroundError, DataFileError, RolloutDataError, SchemaError, UsageError
+from tests.faults import instead_of
 from tests.files.readback import blocks_of, trajectories_of
 
 N = 2
@@ -200,13 +201,12 @@ def test_an_unwritable_metadata_file_writes_nothing(tmp_path):
     check_left(tmp_path, N)
 
 
-def test_file_systems_without_hard_links_are_served(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
+def test_file_systems_without_hard_links_are_served(tmp_path):
+    def refuse(link, *paths, **options):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(os, "link", refuse)
     for _ in range(2):
-        with RolloutWriter(tmp_path, N) as writer:
+        with instead_of("link", refuse), RolloutWriter(tmp_path, N) as writer:
             writer.add(**step())
     check_left(tmp_path, 2 * N)
 
@@ -219,14 +219,7 @@ def test_an_exception_in_the_users_loop_still_publishes(tmp_path):
 
 
 @pytest.mark.parametrize("pending", [1, 2, 3])
-def test_a_slow_disk_holds_the_caller_back_and_drops_nothing(tmp_path, monkeypatch, pending):
-    rename, gate = os.rename, threading.Event()  # by which blocks are published
-
-    def wait(*paths):
-        gate.wait(10)
-        rename(*paths)
-
-    monkeypatch.setattr(os, "rename", wait)
+def test_a_slow_disk_holds_the_caller_back_and_drops_nothing(tmp_path, slow_disk, pending):
     writer = RolloutWriter(tmp_path, N, block_bytes=1, max_pending_blocks=pending, durable=False)
     num_added = 0
 
@@ -240,7 +233,7 @@ def test_a_slow_disk_holds_the_caller_back_and_drops_nothing(tmp_path, monkeypat
     recorder.start()
     recorder.join(0.3)
     assert recorder.is_alive() and num_added == max(0, pending - 1), "every step is a block; the caller waits"
-    gate.set()
+    slow_disk.set()
     recorder.join()
     writer.close()
     check_left(tmp_path, 8 * N)

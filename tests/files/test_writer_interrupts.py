@@ -20,21 +20,6 @@ from rollout_data import RolloutWriter
 from tests.files.readback import trajectories_of
 
 
-class SlowDisk:
-    """Blocks are published only when it is released: `os.rename`, by which they are, waits for that."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._rename, self._is_released = os.rename, threading.Event()
-        monkeypatch.setattr(os, "rename", self._wait)
-
-    def _wait(self, *paths: Path) -> None:
-        assert self._is_released.wait(30)
-        self._rename(*paths)
-
-    def release(self) -> None:
-        self._is_released.set()
-
-
 def interrupted(call: Callable[[], object]) -> None:
     """Make a call that waits, and press Ctrl-C."""
     timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -52,27 +37,25 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(step) for one in trajectories_of(folder) for step in one.column("observation")[:, 0])
 
 
-def test_a_writer_whose_closing_is_interrupted_is_closed_by_the_next_call(tmp_path, monkeypatch):
-    disk = SlowDisk(monkeypatch)
+def test_a_writer_whose_closing_is_interrupted_is_closed_by_the_next_call(tmp_path, slow_disk):
     writer = RolloutWriter(tmp_path, 1, durable=False)
     for step in range(5):
         add(writer, step)
     interrupted(writer.close)
     interrupted(writer.close)
-    disk.release()
+    slow_disk.set()
     writer.close()
     assert steps_in(tmp_path) == list(range(5)) and writer.num_frames == 5
     assert not list(tmp_path.glob(".rollout_*"))
 
 
 @pytest.mark.parametrize("max_pending_blocks", [1, 2, 3])
-def test_recording_goes_on_after_an_add_that_was_interrupted_while_it_waited(tmp_path, monkeypatch, max_pending_blocks):
-    disk = SlowDisk(monkeypatch)
+def test_recording_goes_on_after_an_add_that_was_interrupted_while_it_waited(tmp_path, slow_disk, max_pending_blocks):
     writer = RolloutWriter(tmp_path, 1, durable=False, block_bytes=1, max_pending_blocks=max_pending_blocks)
     for step in range(max_pending_blocks - 1):
         add(writer, step)
     interrupted(lambda: add(writer, max_pending_blocks - 1))
-    disk.release()
+    slow_disk.set()
     for step in range(max_pending_blocks, 8):
         add(writer, step)
     writer.close()
@@ -80,12 +63,11 @@ def test_recording_goes_on_after_an_add_that_was_interrupted_while_it_waited(tmp
     assert len(set(steps_in(tmp_path))) == len(steps_in(tmp_path)) == writer.num_frames
 
 
-def test_a_flush_that_was_interrupted_publishes_each_step_once(tmp_path, monkeypatch):
-    disk = SlowDisk(monkeypatch)
+def test_a_flush_that_was_interrupted_publishes_each_step_once(tmp_path, slow_disk):
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         add(writer, 0)
         interrupted(writer.flush)
-        disk.release()
+        slow_disk.set()
         add(writer, 1)
         writer.flush()
         assert steps_in(tmp_path) == [0, 1]

@@ -1,25 +1,21 @@
-"""Replacing files and folders: the old or the new at every instant, nothing foreign lost, nothing left behind.
-
-Calls of the system are patched, as no other means stops a process, or lets another one in, between two given calls.
-"""
+"""Replacing files and folders: the old or the new at every instant, nothing foreign lost, nothing left behind."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from storage.core import durable
-from storage.core.durable import existing_folder, replace_file, replace_folder, sync_path
+from storage.core.durable import existing_folder, replace_file, replace_folder
 from storage.errors import DataFileError
+from tests.faults import instead_of, killed_at
 
 OWN = ("a", "b")
 
@@ -67,36 +63,32 @@ def test_an_error_in_the_block_changes_nothing(tmp_path: Path, write: Callable[[
     assert names(tmp_path) == ["kept"] and (kept if kept.is_file() else kept / "a").read_text() == "old"
 
 
-def test_a_full_disk_at_the_flush_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_flush_changes_nothing(tmp_path: Path) -> None:
     put(tmp_path / "kept", "old")
 
-    def no_space(path: Path) -> None:
+    def no_space(fsync: Any, handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(durable, "sync_path", no_space)
-    with pytest.raises(OSError, match="No space"):
+    with instead_of("fsync", no_space), pytest.raises(OSError, match="No space"):
         put(tmp_path / "kept", "new")
     assert names(tmp_path) == ["kept"] and (tmp_path / "kept" / "a").read_text() == "old"
 
 
-def test_what_is_flushed_is_everything_before_the_renames_and_the_parent_after_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    replace = os.replace
+def test_what_is_flushed_is_everything_before_the_renames_and_the_parent_after_them(tmp_path: Path) -> None:
+    events: list[tuple[str, int]] = []
 
-    def synced(path: Path) -> None:
-        events.append(f"sync {path.name if path.parent.name.startswith('.') else path.name[:5]}")
-        sync_path(path)
+    def synced(fsync: Any, handle: int) -> None:
+        events.append(("sync", os.fstat(handle).st_ino))
+        fsync(handle)
 
-    def replaced(source: Path, target: Path) -> None:
-        events.append("replace")
+    def replaced(replace: Any, source: Path, target: Path) -> None:
+        events.append(("replace", os.stat(source).st_ino))
         replace(source, target)
 
-    monkeypatch.setattr(durable, "sync_path", synced)
-    monkeypatch.setattr(os, "replace", replaced)
-    put(tmp_path / "kept", "new")
-    assert events == ["sync a", "sync .kept", "replace", f"sync {tmp_path.name[:5]}"]
+    with instead_of("fsync", synced), instead_of("replace", replaced):
+        put(tmp_path / "kept", "new")
+    folder, file, parent = (path.stat().st_ino for path in (tmp_path / "kept", tmp_path / "kept" / "a", tmp_path))
+    assert events == [("sync", file), ("sync", folder), ("replace", folder), ("sync", parent)]
 
 
 def test_a_folder_with_anything_else_in_it_stays(tmp_path: Path) -> None:
@@ -133,24 +125,6 @@ def test_links_are_followed(tmp_path: Path, write: Callable[[Path, str], None]) 
     assert existing_folder(tmp_path / "link") == kept.resolve()
 
 
-@contextmanager
-def killed_at(name: str, nth: int) -> Iterator[None]:
-    """Be killed in the call number `nth` of a function of `os`."""
-    real, calls = getattr(os, name), []
-
-    def counted(*arguments, **options):
-        calls.append(name)
-        if len(calls) > nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-
-    setattr(os, name, counted)
-    try:
-        yield
-    finally:
-        setattr(os, name, real)
-
-
 @pytest.mark.parametrize("write", [put, put_file])
 @pytest.mark.parametrize("at", ["fsync", "replace", "rmdir", "unlink"])
 def test_a_killed_process_leaves_old_or_new_and_the_next_one_removes_its_rest(
@@ -166,7 +140,7 @@ def test_a_killed_process_leaves_old_or_new_and_the_next_one_removes_its_rest(
                 with killed_at(at, nth):
                     write(target, "new")
             finally:
-                os._exit(0)
+                os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(child, 0)
         found = existing_folder(target)
         seen.add((found if found.is_file() else found / "a").read_text())
@@ -183,45 +157,49 @@ def test_two_savers_do_not_remove_each_others_work(tmp_path: Path) -> None:
     assert (tmp_path / "kept").read_text() == "first" and names(tmp_path) == ["kept"]
 
 
-def test_a_folder_that_is_taken_for_abandoned_at_once_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = Path.mkdir
-    made: list[Path] = []
+def test_a_folder_that_is_taken_for_abandoned_at_once_is_made_again(tmp_path: Path) -> None:
+    made: list[str] = []
 
-    def taken(path: Path, *arguments: Any, **options: Any) -> None:
-        make(path, *arguments, **options)
-        if path.name.startswith(".kept.new-"):
-            made.append(path)
-            if len(made) == 1:  # the other saver looks between the making and the lock
-                durable._remove_abandoned(tmp_path / "kept")
+    def taken(mkdir: Any, path: str, *arguments: Any) -> None:
+        mkdir(path, *arguments)
+        if ".kept.new-" in str(path):
+            made.append(str(path))
+            if len(made) == 1:  # another saver looks between the making and the lock
+                put_file(tmp_path / "kept", "other")
+                assert not os.path.exists(path)
 
-    monkeypatch.setattr(Path, "mkdir", taken)
-    put_file(tmp_path / "kept", "new")
-    assert len(made) == 2 and (tmp_path / "kept").read_text() == "new" and names(tmp_path) == ["kept"]
+    with instead_of("mkdir", taken):
+        put_file(tmp_path / "kept", "new")
+    assert len(made) == 3 and (tmp_path / "kept").read_text() == "new" and names(tmp_path) == ["kept"]
 
 
-def test_two_savers_do_not_rename_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_savers_do_not_rename_at_the_same_time(tmp_path: Path) -> None:
     """The second comes when the first has put the old folder aside, and waits until the new one is there."""
     put(tmp_path / "kept", "old")
-    replace = os.replace
     others: list[Future[None]] = []
 
-    def replaced(source: Path, target: Path) -> None:
+    def replaced(replace: Any, source: Path, target: Path) -> None:
         replace(source, target)
         if not others:
             others.append(ThreadPoolExecutor(1).submit(put, tmp_path / "kept", "second"))
             with pytest.raises(NotYetError):
                 others[0].result(0.2)
 
-    monkeypatch.setattr(os, "replace", replaced)
-    put(tmp_path / "kept", "first")
-    others[0].result(20)
+    with instead_of("replace", replaced):
+        put(tmp_path / "kept", "first")
+        others[0].result(20)
     assert (tmp_path / "kept" / "a").read_text() == "second" and names(tmp_path) == ["kept"]
 
 
-def test_a_folder_that_another_saver_puts_aside_just_now_is_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "exists", lambda _: True)  # a moment ago
-    durable._check_replaceable(tmp_path / "kept", "kept", OWN)
+def test_a_folder_that_another_saver_puts_aside_just_now_is_no_obstacle(tmp_path: Path) -> None:
+    put(tmp_path / "kept", "old")
+
+    def listed(listdir: Any, path: Path) -> list[str]:
+        if Path(path) == tmp_path / "kept":
+            os.rename(tmp_path / "kept", tmp_path / ".kept.previous")
+        found: list[str] = listdir(path)
+        return found
+
+    with instead_of("listdir", listed):
+        put(tmp_path / "kept", "new")
+    assert (tmp_path / "kept" / "a").read_text() == "new" and names(tmp_path) == ["kept"]
