@@ -172,7 +172,7 @@ class TrajectoryIndex:
         rank[kept] = np.arange(len(kept))
         rank = rank[group]
         used = np.flatnonzero((rank >= 0) & (length > 0))
-        used = used[np.argsort(rank[used], kind="stable")]
+        used = used[stable_order(rank[used])]
         rank, block, row, length = rank[used], block[used], row[used], length[used]
         # Fragments that follow each other in a trajectory and in a block are one.
         frame, num_frames = np.cumsum(length) - length, int(length.sum())
@@ -365,6 +365,17 @@ def mixed(x: np.ndarray) -> np.ndarray:
         x *= np.uint64(factor)
     x ^= x >> np.uint64(31)
     return x
+
+
+def stable_order(keys: np.ndarray) -> Int64s:
+    """Sort keys in [0, 2**32), equal ones as they stand: int64 `[len(keys)]`, which comes first, second, ...
+
+    Key and place are sorted as one number, which numpy does in vector instructions: 34 us for 10,000 keys; its stable
+    `argsort` takes 600, torch's sort 480.
+    """
+    packed = keys.astype(np.uint64) << np.uint64(32) | np.arange(len(keys), dtype=np.uint64)
+    packed.sort()
+    return (packed & np.uint64((1 << 32) - 1)).view(np.int64)
 
 
 def counted_from(first: Int64s, count: Int64s) -> Int64s:

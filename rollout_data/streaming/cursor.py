@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..index.index import Int64s, counted_from
+from ..index.index import Int64s, counted_from, stable_order
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+_ENV_BITS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,10 +185,9 @@ class _Walk:
 
     def run(self) -> None:
         """End segments in the order of (time, env) until all open ones outlast the last step."""
-        end = self._ends()
-        while len(ending := (end <= self.num_steps).nonzero()[0]):
-            envs = ending[np.argsort(end[ending], kind="stable")]
-            times = end[envs]
+        ends = self._ends(self.envs)
+        while len(ends):
+            times, envs = ends >> _ENV_BITS, ends & ((1 << _ENV_BITS) - 1)
             num_dealt = self._num_in_order(times)
             # Without a trajectory left, the pass ends at the first of these times.
             closed = num_dealt or int(np.count_nonzero(times == times[0]))
@@ -194,16 +195,19 @@ class _Walk:
             self.ends.append(Ends(envs, times - 1, self.trajectory[envs]))
             if num_dealt:
                 self._deal(envs, times)
-                end[envs] = times + self.deal.lengths[self.trajectory[envs]] - self.frame[envs]
+                ends = np.sort(np.concatenate([ends[closed:], self._ends(envs)]))
             else:
                 self.refill(envs, int(times[0]))
-                end = self._ends()  # in the next pass, trajectories may have grown or gone
+                ends = self._ends(self.envs)  # in the next pass, trajectories may have grown or gone
 
-    def _ends(self) -> Int64s:
-        """When each env's segment ends: the time after its last frame; never if the env is exhausted."""
-        end: Int64s = self.begin + self.deal.lengths[self.trajectory] - self.frame
-        end[self.is_exhausted] = self.num_steps + 1
-        return end
+    def _ends(self, envs: Int64s) -> Int64s:
+        """Which segments of `envs` end by the last step: the time after the last frame, and below it the env; sorted.
+
+        As one number they are sorted in vector instructions.
+        """
+        end = self.begin[envs] + self.deal.lengths[self.trajectory[envs]] - self.frame[envs]
+        chosen = ((end <= self.num_steps) & ~self.is_exhausted[envs]).nonzero()[0]
+        return np.sort(end[chosen] << _ENV_BITS | envs[chosen])
 
     def _num_in_order(self, times: Int64s) -> int:
         """How many of these ends, ascending, can be served at once.
@@ -259,7 +263,7 @@ class _Walk:
     def _close_part(self, stop: int) -> None:
         """Put the segments that were begun into the plan, each up to the next of its env, or to time `stop`."""
         env, time, trajectory, frame = _joined(self.begun)
-        order = np.argsort(env * (self.num_steps + 2) + time, kind="stable")
+        order = stable_order(env)  # those of an env were begun one after the other
         env, time = env[order], time[order]
         end = np.full(len(env), stop)
         np.copyto(end[:-1], time[1:], where=env[1:] == env[:-1])
