@@ -25,11 +25,19 @@ def test_the_repository_names_no_machine() -> None:
     assert found == []
 
 
-def test_the_project_declares_its_extras_and_ships_its_types() -> None:
+def test_no_extra_is_without_code_that_imports_it() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    extras = {"demo", "test", "bench", "formats", "ray", "plot", "codecs", "fast"}
-    assert set(config["options.extras_require"]) == extras
+    code = "".join(path.read_text() for folder in (*FLOORS, "examples") for path in (ROOT / folder).rglob("*.py"))
+    for extra, packages in config["options.extras_require"].items():
+        for package in packages.split() if extra not in ("test", "bench") else ():  # what tools and peers need
+            module = re.split(r"[\[<>=]", package)[0].replace("-", "_")
+            assert re.search(rf"\bimport {module}\b|\bfrom {module}\b|\"{module}\"", code), f"{package} of {extra}"
+
+
+def test_the_project_declares_what_it_needs_and_ships_its_types() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
     names = {re.split(r"[\[<>=]", line)[0] for line in config["options"]["install_requires"].split()}
     assert names == CORE_DEPENDENCIES
     assert config["options"]["python_requires"] == ">=3.10"
