@@ -316,6 +316,19 @@ class TrajectoryIndex:
         writers, numbers = self.writer[trajectories].tolist(), self.number[trajectories].tolist()
         return [(self.writers[writer], number) for writer, number in zip(writers, numbers, strict=True)]
 
+    def places_in(self, other: TrajectoryIndex, trajectories: Int64s) -> Int64s:
+        """Positions in another index of trajectories of this one, int64; -1 for those that are not there."""
+        number_of = {name: number for number, name in enumerate(other.writers)}
+        translated = np.array([number_of.get(name, -1) for name in self.writers], np.int64)
+        number = np.concatenate([other.number, self.number[trajectories]])
+        writer = np.concatenate([other.writer, translated[self.writer[trajectories]]])
+        order = np.lexsort((number, writer))  # stable: the other's come first
+        is_new = _changes(writer[order], number[order]) if len(order) else np.zeros(0, bool)
+        places = np.empty(len(order), np.int64)
+        places[order] = order[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
+        found = places[len(other) :]
+        return np.where(found < len(other), found, -1)
+
     def find(self, keys: Sequence[tuple[str, int]]) -> Int64s:
         """Positions of trajectories named by `keys`, int64; -1 for those that are not here."""
         near = np.flatnonzero(np.isin(self.number, np.array([number for _, number in keys], np.int64)))

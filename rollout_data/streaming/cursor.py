@@ -29,6 +29,8 @@ class Deal:
         starts: int64 `[K]`, the frame at which each of them starts.
         number: Which pass this is, from 0.
         source: Whatever the trajectory numbers refer to; never looked at here.
+        turn: How often the processes had agreed on what is there, before this.
+        sections: What `order` is made of (`passes.py`); the first `num_fresh` of it are the newest look's.
     """
 
     lengths: Int64s
@@ -36,6 +38,9 @@ class Deal:
     starts: Int64s
     number: int = 0
     source: Any = None
+    turn: int = 0
+    sections: Any = None
+    num_fresh: int = 0
 
 
 class StreamState(NamedTuple):
@@ -59,6 +64,18 @@ class StreamState(NamedTuple):
     def fresh(cls, num_envs: int) -> StreamState:
         no = np.zeros(num_envs, bool)
         return cls(np.full(num_envs, -1, np.int64), np.zeros(num_envs, np.int64), no, no.copy())
+
+
+class Position(NamedTuple):
+    """Where the stream of all ranks stands: immutable, so that keeping one costs nothing.
+
+    Attributes:
+        left: Where several processes read with `refresh_s`: batches until they agree on what is there again.
+    """
+
+    state: StreamState
+    deal: Deal
+    left: int = 0
 
 
 class Pieces(NamedTuple):
@@ -114,6 +131,17 @@ def deal_next(state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass)
     walk = _Walk(state, deal, next_pass, num_steps=0)
     walk.refill(envs, 0)
     return walk.state_after(), walk.deal
+
+
+def go_on_with(state: StreamState, before: Deal, deal: Deal, numbers: Int64s, next_pass: NextPass) -> Position:
+    """Deal from another `deal` of the same pass, where what the envs play has other `numbers`; -1 is gone.
+
+    Envs that are exhausted, or whose trajectory is gone, are dealt to at once.
+    """
+    walk = _Walk(state, before, next_pass, num_steps=0)
+    shown = np.where(state.is_exhausted & (numbers < 0), len(deal.lengths) - 1, numbers)
+    walk.enter(deal, shown, state.is_exhausted.nonzero()[0], 0)
+    return Position(walk.state_after(), walk.deal)
 
 
 def share_of(plan: Plan, envs: Int64s) -> Plan:
@@ -248,8 +276,12 @@ class _Walk:
                     return
                 envs = self._enter(*begun, envs, time)
 
+    def enter(self, deal: Deal, numbers: Int64s, waiting: Int64s, time: int) -> None:
+        """Go on with another deal, and deal to `waiting` and the envs whose trajectory is not in it any more."""
+        self.refill(self._enter(deal, numbers, waiting, time), time)
+
     def _enter(self, deal: Deal, numbers: Int64s, waiting: Int64s, time: int) -> Int64s:
-        """Go on with the next pass; gives `waiting` and the envs whose trajectory is not in it any more."""
+        """Go on with another deal; gives `waiting` and the envs whose trajectory is not in it any more."""
         is_lost = (numbers < 0) & ~self.is_exhausted
         is_lost[waiting] = False
         if deal.source is not self.deal.source:

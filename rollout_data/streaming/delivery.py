@@ -22,10 +22,9 @@ from storage.errors import DatasetExhausted, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
 from ..index.agreement import Board, Look
-from .cursor import Plan
-from .passes import count_lost
-from .resume import Position
-from .stream import RolloutStream, Undecided
+from .cursor import Plan, Position
+from .passes import Undecided, count_lost
+from .stream import RolloutStream
 
 _TOLD, _END = "told", object()
 
@@ -164,7 +163,7 @@ class RolloutLoader:
         readers = copy.deepcopy(dataset)
         readers.follow(dataset.state_dict(), partial(board.agree, _TOLD, is_told=True))
         dataset.agree = tell
-        board.write(f"{_TOLD}_{dataset.position.deal.number}", (dataset.source.sight(), None))
+        board.write(f"{_TOLD}_{dataset.position.deal.turn}", ((dataset.source.sight(), 0), None))
         options = {
             **self._options,
             "collate_fn": partial(_collated, self._options.get("collate_fn") or default_convert),

@@ -2,7 +2,8 @@
 
 One rule: where a trajectory stands in a pass, and where it starts, is a function of (seed, pass) and of itself.
 Trajectories that come, go or cannot be read move no other, so that resuming needs only the one that was dealt last.
-Folders are looked at between passes alone, by one process for all (`index/agreement.py`).
+Folders are looked at by one process for all (`index/agreement.py`): when a pass begins and, with `refresh_s`, within
+it. A pass then has two sections, each with an order of its own: what came at the newest look, and what is left.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +25,13 @@ from ..frames.source import BlocksInUse, Source
 from ..frames.store import CachedFrames, FrameStore
 from ..index.agreement import Agree
 from ..index.index import Int64s, LostBlockError, TrajectoryIndex, name_keys, random_keys, stable_order
-from .cursor import Deal
+from .cursor import Deal, Position, go_on_with
 
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
 _MOST_FRAMES = 1 << 62
+_NONE = np.zeros(0, np.int64)
 #: Passes of different epochs must never share a number.
 _PASSES_AN_EPOCH = 1 << 20
 
@@ -45,6 +47,7 @@ class PassOptions:
     seed: int = 0
     wait_timeout_s: float = 60.0
     poll_interval_s: float = 0.25
+    refresh_s: float | None = None
 
     @property
     def is_endless(self) -> bool:
@@ -53,6 +56,25 @@ class PassOptions:
     def has_pass(self, number: int) -> bool:
         """True if there is a pass of this number."""
         return self.is_endless or number < self.dataset_loops
+
+
+class Undecided(Exception):
+    """It is time to look at the folders, and what a pass may use is not decided yet."""
+
+
+class Section(NamedTuple):
+    """Trajectories of a pass that were found at one look; plain data.
+
+    Attributes:
+        bounds: The first and the last one, in the order of completion; None if there is none.
+        dealt: Which was dealt last, None if none was.
+        upto, since: Blocks of each writer by which they were complete, and those by which they were not; None: all.
+    """
+
+    bounds: list[Name] | None
+    dealt: Name | None = None
+    upto: Mapping[str, int] | None = None
+    since: Mapping[str, int] | None = None
 
 
 def frame_range(given: Any) -> tuple[int, int]:
@@ -67,13 +89,13 @@ def frame_range(given: Any) -> tuple[int, int]:
     return start, stop
 
 
-def choose(index: TrajectoryIndex, options: PassOptions, bounds: tuple[Name, Name] | None = None) -> Int64s:
+def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] | None = None) -> Int64s:
     """Which trajectories a pass delivers: int64, in the order of completion.
 
     `bounds` are the first and the last one of a pass that has begun: those between them that are still there.
     """
     is_eligible = index.is_present()
-    if options.keep_latest_n_trajs:
+    if options.keep_latest_n_trajs or options.refresh_s is not None:
         is_eligible &= index.is_complete()
     found = np.flatnonzero(is_eligible)
     if bounds is None:
@@ -81,6 +103,42 @@ def choose(index: TrajectoryIndex, options: PassOptions, bounds: tuple[Name, Nam
     (first_end, first_writer, first_number), (end, writer, number) = bounds
     first, stop = index.num_before(first_end, first_writer, first_number), index.num_before(end, writer, number + 1)
     return found[(found >= first) & (found < stop)]
+
+
+def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> Int64s:
+    """Which trajectories of a section are still there: int64, in the order of completion."""
+    if section.bounds is None:
+        return np.zeros(0, np.int64)
+    found = choose(index, options, section.bounds)
+    if section.upto is not None:
+        found = found[_was_complete(index, found, section.upto)]
+    if section.since is not None:
+        found = found[~_was_complete(index, found, section.since)]
+    return found
+
+
+def _was_complete(index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[str, int]) -> np.ndarray:
+    """bool, for each of these: it was complete by blocks up to this number of each writer."""
+    present = index.blocks[: index.num_present]
+    then = TrajectoryIndex([block for block in present if block.sequence <= upto.get(block.writer, -1)])
+    place = index.places_in(then, trajectories)
+    was_complete: np.ndarray = (place >= 0) & np.append(then.is_complete(), False)[place]
+    return was_complete
+
+
+def sections_at(deal: Deal, position: int) -> tuple[Section, Section | None]:
+    """Give the sections of a deal of which `position` trajectories were dealt: the rest, and the newest look's."""
+    rest, fresh = deal.sections
+    num_new = min(position, deal.num_fresh)
+    if fresh is not None and num_new:
+        fresh = fresh._replace(dealt=deal.source.index.name(int(deal.order[num_new - 1])))
+    if position > num_new:
+        rest = rest._replace(dealt=deal.source.index.name(int(deal.order[position - 1])))
+    return rest, fresh
+
+
+def _bounds(index: TrajectoryIndex, pool: Int64s) -> list[Name] | None:
+    return [index.name(int(pool[0])), index.name(int(pool[-1]))] if len(pool) else None
 
 
 def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, number: int) -> tuple[Int64s, Int64s]:
@@ -172,6 +230,9 @@ class Dealer:
     agree: Agree
     is_cut_off: bool
     _told: Any = None
+    _looked_s: float = 0.0
+    _agreed_s: float = 0.0
+    _num_batches: int = 1
 
     def first(self) -> Deal:
         """Give the first pass."""
@@ -198,42 +259,97 @@ class Dealer:
         """Number a pass among those of all epochs."""
         return pass_number + self.epoch * _PASSES_AN_EPOCH
 
-    def resumed(self, number: int, upto: Mapping[str, int]) -> FrameStore:
+    def resumed(self, turn: int, upto: Mapping[str, int]) -> FrameStore:
         """Give what a pass that was begun elsewhere may use, as far as it is still there."""
-        self.source.adopt(self.agree(number, partial(self._look, 0, tuple)))
+        self.source.adopt(self.agree(turn, partial(self._look, 0, tuple))[0])
         return self.source.snapshot(upto=upto)
 
     def dealt(
         self,
         number: int,
+        turn: int,
         store: FrameStore,
         in_use: Int64s,
+        sections: tuple[Section, Section | None],
         before: Deal | None = None,
-        bounds: tuple[Name, Name] | None = None,
     ) -> Deal:
-        """Order pass `number` over the trajectories of a snapshot; `bounds`: see `choose`."""
-        pool = choose(store.index, self.options, bounds)
-        order, starts = pass_order(store.index, pool, self.options, self.number_of(number))
+        """Order what is left of the sections of pass `number` in a snapshot: the newest look's, then the rest."""
+        rest, fresh = sections
+        (order, starts), (new, new_starts) = (self._left_of(store.index, one, number) for one in (rest, fresh))
+        order, starts = np.concatenate([new, order]), np.concatenate([new_starts, starts])
         if self.keeps_on is not None:
             store = self._cached(store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
-        return Deal(store.index.lengths, order, starts, number, store)
+        return Deal(store.index.lengths, order, starts, number, store, turn, sections, len(new))
+
+    def _left_of(self, index: TrajectoryIndex, section: Section | None, number: int) -> tuple[Int64s, Int64s]:
+        """Order what was not dealt yet of a section."""
+        if section is None:
+            return _NONE, _NONE
+        number = self.number_of(number)
+        order, starts = pass_order(index, members(index, self.options, section), self.options, number)
+        done = 0 if section.dealt is None else num_dealt(index, order, self.options, number, section.dealt)
+        return order[done:], starts[done:]
+
+    def is_due(self, position: Position, is_alone: bool) -> bool:
+        """True if it is time to look within a pass; what came at the last look was dealt."""
+        wait_s = self.options.refresh_s
+        if wait_s is None or position.state.position < position.deal.num_fresh:
+            return False
+        return time.monotonic() - self._looked_s >= wait_s / 2 if is_alone else position.left == 0
+
+    def refreshed(self, position: Position) -> Position:
+        """Look within a pass: what is new is dealt next, before the rest, and what was dealt is not dealt again."""
+        state, deal, _ = position
+        store, in_use, left = self._seen(deal.turn + 1, 0, deal, state.trajectory)
+        if store.index is deal.source.index:
+            return Position(state, replace(deal, turn=deal.turn + 1), left)
+        rest, fresh = sections_at(deal, state.position)
+        since = (
+            dict(fresh.since or {}) if fresh is not None else {}
+        )  # blocks may be shown again that were not for a while
+        for writer, sequence in deal.source.index.writers_upto().items():
+            since[writer] = max(sequence, since.get(writer, -1))
+        pool = choose(store.index, self.options)
+        if self.options.keep_latest_n_trajs and rest.bounds is not None and len(pool):
+            oldest = store.index.name(int(pool[0]))
+            rest = rest._replace(bounds=[max(list(rest.bounds[0]), oldest), rest.bounds[1]])
+        rest = rest if rest.upto is not None else rest._replace(upto=since)
+        pool = pool[~_was_complete(store.index, pool, since)]
+        sections = rest, Section(_bounds(store.index, pool), since=since)
+        new = self.dealt(deal.number, deal.turn + 1, store, in_use, sections, deal)
+        return go_on_with(state, deal, new, in_use, self.following)._replace(left=left)
 
     def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
-        """Look for new trajectories and order a pass; blocks that are in use stay readable."""
+        """Look for new trajectories and order a pass."""
+        turn = before.turn + 1 if before is not None else 0
+        wanted = self.options.keep_latest_n_trajs or int(self.options.refresh_s is not None)
+        store, in_use, _ = self._seen(turn, wanted, before, in_use)
+        sections = Section(_bounds(store.index, choose(store.index, self.options))), None
+        return self.dealt(number, turn, store, in_use, sections, before), in_use
+
+    def _seen(self, turn: int, wanted: int, before: Deal | None, in_use: Int64s) -> tuple[FrameStore, Int64s, int]:
+        """Agree on what is there; give it, the numbers of what is `in_use`, which stays readable, and `left`."""
         index = before.source.index if before is not None else None
-        blocks_in_use = partial(index.blocks_of, in_use) if index is not None else tuple
-        self.source.adopt(self.agree(number, partial(self._look, self.options.keep_latest_n_trajs, blocks_in_use)))
+        blocks_in_use = partial(index.blocks_of, in_use[in_use >= 0]) if index is not None else tuple
+        sight, left = self.agree(turn, partial(self._look, wanted, blocks_in_use))
+        self.source.adopt(sight)
         store = self.source.snapshot()
+        if self.options.refresh_s is not None and not self.source.holds_blocks:
+            raise UsageError("refresh", f"a pass over {self._where}", "block files", "trajectory folders", "Pack them")
         if self.is_cut_off and index is not None and _content(index) != _content(store.index):
             expected = "folders that stay as they are, behind a plain DataLoader in several ranks"
             advice = "Use rollout_data.loader(dataset, num_workers=...), which asks rank 0"
             raise UsageError("begin the next pass", f"over {self._where}", expected, "a change", advice)
         if index is not None and index is not store.index:
             in_use = _found_again(index, store.index, in_use)
-        return self.dealt(number, store, in_use, before), in_use
+        return store, in_use, left
 
     def _look(self, wanted: int, in_use: BlocksInUse) -> Any:
-        """Look at the folders, until they hold `wanted` trajectories; say what is there, None if that was said."""
+        """Look at the folders, until they hold `wanted` trajectories.
+
+        Returns:
+            What is there, None if that was said; and how many batches others may plan before the next look.
+        """
 
         def count() -> int:
             self.source.refresh(in_use)
@@ -241,7 +357,10 @@ class Dealer:
 
         wait_for_trajectories(count, wanted, self.options, self._where)
         told, self._told = self._told, self.source.sight()
-        return None if self._told is told else self._told
+        self._looked_s = now_s = time.monotonic()
+        fitting = self._num_batches * (self.options.refresh_s or 0.0) / 2 / max(now_s - self._agreed_s, 1e-9)
+        self._num_batches, self._agreed_s = max(1, min(int(fitting), 2 * self._num_batches)), now_s
+        return (None if self._told is told else self._told), self._num_batches
 
     def _cached(self, store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device) -> FrameStore:
         last = before.source if before is not None else None
@@ -260,7 +379,7 @@ def _content(index: TrajectoryIndex) -> Any:
 
 def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:
     """Numbers of trajectories in another index; -1 for those that are gone, or have lost their last part."""
-    numbers = now.find(before.keys(trajectories))
+    numbers = before.places_in(now, trajectories)
     has_shrunk = now.lengths[numbers] < before.lengths[trajectories] if len(now) else True
     return np.where(has_shrunk, -1, numbers)
 

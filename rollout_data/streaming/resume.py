@@ -9,13 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..index.index import TrajectoryIndex
-from .cursor import Deal, StreamState
-from .passes import Dealer, Name, PassOptions, num_dealt
+from .cursor import Position, StreamState
+from .passes import Dealer, Name, PassOptions, Section, sections_at
 
 #: 1 was the state of one shard.
 _VERSION = 3
@@ -25,17 +25,17 @@ _KEYS = {
 }  # fmt: skip
 
 
-class Position(NamedTuple):
-    """Where the stream of all ranks stands: immutable, so that keeping one costs nothing."""
-
-    state: StreamState
-    deal: Deal
-
-
 def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, Any]:
     """Write a position down as plain data (numbers, strings, lists, dicts)."""
-    state, deal = position
+    state, deal, left = position
     index = deal.source.index
+    rest, fresh = sections_at(deal, state.position)
+    live = {
+        "turn": deal.turn,
+        "left": left,
+        "upto": rest.upto,
+        "fresh": fresh and [fresh.bounds, fresh.dealt, fresh.since],
+    }
     keys = index.keys(state.trajectory)
     writers = sorted({writer for writer, _ in keys})
     return {
@@ -45,13 +45,14 @@ def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, 
         "epoch": epoch,
         "pass": deal.number,
         "upto": index.writers_upto(),
-        "bounds": [index.name(int(deal.order.min())), index.name(int(deal.order.max()))],
-        "dealt": index.name(int(deal.order[state.position - 1])) if state.position else None,
+        "bounds": rest.bounds,
+        "dealt": rest.dealt,
         "writers": writers,
         "trajectory": [[writers.index(writer), number] for writer, number in keys],
         "frame": state.frame.tolist(),
         "is_first": state.is_first.tolist(),
         "is_exhausted": state.is_exhausted.tolist(),
+        **({} if options.refresh_s is None else {"live": live}),
     }
 
 
@@ -63,7 +64,10 @@ def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int
     """Raise `Misfit` unless a state is of these settings, and gives a rank that reads `share` `num_envs` envs."""
     if saved.get("version") != _VERSION:
         raise Misfit(f"a state of version {_VERSION}", repr(saved.get("version")))
-    if saved.keys() != _KEYS:
+    if ("live" in saved) != (options.refresh_s is not None):
+        got = "a state with refresh_s" if "live" in saved else "one without"
+        raise Misfit(f"refresh_s={options.refresh_s} as in this dataset", got)
+    if saved.keys() - {"live"} != _KEYS:
         raise Misfit("a state as state_dict() gives it", f"the keys {sorted(saved)}")
     if share.stop - share.start != num_envs:
         all_envs = saved["settings"]["num_envs"]
@@ -80,7 +84,9 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     Raises:
         Misfit: What it names is not there, or it contradicts itself.
     """
-    store = dealer.resumed(int(saved["pass"]), saved["upto"])
+    live = saved.get("live", {"turn": saved["pass"], "left": 0, "upto": None, "fresh": None})
+    turn, left = operator.index(live["turn"]), operator.index(live["left"])
+    store = dealer.resumed(turn, saved["upto"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
     state = StreamState(
         store.index.find(keys),
@@ -93,22 +99,26 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
         raise Misfit(f"{saved['settings']['num_envs']} numbers of each kind", str(sorted(shapes)))
     state = _without_the_gone(state, store.index, keys)
     first, last = map(_name, saved["bounds"])
-    deal = dealer.dealt(int(saved["pass"]), store, state.trajectory, bounds=(first, last))
+    rest, fresh = Section([first, last], _optional_name(saved["dealt"]), live["upto"]), None
+    if live["fresh"] is not None:
+        bounds, dealt, since = live["fresh"]
+        fresh = Section(bounds and [_name(bound) for bound in bounds], _optional_name(dealt), since=since)
+    deal = dealer.dealt(int(saved["pass"]), turn, store, state.trajectory, (rest, fresh))
     if deal.number < 0 or not dealer.options.has_pass(deal.number):
         raise Misfit("a pass of this dataset", f"pass {deal.number}")
     limit = deal.lengths[state.trajectory] - (~state.is_exhausted).astype(np.int64)
     if ((state.frame < 0) | (state.frame > limit)).any():
         raise Misfit("frames within their trajectories", str(state.frame.tolist()[:8]))
-    number = dealer.number_of(deal.number)
-    if saved["dealt"] is not None:
-        position = num_dealt(store.index, deal.order, dealer.options, number, _name(saved["dealt"]))
-        state = state._replace(position=position)
-    return Position(state, deal)
+    return Position(state, deal, left)
 
 
 def _name(given: Any) -> Name:
     end_time_ns, writer, number = given
-    return operator.index(end_time_ns), str(writer), operator.index(number)
+    return [operator.index(end_time_ns), str(writer), operator.index(number)]
+
+
+def _optional_name(given: Any) -> Name | None:
+    return None if given is None else _name(given)
 
 
 def _without_the_gone(state: StreamState, index: TrajectoryIndex, keys: list[tuple[str, int]]) -> StreamState:
@@ -125,6 +135,6 @@ def _settings(options: PassOptions) -> dict[str, Any]:
     """What decides the order of frames, besides the number of envs."""
     settings = asdict(options)
     settings["starting_frame_range"] = list(settings["starting_frame_range"])
-    for name in ("wait_timeout_s", "poll_interval_s"):
+    for name in ("wait_timeout_s", "poll_interval_s", "refresh_s"):
         del settings[name]
     return settings

@@ -77,6 +77,9 @@ class RolloutDataset(RolloutStream):
         on_error: "skip" leaves out what is left of a trajectory whose data are damaged, names it in `problems` and
             goes on. A file that is gone is always left out so.
         as_dict: Give batches as plain dicts of tensors: what was recorded and the flags, no None, extras among them.
+        refresh_s: Look for new trajectories within a pass too, so that those that were published are dealt within this
+            many seconds, to envs that become free, before the rest of the pass. None looks between passes only. Reads
+            complete trajectories only; waits for the first one, up to `wait_timeout_s`.
 
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
@@ -114,6 +117,7 @@ class RolloutDataset(RolloutStream):
         even: Even = "pad",
         on_error: OnError = "raise",
         as_dict: bool = False,
+        refresh_s: float | None = None,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
         self._paths = absolute_paths(data_dir)
@@ -132,6 +136,7 @@ class RolloutDataset(RolloutStream):
             frame_range(starting_frame_range),
             _whole("seed", seed, 0),
             _real("wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
+            refresh_s=None if refresh_s is None else _real("refresh_s", refresh_s, ">= 0 seconds", lambda s: s >= 0),
         )
         self._look = {
             "flatten_observations": _flag("flatten_observations", flatten_observations),

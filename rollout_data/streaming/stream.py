@@ -28,15 +28,11 @@ from ..index.index import Int64s
 from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader, ReadAhead
-from .cursor import Deal, Plan, StreamState, deal_next, plan_steps, share_of
-from .passes import Dealer, PassOptions, leave_out
-from .resume import Misfit, Position, check_settings, position_in, state_at
+from .cursor import Deal, Plan, Position, StreamState, deal_next, plan_steps, share_of
+from .passes import Dealer, PassOptions, Undecided, leave_out
+from .resume import Misfit, check_settings, position_in, state_at
 
 Even = Literal["pad", "drop", "none"]
-
-
-class Undecided(Exception):
-    """A pass has to begin, and what it may use is not decided yet."""
 
 
 class RolloutStream(RolloutFileBase):
@@ -126,7 +122,7 @@ class RolloutStream(RolloutFileBase):
         """How many passes were dealt out completely."""
         if self._position is None:
             return 0
-        state, deal = self._position
+        state, deal, _ = self._position
         return deal.number + int(state.is_exhausted.any() and not self._passes.has_pass(deal.number + 1))
 
     # Epochs
@@ -182,7 +178,7 @@ class RolloutStream(RolloutFileBase):
         self._check_enough(deal, num_envs)
         state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deal, dealer.following)
         self._saved, self.num_dropped_frames = None, 0
-        self._go_to(Position(state, deal))
+        self._go_to(Position(state, deal, left=1))
 
     def _check_enough(self, deal: Deal, num_envs: int) -> None:
         num, loops = len(deal.order), max(1, self._passes.dataset_loops)
@@ -196,8 +192,8 @@ class RolloutStream(RolloutFileBase):
 
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
         self._check_alone("reset some envs")
-        state, deal = self.position
-        self._position = Position(*deal_next(state, np.sort(env_ids.numpy()), deal, self._dealer.following))
+        state, deal, left = self.position
+        self._position = Position(*deal_next(state, np.sort(env_ids.numpy()), deal, self._dealer.following), left)
 
     def _check_alone(self, action: str) -> None:
         """Raise where other processes plan the same stream: they would not know."""
@@ -213,9 +209,14 @@ class RolloutStream(RolloutFileBase):
 
         Raises:
             DatasetExhausted: There is no further batch.
-            Undecided: It is not the next one, but that `after` a position, and a pass begins.
+            Undecided: It is not the next one, but that `after` a position, and the folders are to be looked at.
         """
-        state, deal = after or self.position
+        position = after or self.position
+        if self._dealer.is_due(position, self.agree is agreement.alone):
+            if after is not None:
+                raise Undecided
+            position = self._position = self._dealer.refreshed(position)
+        state, deal, num_left = position
         if self._is_over(state):
             got = f"all {self.num_dataset_looped} passes were delivered"
             raise DatasetExhausted(
@@ -229,7 +230,8 @@ class RolloutStream(RolloutFileBase):
             self.num_dropped_frames = int((plan.num_valid + left)[self._mine].sum())
             got, advice = f"{self.num_dropped_frames} frames are left", "drop_last=False delivers them"
             raise DatasetExhausted("fill another batch", f"from {self.data_dir!r}", got=got, advice=advice)
-        return share_of(plan, self._mine) if self._shard.total > 1 else plan, Position(state, deal)
+        position = Position(state, deal, max(0, num_left - 1))
+        return share_of(plan, self._mine) if self._shard.total > 1 else plan, position
 
     def _is_over(self, state: StreamState) -> bool:
         """True if this rank has nothing more to deliver in this epoch."""

@@ -17,6 +17,9 @@ import rollout_data
 from rollout_data import RolloutDataset
 from tests.files.recorded import record
 
+#: Behind so many batches something is recorded.
+NUM_WRITTEN = 40
+
 
 def seen(batch):
     """(trajectory, frame, valid) of each env and step."""
@@ -51,7 +54,7 @@ def iterate(dataset, reading, num_workers, start_method):
     return batches
 
 
-def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as_dict=False):
+def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as_dict=False, refresh_s=None):
     """Read a folder to its end, some of them beside a writer; gives the error, if there is one."""
     rank = dist.get_rank()
     dataset = RolloutDataset(
@@ -63,13 +66,16 @@ def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as
         num_transitions_per_env=2,
         as_dict=as_dict,
         shard=(int(os.environ["RANK"]), 2) if shard == "own" else shard,
+        refresh_s=refresh_s,
     )
     found, error = [], None
     is_live = reading in ("prefetch", "loader")
     try:
         for number, batch in enumerate(iterate(dataset, reading, num_workers, start_method)):
             found.append(seen(batch))
-            if is_live and rank == number % 2:  # no rank waits for the other: what it sees differs
+            if (
+                is_live and rank == number % 2 and number < NUM_WRITTEN
+            ):  # no rank waits for the other: what it sees differs
                 record(Path(data_dir), [3, 2], first_number=100 * rank + 2 * number + 20)
     except Exception as raised:  # noqa: BLE001 - the test looks at it
         error = f"{type(raised).__name__}: {raised}"

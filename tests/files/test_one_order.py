@@ -88,16 +88,17 @@ class LiveFolder:
             self.blocks.pop(number).unlink()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("refresh_s", [None, 0.0])
 @pytest.mark.parametrize(("shuffle", "latest"), [(False, 0), (True, 0), (True, NUM_ENVS)])
 def test_legs_of_other_sizes_give_the_uninterrupted_sequence_beside_writers_and_deletions(
-    tmp_path, seed, shuffle, latest
+    tmp_path, seed, shuffle, latest, refresh_s
 ):
     chance = random.Random(seed)
     num_steps, folder = chance.randint(1, 5), LiveFolder(tmp_path)
     options = {
         "dataset_loops": 0, "random_shuffle_traj_order": shuffle, "starting_frame_range": (0, 2),
-        "keep_latest_n_trajs": latest, "seed": 3,
+        "keep_latest_n_trajs": latest, "seed": 3, "refresh_s": refresh_s,
     }  # fmt: skip
     uninterrupted = [opened(folder.data_dir, **options)]
     ranks = [opened(folder.data_dir, (rank, 3), **options) for rank in range(3)]

@@ -52,15 +52,16 @@ def delivered(ranks, stop=None):
 #: Ways of reading that need nothing but torch: reading, num_workers, start method.
 PLAIN = [("plain", 0, "fork"), ("plain", 2, "spawn"), ("plain", 2, "forkserver")]
 LIVE = [("prefetch", 0, "fork"), ("loader", 2, "fork")]
+REFRESHED = [("prefetch", 0, "fork", 0.0), ("loader", 2, "fork", 0.01)]
 
 
 @pytest.fixture(scope="module")
 def by_torch(tmp_path_factory):
     """What ranks have got by the ways above, all of them in one start of torchrun."""
-    folders = {way: tmp_path_factory.mktemp("ranks") for way in PLAIN + LIVE}
-    names = ("reading", "num_workers", "start_method")
+    folders = {way: tmp_path_factory.mktemp("ranks") for way in PLAIN + LIVE + REFRESHED}
+    names = ("reading", "num_workers", "start_method", "refresh_s")
     run = run_ranks(
-        *({"data_dir": str(folder / "data"), **dict(zip(names, way, strict=True))} for way, folder in folders.items())
+        *({"data_dir": str(folder / "data"), **dict(zip(names, way))} for way, folder in folders.items())  # noqa: B905
     )
     return lambda way: found_by_ranks(folders[way], run)
 
@@ -74,7 +75,7 @@ def test_ranks_under_torchrun_share_the_data_whatever_starts_their_workers(by_to
     assert 0 < len(delivered(ranks[:1])) < len(ALL) * 3
 
 
-@pytest.mark.parametrize("way", LIVE, ids=lambda way: way[0])
+@pytest.mark.parametrize("way", LIVE + REFRESHED, ids=lambda way: way[0])
 def test_rank_0_decides_beside_live_writers(by_torch, way):
     ranks = by_torch(way)
     assert [rank["error"] for rank in ranks] == [None, None]
@@ -83,6 +84,7 @@ def test_rank_0_decides_beside_live_writers(by_torch, way):
     for frame in delivered(ranks):
         counts[frame] = counts.get(frame, 0) + 1
     assert all(counts[frame] == 3 for frame in ALL)  # of the first pass on
+    assert max(counts.values()) == 3
     assert max(number for number, _ in counts) >= 20  # later passes saw what was written meanwhile
     whole = {number: {count for (n, _), count in counts.items() if n == number} for number, _ in counts}
     assert all(len(found) == 1 for found in whole.values())  # a pass has all of a trajectory or nothing

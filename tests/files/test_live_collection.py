@@ -1,0 +1,175 @@
+"""Streams with `refresh_s`: what is published while a pass goes on is dealt next, and nothing comes twice in a pass.
+
+With `refresh_s=0` a stream looks at every batch, so that a model without a clock says what it delivers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rollout_data
+from rollout_data import RolloutDataset
+from storage.errors import UsageError, WaitTimeoutError
+from tests.files.recorded import frames_of, record
+
+
+def opened(data_dir, num_envs, refresh_s=0.0, **options):
+    return RolloutDataset(data_dir, num_envs, device="cpu", refresh_s=refresh_s, **options)
+
+
+class Model:
+    """One pass over a growing list, env by env and frame by frame."""
+
+    def __init__(self, num_envs, lengths):
+        self.lengths, self.envs = [], [None] * num_envs
+        self.rest, self.fresh = [], []
+        self.add(lengths)
+        self.rest, self.fresh = self.fresh, []
+        self.new = []
+        self._deal()
+
+    def add(self, lengths):
+        self.fresh += range(len(self.lengths), len(self.lengths) + len(lengths))
+        self.lengths += lengths
+
+    def _deal(self):
+        for env, playing in enumerate(self.envs):
+            if playing is None and (self.fresh or self.rest):
+                self.envs[env] = [(self.fresh or self.rest).pop(0), 0]
+
+    def batch(self, num_steps):
+        """Frames of each step, as (step, env, trajectory, frame)."""
+        if not self.fresh and self.new:
+            self.add(self.new)
+            self.new = []
+        found = []
+        for step in range(num_steps):
+            self._deal()
+            for env, playing in enumerate(self.envs):
+                if playing is not None:
+                    found.append((step, env, *playing))
+                    playing[1] += 1
+                    if playing[1] == self.lengths[playing[0]]:
+                        self.envs[env] = None
+            self._deal()
+        return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=3, max_size=9),
+    added=st.lists(st.lists(st.integers(1, 6), max_size=3), max_size=8),
+    num_steps=st.integers(1, 4),
+    is_resumed=st.booleans(),
+)
+def test_what_is_new_is_dealt_next_and_the_rest_of_the_pass_after_it(
+    tmp_path_factory, lengths, added, num_steps, is_resumed
+):
+    data_dir = tmp_path_factory.mktemp("data")
+    record(data_dir, lengths)
+    dataset, model, count = opened(data_dir, 3), Model(3, lengths), len(lengths)
+    for new in [[], *added, *[[]] * 99]:
+        if new:
+            record(data_dir, new, first_number=count)
+            model.new, count = model.new + new, count + len(new)
+        expected = model.batch(num_steps)
+        if not expected:
+            break
+        assert sorted(frames_of(dataset.get_batch(num_steps))) == sorted(expected)
+        if is_resumed:
+            state = json.loads(json.dumps(dataset.state_dict()))
+            dataset = opened(data_dir, 3)
+            dataset.load_state_dict(state)
+            assert dataset.state_dict() == state
+    with pytest.raises(StopIteration):
+        dataset.get_batch(num_steps)
+
+
+@pytest.mark.parametrize("reading", ["direct", "prefetch", "loader", "ram"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_frame_comes_once_in_a_pass_beside_writers_however_it_is_read(tmp_path, reading, shuffle):
+    record(tmp_path, [3, 4, 5, 2] * 4)
+    options = {"random_shuffle_traj_order": shuffle, "num_transitions_per_env": 2}
+    dataset = opened(tmp_path, 4, cache="ram" if reading == "ram" else "none", **options)
+    batches = {"prefetch": lambda: dataset.prefetch(3), "loader": lambda: rollout_data.loader(dataset, num_workers=2)}
+    found, first_seen, count = [], {}, 16
+    for number, batch in enumerate(batches.get(reading, lambda: dataset)()):
+        found += [(trajectory, frame) for _, _, trajectory, frame in frames_of(batch)]
+        for trajectory, _ in found:
+            first_seen.setdefault(trajectory, number)
+        if number < 6:
+            record(tmp_path, [1 + number % 3, 3], first_number=count)
+            count += 2
+    lengths = [3, 4, 5, 2] * 4 + [length for number in range(6) for length in (1 + number % 3, 3)]
+    assert sorted(found) == [(one, frame) for one, length in enumerate(lengths) for frame in range(length)]
+    before_the_rest = sum(first_seen[new] < max(first_seen[old] for old in range(16)) for new in range(16, count))
+    assert before_the_rest >= 4
+
+
+def test_a_pass_is_looked_into_when_the_time_has_come(tmp_path):
+    record(tmp_path, [4] * 4000, num_envs=100)
+    dataset = opened(tmp_path, 4, refresh_s=0.2, num_transitions_per_env=4)
+    batches = iter(dataset)
+    next(batches)
+    record(tmp_path, [4], first_number=9000)
+    start_s = time.monotonic()
+    while not (next(batches).observation[..., 0] == 9000).any():
+        time.sleep(0.001)
+    assert time.monotonic() - start_s < 0.3  # and a batch
+    assert dataset.state_dict()["pass"] == 0
+
+
+def test_the_newest_trajectories_are_a_window_that_moves_within_the_pass(tmp_path):
+    record(tmp_path, [2] * 6)
+    dataset = opened(tmp_path, 1, keep_latest_n_trajs=4)
+    found = [int(dataset.get_batch(2).observation[0, 0, 0])]
+    record(tmp_path, [2, 2, 2], first_number=6)
+    found += [int(batch.observation[0, 0, 0]) for batch in iter_rest(dataset, 2)]
+    assert found == [2, 3, 6, 7, 8, 5]  # 3 was dealt already; 4 is none of the newest four any more
+
+
+def iter_rest(dataset, num_steps):
+    while True:
+        try:
+            yield dataset.get_batch(num_steps)
+        except StopIteration:
+            return
+
+
+def test_a_stream_that_waits_for_the_first_trajectory_gives_up_in_time(tmp_path):
+    with pytest.raises(WaitTimeoutError, match=r"expected 1 complete ones within 0.1 s, got 0"):
+        opened(tmp_path, 1, wait_timeout_s=0.1).get_batch(1)
+
+
+def test_trajectories_in_progress_are_waited_for(tmp_path):
+    with rollout_data.RolloutWriter(tmp_path, 1, durable=False) as writer:
+        for step in range(9):
+            writer.add(observation=[[float(step)]], action=[[0.0]], reward=[0.0], done=[step == 1])
+            if step == 5:
+                writer.flush()
+                dataset = opened(tmp_path, 1)
+                found = dataset.get_batch(2).observation.flatten().tolist()
+    found += [frame for batch in iter_rest(dataset, 1) for frame in batch.observation.flatten().tolist()]
+    assert found == [float(step) for step in range(9)]
+
+
+def test_a_state_fits_a_dataset_that_looks_within_passes_too_or_not(tmp_path):
+    record(tmp_path, [3] * 4)
+    dataset, other = opened(tmp_path, 2), opened(tmp_path, 2, refresh_s=None)
+    dataset.get_batch(1), other.get_batch(1)
+    with pytest.raises(UsageError, match=r"expected refresh_s=None as in this dataset, got a state with refresh_s"):
+        opened(tmp_path, 2, refresh_s=None).load_state_dict(dataset.state_dict())
+    with pytest.raises(UsageError, match=r"expected refresh_s=1.0 as in this dataset, got one without"):
+        opened(tmp_path, 2, refresh_s=1.0).load_state_dict(other.state_dict())
+    opened(tmp_path, 2, refresh_s=5.0).load_state_dict(dataset.state_dict())
+
+
+@pytest.mark.parametrize("wrong", [-1, "x", float("nan"), True])
+def test_a_time_that_cannot_be_is_refused(tmp_path, wrong):
+    with pytest.raises(UsageError, match="expected refresh_s"):
+        opened(tmp_path, 1, refresh_s=wrong)
