@@ -200,7 +200,7 @@ class TrajectoryIndex:
             and self.fragment_frame[0] == self.first_frame[0] == 0
             and self.fragment_frame[-1] == self.first_frame[-1]
             and bool((sizes > 0).all() and (np.diff(self.first_frame) > 0).all())
-            and bool(np.isin(self.first_frame, self.fragment_frame).all())
+            and bool((self.fragment_frame[self.first_fragment] == self.first_frame).all())
             and _within(self.writer, len(self.writers))
             and _within(block, len(num_rows))
             and _within(final_block, len(num_rows))
@@ -219,6 +219,12 @@ class TrajectoryIndex:
     def lengths(self) -> Int64s:
         """int64 `[M]`: frames of each trajectory."""
         return np.diff(self.first_frame)
+
+    @cached_property
+    def first_fragment(self) -> Int64s:
+        """int64 `[M + 1]`: where the fragments of each trajectory begin."""
+        first: Int64s = self.fragment_frame.searchsorted(self.first_frame)
+        return first
 
     def is_complete(self) -> np.ndarray:
         """bool `[M]`: the trajectory will not grow any more."""
@@ -252,7 +258,7 @@ class TrajectoryIndex:
 
     def blocks_of(self, trajectories: Int64s) -> list[Block]:
         """The blocks that hold frames or final observations of these trajectories."""
-        bounds = np.searchsorted(self.fragment_frame, self.first_frame)
+        bounds = self.first_fragment
         parts = [self.fragment_block[bounds[t] : bounds[t + 1]] for t in np.unique(trajectories).tolist()]
         finals = self.final_block[trajectories]
         used = np.unique(np.concatenate([finals[finals >= 0], *parts]))
@@ -347,7 +353,10 @@ class TrajectoryIndex:
         """
         start = self.first_frame[trajectory] + frame
         stop = start + count
-        fragment = self.fragment_frame.searchsorted(start, side="right") - 1
+        fragment = self.first_fragment[trajectory]
+        # A search goes through all fragments: 4,096 of 10^6 take 1.8 ms, where a look at the first one takes 0.1.
+        if len(later := (start >= self.fragment_frame[fragment + 1]).nonzero()[0]):
+            fragment[later] = self.fragment_frame.searchsorted(start[later], side="right") - 1
         if (stop > self.fragment_frame[fragment + 1]).any():
             num_runs = self.fragment_frame.searchsorted(stop - 1, side="right") - fragment
             piece, fragment = np.repeat(np.arange(len(start)), num_runs), counted_from(fragment, num_runs)
