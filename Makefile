@@ -4,7 +4,7 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
-INPUTS := setup.cfg pyproject.toml constraints.txt
+INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt
 SOAK_S ?= 600
 NAMES ?=
 
@@ -19,10 +19,12 @@ help:
 	@echo "make fuzz    the property tests with many more examples"
 	@echo "make clean   remove the environments and everything generated"
 
+# The packages of the S3 tests ask for an older python-dateutil than is pinned, and run with it: hence --no-deps.
 # The stamp is written last, so an interrupted installation is taken up again.
 $(READY): $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,fast,plot,test]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,fast,plot,remote,test]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r tests/remote/s3.txt
 	@touch $@
 
 # Peers have wishes of their own about other packages, so they live apart and one by one.

@@ -16,6 +16,7 @@ if not hasattr(_storage, "AsyncCheckpointSaver"):
 from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .expert import load_expert_trajectories
+from .remote.access import RemoteOptions
 from .streaming.base import RolloutFileBase
 from .streaming.delivery import RolloutLoader, loader
 from .streaming.rollout_dataset import RolloutDataset
@@ -34,6 +35,7 @@ __all__ = [
     "FieldStatistics",
     "RecordingSummary",
     "RecordingWrapper",
+    "RemoteOptions",
     "RolloutDataError",
     "RolloutDataWarning",
     "RolloutDataset",

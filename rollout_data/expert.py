@@ -103,7 +103,7 @@ def read_motion(path: Path) -> list[dict[str, Any]]:
         UnsafeFileError: A link leads out of the file.
     """
     with open_hdf5(path) as (file, handle):
-        allowance, num_episodes = Allowance(os.fstat(handle).st_size), attribute(file, "num_episodes")
+        allowance, num_episodes = Allowance(handle.num_bytes), attribute(file, "num_episodes")
         if not isinstance(num_episodes, (np.integer, np.floating)) or not float(num_episodes).is_integer():
             expected = "the attribute 'num_episodes', a whole number"
             raise CorruptFileError("read", repr(str(path)), expected, repr(num_episodes))

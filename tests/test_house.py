@@ -38,10 +38,11 @@ MAY_IMPORT = {
         "format": "codecs saving",
         "index": "format",
         "foreign": "codecs format index",
-        "frames": "foreign format index",
+        "remote": "format index saving",
+        "frames": "foreign format index remote",
         "writing": "codecs format index onpolicy transition",
-        "streaming": "format frames index live transition",
-        "windows": "format frames index live",
+        "streaming": "format frames index live remote transition",
+        "windows": "format frames index live remote",
         "trajectories": "checkpoints format frames index live",
         "tools": "format index writing",
         "expert": "replay saving",
@@ -58,7 +59,9 @@ TOO_MANY_FILES: dict[str, int] = {}
 TOO_DEEP: dict[str, int] = {}
 #: What the floors may import when they are imported; anything else is optional and imported where it is used.
 CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
-OPTIONAL_MODULES = ("blosc2", "gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "zarr", "zstandard")
+OPTIONAL_MODULES = (
+    "blosc2", "fsspec", "gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "s3fs", "zarr", "zstandard",
+)  # fmt: skip
 #: What is imported at once where it is installed: which CRC-32 is quickest is decided before the first one.
 OPTIONAL_AT_IMPORT = {"zlib_ng"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_S = 450, 50, 1.0

@@ -7,8 +7,7 @@ One rule: nothing from a file is used before it was checked against the file's l
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import Any
 import h5py
 import numpy as np
 
+from storage.core.arguments import is_url
 from storage.core.durable import crc32
 from storage.core.fields import Schema
-from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError
-from storage.saving.hdf5 import attribute, member, open_hdf5
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
+from storage.saving.hdf5 import Guarded, attribute, member, open_hdf5
 
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, check_sum, read_codings
 from .schema import RowLayout
@@ -68,6 +68,8 @@ FRAGMENT_DTYPE = np.dtype(
 def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
     """Build the error for a damaged block."""
     advice = f"Run 'rollout-data verify --repair {path.parent}' to set it aside; the other blocks stay readable"
+    if is_url(path):
+        advice = "Publish it again from where it is intact; the other blocks stay readable"
     return CorruptFileError("read the block", repr(str(path)), expected, got, advice)
 
 
@@ -99,6 +101,7 @@ class BlockHeader:
         file_bytes: Size of the file.
         codings: Field -> how it is coded, of the fields that have a codec; in older blocks of those in chunks only.
         chunks: Table -> column -> where its chunks are, of the coded columns.
+        fetch: Reads bytes `start:stop` where the file is not on this machine.
     """
 
     path: Path
@@ -112,6 +115,7 @@ class BlockHeader:
     file_bytes: int
     codings: Mapping[str, Coding]
     chunks: Mapping[str, Mapping[str, ChunkTable]]
+    fetch: Callable[[int, int], np.ndarray] | None = None
 
     @property
     def layouts(self) -> dict[str, RowLayout]:
@@ -137,6 +141,8 @@ class BlockHeader:
 
     def read_bytes(self, start: int, stop: int) -> np.ndarray:
         """Read bytes `start:stop` of the file: a new uint8 array."""
+        if self.fetch is not None:
+            return self.fetch(start, stop)
         data = np.fromfile(self.path, np.uint8, stop - start, offset=start)
         if len(data) < stop - start:
             raise corrupt(self.path, f"{stop - start} bytes at {start}", f"{len(data)}")
@@ -154,8 +160,8 @@ def header_crc(
     return crc
 
 
-def read_header(path: Path) -> BlockHeader:
-    """Read and check the header of a block.
+def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
+    """Read and check the header of a block, `opened` if it is not on this machine.
 
     Raises:
         FileNotFoundError: It is not there (any more).
@@ -163,10 +169,10 @@ def read_header(path: Path) -> BlockHeader:
         ForeignFileError: Not a block, or of a newer version.
         UnsafeFileError: It points outside itself (links, external or virtual storage).
     """
-    path = Path(path)
+    path = path if isinstance(path, Path) else Path(path)  # one behind a network stays what it is
     try:
-        with open_hdf5(path) as (file, descriptor):
-            return _read_open_file(path, file, descriptor)
+        with open_hdf5(path, opened) as (file, guarded):
+            return _read_open_file(path, file, guarded)
     except ForeignFileError:
         raise
     except UnsafeFileError as cause:
@@ -175,6 +181,8 @@ def read_header(path: Path) -> BlockHeader:
         if "signature not found" in cause.got:
             raise ForeignFileError("read the block", repr(str(path)), "an HDF5 file", "another format") from cause
         raise corrupt(path, cause.expected, cause.got) from cause
+    except DataFileError:  # it could not be fetched
+        raise
     except RolloutDataError as cause:  # a schema that cannot be is the file's fault here, not the caller's
         raise corrupt(path, "an intact schema", str(cause)) from cause
 
@@ -184,8 +192,8 @@ def _wrong(expected: str, got: object) -> CorruptFileError:
     return CorruptFileError("read", "", expected, str(got))
 
 
-def _read_open_file(path: Path, file: h5py.File, descriptor: int) -> BlockHeader:
-    tables = _Tables(path, file, descriptor)
+def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeader:
+    tables = _Tables(path, file, guarded)
     schema, codings = _read_attributes(path, file)
     fragments = tables.read("fragments", FRAGMENT_DTYPE, (-1,))
     reward_sums = tables.read("reward_sums", np.dtype("<f8"), (len(fragments), -1))
@@ -252,9 +260,9 @@ def _read_chunks(
 class _Tables:
     """The datasets of an open block. No declaration costs memory or leads out of the file: it is checked first."""
 
-    def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
-        self._path, self.file, self._descriptor = path, file, descriptor
-        self.file_bytes = os.fstat(descriptor).st_size
+    def __init__(self, path: Path, file: h5py.File, guarded: Guarded) -> None:
+        self._path, self.file, self._guarded = path, file, guarded
+        self.file_bytes = guarded.num_bytes
 
     def _find(self, name: str) -> h5py.Dataset:
         dataset = member(self.file, name, self._path)
@@ -274,9 +282,9 @@ class _Tables:
         # What takes little more than the fragments, which were read before, may be zeros, hence a hole in a copy.
         wide = min(shape[0] * MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES)
         may_be_hollow = declared <= max(MAX_HOLLOW_BYTES, shape[0] * FRAGMENT_DTYPE.itemsize, wide)
-        if not may_be_hollow:  # a hole begins at the end of the file where the file system cannot tell
+        if not may_be_hollow:
             offset = dataset.id.get_offset()
-            if offset is None or os.lseek(self._descriptor, offset, os.SEEK_HOLE) < offset + declared:
+            if offset is None or not self._guarded.is_written(declared, offset):
                 raise _wrong(f"a table {name!r} that was written", f"{declared} bytes with a hole in them")
         return np.asarray(dataset[()])
 

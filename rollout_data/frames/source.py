@@ -28,28 +28,18 @@ from ..format.header import layouts_of, read_header
 from ..format.schema import RowLayout
 from ..index.folder import BlockFolder, block_names, read_metadata
 from ..index.index import Block, Int64s, Key, LostBlockError, TrajectoryIndex
+from ..remote.access import DataDirs, RemoteFiles, RemoteOptions, absolute_paths
+from ..remote.folder import RemoteFolder
 from .coded import CHUNK_CACHE_BYTES
+from .remote import RemoteFrames
 from .store import GONE, FileFrames, FileMap, FrameStore, MappedFrames, Place, can_map
 
 #: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
 BlocksInUse = Callable[[], Collection[Block]]
-DataDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 #: The last problems are kept, and more are known again by their hashes, so that each is reported once.
 MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
 #: Between batches the folders are looked at for this share of the time at most, and once a second.
 _LOOK_SHARE = 0.005
-
-
-def absolute_paths(data_dir: DataDirs) -> list[Path]:
-    """Give the folders of a `data_dir` argument so that they stay the same when the process goes elsewhere."""
-    try:
-        listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
-        paths = [arguments.path("open the dataset", "", os.fspath(path)).absolute() for path in listed]
-    except TypeError as cause:
-        raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
-    if not paths:
-        raise UsageError("open the dataset", "", "at least one data folder", "none")
-    return paths
 
 
 class Source:
@@ -65,9 +55,13 @@ class Source:
     """
 
     def __init__(
-        self, data_dir: DataDirs, verify_on_open: bool = False, chunk_cache_bytes: int = CHUNK_CACHE_BYTES
+        self,
+        data_dir: DataDirs,
+        verify_on_open: bool = False,
+        chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
+        remote: RemoteOptions | None = None,
     ) -> None:
-        self.paths = absolute_paths(data_dir)
+        self.paths, self.remote = absolute_paths(data_dir), remote or RemoteOptions()
         self.verify_on_open, self.chunk_cache_bytes = verify_on_open, chunk_cache_bytes
         self.schema: Schema | None = None
         self.problems: list[RolloutDataError] = []
@@ -75,6 +69,7 @@ class Source:
         self._reported: dict[int, None] = {}
         self.lost: set[Key] = set()  # counted already
         self._folders: _Folders | None = None
+        self.is_remote = arguments.is_url(self.paths[0])
         self._decide(_kind_of_all(self.paths))
 
     def _decide(self, kind: type[_Folders] | None) -> None:
@@ -89,6 +84,8 @@ class Source:
     @property
     def metadata(self) -> dict[str, Any]:
         """Contents of the first folder's metadata.json, with the established totals."""
+        if isinstance(self._folders, _Blocks) and self.is_remote:
+            return self._folders.remote[0].metadata
         return self._folders.metadata if isinstance(self._folders, _Chunks) else read_metadata(self.paths[0])
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
@@ -160,6 +157,11 @@ class Source:
 
 def _kind_of_all(paths: Sequence[Path]) -> type[_Folders] | None:
     """Tell how folders are read, None as long as all are empty."""
+    is_remote = [arguments.is_url(path) for path in paths]
+    if any(is_remote) and not all(is_remote):
+        raise UsageError("open the folders together", "", "folders of one kind", "some of this machine and some URLs")
+    if all(is_remote):
+        return _Blocks
     kinds = {path: kind for path in paths for kind in reversed(_KINDS) if kind.is_there(path)}
     if len(set(kinds.values())) > 1:
         got = "; ".join(f"{kind.about} in {path}" for path, kind in kinds.items())
@@ -175,9 +177,7 @@ class _Blocks:
     def __init__(self, source: Source) -> None:
         self._source = source
         labels = [""] if len(source.paths) == 1 else [f"{number}:" for number in range(len(source.paths))]
-        self._folders = [
-            BlockFolder(path, source.verify_on_open, label) for path, label in zip(source.paths, labels, strict=True)
-        ]
+        self._folders = [self._folder(path, label) for path, label in zip(source.paths, labels, strict=True)]
         #: Blocks that are gone and in use; blocks that another process has seen.
         self._pinned: list[Block] = []
         self._adopted: list[Block] | None = None
@@ -190,6 +190,15 @@ class _Blocks:
     @staticmethod
     def is_there(path: Path) -> bool:
         return bool(block_names(path))
+
+    def _folder(self, path: Path, label: str) -> BlockFolder:
+        if self._source.is_remote:
+            return RemoteFolder(RemoteFiles(path, self._source.remote), self._source.verify_on_open, label)
+        return BlockFolder(path, self._source.verify_on_open, label)
+
+    @property
+    def remote(self) -> list[RemoteFolder]:
+        return [folder for folder in self._folders if isinstance(folder, RemoteFolder)]
 
     def sight(self) -> Any:
         if self._sight[0] is not (store := self.snapshot()):
@@ -255,14 +264,18 @@ class _Blocks:
         blocks = self._blocks()
         if upto is not None:
             blocks = [block for block in blocks if block.sequence <= upto.get(block.writer, -1)]
-        if can_map([*blocks, *self._pinned]):
-            store: FrameStore = self._mapped_frames(blocks, layouts)
-        else:
-            store = FileFrames(TrajectoryIndex(blocks), layouts, partial(_read_block, layouts=layouts))
+        store = self._frames(blocks, layouts)
         if upto is None:
             self._report_broken(store.index)
             self._last = store
         return store
+
+    def _frames(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> FrameStore:
+        if self._source.is_remote:
+            return RemoteFrames(TrajectoryIndex(blocks), layouts, self.remote)
+        if can_map([*blocks, *self._pinned]):
+            return self._mapped_frames(blocks, layouts)
+        return FileFrames(TrajectoryIndex(blocks), layouts, partial(_read_block, layouts=layouts))
 
     def _mapped_frames(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> FrameStore:
         files = self._files

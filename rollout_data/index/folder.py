@@ -23,7 +23,16 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
-from ..format.header import DATA, FINAL, FRAGMENT_DTYPE, METADATA_NAME, check_fragments, layouts_of, open_block
+from ..format.header import (
+    DATA,
+    FINAL,
+    FRAGMENT_DTYPE,
+    METADATA_NAME,
+    BlockHeader,
+    check_fragments,
+    layouts_of,
+    open_block,
+)
 from ..format.write import TEMPORARY_PREFIX
 from .index import Block, Int64s, TrajectoryIndex, joined_fragments
 from .metadata import BAD_METADATA, Metadata, load_metadata, read_document
@@ -84,8 +93,7 @@ class BlockFolder:
 
     def __init__(self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = "") -> None:
         self.label = label
-        # Absolute, as the process may change its working directory.
-        self.data_dir = arguments.path("open the data folder", "", data_dir).absolute()
+        self.data_dir = self._place_of(data_dir)
         self.verify_on_open = verify_on_open
         self.schema: Schema | None = None
         self.blocks: dict[str, Block] = {}
@@ -94,6 +102,10 @@ class BlockFolder:
         self._stamps: dict[str, FileStamp] = {}
         self._use_cache = not verify_on_open
         self._is_schema_fixed = False
+
+    def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
+        # Absolute, as the process may change its working directory.
+        return arguments.path("open the data folder", "", data_dir).absolute()
 
     def refresh(self) -> bool:
         """Look at the folder again; open what is new, forget what is gone. True if anything changed."""
@@ -184,7 +196,7 @@ class BlockFolder:
         """The fields that metadata.json declares, and what is wrong with it; (None, None) if there is none."""
         path = self.data_dir / METADATA_NAME
         try:
-            return Schema.from_json(read_document(path)["fields"]) or None, None
+            return Schema.from_json(self.read_document()["fields"]) or None, None
         except FileNotFoundError:
             return None, None
         except BAD_METADATA as cause:
@@ -192,11 +204,18 @@ class BlockFolder:
             problem.__cause__ = cause
             return None, problem
 
+    def read_document(self) -> dict[str, Any]:
+        """Read metadata.json as it is; errors as of `metadata.read_document`."""
+        return read_document(self.data_dir / METADATA_NAME)
+
+    def _open_block(self, path: Path, stamp: FileStamp) -> BlockHeader:
+        return open_block(path, verify=self.verify_on_open)
+
     def _open(self, name: str, stamp: FileStamp) -> tuple[Schema, Block] | None:
         """Open a file; None if it is gone, or a problem now."""
         path = self.data_dir / name
         try:
-            header = open_block(path, verify=self.verify_on_open)
+            header = self._open_block(path, stamp)
         except FileNotFoundError:
             return None
         except (RolloutDataError, OSError) as error:
@@ -299,7 +318,11 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
     metadata = load_metadata(data_dir)
     if metadata is None:
         raise DataFileError("read the metadata of", repr(str(data_dir)), f"a {METADATA_NAME} or a block", "neither")
-    folder = BlockFolder(data_dir)
+    return counted_metadata(BlockFolder(data_dir), metadata)
+
+
+def counted_metadata(folder: BlockFolder, metadata: Metadata) -> dict[str, Any]:
+    """Give metadata of a folder with the totals that are counted in its blocks."""
     folder.refresh()
     if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
         metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right

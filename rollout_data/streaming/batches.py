@@ -20,6 +20,7 @@ from storage.errors import SchemaError
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..format.schema import FrameRows, Grid, RowLayout, leaves_of, put
+from ..frames.remote import RemoteFrames
 from ..frames.store import FrameStore, MappedFrames
 from ..index.index import Int64s, TrajectoryIndex
 from ..transition import Transition
@@ -240,7 +241,7 @@ def _mix(below: Any, above: Any, nearest: Any, weight: torch.Tensor) -> Any:
 
 
 class ReadAhead:
-    """Advises the kernel about the rows that a stream reads next."""
+    """Advises the kernel about the rows that a stream reads next; files behind a network are asked for them."""
 
     def __init__(self, num_envs: int) -> None:
         self._index: TrajectoryIndex | None = None
@@ -253,12 +254,12 @@ class ReadAhead:
         """Ask for the frames of a plan and those after them, as far as they were not asked for."""
         for part in plan.parts:
             store = part.deal.source
-            if isinstance(store, MappedFrames):
+            if isinstance(store, (MappedFrames, RemoteFrames)):
                 self._look(store)
                 if not self._is_warm:
                     self._advise(store, part.pieces)
 
-    def _look(self, store: MappedFrames) -> None:
+    def _look(self, store: MappedFrames | RemoteFrames) -> None:
         """See now and then whether the files are in memory."""
         if store.index is not self._index:
             self._index = store.index
@@ -271,7 +272,7 @@ class ReadAhead:
             self._is_warm = store.is_resident(runs)
         self._num_batches += 1
 
-    def _advise(self, store: FrameStore, pieces: Pieces) -> None:
+    def _advise(self, store: MappedFrames | RemoteFrames, pieces: Pieces) -> None:
         index, (env, _, trajectory, frame, count) = store.index, pieces
         start = index.first_frame[trajectory] + frame
         stop = index.first_frame[trajectory + 1]
@@ -280,7 +281,8 @@ class ReadAhead:
         if not is_due.any():
             return
         # Envs that are due soon are included: with single frames some env would be due at nearly every batch.
-        num_frames = _STRETCH_BYTES // store.layouts[DATA].frame_bytes
+        stretch_bytes = store.stretch_bytes(len(self._end)) if isinstance(store, RemoteFrames) else _STRETCH_BYTES
+        num_frames = stretch_bytes // store.layouts[DATA].frame_bytes
         new = np.flatnonzero(is_due | (np.minimum(needed + num_frames // 4, stop) > end))
         stretch = np.maximum(num_frames, 2 * count[new])
         # What was asked for already is not asked for again.

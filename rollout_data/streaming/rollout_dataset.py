@@ -16,10 +16,10 @@ from storage.core.arguments import choice, flag, real, whole
 from storage.errors import UsageError
 
 from ..frames.coded import CHUNK_CACHE_BYTES
-from ..frames.source import DataDirs, absolute_paths
 from ..frames.store import FrameStore
 from ..index.agreement import ShardChoice, checked_shard
 from ..index.index import Int64s
+from ..remote.access import DataDirs, RemoteOptions, absolute_paths
 from ..transition import Transition
 from .batches import BatchOptions, BatchReader, write_into
 from .delivery import PrefetchedBatches
@@ -41,7 +41,7 @@ class RolloutDataset(RolloutStream):
     Nothing is read before the first batch.
 
     Args:
-        data_dir: A folder or a list of folders.
+        data_dir: A folder or a list of folders; or URLs of folders of block files, see `remote`.
         num_envs: Parallel streams of each rank. Those of all ranks are one stream, planned alike in every process and
             the same for any number of ranks and workers; workers of a rank read its batches in turns.
         dataset_loops: How often all trajectories are delivered; below 1 without end.
@@ -80,6 +80,8 @@ class RolloutDataset(RolloutStream):
         refresh_s: Look for new trajectories within a pass too, so that those that were published are dealt within this
             many seconds, to envs that become free, before the rest of the pass. None looks between passes only. Reads
             complete trajectories only; waits for the first one, up to `wait_timeout_s`.
+        remote: How files behind a network are read: what envs need next is fetched ahead. Several ranks and workers
+            fetch what they read, each for itself.
 
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
@@ -118,6 +120,7 @@ class RolloutDataset(RolloutStream):
         on_error: OnError = "raise",
         as_dict: bool = False,
         refresh_s: float | None = None,
+        remote: RemoteOptions | None = None,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
         self._paths = absolute_paths(data_dir)
@@ -129,6 +132,7 @@ class RolloutDataset(RolloutStream):
         self.drop_last, self.as_dict = _flag("drop_last", drop_last), _flag("as_dict", as_dict)
         self.verify_on_open = _flag("verify_on_open", verify_on_open)
         self._chunk_cache_bytes = _whole("chunk_cache_bytes", chunk_cache_bytes, 0)
+        self._remote = remote or RemoteOptions()
         self._passes = PassOptions(
             _whole("dataset_loops", dataset_loops, -(1 << 62)),
             _flag("random_shuffle_traj_order", random_shuffle_traj_order),

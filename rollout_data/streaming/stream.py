@@ -47,6 +47,7 @@ class RolloutStream(RolloutFileBase):
     drop_last: bool
     verify_on_open: bool
     _chunk_cache_bytes: int
+    _remote: Any
     as_dict: bool
 
     def _begin_unread(self, shard: Shard | None) -> None:
@@ -104,7 +105,7 @@ class RolloutStream(RolloutFileBase):
     def source(self) -> Source:
         """The opened folders."""
         if self._source is None:
-            self._source = Source(self._paths, self.verify_on_open, self._chunk_cache_bytes)
+            self._source = Source(self._paths, self.verify_on_open, self._chunk_cache_bytes, self._remote)
         return self._source
 
     @property

@@ -7,7 +7,7 @@ of one. `fields.py` decides what a window is made of, `index.py` which windows t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -20,9 +20,12 @@ from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, 
 from ..format.header import DATA
 from ..format.schema import Allocate
 from ..frames.coded import CHUNK_CACHE_BYTES
-from ..frames.source import DataDirs, Source, absolute_paths
+from ..frames.remote import RemoteFrames
+from ..frames.source import Source
 from ..frames.store import FrameStore
 from ..index.index import Int64s
+from ..remote.access import DataDirs, RemoteOptions, absolute_paths
+from .chunks import ChunkedOrder, Route
 from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .normalization import FieldStatistics, compute_statistics
 from .reader import MASK, MAX_FRAMES, NEXT, NEXT_MASK, WindowPlan, WindowReader, checked_delta, plan_windows
@@ -37,7 +40,8 @@ class WindowDataset(WindowBatches):
     what was in the folders when it was opened; pickled copies (spawned workers) open the same files anew.
 
     Args:
-        data_dir: A folder or a list of folders: block files, or the older `trajectory_*/traj_*_*.pickle` layout.
+        data_dir: A folder or a list of folders: block files, or the older `trajectory_*/traj_*_*.pickle` layout. Or
+            URLs of folders of block files, such as "s3://bucket/walk"; see `remote`.
         length: L: fields without an entry in `delta` have the frames `t .. t + L - 1`.
         stride: Frames between the anchors of a trajectory.
         delta: Field, or what its name begins with -> frames relative to the anchor, in this order: for example
@@ -58,6 +62,7 @@ class WindowDataset(WindowBatches):
         contiguous: Give every field contiguous memory of its own, rather than a view of rows.
         verify_on_open: Check every checksum when a block is first seen.
         chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
+        remote: How files behind a network are read.
 
     A batch is a nested dict of `[B, L, *shape]` tensors on the CPU, and the caller's: raw fields are views of rows
     gathered for it. `mask` says which frames exist: bool `[B, L]`, or with `delta` a mask for each field, nested like
@@ -93,6 +98,7 @@ class WindowDataset(WindowBatches):
         contiguous: bool = False,
         verify_on_open: bool = False,
         chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
+        remote: RemoteOptions | None = None,
     ) -> None:
         self.data_dir, self._paths = data_dir, absolute_paths(data_dir)
         self.padding = choice("read windows", "padding", padding, get_args(Padding))
@@ -103,7 +109,7 @@ class WindowDataset(WindowBatches):
         self._split = SplitOptions(split, validation_fraction, whole("open the dataset", "seed", seed, 0))
         self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
         self._flatten_observations = bool(flatten_observations)
-        self._verify_on_open = verify_on_open
+        self._verify_on_open, self._remote = verify_on_open, remote or RemoteOptions()
         self._chunk_cache_bytes = whole("open the dataset", "chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: list[Any] | None = None
         self._may_lack = False
@@ -114,7 +120,7 @@ class WindowDataset(WindowBatches):
     def _open(self) -> None:
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
         super()._open()
-        self._source = Source(self._paths, self._verify_on_open, self._chunk_cache_bytes)
+        self._source = Source(self._paths, self._verify_on_open, self._chunk_cache_bytes, self._remote)
         self._source.refresh()
         before = [*(self.opened_as or []), *5 * [None]]
         upto, fingerprint, first_of_training, num_windows, form = before[:5]
@@ -137,9 +143,9 @@ class WindowDataset(WindowBatches):
                 raise UsageError("read windows", f"with the field {field.name!r}", "another name", "that of the masks")
         pads = self.padding != "none"
         self._windows = WindowIndex(self._store.index, self.trajectories, *self.plan.reach, self.stride, pads)
-        form_now = [self._windows.first_anchor, self._windows.least_length, self.stride]
+        form_now = [self._windows.first_anchor, self._windows.least_length, self.stride, *self._chunks()]
         if form not in (None, form_now):
-            what = f"windows of (first anchor, least length, stride) {form_now}"
+            what = f"windows of (first anchor, least length, stride, and of URLs: frames, chunks) {form_now}"
             raise UsageError("open the windows again", f"of {self.data_dir!r}", what, str(form))
         if upto is None and self._source.holds_blocks:
             upto = self._store.index.writers_upto()
@@ -171,9 +177,15 @@ class WindowDataset(WindowBatches):
         """
         if self.opened_as == opened_as:
             return self
+        may_lack &= not self._source.is_remote  # another chunk would begin elsewhere
         earlier: WindowDataset = object.__new__(type(self))
         earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as, "_may_lack": may_lack})
         return earlier
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its files lie behind a network."""
+        return self._source.is_remote
 
     # What there is
 
@@ -221,11 +233,37 @@ class WindowDataset(WindowBatches):
     # Windows
 
     def shuffled(self, seed: Sequence[int], until: int | None = None) -> tuple[Int64s, np.ndarray]:
-        """Give all windows in an order that is a function of `seed` and their names, and the keys that it goes by."""
+        """Give all windows in an order that is a function of `seed` and their names, and the keys that it goes by.
+
+        Behind a network it is the order of a `ChunkedOrder`.
+        """
+        if self._source.is_remote:
+            return self._chunked(seed).windows(), np.arange(len(self))
         keys = self._windows.random_keys(seed) ^ np.uint64(1 << 63)
         # The same order as signed integers, which torch sorts by their bytes in a third of numpy's time.
         ordered, windows = torch.sort(torch.from_numpy(keys.view(np.int64)))
         return windows.numpy(), ordered.numpy()
+
+    def ahead(self, seed: Sequence[int] | None) -> Callable[[int, int], None]:
+        if not isinstance(self._store, RemoteFrames):
+            return super().ahead(seed)
+        return Route(self._store, self.plan, self._windows, self._chunked(seed)).advance
+
+    def _chunks(self) -> list[int]:
+        """Frames of a chunk, the rows beyond its end left out, and chunks of a group; nothing without a network."""
+        if not self._source.is_remote:
+            return []
+        columns, reaches = self._store.layouts[DATA].columns, [shape.reach for shape in self.plan.shapes]
+        row_bytes = sum(columns[name].row_bytes for name in self.plan.columns)
+        beyond = max(high for _, high in reaches) - min(low for low, _ in reaches) if reaches else 0
+        return [max(1, self._remote.chunk_bytes // max(1, row_bytes) - beyond), self._remote.num_chunks]
+
+    def _chunked(self, seed: Sequence[int] | None) -> ChunkedOrder:
+        index = self._store.index
+        first = index.fragment_frame.searchsorted(index.first_frame[self.trajectories])
+        place = np.lexsort((index.fragment_row[first], index.fragment_block[first]))
+        num_frames, num_chunks = self._chunks()
+        return ChunkedOrder(self._windows, place, num_frames, num_chunks, seed)
 
     def random_keys(self, seed: Sequence[int]) -> np.ndarray:
         """uint64, a random number for each window; see `WindowIndex`."""
@@ -248,11 +286,12 @@ class WindowDataset(WindowBatches):
     ) -> dict[str, FieldStatistics]:
         """Summarize each recorded field over the frames of this split, for normalization; each frame counts once.
 
-        Computed in one pass, in bounded memory, and kept in a file beside the data (of trajectory folders in the user's
-        cache folder), which is made anew when the data have changed. Where it cannot be written it is computed again
-        the next time.
+        Computed in one pass, in bounded memory, and kept in a file beside the data (of trajectory folders and URLs in
+        the user's cache folder), which is made anew when the data have changed. Where it cannot be written it is
+        computed again the next time.
         """
-        folder = self._source.paths[0] if self._source.holds_blocks else None
+        is_beside = self._source.holds_blocks and not self._source.is_remote
+        folder = self._source.paths[0] if is_beside else None
         read = [field for field in self.plan.fields if field.rows and not field.is_next]
         names = [source for field in read for source in field.sources]
         return compute_statistics(self._store, folder, self.trajectories, names, quantiles, use_cache, progress)

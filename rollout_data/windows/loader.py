@@ -48,6 +48,9 @@ class WindowMixture(WindowBatches):
         if not self.datasets:
             raise UsageError("mix datasets", "", "at least one", "none")
         self._given = weights
+        if any(dataset.is_remote for dataset in self.datasets):
+            advice = "Copy them first, or load each by a WindowLoader of its own"
+            raise UsageError("mix datasets", "", "files of this machine", "URLs", advice)
         first = self.datasets[0].form
         for number, dataset in enumerate(self.datasets):
             if dataset.form != first:
@@ -306,8 +309,13 @@ class WindowLoader:
         self._turn += 1
         turn, global_size = self._turn, self.batch_size * current_shard(self._shard).total
         windows, bounds = self._windows, self._bounds(start, len(order))
-        parts = (np.arange(first, stop) for first, stop in bounds.tolist() if first < stop)
-        batches = (collate_windows(windows.__getitems__(order.take(part, mode="wrap"))) for part in parts)
+        ahead_of = windows.ahead([self.seed, epoch] if self.shuffle else None)
+
+        def read(first: int, stop: int) -> Any:
+            ahead_of(first, stop)
+            return collate_windows(windows.__getitems__(order.take(np.arange(first, stop), mode="wrap")))
+
+        batches = (read(first, stop) for first, stop in bounds.tolist() if first < stop)
         items = PipelinedDataCollector(batches, self.device, self.num_ahead)
         with iter(items) as ahead:
             for number, batch in enumerate(ahead, 1):

@@ -105,6 +105,13 @@ class WindowBatches(Dataset[dict[str, Any]], ABC):
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         """Read a batch into memory that `allocate(shape, dtype)` gives; otherwise like `__getitems__`."""
 
+    def ahead(self, seed: Sequence[int] | None) -> Callable[[int, int], None]:
+        """Give what is told the positions `start:stop` of an epoch before they are read; here it does nothing.
+
+        `seed` is that of `shuffled`; None goes by the numbers of the windows.
+        """
+        return lambda start, stop: None
+
     #: For `DataLoader(dataset, collate_fn=dataset.collate)`: a batch is one already; lists of windows are stacked.
     collate = staticmethod(collate_windows)
 

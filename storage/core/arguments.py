@@ -77,12 +77,18 @@ def choice(action: str, name: str, value: Choice, options: Iterable[Choice]) -> 
     raise UsageError(action, "", f"{name} one of {nearest(str(value), map(str, listed))}", repr(value))
 
 
+def is_url(value: Any) -> bool:
+    """Tell whether a path is a URL, also one that was made a `Path`."""
+    return isinstance(value, (str, os.PathLike)) and bool(_URL.match(os.fsdecode(value)))
+
+
 def path(action: str, name: str, value: Any) -> Path:
     """Check a local path, not a URL; `name` may be empty."""
     if not isinstance(value, (str, os.PathLike)):
         raise UsageError(action, "", f"{name} a path".strip(), repr(value))
-    if _URL.match(text := os.fsdecode(value)):
-        advice = "Only local files are read and written: mount it, or copy the data"
+    text = os.fsdecode(value)
+    if is_url(text):
+        advice = "Only RolloutDataset, WindowDataset and push take URLs: mount it, or copy the data"
         raise UsageError(action, repr(text), "a path on this machine", "a URL", advice)
     return Path(text)
 

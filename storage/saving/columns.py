@@ -143,7 +143,7 @@ def open_columns(path: Path, save_id: object, names: Iterable[str] | Callable[[s
                 got = f"one of {str(found)!r}"
                 raise CorruptFileError("load", repr(str(path)), f"a file of the save {save_id!r}", got)
             keys = {names(key): key for key in file} if callable(names) else {name: name for name in names}
-            yield StoredTable(path, handle, {name: member(file, key, path) for name, key in keys.items()})
+            yield StoredTable(path, handle.fileno(), {name: member(file, key, path) for name, key in keys.items()})
     except FileNotFoundError as cause:
         raise CorruptFileError("load", repr(str(path.parent)), f"the file {path.name}", "none") from cause
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -36,11 +37,56 @@ _MAX_ATTRIBUTE_BYTES = 1 << 12
 _DAMAGE = (OSError, LookupError, ValueError, TypeError, RuntimeError, AttributeError, ArithmeticError)
 
 
-class GuardedFile(io.FileIO):
+class Guarded(io.RawIOBase):
     """A file to be read by HDF5 (its file-object driver) that stops it at a heap which it could not leave.
 
     Only good for files whose superblock declares sizes of 8 bytes. Every heap is read from its beginning: what
     joins reads of neighbouring places in the library, its metadata accumulator, is empty until something is written.
+    """
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Size of the file."""
+
+    @abstractmethod
+    def take(self, view: memoryview) -> int:
+        """Read bytes from the position on and move it; give their number, 0 at the end of the file."""
+
+    @abstractmethod
+    def read_at(self, num_bytes: int, start: int) -> bytes:
+        """Read bytes from a place on; fewer at the end of the file."""
+
+    @abstractmethod
+    def is_written(self, num_bytes: int, start: int) -> bool:
+        """Tell whether there is no hole in these bytes, which cost their sender nothing."""
+
+    def readinto(self, out: Any) -> int:
+        view, done, start = memoryview(out), 0, self.tell()
+        while done < len(view) and (count := self.take(view[done:])):
+            done += count
+        view[done:] = bytes(len(view) - done)  # HDF5 takes the whole buffer, whatever was read
+        if view[:4] == _MAGIC:
+            self._check_heap(start)
+        return len(view)
+
+    def _check_heap(self, start: int) -> None:
+        size = _number(self.read_at(8, start + 8))
+        if not size <= MAX_HEAP_BYTES:
+            raise OSError(f"a heap of {size} bytes at {start}")
+        heap = self.read_at(size, start)
+        at = _HEAD_BYTES
+        while at + _HEAD_BYTES <= size:
+            num_bytes = _number(heap[at + 8 : at + _HEAD_BYTES])
+            is_free = heap[at : at + 2] == b"\0\0"  # unused space: its size includes its header
+            step = num_bytes if is_free else _HEAD_BYTES + -(-num_bytes // 8) * 8
+            if not _HEAD_BYTES <= step <= len(heap) - at:
+                raise OSError(f"an object of {num_bytes} bytes at {at} of the heap at {start}")
+            at += step
+
+
+class GuardedFile(Guarded, io.FileIO):
+    """A guarded file of this machine.
 
     Args:
         path: The file.
@@ -53,28 +99,19 @@ class GuardedFile(io.FileIO):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(open_regular(path), "rb")
 
-    def readinto(self, out: Any) -> int:
-        view, done, start = memoryview(out), 0, self.tell()
-        while done < len(view) and (count := super().readinto(view[done:])):
-            done += count
-        view[done:] = bytes(len(view) - done)  # HDF5 takes the whole buffer, whatever was read
-        if view[:4] == _MAGIC:
-            self._check_heap(start)
-        return len(view)
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self.fileno()).st_size
 
-    def _check_heap(self, start: int) -> None:
-        size = _number(os.pread(self.fileno(), 8, start + 8))
-        if not size <= MAX_HEAP_BYTES:
-            raise OSError(f"a heap of {size} bytes at {start}")
-        heap = os.pread(self.fileno(), size, start)
-        at = _HEAD_BYTES
-        while at + _HEAD_BYTES <= size:
-            num_bytes = _number(heap[at + 8 : at + _HEAD_BYTES])
-            is_free = heap[at : at + 2] == b"\0\0"  # unused space: its size includes its header
-            step = num_bytes if is_free else _HEAD_BYTES + -(-num_bytes // 8) * 8
-            if not _HEAD_BYTES <= step <= len(heap) - at:
-                raise OSError(f"an object of {num_bytes} bytes at {at} of the heap at {start}")
-            at += step
+    def take(self, view: memoryview) -> int:
+        return io.FileIO.readinto(self, view) or 0
+
+    def read_at(self, num_bytes: int, start: int) -> bytes:
+        return os.pread(self.fileno(), num_bytes, start)
+
+    def is_written(self, num_bytes: int, start: int) -> bool:
+        # A hole begins at the end of the file where the file system cannot tell.
+        return os.lseek(self.fileno(), start, os.SEEK_HOLE) >= start + num_bytes
 
 
 def _number(data: bytes) -> int:
@@ -82,17 +119,17 @@ def _number(data: bytes) -> int:
 
 
 @contextmanager
-def open_hdf5(path: Path) -> Iterator[tuple[h5py.File, int]]:
-    """Open a file for reading; give it and its descriptor. What damage makes the library raise becomes one error.
+def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.File, Guarded]]:
+    """Open a file for reading, `opened` if it is elsewhere. What damage makes the library raise becomes one error.
 
     Raises:
         CorruptFileError: Also for what the block raises because of the file.
     """
     try:
-        with GuardedFile(path) as guarded, h5py.File(guarded, "r", locking=False) as file:
+        with opened or GuardedFile(path) as guarded, h5py.File(guarded, "r", locking=False) as file:
             if file.id.get_create_plist().get_sizes() != (8, 8):  # the guard reads no other
                 raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
-            yield file, guarded.fileno()
+            yield file, guarded
     except _DAMAGE as cause:
         is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)  # a negative place
         if isinstance(cause, RolloutDataError) or is_of_system:

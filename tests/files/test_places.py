@@ -37,9 +37,6 @@ def a_storage():
 
 ENTRIES = {
     "writer": lambda where: RolloutWriter(where, 1),
-    "dataset": lambda where: RolloutDataset(where, 1),
-    "datasets": lambda where: RolloutDataset([where], 1),
-    "windows": lambda where: WindowDataset(where),
     "replay": lambda where: TrajectoryReplayBuffer(auto_save=True, auto_save_path=where),
     "replay checkpoint": lambda where: TrajectoryReplayBuffer().load_checkpoint(where),
     "prune": lambda where: prune(where, frames=1),
@@ -66,6 +63,26 @@ def test_a_url_that_was_made_a_path_is_refused_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="got a URL"):
         RolloutWriter(Path("s3://bucket/walk"), 1)
+    assert not list(tmp_path.iterdir())
+
+
+READERS = [lambda where: RolloutDataset(where, 1), lambda where: RolloutDataset([where], 1), WindowDataset]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_url_is_read_only_where_fsspec_is_installed_and_the_text_says_how(monkeypatch, reader):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(UsageError, match=r"'s3://b/x': .*no fsspec\. To read it: pip install rollout-data\[remote\]"):
+        reader("s3://b/x")
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("url", ["my+fs://x", "file://tmp/x"])
+def test_a_url_of_no_known_kind_is_refused(tmp_path, monkeypatch, reader, url):
+    pytest.importorskip("fsspec")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="or a URL that fsspec knows, got a URL of kind"):
+        reader(url)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,241 @@
+"""Rows of blocks behind a network: fetched by parallel requests, kept in bounded memory, gathered from there.
+
+One rule: rows that are needed soon are asked for together, as a `Stock`; adjacent ones come by one request. What is
+read without having been asked for is fetched then, also in parallel. Which rows are needed soon is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from storage.core.memory import BufferPool
+from storage.errors import CorruptFileError
+
+from ..format.chunk_table import ChunkTable
+from ..format.header import DATA, FINAL, corrupt
+from ..format.schema import RowLayout
+from ..index.index import Int64s, Runs, TrajectoryIndex
+from ..remote.fetching import Fetcher, Request
+from ..remote.folder import RemoteFolder
+from .store import GONE, FrameStore, Place, gather
+
+#: A row of a block is known by one number; a block has fewer rows than this.
+_ROWS = 1 << 40
+#: Pieces that are less of a chunk than this apart are fetched with what lies between: a request costs more.
+_GAP = 1 / 32
+#: Final rows are asked for in pieces of this size.
+_FINAL_BYTES = 64 << 10
+#: Stocks that are kept beside those of a route; each call looks through all of them.
+_MAX_STOCKS = 64
+
+
+class Stock:
+    """Rows of one place that were asked for together, in one piece of memory.
+
+    Args:
+        store: Whose rows.
+        place: Which kind of row.
+        runs: The rows; those that overlap or nearly touch are joined.
+    """
+
+    def __init__(self, store: RemoteFrames, place: Place, runs: Runs) -> None:
+        self.place = place
+        self._store, row_bytes = store, store.layouts[place[0]].columns[place[1]].row_bytes
+        first = runs.block * _ROWS + runs.row
+        order = np.argsort(first, kind="stable")
+        first, stop = first[order], np.maximum.accumulate((first + runs.num_rows)[order])
+        is_head = np.ones(len(first), bool)
+        is_head[1:] = first[1:] > stop[:-1] + int(_GAP * store.options.chunk_bytes / row_bytes)
+        heads = np.flatnonzero(is_head)
+        #: int64 `[E]`, first row of each piece, its end, and where it lies in `words`.
+        self._first, self._stop = first[heads], stop[np.append(heads[1:], len(first)) - 1]
+        counts = self._stop - self._first
+        self._base = np.cumsum(counts) - counts
+        self.words = store.memory.empty((int(counts.sum()), row_bytes // 4), torch.int32)
+        self.is_lost = False
+        self._requests: list[tuple[int, Request]] = []
+        step = max(1, store.options.chunk_bytes // row_bytes)
+        for start, end, base in zip(self._first.tolist(), self._stop.tolist(), self._base.tolist(), strict=True):
+            block, row = divmod(start, _ROWS)
+            for low in range(row, row + end - start, step):
+                high = min(low + step, row + end - start)
+                request = store.request(place, block, low, high, self.words[base + low - row : base + high - row])
+                self._requests += [(block, request)] if request is not None else []
+
+    @property
+    def num_bytes(self) -> int:
+        return self.words.numel() * self.words.element_size()
+
+    def copy(self, runs: Runs, length: int, out: torch.Tensor) -> Runs:
+        """Copy what is here of some runs (see `gather`); give what is left of them."""
+        if self.is_lost or not len(self._first):
+            return runs
+        key = runs.block * _ROWS + runs.row
+        piece = np.maximum(self._first.searchsorted(key, side="right") - 1, 0)
+        inside = np.minimum(self._stop[piece] - key, runs.num_rows)
+        count: Int64s = np.where(key >= self._first[piece], np.maximum(inside, 0), 0)
+        here = np.flatnonzero(count > 0)
+        if not len(here):
+            return runs
+        self.wait()
+        first = self._base[piece] + key - self._first[piece]
+        if len(here) == len(count) and (count == runs.num_rows).all():
+            gather(self.words, runs, first, length, out)
+            return Runs(*(column[:0] for column in runs))
+        part = Runs(runs.target[here], runs.block[here], runs.row[here], count[here])
+        gather(self.words, part, first[here], 0, out)
+        left = count < runs.num_rows
+        moved = runs.target + count, runs.block, runs.row + count, runs.num_rows - count
+        return Runs(*(column[left] for column in moved))
+
+    def wait(self) -> None:
+        """Wait until all rows have come; after an error they can be asked for anew."""
+        try:
+            for block, request in self._requests:
+                self._store.wait(block, request)
+        except BaseException:
+            self.is_lost = True
+            raise
+        self._requests = []
+
+    def drop(self) -> None:
+        """Ask for nothing more."""
+        for block, request in self._requests:
+            self._store.forget(block, request)
+
+
+class RemoteFrames(FrameStore):
+    """Rows of blocks behind a network; those of coded components are decoded as they come.
+
+    Args:
+        index: Which frames there are.
+        layouts: Table -> row layout.
+        folders: Where the blocks are.
+
+    Attributes:
+        memory: Where stocks get their memory from.
+        routes: Stocks that others keep, as long as they do.
+    """
+
+    def __init__(
+        self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], folders: Sequence[RemoteFolder]
+    ) -> None:
+        super().__init__(index, layouts)
+        self._folders = {folder.data_dir: folder for folder in folders}
+        self.options = folders[0].files.options
+        self.memory = BufferPool(8)
+        self.routes: weakref.WeakSet[Stock] = weakref.WeakSet()
+        self._kept: deque[Stock] = deque(maxlen=_MAX_STOCKS)
+        self._tables: dict[tuple[int, Place], ChunkTable] = {}
+
+    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        left = runs
+        for _ in range(2):  # what is left of a run may be in a stock that was looked through before
+            for stock in [*self.routes, *reversed(self._kept)]:
+                if stock.place == place and len(left.row):
+                    left = stock.copy(left, length if left is runs else 0, out)
+        for part in self._portions(place, left):
+            stock = Stock(self, place, self._widened(part, place) if place[0] == FINAL else part)
+            is_all = left is runs and len(part.row) == len(runs.row)
+            rest = stock.copy(part, length if is_all else 0, out)
+            assert not len(rest.row), "a stock has what it was made for"
+            self._keep(stock)
+
+    def will_need(self, runs: Runs) -> None:
+        for name in self.layouts[DATA].columns if len(runs.row) else ():
+            self._keep(Stock(self, (DATA, name), runs))
+
+    def is_resident(self, runs: Runs) -> bool:
+        """Tell that rows have to be asked for before they are needed."""
+        return False
+
+    def stretch_bytes(self, num_envs: int) -> int:
+        """How much of a trajectory each of some envs reads ahead: together a quarter of what is kept."""
+        return max(1 << 12, min(self.options.chunk_bytes, self.options.kept_bytes // (4 * num_envs)))
+
+    def request(self, place: Place, block: int, start: int, stop: int, out: torch.Tensor) -> Request | None:
+        """Ask for rows `start:stop` of a block; they are put into `out`. None where nothing is stored of them."""
+        at, rows = self.index.blocks[block], out.numpy().view(np.uint8)
+        submit = partial(self._fetcher(block).submit, str(at.path))
+        column = self.layouts[place[0]].columns[place[1]]
+        if not column.is_coded:
+            offset = at.places[place][0]
+            return submit(offset + start * column.row_bytes, offset + stop * column.row_bytes, partial(_put, rows))
+        table = self._table(block, place)
+        first, last = table.rows.searchsorted(start, side="right") - 1, table.rows.searchsorted(stop)
+        low, high = int(table.places[first]), int(table.places[last])
+        if low == high:
+            rows[:] = 0
+            return None
+        return submit(low, high, partial(_decode, table, (start, stop), low, (at.path, place), rows))
+
+    def wait(self, block: int, request: Request) -> None:
+        """Wait for rows that were asked for.
+
+        Raises:
+            LostBlockError: The block is gone.
+            FetchError: They did not come.
+            CorruptFileError: The block is shorter now, or a chunk is damaged.
+        """
+        try:
+            self._fetcher(block).wait(request)
+        except GONE as cause:
+            raise self.index.lost_block(block, str(cause) or "it was removed") from cause
+
+    def forget(self, block: int, request: Request) -> None:
+        """Do not ask for rows any more."""
+        self._fetcher(block).forget(request)
+
+    def _fetcher(self, block: int) -> Fetcher:
+        return self._folders[self.index.blocks[block].path.parent].files.fetcher
+
+    def _table(self, block: int, place: Place) -> ChunkTable:
+        """Where the chunks of a coded column are: read from the block's header, once."""
+        if (block, place) not in self._tables:
+            at = self.index.blocks[block]
+            header = self._folders[at.path.parent].read_header(at.path, at.file_bytes)
+            for table, chunks in header.chunks.items():
+                self._tables |= {(block, (table, name)): found for name, found in chunks.items()}
+        return self._tables[block, place]
+
+    def _keep(self, stock: Stock) -> None:
+        self._kept.append(stock)
+        limit = max(self.options.kept_bytes, 3 * stock.num_bytes)
+        while sum(one.num_bytes for one in self._kept) > limit:
+            self._kept.popleft()
+
+    def _portions(self, place: Place, runs: Runs) -> Iterator[Runs]:
+        """Cut runs into groups that fit into the memory that is kept, if single ones do."""
+        size = runs.num_rows * self.layouts[place[0]].columns[place[1]].row_bytes
+        number = np.cumsum(size) // (self.options.kept_bytes // 2)
+        for cut in np.split(np.arange(len(size)), np.flatnonzero(np.diff(number)) + 1) if len(size) else ():
+            yield Runs(*(column[cut] for column in runs))
+
+    def _widened(self, runs: Runs, place: Place) -> Runs:
+        """Ask for the rows around single ones too: final ones that lie near are needed soon."""
+        unit = max(1, _FINAL_BYTES // self.layouts[FINAL].columns[place[1]].row_bytes)
+        num_rows = np.array([self.index.blocks[block].places[place][1] for block in runs.block.tolist()])
+        first = runs.row // unit * unit
+        return Runs(runs.target, runs.block, first, np.minimum(first + unit, num_rows) - first)
+
+
+def _put(rows: np.ndarray, data: bytes) -> None:
+    rows.reshape(-1)[:] = np.frombuffer(data, np.uint8)
+
+
+def _decode(
+    table: ChunkTable, rows: tuple[int, int], first: int, where: tuple[Path, Place], out: np.ndarray, data: bytes
+) -> None:
+    """Decode rows of a coded column from `data`, the bytes of their chunks, which begin at `first` in the file."""
+    path, place = where
+    try:
+        out[:] = table.read(*rows, lambda start, stop: np.frombuffer(data, np.uint8)[start - first : stop - first])
+    except CorruptFileError as cause:
+        raise corrupt(path, f"{cause.expected} of {'/'.join(place)}", cause.got) from cause

@@ -1,0 +1,172 @@
+"""Where data are: paths and URLs, the fsspec file systems behind those, and how they are asked.
+
+One rule: a URL travels through the library as a `RemotePath`, and only this room opens it.
+`fetching.py` sends the requests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PosixPath
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from storage.core.arguments import is_url, real, whole
+from storage.core.arguments import path as path_of
+from storage.errors import DataFileError, UsageError
+
+from .fetching import Fetcher
+
+DataDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+#: What file systems call that which changes with a file's content.
+_STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """How files behind a network are read; local ones ignore it.
+
+    Windows are shuffled among `num_chunks` chunks, while as many are on their way: both together take
+    2 * `num_chunks` * `chunk_bytes` of memory, 64 MiB by default, which is also what playback keeps.
+
+    Attributes:
+        chunk_bytes: How much is fetched by one request at most.
+        num_chunks: Chunks among which windows are shuffled, and chunks that are fetched ahead.
+        num_requests: Requests under way at once. Together they must cover bandwidth times latency.
+        timeout_s: How long an attempt may take.
+        num_retries: How often a request that failed or took too long is sent again.
+        storage_options: For the file system, as fsspec takes them: keys, `endpoint_url`, ...
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    chunk_bytes: int = 1 << 20
+    num_chunks: int = 32
+    num_requests: int = 32
+    timeout_s: float = 30.0
+    num_retries: int = 3
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, low in (("chunk_bytes", 1 << 12), ("num_chunks", 1), ("num_requests", 1), ("num_retries", 0)):
+            whole("read remote files", name, getattr(self, name), low)
+        real("read remote files", "timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: seconds > 0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory for what was fetched and what is on its way."""
+        return 2 * self.num_chunks * self.chunk_bytes
+
+
+class RemotePath(PosixPath):
+    """A URL that travels through the library as a path; its text is the URL, and nothing of this machine is below."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+
+def absolute_paths(data_dir: DataDirs) -> list[Path]:
+    """Give the folders of a `data_dir` argument so that they stay the same when the process goes elsewhere."""
+    try:
+        listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
+        paths = [_absolute(os.fspath(path)) for path in listed]
+    except TypeError as cause:
+        raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
+    if not paths:
+        raise UsageError("open the dataset", "", "at least one data folder", "none")
+    return paths
+
+
+def _absolute(path: str) -> Path:
+    return remote_path(path) if is_url(path) else path_of("open the dataset", "", path).absolute()
+
+
+def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -> RemotePath:
+    """Give a URL as a path.
+
+    Raises:
+        UsageError: fsspec is not installed, or does not know the kind of URL.
+    """
+    text = os.fsdecode(url)
+    if importlib.util.find_spec("fsspec") is None:
+        advice = "To read it: pip install rollout-data[remote]"
+        raise UsageError(action, repr(text), "a path on this machine", "a URL, and no fsspec", advice)
+    import fsspec
+
+    protocol = text.partition(":")[0]
+    if protocol in ("file", "local") or protocol not in {*fsspec.available_protocols(), *fsspec.registry}:
+        expected = "a path on this machine, or a URL that fsspec knows"
+        raise UsageError(action, repr(text), expected, f"a URL of kind {protocol!r}")
+    return RemotePath(text)
+
+
+class RemoteFiles:
+    """The files below one URL; a pickled copy connects anew."""
+
+    def __init__(self, path: Path, options: RemoteOptions) -> None:
+        self.path, self.options = path, options
+        self.fetcher = Fetcher(self._read, options.num_requests, options.timeout_s, options.num_retries)
+        self._system: tuple[int, Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteFiles, (self.path, self.options)
+
+    @property
+    def system(self) -> Any:
+        """fsspec's file system; of this process, as its threads do not survive a fork."""
+        if self._system is None or self._system[0] != os.getpid():
+            import fsspec
+
+            protocol, options = str(self.path).partition(":")[0], dict(self.options.storage_options)
+            try:
+                self._system = os.getpid(), fsspec.filesystem(protocol, **options)
+            except ImportError as cause:
+                expected, got = "the file system of its kind", str(cause)
+                raise UsageError("open", repr(str(self.path)), expected, got, "Install it with pip") from cause
+        return self._system[1]
+
+    def _read(self, url: str, start: int, stop: int) -> bytes:
+        if start == stop:  # a list of files is asked for like bytes, as it may hang and fail like them
+            return b""
+        data: bytes = self.system.cat_file(url, start=start, end=stop)
+        return data
+
+    def read(self, path: Path, start: int, stop: int) -> np.ndarray:
+        """Read bytes of a file, by several requests where they are many: a new uint8 array; errors as of `Fetcher`."""
+        url, step = str(path), self.options.chunk_bytes
+        bounds = [(low, min(low + step, stop)) for low in range(start, stop, step)]
+        parts = [self.fetcher.submit(url, *bound) for bound in bounds]
+        return np.frombuffer(b"".join(map(self.fetcher.wait, parts)), np.uint8)
+
+    def listed(self) -> dict[str, tuple[int, int]]:
+        """Give the name, size and stamp of each file right below the URL, asked anew.
+
+        Raises:
+            UsageError: There is nothing.
+            DataFileError: It cannot be listed.
+        """
+        url = str(self.path)
+        try:
+            found = self.fetcher.wait(self.fetcher.submit(url, 0, 0, lambda _: self._entries(url)))
+        except (FileNotFoundError, NotADirectoryError) as cause:
+            raise UsageError("open the data folder", repr(url), "a folder", "nothing there") from cause
+        except (OSError, DataFileError) as cause:
+            expected, advice = "a folder that can be listed", "See to the connection and the rights to read"
+            raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause
+        return {name: (size, stamp) for name, size, stamp in found}
+
+    def _entries(self, url: str) -> list[tuple[str, int, int]]:
+        self.system.invalidate_cache(url)
+        entries = [one for one in self.system.ls(url, detail=True) if one["type"] == "file"]
+        return [(one["name"].rpartition("/")[2], int(one["size"] or 0), _stamp(one)) for one in entries]
+
+
+def _stamp(entry: Mapping[str, Any]) -> int:
+    """Make a number of what tells a file's content from another one's."""
+    return crc32(repr([str(entry[name]) for name in _STAMPS if entry.get(name)]).encode())

@@ -1,0 +1,155 @@
+"""A folder of block files behind a network: which blocks are there, and their headers by two requests each.
+
+One rule: what is read goes through the checks that files of this machine go through, in `format/header.py` and
+`index/folder.py`; here they only get their bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from storage.core.fields import Schema
+from storage.core.threads import each
+from storage.errors import CorruptFileError
+from storage.saving.hdf5 import Guarded
+
+from ..format.header import MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, damaged_fragments, read_header
+from ..index.folder import BlockFolder, FileStamp, counted_metadata
+from ..index.index import Block
+from ..index.metadata import BAD_METADATA, Metadata
+from .access import RemoteFiles, RemotePath
+from .fetching import FetchError
+
+#: What opens a block of up to 1,300 fragments; of larger ones the rest is asked for when the library wants it.
+HEAD_BYTES, TAIL_BYTES = 128 << 10, 64 << 10
+#: The least that is asked for then.
+_MORE_BYTES = 64 << 10
+
+
+class RemoteFile(Guarded):
+    """A file behind a network as HDF5 reads it: its head and its tail at once, what else is wanted by more requests.
+
+    Args:
+        files: Where it is.
+        path: Which one.
+        num_bytes: Its size, as it was listed.
+    """
+
+    def __init__(self, files: RemoteFiles, path: Path, num_bytes: int) -> None:
+        super().__init__()
+        self._files, self._path, self._num_bytes, self._position = files, path, num_bytes, 0
+        head, tail = min(HEAD_BYTES, num_bytes), max(HEAD_BYTES, num_bytes - TAIL_BYTES)
+        bounds = [(0, head), (tail, num_bytes)] if tail < num_bytes else [(0, head)]
+        requests = [files.fetcher.submit(str(path), *bound) for bound in bounds]
+        #: First byte and bytes of each part that was fetched.
+        self._parts: list[tuple[int, bytes]] = [(one.start, files.fetcher.wait(one)) for one in requests]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def take(self, view: memoryview) -> int:
+        data = self.read_at(len(view), self._position)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read_at(self, num_bytes: int, start: int) -> bytes:
+        stop = min(start + num_bytes, self._num_bytes)
+        if start >= stop:
+            return b""
+        for first, part in self._parts:
+            if first <= start and stop <= first + len(part):
+                return part[start - first : stop - first]
+        more = self._files.read(self._path, start, min(max(stop, start + _MORE_BYTES), self._num_bytes)).tobytes()
+        self._parts.append((start, more))
+        return more[: stop - start]
+
+    def is_written(self, num_bytes: int, start: int) -> bool:
+        return len(self.read_at(num_bytes, start)) == num_bytes  # whoever sends it has it
+
+
+class RemoteFolder(BlockFolder):
+    """The blocks below a URL; see `BlockFolder`. Headers are read by many requests at once.
+
+    Args:
+        files: Where they are.
+        verify_on_open: Check every checksum of a block when it is first seen, which fetches all of it.
+        label: Goes before the writers' names.
+    """
+
+    def __init__(self, files: RemoteFiles, verify_on_open: bool = False, label: str = "") -> None:
+        super().__init__(files.path, verify_on_open, label)
+        self.files = files
+
+        self._use_cache = False
+
+    def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
+        return RemotePath(data_dir)
+
+    def refresh(self) -> bool:
+        """Look at the folder again; see `BlockFolder`.
+
+        Raises:
+            FetchError: A block cannot be reached; the next call asks for it again.
+        """
+        has_changed = super().refresh()
+        for name, problem in list(self.problems.items()):
+            if isinstance(problem, FetchError):
+                self._forget(name)
+                raise problem
+        return has_changed
+
+    def _list_files(self) -> dict[str, FileStamp]:
+        found = self.files.listed()
+        return {name: stamp for name, stamp in found.items() if name.endswith((".h5", ".hdf5")) and name[0] != "."}
+
+    def _open_new(self, found: Mapping[str, FileStamp]) -> dict[str, tuple[Schema, Block]]:
+        names = sorted(name for name in found if name not in self._stamps)
+        self._stamps |= {name: found[name] for name in names}
+        opened = each(lambda name: self._open(name, found[name]), names, self.files.options.num_requests)
+        return {name: block for name, block in zip(names, opened, strict=True) if block is not None}
+
+    def _open_block(self, path: Path, stamp: FileStamp) -> BlockHeader:
+        header = self.read_header(path, stamp[0])
+        for _, error in damaged_fragments(header) if self.verify_on_open else ():
+            raise error
+        return header
+
+    def read_header(self, path: Path, num_bytes: int) -> BlockHeader:
+        """Read the header of a block of this folder."""
+        header = read_header(path, RemoteFile(self.files, path, num_bytes))
+        return replace(header, fetch=partial(self.files.read, path))
+
+    def read_document(self) -> dict[str, Any]:
+        path = self.data_dir / METADATA_NAME
+        num_bytes, _ = self.files.listed().get(METADATA_NAME) or (-1, 0)
+        if num_bytes < 0:
+            raise FileNotFoundError(str(path))
+        if num_bytes > MAX_METADATA_BYTES:
+            raise CorruptFileError("read", repr(str(path)), f"at most {MAX_METADATA_BYTES} bytes", str(num_bytes))
+        found = json.loads(self.files.read(path, 0, num_bytes).tobytes())
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+        return found
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Contents of metadata.json with the totals counted in the blocks; made of the blocks where it is damaged."""
+        try:
+            found = Metadata.from_json(self.read_document())
+        except BAD_METADATA:
+            found = Metadata.of_schema(Schema([]))
+        return counted_metadata(self, found)

@@ -1,0 +1,75 @@
+"""Recordings as they lie in a folder, copied to a file system of fsspec; and what is read of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import torch
+
+from benchmarks.lagging import LaggingFileSystem
+from rollout_data import RemoteOptions, RolloutWriter, WindowDataset, WindowLoader
+from storage.core.fields import flatten
+from tests.files.recorded import record
+
+#: Chunks of so few frames that short recordings have many.
+SMALL = {"chunk_bytes": 4096, "num_chunks": 3}
+
+
+def uneven(folder: Path, num_trajectories: int = 60, seed: int = 0) -> Path:
+    """Record trajectories of 1 to 59 frames, some of them over several blocks."""
+    lengths = np.random.default_rng(seed).integers(1, 60, num_trajectories).tolist()
+    record(folder, lengths, num_envs=3, with_final=True, flush_every=37)
+    return folder
+
+
+def coded(folder: Path) -> Path:
+    """Record two components, one of them in chunks."""
+    generator = np.random.default_rng(0)
+    with RolloutWriter(folder, 4, durable=False, obs_disassemble_mapping={"rgb": "lz4"}) as writer:
+        for step in range(90):
+            rgb = generator.integers(0, 4, (4, 8, 8, 3)).astype(np.uint8)
+            observation = {"rgb": rgb, "state": generator.normal(size=(4, 3)).astype(np.float32)}
+            writer.add(observation=observation, action=np.ones((4, 2)), done=np.full(4, step % 30 == 29))
+    return folder
+
+
+def in_memory(folder: Path, name: str) -> str:
+    """Copy a folder to fsspec's file system in memory; give its URL."""
+    system = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        if path.name[0] != ".":
+            system.pipe_file(f"/{name}/{path.name}", path.read_bytes())
+    return f"memory://{name}"
+
+
+def lagging(folder: Path, latency_s: float = 0.0) -> str:
+    """Serve a folder by the file system that counts and fails; give its URL."""
+    LaggingFileSystem.start(folder.parent, latency_s)
+    return f"lagging://{folder.name}"
+
+
+def same(one, other) -> bool:
+    """Tell whether two batches are equal bit for bit."""
+    first, second = flatten(dict(one)), flatten(dict(other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def far_windows(url: str, length: int = 4, **options) -> WindowDataset:
+    chosen = {**SMALL, **options.pop("remote", {})}
+    return WindowDataset(url, length, remote=RemoteOptions(**chosen), **options)
+
+
+def check_epoch(near: WindowDataset, far: WindowDataset, batch_size: int = 16, **options) -> WindowLoader:
+    """Check that an epoch of the far one is all windows, each once, equal to those of the near one."""
+    loader = WindowLoader(far, batch_size, **options)
+    order = loader.order(loader.epoch)
+    assert sorted(order.tolist()) == list(range(len(near)))
+    position = 0
+    for batch in loader:
+        numbers = order[position : position + batch_size]
+        assert same(batch, near.__getitems__(numbers))
+        position += len(numbers)
+    assert position == len(near)
+    return loader

@@ -1,0 +1,173 @@
+"""Requests that fail, hang or find less than was there, and files that contradict themselves: one clear error each."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fsspec")
+
+from benchmarks.lagging import LaggingFileSystem
+from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader
+from storage.errors import DataFileError, UsageError
+from tests.files.recorded import record
+
+from .places import SMALL, check_epoch, far_windows, in_memory, lagging, uneven
+
+QUICK = {"timeout_s": 0.3, "num_retries": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return uneven(tmp_path_factory.mktemp("remote") / "walk")
+
+
+def fail_by(function):
+    LaggingFileSystem.fails = staticmethod(function)
+
+
+class Sometimes:
+    """Lets every third request for bytes fail, or hang."""
+
+    def __init__(self, act):
+        self.act, self.num, self.lock = act, 0, threading.Lock()
+
+    def __call__(self, path, start, stop):
+        with self.lock:
+            self.num += 1
+            number = self.num
+        if number % 3 == 0:
+            self.act()
+
+
+def refuse():
+    raise ConnectionError("the line is down")
+
+
+def hang():
+    time.sleep(1.2)
+
+
+def test_requests_that_fail_are_sent_again(folder):
+    url = lagging(folder)
+    fail_by(Sometimes(refuse))
+    check_epoch(WindowDataset(folder, 4), far_windows(url, remote={"num_retries": 20}))
+
+
+def test_requests_that_hang_are_given_up_and_sent_again(folder):
+    far = far_windows(lagging(folder), remote={"timeout_s": 0.2, "num_retries": 20, "num_requests": 8})
+    fail_by(Sometimes(hang))
+    batches = iter(WindowLoader(far, 64))
+    for _ in range(3):
+        next(batches)
+    fail_by(lambda *request: None)
+
+
+@pytest.mark.parametrize("act", [refuse, hang], ids=["fails", "hangs"])
+@pytest.mark.parametrize("read", ["open", "windows", "playback"])
+def test_what_never_comes_is_one_error_within_the_time_of_all_attempts(folder, read, act):
+    url = lagging(folder)
+    remote = {**SMALL, **QUICK}
+    far = far_windows(url, remote=QUICK)
+    before = len(LaggingFileSystem.requests)
+    fail_by(lambda path, start, stop: act())
+    start_s = time.monotonic()
+    with pytest.raises(DataFileError, match="3 times"):
+        if read == "open":
+            far_windows(url, remote=QUICK)
+        elif read == "windows":
+            next(iter(WindowLoader(far, 16)))
+        else:
+            RolloutDataset(url, 2, device="cpu", remote=RemoteOptions(**remote)).get_batch(3)
+    assert time.monotonic() - start_s < 6.0
+    assert len(LaggingFileSystem.requests) > before
+    fail_by(lambda *request: None)
+    next(iter(WindowLoader(far, 16)))  # what failed can be asked for again
+
+
+def test_a_block_that_vanishes_is_named_by_windows_and_played_around(folder, tmp_path):
+    for place in ("gone", "left"):
+        record(tmp_path / place, [40] * 12, num_envs=2, flush_every=45)
+    far = far_windows(lagging(tmp_path / "gone"))
+    min((tmp_path / "gone").glob("*.h5")).unlink()
+    with pytest.raises(DataFileError, match=r"cannot play trajectory .*lagging://gone/rollout_"):
+        for _ in WindowLoader(far, 16):
+            pass
+    played = RolloutDataset(lagging(tmp_path / "left"), 2, device="cpu")
+    played.get_batch(3)
+    max((tmp_path / "left").glob("*.h5")).unlink()
+    played.source.snapshot()
+    with pytest.warns(UserWarning, match="cannot play trajectory"):
+        while True:
+            try:
+                played.get_batch(5)
+            except StopIteration:
+                break
+    assert played.num_lost_trajectories > 0
+
+
+def test_a_file_that_is_shorter_than_it_was_listed_is_damage(folder, tmp_path):
+    record(tmp_path / "short", [400], num_envs=1)
+    far = far_windows(lagging(tmp_path / "short"))
+    path = next((tmp_path / "short").glob("*.h5"))
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 3])
+    with pytest.raises(DataFileError, match="bytes, got"):
+        for _ in WindowLoader(far, 16):
+            pass
+
+
+def damaged(data: bytes, kind: str) -> bytes:
+    if kind == "cut":
+        return data[:-100]
+    if kind == "noise":
+        return np.random.default_rng(0).bytes(len(data))
+    at = data.index(b"rollout-data") if kind == "format" else data.index(b"GCOL") + 24
+    return data[:at] + b"\xff" * 8 + data[at + 8 :]
+
+
+@pytest.mark.parametrize("kind", ["cut", "noise", "format", "heap"])
+def test_a_damaged_block_is_refused_as_the_local_one_is(tmp_path, kind):
+    folder = uneven(tmp_path / "walk", 20)
+    path = max(folder.glob("*.h5"))
+    path.write_bytes(damaged(path.read_bytes(), kind))
+    with pytest.warns(UserWarning):
+        near = WindowDataset(folder, 4)
+    with pytest.warns(UserWarning):
+        far = far_windows(in_memory(folder, f"damaged-{kind}"))
+    assert len(far) == len(near)
+    assert {type(one) for one in far.problems} == {type(one) for one in near.problems}
+    assert any(f"memory://damaged-{kind}/{path.name}" in str(one) for one in far.problems)
+
+
+def test_every_checksum_is_compared_on_request(tmp_path):
+    folder = uneven(tmp_path / "walk", 20)
+    path = max(folder.glob("*.h5"))
+    data = bytearray(path.read_bytes())
+    data[(32 << 10) + 50] ^= 1  # the first rows lie there
+    path.write_bytes(data)
+    url = in_memory(folder, "flipped")
+    with pytest.warns(UserWarning, match="expected checksum"):
+        far = far_windows(url, verify_on_open=True)
+    assert len(far) < len(far_windows(url))
+
+
+@pytest.mark.parametrize("num_envs", [1, 64, 1000, 3000])
+def test_two_requests_open_a_block_and_large_tables_take_a_few_more(tmp_path, num_envs):
+    with RolloutWriter(tmp_path / "walk", num_envs, durable=False) as writer:
+        for step in range(3):
+            row = np.ones((num_envs, 30), np.float32)
+            writer.add(observation=row, action=row[:, :2], reward=row[:, 0], done=np.full(num_envs, step == 2))
+    url = lagging(tmp_path / "walk")
+    assert len(WindowDataset(url, 2)) == len(WindowDataset(tmp_path / "walk", 2))
+    opened = [request for request in LaggingFileSystem.requests if request[0].endswith(".h5")]
+    num_blocks = len({path for path, _, _ in opened})
+    assert len(opened) <= (2 if num_envs <= 1000 else 6) * num_blocks
+
+
+def test_a_url_with_nothing_below_it_is_named():
+    with pytest.raises(UsageError, match="'memory://nowhere': expected a folder, got nothing there"):
+        WindowDataset("memory://nowhere")

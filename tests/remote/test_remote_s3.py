@@ -1,0 +1,62 @@
+"""Windows and playback of a bucket, from an S3 server of this machine in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
+pytest.importorskip("boto3")
+
+import boto3
+import torch
+
+from rollout_data import RemoteOptions, RolloutDataset, WindowDataset, WindowLoader
+
+from .places import check_epoch, same, uneven
+
+KEYS = {"key": "none", "secret": "none"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of a server that keeps buckets in memory."""
+    command = [sys.executable, "-u", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        address = next(line.rsplit(maxsplit=1)[1] for line in process.stdout if "Running on" in line)
+        try:
+            yield address
+        finally:
+            process.kill()
+
+
+def bucket_of(server, name):
+    client = boto3.client(
+        "s3", endpoint_url=server, aws_access_key_id="none", aws_secret_access_key="none", region_name="us-east-1"
+    )
+    client.create_bucket(Bucket=name)
+    return client
+
+
+def test_a_bucket_is_read_as_the_folder_is(server, tmp_path):
+    folder, client = uneven(tmp_path / "walk"), bucket_of(server, "reading")
+    for path in folder.iterdir():
+        if path.name[0] != ".":
+            client.upload_file(str(path), "reading", f"runs/walk/{path.name}")
+    storage = {**KEYS, "endpoint_url": server}
+    small = RemoteOptions(chunk_bytes=4096, num_chunks=3, num_requests=8, storage_options=storage)
+    near, far = WindowDataset(folder, 4), WindowDataset("s3://reading/runs/walk", 4, remote=small)
+    loader = check_epoch(near, far, 64, seed=1)
+    batches = iter(loader)
+    next(batches)
+    other = WindowLoader(WindowDataset("s3://reading/runs/walk", 4, remote=small), 64, seed=1)
+    other.load_state_dict(loader.state_dict())
+    assert same(next(batches), next(iter(other)))
+    played = RolloutDataset("s3://reading/runs/walk", 4, device="cpu", remote=small)
+    expected = RolloutDataset(folder, 4, device="cpu")
+    for _ in range(10):
+        assert torch.equal(played.get_batch(7).observation, expected.get_batch(7).observation)

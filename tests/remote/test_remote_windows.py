@@ -1,0 +1,171 @@
+"""Windows of files behind a network: the same as of local ones, in an order of chunks, by few requests."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+pytest.importorskip("fsspec")
+
+import fsspec
+
+from benchmarks.lagging import LaggingFileSystem
+from rollout_data import WindowDataset, WindowLoader, WindowMixture
+from storage.errors import DataFileError, UsageError
+from tests.files.recorded import record
+
+from .places import check_epoch, coded, far_windows, in_memory, lagging, same, uneven
+
+FORMS = {
+    "plain": {},
+    "sparse": {"stride": 9, "next_observations": True},
+    "padded": {"stride": 3, "padding": "zero", "delta": {"observation": [-3, 0], "action": [0, 1, 2, 5]}},
+    "split": {"split": "train"},
+    "some fields": {"fields": ["action", "done"]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return uneven(tmp_path_factory.mktemp("remote") / "walk")
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_epoch_gives_every_window_once_and_as_from_the_local_files(folder, form, shuffle):
+    near, far = WindowDataset(folder, 4, **FORMS[form]), far_windows(lagging(folder), **FORMS[form])
+    LaggingFileSystem.requests.clear()
+    loader = check_epoch(near, far, shuffle=shuffle, seed=3)
+    assert loader.epoch == 1
+    requests = LaggingFileSystem.requests
+    assert len(set(requests)) == len(requests) or form == "sparse"  # nothing is fetched twice
+    check_epoch(near, far, shuffle=shuffle, seed=3, drop_last=False)
+
+
+def test_coded_components_are_read_as_from_the_local_files(tmp_path):
+    folder = coded(tmp_path / "images")
+    near, far = WindowDataset(folder, 4), far_windows(in_memory(folder, "images"))
+    check_epoch(near, far, seed=1)
+    assert same(far.collate([far[0], far[5]]), near.collate([near[0], near[5]]))
+
+
+def test_the_order_is_a_function_of_seed_epoch_chunk_size_and_pool(folder):
+    url = in_memory(folder, "order")
+
+    def order(seed=0, epoch=0, **remote):
+        return WindowLoader(far_windows(url, remote=remote), 8, seed=seed).order(epoch).tolist()
+
+    assert order() == order(num_requests=2, timeout_s=3.0)
+    others = [order(1), order(0, 1), order(chunk_bytes=5000), order(num_chunks=4)]
+    assert all(other != order() and sorted(other) == sorted(order()) for other in others)
+
+
+def test_windows_of_one_group_of_chunks_are_all_mixed_with_each_other(tmp_path):
+    record(tmp_path / "long", [4000])
+    far = far_windows(in_memory(tmp_path / "long", "long"), length=1, remote={"num_chunks": 8})
+    order = WindowLoader(far, 8).order(0)
+    places = order[:400] // 100  # chunks have about a hundred frames
+    assert len(np.unique(places)) >= 7
+    assert np.abs(np.corrcoef(order[:700], np.arange(700))[0, 1]) < 0.5
+
+
+@pytest.mark.parametrize("num_before", [1, 7, 40])
+def test_a_state_goes_on_with_the_next_batch_bit_for_bit(folder, num_before):
+    url = in_memory(folder, "resume")
+    loader = WindowLoader(far_windows(url), 16, seed=5)
+    batches = iter(loader)
+    for _ in range(num_before):
+        next(batches)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    other = WindowLoader(far_windows(url), 16, seed=5)
+    other.load_state_dict(state)
+    for expected, got in zip(batches, other, strict=True):
+        assert same(expected, got)
+
+
+def test_ranks_share_an_epoch(folder):
+    url = in_memory(folder, "ranks")
+    near, order = WindowDataset(folder, 4), WindowLoader(far_windows(url), 16).order(0)
+    parts = [list(WindowLoader(far_windows(url), 8, shard=(rank, 2), even="none")) for rank in (0, 1)]
+    expected = iter([order[start : start + 8] for start in range(0, len(order), 8)])
+    for pair in zip(*parts, strict=False):
+        for batch in pair:
+            assert len(batch["mask"]) < 8 or same(batch, near.__getitems__(next(expected)))
+
+
+def test_a_state_of_other_chunks_is_refused(folder):
+    url = in_memory(folder, "others")
+    loader = WindowLoader(far_windows(url), 16)
+    next(iter(loader))
+    other = WindowLoader(far_windows(url, remote={"chunk_bytes": 8192}), 16)
+    with pytest.raises(UsageError, match="and of URLs: frames, chunks"):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_a_state_whose_windows_are_gone_is_refused_and_blocks_that_came_wait_for_the_next_epoch(folder, tmp_path):
+    url = in_memory(folder, "growing")
+    loader = WindowLoader(far_windows(url), 16, seed=2)
+    next(iter(loader))
+    in_memory(uneven(tmp_path / "more", 5, seed=1), "growing")
+    grown = WindowLoader(far_windows(url), 16, seed=2)
+    grown.load_state_dict(loader.state_dict())
+    for expected, got in zip(loader, grown, strict=True):
+        assert same(expected, got)
+    assert len(grown) > len(loader)
+    next(iter(loader))
+    fsspec.filesystem("memory").rm_file(f"/growing/{min(path.name for path in folder.glob('*.h5'))}")
+    with pytest.warns(UserWarning), pytest.raises(DataFileError, match="open the windows again"):
+        WindowLoader(far_windows(url), 16, seed=2).load_state_dict(loader.state_dict())
+
+
+def test_workers_read_windows_by_number(folder):
+    near, far = WindowDataset(folder, 4), far_windows(lagging(folder))
+    loader = DataLoader(far, 32, collate_fn=far.collate, num_workers=1, multiprocessing_context="fork")
+    for number, batch in enumerate(loader):
+        assert same(batch, near.__getitems__(range(32 * number, min(32 * number + 32, len(near)))))
+
+
+def test_any_windows_are_read_whatever_was_read_before(folder):
+    near, far, generator = WindowDataset(folder, 4), far_windows(in_memory(folder, "any")), np.random.default_rng(0)
+    for size in (1, 2, 5, 40, 7, 300, 3):
+        numbers = generator.integers(len(near), size=size)
+        assert same(near.__getitems__(numbers), far.__getitems__(numbers))
+        following = np.sort(numbers)[:1] + np.arange(3)
+        assert same(near.__getitems__(following % len(near)), far.__getitems__(following % len(near)))
+
+
+def test_chunks_are_fetched_one_group_ahead_and_no_further(tmp_path):
+    record(tmp_path / "long", [900, 900, 900])
+    far = far_windows(lagging(tmp_path / "long"), remote={"num_chunks": 2})
+    row_bytes = 36
+    LaggingFileSystem.requests.clear()
+    num_read, most = 0, 0
+    loader = WindowLoader(far, 16, num_ahead=1)
+    for batch in loader:
+        num_read += len(batch["mask"])
+        fetched = sum(stop - start for _, start, stop in LaggingFileSystem.requests)
+        most = max(most, fetched - num_read * row_bytes)
+    assert most <= 4 * 2 * 4096  # two groups, batches that wait, and the rows beyond the ends of all chunks
+    assert fetched < 1.2 * far.num_frames * row_bytes
+
+
+def test_a_mixture_of_urls_is_refused(folder):
+    far = far_windows(in_memory(folder, "mixed"))
+    with pytest.raises(UsageError, match="mix datasets: expected files of this machine, got URLs"):
+        WindowMixture([far, far])
+
+
+def test_urls_and_folders_together_are_refused(folder):
+    with pytest.raises(UsageError, match="folders of one kind"):
+        WindowDataset([folder, in_memory(folder, "both")])
+
+
+def test_statistics_and_metadata_are_those_of_the_local_files(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    near, far = WindowDataset(folder, 4), far_windows(in_memory(folder, "about"))
+    assert far.metadata == near.metadata
+    expected, got = near.statistics(use_cache=False, progress=False), far.statistics(progress=False)
+    assert all((expected[name].mean == got[name].mean).all() for name in expected)
