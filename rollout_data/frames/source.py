@@ -26,7 +26,7 @@ from ..foreign.trajectory_folder import FolderScan, read_chunk_rows, scan_trajec
 from ..foreign.trajectory_listing import ChunkFile, is_trajectory_folder
 from ..format.header import layouts_of, read_header
 from ..format.schema import RowLayout
-from ..index.folder import BlockFolder, block_names, read_metadata
+from ..index.folder import LOOK_SHARE, BlockFolder, block_entries, read_metadata
 from ..index.index import Block, Int64s, Key, LostBlockError, TrajectoryIndex
 from ..remote.access import DataDirs, RemoteFiles, RemoteOptions, absolute_paths
 from ..remote.folder import RemoteFolder
@@ -38,8 +38,6 @@ from .store import GONE, FileFrames, FileMap, FrameStore, MappedFrames, Place, c
 BlocksInUse = Callable[[], Collection[Block]]
 #: The last problems are kept, and more are known again by their hashes, so that each is reported once.
 MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
-#: Between batches the folders are looked at for this share of the time at most, and once a second.
-_LOOK_SHARE = 0.005
 
 
 class Source:
@@ -189,7 +187,7 @@ class _Blocks:
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        return bool(block_names(path))
+        return bool(block_entries(path))
 
     def _folder(self, path: Path, label: str) -> BlockFolder:
         if self._source.is_remote:
@@ -239,7 +237,7 @@ class _Blocks:
         if self._files is None or (start_s := time.monotonic()) < self._look_due_s:
             return
         try:
-            present = {f"{one.data_dir}{os.sep}{name}" for one in self._folders for name in block_names(one.data_dir)}
+            present = {f"{one.data_dir}{os.sep}{name}" for one in self._folders for name in one.found_now()}
         except RolloutDataError:  # the folder itself cannot be looked at: `refresh` tells
             return
         if gone := {identity for identity in self._files.mapped if str(identity[0][0]) not in present}:
@@ -247,7 +245,7 @@ class _Blocks:
             if unused := gone - _identities(in_use()):
                 self._files.unmap(unused)
         stop_s = time.monotonic()
-        self._look_due_s = stop_s + max(1.0, (stop_s - start_s) / _LOOK_SHARE)
+        self._look_due_s = stop_s + max(1.0, (stop_s - start_s) / LOOK_SHARE)
 
     def _blocks(self) -> list[Block]:
         if self._adopted is not None:
@@ -331,7 +329,9 @@ class _Chunks:
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        return is_trajectory_folder(path, with_chunk=bool(block_names(path)))  # an empty one beside blocks says nothing
+        return is_trajectory_folder(
+            path, with_chunk=bool(block_entries(path))
+        )  # an empty one beside blocks says nothing
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -369,8 +369,8 @@ class _Chunks:
             for problem in scan.problems:
                 self._source.report(problem)
         for path in self._source.paths:
-            names = [] if path in self._mixed else block_names(path)
-            if count := sum(name.startswith("rollout_") for name in names):
+            found = [] if path in self._mixed else block_entries(path)
+            if count := sum(entry.name.startswith("rollout_") for entry in found):
                 self._mixed.add(path)
                 got = f"{count} block file{'s' if count > 1 else ''} beside trajectory folders"
                 advice = "Only the trajectory folders are read; move one or the other to a folder of their own"

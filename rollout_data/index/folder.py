@@ -2,17 +2,21 @@
 
 One rule: a bad file is one entry in `problems` and never hides the good ones beside it. Reading
 creates and changes nothing in the folder; only writers and tools call `save_index_cache`.
+Nothing is concluded from a clock of the file system, and nothing is gone because a listing lacks it: both may be late.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
+import time
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,10 @@ INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 3
 #: What a damaged cache makes the readers of zip, npy and JSON raise; RuntimeError covers odd zip members.
 BAD_CACHE = (*BAD_METADATA, EOFError, ArithmeticError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
+#: A folder's own time tells of no change within this time after another one: FAT counts in steps of 2 s.
+_COARSE_S = 2.0
+#: All files are looked at for this share of the time at most, and at most once a second, unless one came or went.
+LOOK_SHARE = 0.005
 #: Size in bytes and time of the last change in ns: by these a file is known again.
 FileStamp = tuple[int, int]
 
@@ -70,10 +78,9 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
         raise DataFileError("open the data folder", where, "a folder that can be listed", str(cause), advice) from cause
 
 
-def block_names(data_dir: Path) -> list[str]:
-    """Name what is opened as blocks in a folder; errors as of `entries_of`."""
-    names = [entry.name for entry in entries_of(data_dir)]
-    return [name for name in names if name.endswith((".h5", ".hdf5")) and name[0] != "."]
+def block_entries(data_dir: Path) -> list[os.DirEntry[str]]:
+    """List what is opened as blocks in a folder; errors as of `entries_of`."""
+    return [one for one in entries_of(data_dir) if one.name.endswith((".h5", ".hdf5")) and one.name[0] != "."]
 
 
 class BlockFolder:
@@ -100,6 +107,11 @@ class BlockFolder:
         self.problems: dict[str, RolloutDataError] = {}
         self.built: Mapping[str, np.ndarray] | None = None
         self._stamps: dict[str, FileStamp] = {}
+        self._found: dict[str, FileStamp] = {}
+        self._inodes: dict[str, int] = {}
+        self._taken: object = None  # what was found when the blocks were last opened
+        self._folder_is: object = None  # time of change and inode, of the folder
+        self._changed_s = self._listed_s = self._due_s = -math.inf  # of the monotonic clock
         self._use_cache = not verify_on_open
         self._is_schema_fixed = False
 
@@ -109,7 +121,10 @@ class BlockFolder:
 
     def refresh(self) -> bool:
         """Look at the folder again; open what is new, forget what is gone. True if anything changed."""
-        found = self._list_files()
+        found = self.found_now()
+        if found is self._taken:
+            return False
+        self._taken = found
         if self._use_cache:
             self._use_cache = False
             self._load_cache(found)
@@ -174,23 +189,49 @@ class BlockFolder:
             else:
                 self.blocks[name] = held[block.writer, block.sequence] = block
 
-    def _list_files(self) -> dict[str, FileStamp]:
-        """Files that may be blocks, with their size and time; what is no file becomes a problem."""
+    def found_now(self) -> Mapping[str, FileStamp]:
+        """Give the files that may be blocks; the same object, for one system call, where none came or went.
+
+        A file that was overwritten in its place may be noticed later: after a second, or 200 times what a look takes.
+        """
+        start_s = time.monotonic()
+        with suppress(OSError):  # listing it tells
+            about = os.stat(self.data_dir)
+            if self._folder_is != (about.st_mtime_ns, about.st_ino):
+                self._folder_is, self._changed_s = (about.st_mtime_ns, about.st_ino), start_s
+            if self._listed_s >= self._changed_s + _COARSE_S and start_s < self._due_s:
+                return self._found
+        is_full = start_s >= self._due_s
+        found = self._list_files(is_full)
+        self._found, self._listed_s = self._found if found == self._found else found, start_s
+        if is_full:
+            self._due_s = time.monotonic() + max(1.0, (time.monotonic() - start_s) / LOOK_SHARE)
+        return self._found
+
+    def _list_files(self, is_full: bool) -> dict[str, FileStamp]:
+        """Files that may be blocks, with their size and time, of known ones as before unless `is_full`."""
+        known = {} if is_full else self._found
+        before, self._inodes = self._inodes, {entry.name: entry.inode() for entry in block_entries(self.data_dir)}
         stamps = {}
-        for name in block_names(self.data_dir):
-            path = self.data_dir / name
-            try:
-                stamp = stamp_of(path)
-            except FileNotFoundError:  # removed by retention since it was listed, or a dead link
-                continue
-            except OSError as error:
-                self.problems[name] = _as_problem(path, error)
-                continue
-            if stamp is None:  # opening a pipe would wait
-                self.problems[name] = CorruptFileError("read the block", repr(str(path)), "a file", "no file")
-            else:
+        for name in self._inodes | dict.fromkeys(self._found):  # a listing may be late: those found before may be there
+            if name in known and before.get(name) == self._inodes.get(name, -1):
+                stamps[name] = known[name]
+            elif (stamp := self._stamp_of(name)) is not None:
                 stamps[name] = stamp
         return stamps
+
+    def _stamp_of(self, name: str) -> FileStamp | None:
+        """Size and time of a file that may be a block; what is no file becomes a problem."""
+        try:
+            if (stamp := stamp_of(self.data_dir / name)) is None:  # opening a pipe would wait
+                where = repr(str(self.data_dir / name))
+                self.problems[name] = CorruptFileError("read the block", where, "a file", "no file")
+            return stamp
+        except FileNotFoundError:  # removed by retention since it was listed, or a dead link
+            return None
+        except OSError as error:
+            self.problems[name] = _as_problem(self.data_dir / name, error)
+            return None
 
     def _declared_schema(self) -> tuple[Schema | None, RolloutDataError | None]:
         """The fields that metadata.json declares, and what is wrong with it; (None, None) if there is none."""
