@@ -6,16 +6,25 @@ With `refresh_s=0` a stream looks at every batch, so that a model without a cloc
 from __future__ import annotations
 
 import json
+import os
 import time
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout_data
 from rollout_data import RolloutDataset
 from storage.errors import UsageError, WaitTimeoutError
+from tests.faults import instead_of
 from tests.files.recorded import frames_of, record
+from tests.files.test_retention import num_bytes, still_mapped
+from tests.watch import watching
 
 
 def opened(data_dir, num_envs, refresh_s=0.0, **options):
@@ -173,3 +182,180 @@ def test_a_state_fits_a_dataset_that_looks_within_passes_too_or_not(tmp_path):
 def test_a_time_that_cannot_be_is_refused(tmp_path, wrong):
     with pytest.raises(UsageError, match="expected refresh_s"):
         opened(tmp_path, 1, refresh_s=wrong)
+
+
+# Looks at a folder: their cost, and file systems that tell late or wrong
+
+
+@contextmanager
+def clock_ahead(seconds):
+    """Let the monotonic clock stand `seconds` later."""
+    real = time.monotonic
+    with mock.patch.object(time, "monotonic", lambda: real() + seconds):
+        yield
+
+
+@contextmanager
+def counted(*names):
+    """Count calls of `os`."""
+    counts = dict.fromkeys(names, 0)
+
+    def count(name, call, *arguments, **options):
+        counts[name] += 1
+        return call(*arguments, **options)
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(instead_of(name, partial(count, name)))
+        yield counts
+
+
+class Listing:
+    """What `os.scandir` gives: a listing of a folder, perhaps of an earlier time."""
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def __enter__(self):
+        return iter(self.entries)
+
+    def __exit__(self, *exception):
+        return None
+
+
+@contextmanager
+def shown_late(folder):
+    """Show the listing that a folder has now, whatever comes and goes, as a network file system may for a while."""
+    with os.scandir(folder) as entries:
+        old = list(entries)
+    with instead_of("scandir", lambda call, path=".": Listing(old) if Path(path) == folder else call(path)):
+        yield
+
+
+def test_a_look_at_a_folder_that_has_not_changed_is_one_system_call(tmp_path):
+    for number in range(30):
+        record(tmp_path, [4], first_number=number)
+    dataset = opened(tmp_path, 2)
+    dataset.get_batch(1)
+    with clock_ahead(0.9):
+        dataset.get_batch(1)
+    with clock_ahead(5), counted("stat", "scandir", "listdir") as counts:
+        dataset.get_batch(1)  # the last complete look
+        assert counts["scandir"] and counts["stat"] >= 30
+        counts.update(stat=0, scandir=0)
+        for _ in range(10):
+            dataset.get_batch(1)
+    assert counts["scandir"] == counts["listdir"] == 0
+    assert counts["stat"] <= 11  # one for a look, and one in which files that are gone are given up
+    record(tmp_path, [4], first_number=30)
+    with clock_ahead(5), counted("stat", "scandir") as counts:
+        while not (dataset.get_batch(1).observation[..., 0] == 30).any():
+            pass
+    assert counts["stat"] < 30  # those that are known are not asked for
+
+
+def test_a_block_that_leaves_no_trace_in_the_time_of_its_folder_is_found_a_little_later(tmp_path):
+    for number in range(3):
+        record(tmp_path, [9] * 4, first_number=4 * number)
+    os.utime(tmp_path, ns=(10**18, 10**18))
+    dataset = opened(tmp_path, 2)
+    dataset.get_batch(1)
+    with clock_ahead(5):
+        dataset.get_batch(1)
+        record(tmp_path, [9], first_number=50)
+        os.utime(tmp_path, ns=(10**18, 10**18))  # as where times are coarse, or where the clock jumped back
+    with clock_ahead(5.5):
+        assert not (dataset.get_batch(9).observation[..., 0] == 50).any()
+    with clock_ahead(7):
+        assert (dataset.get_batch(18).observation[..., 0] == 50).any()
+
+
+def test_a_listing_that_is_late_hides_nothing_for_good_and_takes_nothing_away(tmp_path):
+    record(tmp_path, [3] * 6)
+    with shown_late(tmp_path):
+        record(tmp_path, [3, 3], first_number=6)
+        dataset = opened(tmp_path, 2, num_transitions_per_env=3)
+        found = frames_of(dataset.get_batch(3))
+    with clock_ahead(5):
+        found += frames_of(dataset.get_batch(3))
+    old = set(tmp_path.glob("*.h5"))
+    with shown_late(tmp_path), clock_ahead(10):
+        record(tmp_path, [3, 3], first_number=8)
+        found += frames_of(dataset.get_batch(3))
+    assert len(set(tmp_path.glob("*.h5")) - old) == 1
+    with clock_ahead(15):
+        for batch in iter_rest(dataset, 3):
+            found += frames_of(batch)
+    assert sorted(one[2:] for one in found) == [(number, frame) for number in range(10) for frame in range(3)]
+    assert not dataset.problems and dataset.num_lost_trajectories == dataset.source.num_vanished_blocks == 0
+
+
+def test_blocks_that_a_late_listing_does_not_show_yet_or_again_stay_what_they_are(tmp_path):
+    record(tmp_path, [3] * 4)
+    with os.scandir(tmp_path) as entries:
+        early = list(entries)
+    record(tmp_path, [3] * 4, first_number=4)
+    dataset = opened(tmp_path, 2, num_transitions_per_env=3)
+    found = frames_of(dataset.get_batch(3))
+    with instead_of("scandir", lambda call, path: Listing(early)), clock_ahead(5):  # of before the second block
+        for batch in iter_rest(dataset, 3):
+            found += frames_of(batch)
+    assert sorted(one[2:] for one in found) == [(number, frame) for number in range(8) for frame in range(3)]
+    assert not dataset.problems and dataset.source.num_vanished_blocks == 0
+
+
+def test_a_collector_whose_clock_jumps_back_is_heard_all_the_same(tmp_path):
+    record(tmp_path, [3] * 6, writer_name="a")
+    dataset = opened(tmp_path, 2, num_transitions_per_env=3)
+    found = [frames_of(dataset.get_batch(3))]
+    an_hour_ago = time.time_ns() - 3600 * 10**9
+    with mock.patch.object(time, "time_ns", lambda: an_hour_ago):
+        record(tmp_path, [3, 3], first_number=6, writer_name="b")
+        record(tmp_path, [3, 3], first_number=8, writer_name="a")  # a writer's own times never run back
+    found += [frames_of(batch) for batch in iter_rest(dataset, 3)]
+    assert {number for *_, number, _ in found[2]} == {6, 7} and {number for *_, number, _ in found[3]} == {8, 9}
+    frames = sorted((number, frame) for batch in found for *_, number, frame in batch)
+    assert frames == [(number, frame) for number in range(10) for frame in range(3)]
+
+
+def test_a_block_that_vanishes_between_the_look_and_the_reading_costs_its_trajectories_alone(tmp_path):
+    for number in range(4):
+        record(tmp_path, [3], first_number=number)
+    dataset = opened(tmp_path, 2, num_transitions_per_env=3)
+    found = frames_of(dataset.get_batch(3))
+    before = set(tmp_path.glob("*.h5"))
+    record(tmp_path, [3], first_number=4)
+    record(tmp_path, [3], first_number=5)
+    new = sorted(set(tmp_path.glob("*.h5")) - before, key=lambda path: path.stat().st_mtime_ns)
+
+    def vanish(event, arguments):
+        if event == "open" and str(arguments[0]) == str(new[0]):
+            new[0].unlink(missing_ok=True)
+
+    with watching(vanish):
+        for batch in iter_rest(dataset, 3):
+            found += frames_of(batch)
+    assert not new[0].exists()
+    assert sorted({number for *_, number, _ in found}) == [0, 1, 2, 3, 5]
+
+
+def test_a_learner_that_stops_reading_holds_no_more_than_it_knew_and_stops_nobody(tmp_path):
+    with rollout_data.RolloutWriter(
+        tmp_path, 2, durable=False, block_bytes=20_000, retention={"bytes": 100_000}
+    ) as writer:
+        dataset = opened(tmp_path, 2, dataset_loops=0)
+        for part in range(60):
+            for step in range(20):
+                row = torch.full((2, 64), float(part))
+                writer.add(observation=row, action=row, reward=row[:, 0], done=[step == 19] * 2)
+            writer.flush()
+            if part == 15:
+                dataset.get_batch(1)
+        assert still_mapped(tmp_path) <= 300_000  # 60 parts take 2.7 MB
+        assert num_bytes(tmp_path) <= 300_000
+        with clock_ahead(5):
+            assert (dataset.get_batch(20).observation == 15).any()
+            assert any((dataset.get_batch(20).observation == 59).any() for _ in range(10))
+        with clock_ahead(10):
+            dataset.get_batch(20)
+        assert still_mapped(tmp_path) == 0
