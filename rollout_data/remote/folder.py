@@ -112,7 +112,7 @@ class RemoteFolder(BlockFolder):
                 raise problem
         return has_changed
 
-    def _list_files(self) -> dict[str, FileStamp]:
+    def found_now(self) -> Mapping[str, FileStamp]:
         found = self.files.listed()
         return {name: stamp for name, stamp in found.items() if name.endswith((".h5", ".hdf5")) and name[0] != "."}
 
