@@ -1,4 +1,4 @@
-"""Frame stores: rows of frames as tensors, from mapped files, from files read one by one, or from memory.
+"""Frame stores: rows of frames as tensors, from mapped files or from files read one by one; `cached.py`: from memory.
 
 One rule: integers come in, rows go out; which frames a batch needs was decided elsewhere. A file that was there
 when the index was made and cannot be read any more is a `LostBlockError`; other errors may pass, and lose nothing.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import lcm
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -328,68 +327,6 @@ class FileFrames(FrameStore):
             lost = self.index.lost_block(block, _in_words(cause))
             advice = "Try again, or reset these envs"
             raise DataFileError(lost.action, lost.where, lost.expected, lost.got, advice) from cause
-
-
-class CachedFrames(FrameStore):
-    """Rows of some trajectories copied into memory of one device, each trajectory in one piece.
-
-    Args:
-        source: Where the rows come from.
-        trajectories: int64 `[K]`, which trajectories; only these can be read.
-        device: Where to keep them.
-    """
-
-    def __init__(self, source: FrameStore, trajectories: Int64s, device: torch.device) -> None:
-        super().__init__(source.index, source.layouts, device)
-        self.is_lost = source.is_lost
-        trajectories = trajectories[~self.is_lost[trajectories]]
-        lengths = source.index.lengths[trajectories]
-        needed = int(lengths.sum()) * self.layouts[DATA].frame_bytes
-        if device.type == "cpu" and (free := free_memory_bytes()) is not None and needed > 0.9 * free:
-            expected, got = f"at most 90 % of the free {free / 2**30:.1f} GiB", f"{needed / 2**30:.1f} GiB"
-            raise UsageError("cache the dataset in memory", "", expected, got, "Use cache='none'")
-        self._first_row = np.full(len(source.index), -1, np.int64)
-        self._first_row[trajectories] = np.cumsum(lengths) - lengths
-        has_final = trajectories[source.index.final_row[trajectories] >= 0]
-        self._final_row = np.full(len(source.index), -1, np.int64)
-        self._final_row[has_final] = np.arange(len(has_final))
-        self._rows: dict[Place, torch.Tensor] = {}
-        runs = source.locate(trajectories, np.zeros_like(lengths), lengths, np.cumsum(lengths) - lengths)
-        for name, column in self.layouts[DATA].columns.items():
-            # Pooled memory has huge pages, which make gathering from it 1.25 times faster.
-            rows = BufferPool(1).empty((int(lengths.sum()), column.row_bytes // 4), torch.int32)
-            for first in range(0, len(runs.target), 4096):  # in portions: index arrays stay small beside the data
-                part = Runs(*(values[first : first + 4096] for values in runs))
-                start, stop = int(part.target[0]), int(part.target[-1] + part.num_rows[-1])
-                source.copy((DATA, name), part._replace(target=part.target - start), 1, rows[start:stop])
-            self._rows[DATA, name] = rows.to(device)
-        for name in self.layouts[FINAL].columns:
-            self._rows[FINAL, name] = source.finals(name, has_final).view(torch.int32).to(device)
-
-    def holds(self, trajectories: Int64s) -> bool:
-        """True if all these trajectories are here that can be read."""
-        return bool((self.is_lost[trajectories] | (self._first_row[trajectories] >= 0)).all())
-
-    def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
-        return Runs(target, np.zeros_like(target), self._first_row[trajectory] + frame, count)
-
-    def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
-        rows = torch.from_numpy(self._final_row[trajectories]).to(self.device)
-        return torch.index_select(self._rows[FINAL, column], 0, rows).view(torch.uint8)
-
-    def _words(self, place: Place) -> torch.Tensor:
-        return self._rows[place]
-
-
-def free_memory_bytes() -> int | None:
-    """Memory that can be had without swapping, or None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 def _in_words(cause: Exception) -> str:

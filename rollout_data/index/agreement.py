@@ -8,37 +8,38 @@ forked has no process group, and would take itself for rank 0 of 1.
 
 from __future__ import annotations
 
-import hmac
+import fcntl
 import multiprocessing
 import operator
 import os
 import pickle
-import secrets
-import shutil
+import struct
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.reduction import DupFd
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
-from storage.errors import CorruptFileError, RolloutDataError, UsageError
+from storage.errors import RolloutDataError, UsageError
 
 #: "auto" asks torch.distributed, "none" reads everything in each process, (rank, world size) says it outright.
 ShardChoice = Literal["auto", "none"] | tuple[int, int]
 #: Look at the folders; what was seen can be pickled. None: the same as before.
 Look = Callable[[], Any]
-#: Give what was seen for the pass of this number, here or by the process that looks for all.
-Agree = Callable[[int, Look], Any]
+#: Give what was seen for the pass of this number, here or by the process that looks for all; for a name instead of a
+#: number, what was made by one of the processes that read together on this machine.
+Agree = Callable[[int | str, Look], Any]
 _POLL_S = 0.001
 _ENDED = "ended"
-#: The notes of this many passes stay, in case one worker is far behind another.
-_NUM_NOTES = 20_000
-_KEY_BYTES = 32
+#: Before each note: the bytes of its name, and of what it says.
+_HEAD = struct.Struct("<QQ")
+_NOTES, _LOOKING = 0, 1  # locks
 
 
 class Shard(NamedTuple):
@@ -99,7 +100,7 @@ def refuse_second_split() -> None:
         raise UsageError("share the data out", "", "ranks that read a share each", "accelerate, which splits", advice)
 
 
-def alone(number: int, look: Look) -> Any:
+def alone(number: int | str, look: Look) -> Any:
     """Look, without asking other processes."""
     return look()
 
@@ -109,8 +110,10 @@ def agreement_of(shard: Shard) -> Agree:
     return _among_ranks if shard.total > 1 and shard == current_shard() else alone
 
 
-def _among_ranks(number: int, look: Look) -> Any:
+def _among_ranks(number: int | str, look: Look) -> Any:
     """Let rank 0 look and tell the others; all ranks call this at the same step of their streams."""
+    if isinstance(number, str):
+        return look()
     told = [_told(look) if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(told, src=0)
     return _heard(told[0])
@@ -132,75 +135,76 @@ def _heard(told: Any) -> Any:
 
 
 class Board:
-    """Notes of the plain DataLoader workers of one dataset, in a temporary folder that is made with the first of them.
+    """Notes of the worker processes of one dataset, in a file without a name: nothing of it outlives them.
 
-    Of several workers that leave a note of one name, the first one's counts. A note is read only if it was signed with
-    the key of this board, which the processes of the dataset alone have.
+    Forked processes have it; others get its descriptor when they are started. Of several final notes of one name the
+    first one counts.
     """
 
-    def __init__(self) -> None:
-        self._path = Path(tempfile.gettempdir()) / f"rollout_data_{secrets.token_hex(16)}"
-        self._key = secrets.token_bytes(_KEY_BYTES)
-        self._finish = weakref.finalize(self, _remove, self._path, os.getpid())
+    def __init__(self, sent: Any = None) -> None:
+        with tempfile.TemporaryFile() as file:
+            self._file = os.dup(file.fileno()) if sent is None else sent.detach()
+        #: Name -> where its last note lies, as far as this process has read.
+        self._places: dict[str, tuple[int, int]] = {}
+        self._stop = 0
+        weakref.finalize(self, os.close, self._file).atexit = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Workers get the same board; any other copy one of its own."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Workers get the same board; any other copy is a new one."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
-        return {"_path": self._path, "_key": self._key} if is_for_worker else {}
+        return Board, (DupFd(self._file),) if is_for_worker else ()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if state:
-            vars(self).update(state)
-        else:
-            Board.__init__(self)
+    @contextmanager
+    def _locked(self, which: int) -> Iterator[None]:
+        """Hold one of the locks of this board; the system gives it back when the process ends."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, which)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, which)
+
+    def _catch_up(self) -> None:
+        while any(head := os.pread(self._file, _HEAD.size, self._stop)):
+            name_bytes, num_bytes = _HEAD.unpack(head)
+            first = self._stop + _HEAD.size
+            name = os.pread(self._file, name_bytes, first).decode()
+            self._places[name] = first + name_bytes, num_bytes
+            self._stop = first + name_bytes + num_bytes
 
     def read(self, name: str) -> Any:
         """Give a note, None if there is none."""
-        try:
-            note = (self._path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-        signature, content = note[:_KEY_BYTES], note[_KEY_BYTES:]
-        if not hmac.compare_digest(signature, hmac.digest(self._key, content, "sha256")):
-            raise CorruptFileError("read the note", repr(str(self._path / name)), "one of this dataset", "another")
-        return pickle.loads(content)
+        with self._locked(_NOTES):
+            self._catch_up()
+            start, num_bytes = self._places.get(name, (0, 0))
+            content = os.pread(self._file, num_bytes, start)
+        return pickle.loads(content) if content else None
 
     def write(self, name: str, note: Any, is_final: bool = False) -> bool:
         """Leave a note, whole or not at all; one that `is_final` only where there is none: False if there was."""
-        self._path.mkdir(mode=0o700, exist_ok=True)
-        temporary, content = self._path / f".{name}.{os.getpid()}", pickle.dumps(note)
-        temporary.write_bytes(hmac.digest(self._key, content, "sha256") + content)
-        try:
-            (os.link if is_final else os.replace)(temporary, self._path / name)
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink(missing_ok=True)
+        content = b"" if note is None and not is_final else pickle.dumps(note)
+        with self._locked(_NOTES):
+            self._catch_up()
+            if is_final and self._places.get(name, (0, 0))[1]:
+                return False
+            os.ftruncate(self._file, self._stop)  # of what a killed process has begun
+            os.pwrite(self._file, name.encode() + content, self._stop + _HEAD.size)
+            os.pwrite(self._file, _HEAD.pack(len(name.encode()), len(content)), self._stop)
         return True
 
-    def forget(self, name: str) -> None:
-        """Take a note away, if there is one."""
-        (self._path / name).unlink(missing_ok=True)
-
     def end(self) -> None:
-        """Let workers wait no more, unless the folder is gone already."""
-        if self._path.exists():
-            self.write(_ENDED, True)
+        """Let workers wait no more."""
+        self.write(_ENDED, True)
 
-    def agree(self, group: str, number: int, look: Look, is_told: bool = False) -> Any:
+    def agree(self, group: str, number: int | str, look: Look, is_told: bool = False) -> Any:
         """Agree with the workers of one epoch: the first one looks for all, unless the loader's process tells."""
         name, parent = f"{group}_{number}", multiprocessing.parent_process()
         while (note := self.read(name)) is None:
             if not is_told:
-                self.write(name, _told(look), is_final=True)
+                with self._locked(_LOOKING):  # what is found may be large: only one process makes it
+                    if self.read(name) is None:
+                        self.write(name, _told(look), is_final=True)
             elif self.read(_ENDED) or (parent is not None and not parent.is_alive()):
                 raise EOFError("the process that takes the batches takes no more")
             else:
                 time.sleep(_POLL_S)
-        self.forget(f"{group}_{number - _NUM_NOTES}")
         return _heard(note)
-
-
-def _remove(path: Path, process: int) -> None:
-    if process == os.getpid():
-        shutil.rmtree(path, ignore_errors=True)

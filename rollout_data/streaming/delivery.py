@@ -21,6 +21,7 @@ from storage.core.threads import Unique
 from storage.errors import DatasetExhausted, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
+from ..frames.cached import CachedFrames
 from ..index.agreement import Board, Look
 from .cursor import Plan, Position
 from .passes import Undecided, count_lost
@@ -135,6 +136,7 @@ class RolloutLoader:
     def __init__(self, dataset: RolloutStream, num_workers: int = 0, **options: Any) -> None:
         self.dataset, self.num_workers = dataset, whole("open the dataset", "num_workers", num_workers, 0)
         self._options = options
+        dataset.is_for_workers |= self.num_workers > 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the number of the next epoch; see `RolloutDataset.set_epoch`."""
@@ -155,7 +157,7 @@ class RolloutLoader:
     def _read(self) -> Iterator[Any]:
         dataset, agree, board = self.dataset, self.dataset.agree, Board()
 
-        def tell(number: int, look: Look) -> Any:
+        def tell(number: int | str, look: Look) -> Any:
             seen = agree(number, look)
             board.write(f"{_TOLD}_{number}", (seen, None))
             return seen
@@ -163,7 +165,10 @@ class RolloutLoader:
         readers = copy.deepcopy(dataset)
         readers.follow(dataset.state_dict(), partial(board.agree, _TOLD, is_told=True))
         dataset.agree = tell
-        board.write(f"{_TOLD}_{dataset.position.deal.turn}", ((dataset.source.sight(), 0), None))
+        begun = dataset.position.deal
+        board.write(f"{_TOLD}_{begun.turn}", ((dataset.source.sight(), 0), None))
+        if isinstance(begun.source, CachedFrames):
+            board.write(f"{_TOLD}_frames_{begun.turn}", (begun.source.told(), None))
         options = {
             **self._options,
             "collate_fn": partial(_collated, self._options.get("collate_fn") or default_convert),

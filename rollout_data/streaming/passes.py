@@ -21,8 +21,9 @@ from tqdm import tqdm
 
 from storage.errors import DataFileError, UsageError, WaitTimeoutError
 
+from ..frames.cached import CachedFrames
 from ..frames.source import BlocksInUse, Source
-from ..frames.store import CachedFrames, FrameStore
+from ..frames.store import FrameStore
 from ..index.agreement import Agree
 from ..index.index import Int64s, LostBlockError, TrajectoryIndex, name_keys, random_keys, stable_order
 from .cursor import Deal, Position, go_on_with
@@ -220,6 +221,7 @@ class Dealer:
         skips: Leave out trajectories that are damaged, rather than raise.
         agree: How this process learns what is in the folders.
         is_cut_off: Other ranks cannot be asked what they see: the folders must not change from pass to pass.
+        is_shared: Frames in memory are those of several processes: one copies them, and the others map its copy.
     """
 
     source: Source
@@ -229,6 +231,7 @@ class Dealer:
     skips: bool
     agree: Agree
     is_cut_off: bool
+    is_shared: bool
     _told: Any = None
     _looked_s: float = 0.0
     _agreed_s: float = 0.0
@@ -278,7 +281,7 @@ class Dealer:
         (order, starts), (new, new_starts) = (self._left_of(store.index, one, number) for one in (rest, fresh))
         order, starts = np.concatenate([new, order]), np.concatenate([new_starts, starts])
         if self.keeps_on is not None:
-            store = self._cached(store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
+            store = self._cached(turn, store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
         return Deal(store.index.lengths, order, starts, number, store, turn, sections, len(new))
 
     def _left_of(self, index: TrajectoryIndex, section: Section | None, number: int) -> tuple[Int64s, Int64s]:
@@ -362,15 +365,28 @@ class Dealer:
         self._num_batches, self._agreed_s = max(1, min(int(fitting), 2 * self._num_batches)), now_s
         return (None if self._told is told else self._told), self._num_batches
 
-    def _cached(self, store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device) -> FrameStore:
+    def _cached(
+        self, turn: int, store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device
+    ) -> FrameStore:
+        """Copy the frames of a pass into memory, or map what another process of this machine has copied."""
         last = before.source if before is not None else None
+        made: list[CachedFrames] = []
         if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
-            return last
-        while True:
-            try:
-                return CachedFrames(store, trajectories, device)
-            except DataFileError as problem:
-                leave_out(self.source, store, trajectories, problem, self.skips)
+            made.append(last)
+
+        def make() -> Any:
+            while not made:
+                try:
+                    made.append(CachedFrames(store, trajectories, device, self.is_shared))
+                except DataFileError as problem:
+                    leave_out(self.source, store, trajectories, problem, self.skips)
+            return made[0].told() if self.is_shared else None
+
+        told = self.agree(f"frames_{turn}", make) if self.is_shared else make()
+        if not made and (found := CachedFrames.mapped(store, told)) is not None and found.holds(trajectories):
+            return found
+        make()
+        return made[0]
 
 
 def _content(index: TrajectoryIndex) -> Any:

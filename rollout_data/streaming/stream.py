@@ -49,6 +49,7 @@ class RolloutStream(RolloutFileBase):
     _chunk_cache_bytes: int
     _remote: Any
     as_dict: bool
+    is_for_workers = False  # a loader has workers, which read what this process has in memory
 
     def _begin_unread(self, shard: Shard | None) -> None:
         """Be a new stream; `shard`: see `checked_shard`."""
@@ -159,11 +160,10 @@ class RolloutStream(RolloutFileBase):
             if is_in_worker():
                 self.agree = partial(self._board.agree, self._group())
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
-        is_cut_off = self._shard.total > 1 and is_in_worker() and not self._is_told
         stream = weakref.proxy(self)  # without a circle of references, files are unmapped with the last one
         options = (self._passes, self._epoch, keeps_on, self.on_error == "skip")
-        dealer = Dealer(self.source, *options, lambda number, look: stream.agree(number, look), is_cut_off)
-        self._dealer = dealer
+        told = self._shard.total > 1 and is_in_worker() and not self._is_told, self.is_for_workers or is_in_worker()
+        dealer = self._dealer = Dealer(self.source, *options, lambda number, look: stream.agree(number, look), *told)
         return dealer
 
     def _undecided(self, deal: Deal, in_use: Int64s) -> None:
@@ -409,7 +409,7 @@ class RolloutStream(RolloutFileBase):
     def _note(self, *note: Any) -> None:
         """Note the same; nothing takes the note away."""
         name = f"next_{self._rank().number}"
-        self._board.write(name, note) if note else self._board.forget(name)
+        self._board.write(name, note or None)
 
     def _group(self) -> str:
         """Name the workers that read this epoch together."""

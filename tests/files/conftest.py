@@ -57,4 +57,4 @@ def cold_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 bytes of free memory."""
-    monkeypatch.setattr("rollout_data.frames.store.free_memory_bytes", lambda: 100)
+    monkeypatch.setattr("rollout_data.frames.cached.free_memory_bytes", lambda: 100)
