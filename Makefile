@@ -8,11 +8,12 @@ INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt
 SOAK_S ?= 600
 NAMES ?=
 
-.PHONY: demo test lint bench soak fuzz clean help
+.PHONY: demo test test-ray lint bench soak fuzz clean help
 
 help:
 	@echo "make demo    learn, record, stream, clone: the whole library in a few minutes (report: demo/report.png)"
 	@echo "make test    all tests"
+	@echo "make test-ray  install Ray (500 MB) and run the tests that need it; make test skips them without it"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks against the limit and the installable peers (NAMES='playback record' for some)"
 	@echo "make soak    the long tests: kill -9, flipped bits, recording while playing for SOAK_S=$(SOAK_S) seconds"
@@ -40,6 +41,11 @@ demo: $(READY)
 # One process per core, and one thread in each.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto
+
+# Apart: Ray is large, and its actors start for a minute or two.
+test-ray: $(READY)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/ray_actors
 
 lint: $(READY)
 	$(VENV)/bin/python -m ruff check .

@@ -29,6 +29,7 @@ WORKLOADS = {
     "buffer_files": "save a large buffer and load it again",
     "prioritized": "draw batches by priority and update them",
     "checkpoint": "save a training run while it goes on, and load it",
+    "ray_buffers": "sample and fill buffers in actors of Ray",
     "trajectory_replay": "sample steps of trajectories in memory and on disk",
 }
 

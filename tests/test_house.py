@@ -32,6 +32,8 @@ MAY_IMPORT = {
         "managed": "live prioritized ring saving",
         "checkpoints": "codecs live",
         "adapters": "onpolicy saving",
+        "ray_actors": "live saving",
+        "remote": "ray_actors",
     },
     "rollout_data": {
         "transition": "",
@@ -46,9 +48,12 @@ MAY_IMPORT = {
         "trajectories": "checkpoints format frames index live",
         "tools": "format index writing",
         "expert": "replay saving",
+        "ray": "index remote windows writing",
     },
 }
 FLOORS = list(MAY_IMPORT)
+#: Rooms that the floor's own `__init__` does not import: those of optional engines, imported by their names.
+APART = {"storage": {"remote"}, "rollout_data": {"ray"}}
 #: What else lies in the root folder of a floor.
 ROOT_FILES = {"__init__.py", "py.typed"}
 #: Imports, of a module by a module, that cross or close a circle today, and are to go.
@@ -142,7 +147,7 @@ def room_graph(floor: str) -> dict[str, set[str]]:
     """Room -> rooms of its floor that it may import; the floor's `__init__` stands above all."""
     own = MAY_IMPORT[floor]
     graph = {room: (may_import(f"{floor}.{room}") & set(own)) - {room} for room in own}
-    return {**graph, floor: set(own)}
+    return {**graph, floor: set(own) - APART[floor]}
 
 
 def import_graph(root: Path, *folders: str) -> dict[str, set[str]]:

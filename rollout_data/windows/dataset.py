@@ -209,6 +209,11 @@ class WindowDataset(WindowBatches):
         return len(self.trajectories)
 
     @property
+    def lengths(self) -> Int64s:
+        """Frames of each trajectory of this split, int64 `[M]`."""
+        return self._windows.lengths
+
+    @property
     def num_frames(self) -> int:
         """Frames of these trajectories."""
         return int(self._windows.lengths.sum())

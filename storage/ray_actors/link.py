@@ -1,0 +1,153 @@
+"""`Link`: what one client sends to one shard: pushes in order, again after the actor was restarted, and calls.
+
+One rule: a push is kept here until it was answered and, where there are checkpoints, until one holds it. What the actor
+lost is sent again from the number that is due. Every wait ends after `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import BackgroundError, WaitTimeoutError
+from ..live.rates import RateLimitedError
+from .packed import pack
+from .shard import Ack, RemoteOptions
+
+_PAUSE_S = 0.05
+
+
+class LostActorError(BackgroundError):
+    """The actor of a shard died and is restarted with what its checkpoint holds."""
+
+
+class Link:
+    """The connection of the client `collector` to the actor of a shard, named `where`; `told` is its last `Ack`."""
+
+    def __init__(self, actor: Any, collector: str, where: str, options: RemoteOptions) -> None:
+        self.actor, self.where, self._collector, self._options = actor, where, collector, options
+        self._is_kept = options.checkpoint_dir is not None
+        self.told: Ack | None = None
+        #: Number -> (reference to what was pushed, its bytes), oldest first.
+        self._kept: dict[int, tuple[Any, int]] = {}
+        #: The numbers of the next push that is made, and that is sent; below 0 the shard has to be asked for it.
+        self._next = self._sent = 0
+        #: Pushes that are not answered: number and reference to the answer.
+        self._pending: deque[tuple[int, Any]] = deque()
+
+    def start(self, method: str, *args: Any) -> Any:
+        """Call a method of the shard; give the reference to its answer."""
+        return getattr(self.actor, method).remote(*args)
+
+    def answer(self, reference: Any) -> Any:
+        """Wait for an answer; raise what the shard raised, or that it took too long, or that the actor died."""
+        import ray
+
+        try:
+            return ray.get(reference, timeout=self._options.timeout_s)
+        except ray.exceptions.GetTimeoutError as cause:
+            within = f"an answer within {self._options.timeout_s} s"
+            raise WaitTimeoutError("ask", self.where, within, "none", "See what its actor does") from cause
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.ActorUnavailableError as cause:
+            self._sent = -1
+            raise LostActorError("ask", self.where, "a living actor", "one that is restarted") from cause
+        except ray.exceptions.RayActorError as cause:
+            advice = "" if self._is_kept else "Give checkpoint_dir, so that it is restarted"
+            raise BackgroundError("ask", self.where, "a living actor", str(cause).strip(), advice) from cause
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call and wait; where the actor is restarted meanwhile, again."""
+        return self.lasting(lambda: self.answer(self.start(method, *args)))
+
+    def lasting(self, act: Callable[[], Any]) -> Any:
+        """Do something; as long as an actor is restarted meanwhile do it again, for `timeout_s` in all."""
+        stop_s = time.monotonic() + self._options.timeout_s
+        while True:
+            try:
+                return act()
+            except LostActorError:
+                if not self._is_kept or time.monotonic() > stop_s:
+                    raise
+                time.sleep(_PAUSE_S)
+
+    def has_restarted(self, told: Ack) -> bool:
+        """Note what the shard told; True if its actor was restarted since it told something before."""
+        before, self.told = self.told, told
+        if before is None or before.life == told.life:
+            return False
+        self._sent = -1
+        return True
+
+    def push(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Send a push; wait while as many as allowed are not answered. Raises what an earlier one raised."""
+        import ray
+
+        packed = pack((args, options))
+        num_bytes = sum(buffer.nbytes for buffer in packed[0])
+        self._pump(self._options.max_pending - 1)
+        if self._is_kept and sum(size for _, size in self._kept.values()) + num_bytes > self._options.max_unsaved_bytes:
+            self.checkpoint()
+        self._kept[self._next] = ray.put((name, packed)), num_bytes
+        self._next += 1
+        self._pump(self._options.max_pending)
+
+    def flush(self) -> None:
+        """Wait until all pushes are answered, by an actor that lives now."""
+        self._pump(0)
+        if self._kept and self.has_restarted(self.ask("hello", self._collector)):
+            self._pump(0)
+
+    def catch_up(self) -> None:
+        """Flush if the actor is known to have been restarted."""
+        if self._sent < 0:
+            self._pump(0)
+
+    def checkpoint(self) -> None:
+        """Flush, and wait for a checkpoint that holds all pushes."""
+        self.flush()
+        self._note(self.ask("save", self._collector, self._next))
+
+    def _pump(self, most: int) -> None:
+        """Send what is not sent, until it is all sent and at most `most` pushes are not answered."""
+        self.lasting(lambda: self._pump_once(most))
+
+    def _pump_once(self, most: int) -> None:
+        while self._sent < self._next or len(self._pending) > most:
+            if self._sent < 0:
+                self._note(self.answer(self.start("hello", self._collector)), is_back=True)
+            elif self._sent < self._next and len(self._pending) < self._options.max_pending:
+                given = self._kept[self._sent][0]
+                self._pending.append((self._sent, self.start("push", self._collector, self._sent, given)))
+                self._sent += 1
+            else:
+                self._end_push()
+
+    def _end_push(self) -> None:
+        number, reference = self._pending[0]
+        try:
+            ack, error = self.answer(reference)
+        except RateLimitedError:
+            self._sent = -1  # the next call sends it again
+            raise
+        self._pending.popleft()
+        self._note(ack, is_back=ack.due <= number)
+        if error is not None:
+            if number in self._kept:  # it was counted, and is to be counted again after a restart
+                self._kept[number] = ("", None), 0
+            raise error
+
+    def _note(self, ack: Ack, is_back: bool = False) -> None:
+        """Forget what need not be sent again; with `is_back` go back to the number that is due."""
+        self.told = ack
+        if is_back:
+            self._sent = ack.due
+            self._pending.clear()
+            if ack.due < self._next and ack.due not in self._kept:
+                got = f"push {ack.due} is due, which is not kept any more"
+                raise BackgroundError("send again", f"to {self.where}", "a checkpoint that holds what it did", got)
+        for number in [one for one in self._kept if one < (ack.unsaved if self._is_kept else ack.due)]:
+            del self._kept[number]
