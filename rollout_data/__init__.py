@@ -17,6 +17,7 @@ from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .expert import load_expert_trajectories
 from .remote.access import RemoteOptions
+from .remote.publish import push
 from .streaming.base import RolloutFileBase
 from .streaming.delivery import RolloutLoader, loader
 from .streaming.rollout_dataset import RolloutDataset
@@ -51,5 +52,6 @@ __all__ = [
     "load_expert_trajectories",
     "loader",
     "prune",
+    "push",
     "record_demonstrations",
 ]

@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "streaming": "format frames index live remote transition",
         "windows": "format frames index live remote",
         "trajectories": "checkpoints format frames index live",
-        "tools": "format index writing",
+        "tools": "format index remote writing",
         "expert": "replay saving",
         "ray": "index remote windows writing",
     },

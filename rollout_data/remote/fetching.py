@@ -17,9 +17,9 @@ from typing import Any
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
 #: Seconds before a request that failed is sent again, doubled each time.
-_FIRST_PAUSE_S = 0.05
+FIRST_PAUSE_S = 0.05
 #: What no further attempt would change.
-_FINAL = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, RolloutDataError)
+FINAL = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, RolloutDataError)
 
 
 class FetchError(DataFileError):
@@ -117,7 +117,7 @@ class Fetcher:
 
     def _again(self, request: Request) -> None:
         """Send a request that has failed again, after a pause."""
-        pause_s = _FIRST_PAUSE_S * 2 ** (request.num_attempts - 1)
+        pause_s = FIRST_PAUSE_S * 2 ** (request.num_attempts - 1)
         self._changed.wait_for(lambda: False, pause_s)
         if request.error is not None and not request.is_done:
             request.error = None
@@ -126,7 +126,7 @@ class Fetcher:
     def _fail(self, request: Request, cause: Exception) -> None:
         """Keep what went wrong: it is final, or the request is sent again when it is waited for."""
         request.error = cause
-        if isinstance(cause, _FINAL):
+        if isinstance(cause, FINAL):
             request.is_done = True
         elif request.num_attempts > self._num_retries:
             where = f"{request.start}:{request.stop} of {request.url!r}"

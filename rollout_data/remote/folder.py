@@ -17,7 +17,7 @@ from typing import Any
 
 from storage.core.fields import Schema
 from storage.core.threads import each
-from storage.errors import CorruptFileError
+from storage.errors import CorruptFileError, UsageError
 from storage.saving.hdf5 import Guarded
 
 from ..format.header import MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, damaged_fragments, read_header
@@ -144,6 +144,13 @@ class RemoteFolder(BlockFolder):
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
         return found
+
+    def schema_there(self) -> Schema | None:
+        """Give the fields that metadata.json declares; None if there is none, or no folder."""
+        try:
+            return Metadata.from_json(self.read_document()).schema
+        except (FileNotFoundError, UsageError):
+            return None
 
     @property
     def metadata(self) -> dict[str, Any]:

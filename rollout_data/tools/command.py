@@ -14,6 +14,7 @@ from typing import Any
 
 from storage.errors import RolloutDataError, UsageError
 
+from ..remote.publish import push as push_folder
 from ..writing.retention import LIMITS
 from ..writing.retention import prune as prune_folder
 from .info import as_text, describe, strict_json
@@ -62,6 +63,12 @@ def prune(options: argparse.Namespace) -> int:
     return 0
 
 
+def push(options: argparse.Namespace) -> int:
+    """Upload the blocks that are not there yet to a URL."""
+    _print(f"{push_folder(options.data_dir, options.url):,} blocks were uploaded")
+    return 0
+
+
 #: Subcommand -> its function, and its arguments besides the data folder as `add_argument` takes them.
 COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], Mapping[str, Mapping[str, Any]]]] = {
     "info": (
@@ -96,6 +103,7 @@ COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], Mapping[str, M
             "--dry-run": {"action": "store_true", "help": "say what would be deleted, and delete nothing"},
         },
     ),
+    "push": (push, {"url": {"help": "a URL that fsspec knows, such as s3://bucket/walk"}}),
 }
 
 

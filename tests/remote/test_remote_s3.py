@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections import deque
 
 import pytest
 
@@ -14,10 +16,12 @@ pytest.importorskip("boto3")
 import boto3
 import torch
 
-from rollout_data import RemoteOptions, RolloutDataset, WindowDataset, WindowLoader
+from rollout_data import RemoteOptions, RolloutDataset, WindowDataset, WindowLoader, push
+from storage.errors import DataFileError
 
 from .places import check_epoch, same, uneven
 
+pytestmark = pytest.mark.timeout(90)
 KEYS = {"key": "none", "secret": "none"}
 
 
@@ -28,6 +32,8 @@ def server(tmp_path_factory):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         address = next(line.rsplit(maxsplit=1)[1] for line in process.stdout if "Running on" in line)
+        # Its log is read on, or it would wait for room in the pipe.
+        threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
         try:
             yield address
         finally:
@@ -43,12 +49,12 @@ def bucket_of(server, name):
 
 
 def test_a_bucket_is_read_as_the_folder_is(server, tmp_path):
-    folder, client = uneven(tmp_path / "walk"), bucket_of(server, "reading")
-    for path in folder.iterdir():
-        if path.name[0] != ".":
-            client.upload_file(str(path), "reading", f"runs/walk/{path.name}")
+    folder = uneven(tmp_path / "walk")
+    bucket_of(server, "reading")
     storage = {**KEYS, "endpoint_url": server}
     small = RemoteOptions(chunk_bytes=4096, num_chunks=3, num_requests=8, storage_options=storage)
+    num_blocks = len(list(folder.glob("*.h5")))
+    assert [push(folder, "s3://reading/runs/walk", remote=small) for _ in range(2)] == [num_blocks, 0]
     near, far = WindowDataset(folder, 4), WindowDataset("s3://reading/runs/walk", 4, remote=small)
     loader = check_epoch(near, far, 64, seed=1)
     batches = iter(loader)
@@ -60,3 +66,13 @@ def test_a_bucket_is_read_as_the_folder_is(server, tmp_path):
     expected = RolloutDataset(folder, 4, device="cpu")
     for _ in range(10):
         assert torch.equal(played.get_batch(7).observation, expected.get_batch(7).observation)
+
+
+def test_a_block_is_put_on_the_condition_that_nothing_has_its_name(server, tmp_path):
+    folder, client = uneven(tmp_path / "walk", 10), bucket_of(server, "taken")
+    name = min(path.name for path in folder.glob("*.h5"))
+    client.put_object(Bucket="taken", Key=f"walk/{name}", Body=b"something else")
+    options = RemoteOptions(storage_options={**KEYS, "endpoint_url": server})
+    with pytest.raises(DataFileError, match="got another file"):
+        push(folder, "s3://taken/walk", remote=options)
+    assert client.get_object(Bucket="taken", Key=f"walk/{name}")["Body"].read() == b"something else"
