@@ -149,10 +149,12 @@ class RemoteBuffer:
         """Flush; save a checkpoint if there are any; the client that made the actors ends them. May be called twice."""
         import ray
 
-        links, is_kept = self._links, self._options.checkpoint_dir is not None
+        links = self._links
         try:
             if links:
-                (self.checkpoint if is_kept else self.flush)()
+                self.flush()
+            for link in links if self._options.checkpoint_dir is not None else ():
+                link.checkpoint(is_anew=self._is_owner)
         finally:
             self._links = []
             for link in links if self._is_owner else ():
@@ -226,7 +228,10 @@ class RemoteBuffer:
         if len(self._links) == 1:
             return [[size] * num_batches]
         rows = [0 if link.told is None else link.told.num_rows for link in self._links]
-        rows = rows if sum(rows) and all(link.told for link in self._links) else self._num_rows()
+        if not all(rows):  # our pushes may be under way, and of a shard that has told nothing yet nothing is known
+            self.flush()
+            is_known = sum(rows) and all(link.told for link in self._links)
+            rows = [link.told.num_rows for link in self._links if link.told] if is_known else self._num_rows()
         if not sum(rows):
             raise BufferEmptyError("sample", "from the shards", "rows", "none")
         unit = self._traits().unit if name == "sample" else 1

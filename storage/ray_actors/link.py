@@ -90,7 +90,7 @@ class Link:
         num_bytes = sum(buffer.nbytes for buffer in packed[0])
         self._pump(self._options.max_pending - 1)
         if self._is_kept and sum(size for _, size in self._kept.values()) + num_bytes > self._options.max_unsaved_bytes:
-            self.checkpoint()
+            self.checkpoint(is_anew=False)
         self._kept[self._next] = ray.put((name, packed)), num_bytes
         self._next += 1
         self._pump(self._options.max_pending)
@@ -106,10 +106,10 @@ class Link:
         if self._sent < 0:
             self._pump(0)
 
-    def checkpoint(self) -> None:
-        """Flush, and wait for a checkpoint that holds all pushes."""
+    def checkpoint(self, is_anew: bool = True) -> None:
+        """Flush, and wait for a checkpoint: a new one, or one that holds all pushes of this client."""
         self.flush()
-        self._note(self.ask("save", self._collector, self._next))
+        self._note(self.ask("save", self._collector, 0 if is_anew else self._next))
 
     def _pump(self, most: int) -> None:
         """Send what is not sent, until it is all sent and at most `most` pushes are not answered."""

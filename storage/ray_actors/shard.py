@@ -203,8 +203,8 @@ class Shard:
             return pack(found(*args, **options) if callable(found) else found)
 
     def save(self, collector: str, number: int = 0, folder: str | None = None) -> Ack:
-        """Save in a folder, or a checkpoint, unless one holds all pushes of a collector below `number` already."""
-        if folder is not None or self._saved.get(collector, 0) < max(1, number):
+        """Save in a folder, or a checkpoint; with `number` only if none holds the pushes of a collector below it."""
+        if folder is not None or number == 0 or self._saved.get(collector, 0) < number:
             with self._applying:
                 self._write(folder or self._folder)
         return self.hello(collector)

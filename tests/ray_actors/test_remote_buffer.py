@@ -140,14 +140,22 @@ def test_a_killed_actor_goes_on_and_nothing_that_was_answered_is_missing_or_doub
     assert len(check_rows(buffer.sample(64))) == 64
     assert time.monotonic() - start_s < MAX_ANSWER_S
     assert held(buffer) == list(range(1000))
+    buffer.checkpoint()
+    other = copy.copy(buffer)
+    other.extend(rows(1100, 50))
+    other.flush()
+    buffer.checkpoint()  # holds what others pushed, too
+    del other
+    kill(buffer)
+    assert held(buffer)[1000:] == list(range(1100, 1150))
     buffer.extend(rows(1000, 50))
     kill(buffer)  # with a push on its way
     buffer.extend(rows(1050, 50))
-    assert held(buffer) == list(range(1100))
+    assert held(buffer) == list(range(1150))
     buffer.close()
 
     with RemoteBuffer(MAKE, checkpoint_dir=str(tmp_path), **NO_CPUS) as again:  # another run
-        assert held(again) == list(range(1100))
+        assert held(again) == list(range(1150))
 
 
 def test_collectors_in_other_processes_push_while_actors_are_killed_and_one_of_them_dies(
