@@ -137,13 +137,12 @@ def _heard(told: Any) -> Any:
 class Board:
     """Notes of the worker processes of one dataset, in a file without a name: nothing of it outlives them.
 
-    Forked processes have it; others get its descriptor when they are started. Of several final notes of one name the
-    first one counts.
+    Forked processes have it; others get its descriptor when they are started, so that what is read was written by a
+    process of this dataset. Of several final notes of one name the first one counts.
     """
 
     def __init__(self, sent: Any = None) -> None:
-        with tempfile.TemporaryFile() as file:
-            self._file = os.dup(file.fileno()) if sent is None else sent.detach()
+        self._file = _unnamed_file() if sent is None else sent.detach()
         #: Name -> where its last note lies, as far as this process has read.
         self._places: dict[str, tuple[int, int]] = {}
         self._stop = 0
@@ -208,3 +207,11 @@ class Board:
             else:
                 time.sleep(_POLL_S)
         return _heard(note)
+
+
+def _unnamed_file() -> int:
+    """Open a file that is in no folder; where the system has none in memory, one of the temporary folder."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rollout_data_notes")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

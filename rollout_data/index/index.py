@@ -371,7 +371,8 @@ class TrajectoryIndex:
 def name_keys(names: Sequence[str], writer: Int64s, number: Int64s) -> np.ndarray:
     """uint64, one number for (name of its writer, number within it) of each trajectory."""
     sums = np.array([crc32(name.encode()) for name in names], np.uint64)
-    return sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
+    keys: np.ndarray = sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
+    return keys
 
 
 def random_keys(keys: np.ndarray, seed: int) -> np.ndarray:
@@ -397,7 +398,8 @@ def stable_order(keys: np.ndarray) -> Int64s:
     """
     packed = keys.astype(np.uint64) << np.uint64(32) | np.arange(len(keys), dtype=np.uint64)
     packed.sort()
-    return (packed & np.uint64((1 << 32) - 1)).view(np.int64)
+    order: Int64s = (packed & np.uint64((1 << 32) - 1)).view(np.int64)
+    return order
 
 
 def counted_from(first: Int64s, count: Int64s) -> Int64s:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from storage.errors import DataFileError, UsageError, WaitTimeoutError
 
 from ..frames.cached import CachedFrames
+from ..frames.sights import Sights
 from ..frames.source import BlocksInUse, Source
 from ..frames.store import FrameStore
 from ..index.agreement import Agree
@@ -176,7 +177,8 @@ def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, numbe
 
 def _keys(keys: np.ndarray) -> np.ndarray:
     """By what a pass is ordered: the upper half of each trajectory's random key; then comes its place in the pool."""
-    return keys >> np.uint64(32)
+    upper: np.ndarray = keys >> np.uint64(32)
+    return upper
 
 
 def _seed(options: PassOptions, number: int, purpose: int) -> int:
@@ -232,7 +234,7 @@ class Dealer:
     agree: Agree
     is_cut_off: bool
     is_shared: bool
-    _told: Any = None
+    _sights: Sights = field(default_factory=Sights)
     _looked_s: float = 0.0
     _agreed_s: float = 0.0
     _num_batches: int = 1
@@ -264,7 +266,7 @@ class Dealer:
 
     def resumed(self, turn: int, upto: Mapping[str, int]) -> FrameStore:
         """Give what a pass that was begun elsewhere may use, as far as it is still there."""
-        self.source.adopt(self.agree(turn, partial(self._look, 0, tuple))[0])
+        self.source.adopt(self._sights.whole(self.agree(turn, partial(self._look, 0, tuple))[0]))
         return self.source.snapshot(upto=upto)
 
     def dealt(
@@ -307,9 +309,8 @@ class Dealer:
         if store.index is deal.source.index:
             return Position(state, replace(deal, turn=deal.turn + 1), left)
         rest, fresh = sections_at(deal, state.position)
-        since = (
-            dict(fresh.since or {}) if fresh is not None else {}
-        )  # blocks may be shown again that were not for a while
+        # Blocks may be shown again that were not for a while.
+        since = dict(fresh.since or {}) if fresh is not None else {}
         for writer, sequence in deal.source.index.writers_upto().items():
             since[writer] = max(sequence, since.get(writer, -1))
         pool = choose(store.index, self.options)
@@ -334,8 +335,8 @@ class Dealer:
         """Agree on what is there; give it, the numbers of what is `in_use`, which stays readable, and `left`."""
         index = before.source.index if before is not None else None
         blocks_in_use = partial(index.blocks_of, in_use[in_use >= 0]) if index is not None else tuple
-        sight, left = self.agree(turn, partial(self._look, wanted, blocks_in_use))
-        self.source.adopt(sight)
+        told, left = self.agree(turn, partial(self._look, wanted, blocks_in_use))
+        self.source.adopt(self._sights.whole(told))
         store = self.source.snapshot()
         if self.options.refresh_s is not None and not self.source.holds_blocks:
             raise UsageError("refresh", f"a pass over {self._where}", "block files", "trajectory folders", "Pack them")
@@ -359,11 +360,10 @@ class Dealer:
             return len(choose(self.source.snapshot().index, self.options)) if wanted else 0
 
         wait_for_trajectories(count, wanted, self.options, self._where)
-        told, self._told = self._told, self.source.sight()
         self._looked_s = now_s = time.monotonic()
         fitting = self._num_batches * (self.options.refresh_s or 0.0) / 2 / max(now_s - self._agreed_s, 1e-9)
         self._num_batches, self._agreed_s = max(1, min(int(fitting), 2 * self._num_batches)), now_s
-        return (None if self._told is told else self._told), self._num_batches
+        return self._sights.news(self.source.sight()), self._num_batches
 
     def _cached(
         self, turn: int, store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device

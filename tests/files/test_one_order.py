@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +15,9 @@ from hypothesis import strategies as st
 
 import rollout_data
 from rollout_data import RolloutDataset
+from rollout_data.format.header import FRAGMENT_DTYPE
+from rollout_data.frames.sights import Sights
+from rollout_data.index.index import Block
 from storage.errors import UsageError
 from tests.files.recorded import record
 
@@ -259,3 +265,22 @@ def test_some_envs_of_several_ranks_are_not_reset_alone(tmp_path):
 def test_a_share_that_cannot_be_is_refused(tmp_path, shard):
     with pytest.raises(UsageError, match="expected shard 'auto', 'none' or"):
         RolloutDataset(tmp_path, 1, shard=shard)
+
+
+def test_processes_tell_each_other_only_the_blocks_that_are_new():
+    chance, blocks = random.Random(0), []
+    teller, hearer, last = Sights(), Sights(), None
+    for number in range(200):
+        blocks = [block for block in blocks if chance.random() < 0.9]
+        fragments = np.zeros(1000, FRAGMENT_DTYPE)
+        blocks += [Block(Path(f"{number}_{one}.h5"), "w", one, fragments, {}, 9, number) for one in range(2)]
+        chance.shuffle(blocks) if number % 20 == 0 else None
+        sight = last if number % 7 == 3 else ("blocks", None, len(blocks), [(0, block) for block in blocks])
+        told = teller.news(sight)
+        assert teller.whole(told) is (None if sight is last else sight)
+        note = pickle.dumps(told)
+        heard = hearer.whole(pickle.loads(note))
+        assert (heard is None) == (sight is last)
+        assert sight is last or [block.path for _, block in heard[3]] == [block.path for _, block in sight[3]]
+        assert len(note) < 5 * fragments.nbytes  # two blocks are new, or four
+        last = sight
