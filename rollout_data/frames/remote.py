@@ -22,6 +22,7 @@ from ..format.chunk_table import ChunkTable
 from ..format.header import DATA, FINAL, corrupt
 from ..format.schema import RowLayout
 from ..index.index import Int64s, Runs, TrajectoryIndex
+from ..index.stand_ins import is_stand_in
 from ..remote.fetching import Fetcher, Request
 from ..remote.folder import RemoteFolder
 from .store import GONE, FrameStore, Place, gather
@@ -163,6 +164,8 @@ class RemoteFrames(FrameStore):
     def request(self, place: Place, block: int, start: int, stop: int, out: torch.Tensor) -> Request | None:
         """Ask for rows `start:stop` of a block; they are put into `out`. None where nothing is stored of them."""
         at, rows = self.index.blocks[block], out.numpy().view(np.uint8)
+        if is_stand_in(at):
+            raise self.index.lost_block(block, "it was removed")
         submit = partial(self._fetcher(block).submit, str(at.path))
         column = self.layouts[place[0]].columns[place[1]]
         if not column.is_coded:

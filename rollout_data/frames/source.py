@@ -28,6 +28,7 @@ from ..format.header import layouts_of, read_header
 from ..format.schema import RowLayout
 from ..index.folder import LOOK_SHARE, BlockFolder, block_entries, read_metadata
 from ..index.index import Block, Int64s, Key, LostBlockError, TrajectoryIndex
+from ..index.stand_ins import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
 from ..remote.access import DataDirs, RemoteFiles, RemoteOptions, absolute_paths
 from ..remote.folder import RemoteFolder
 from .coded import CHUNK_CACHE_BYTES
@@ -100,11 +101,11 @@ class Source:
         if self._folders is not None:
             self._folders.release(in_use)
 
-    def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
-        """Give what is there now; with `upto` only blocks up to this sequence number of each writer."""
+    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
+        """Give what is there now; with `upto` only blocks up to this number of each writer, and what is `gone`."""
         if self._folders is None:
             return FrameStore(TrajectoryIndex([]), layouts_of(Schema([])))
-        return self._folders.snapshot(upto)
+        return self._folders.snapshot(upto, gone)
 
     def sight(self) -> Any:
         """Say what `refresh` has found, so that `adopt` gives another process the same; the same object if it is."""
@@ -228,7 +229,7 @@ class _Blocks:
         if before is not None:
             self._source.count_lost({block.key for block in before.blocks[: before.num_present]} - present, present)
         mapped = self._files.mapped if self._files is not None else ()
-        gone = [block for block in in_use() if block.key not in present and block.identity in mapped]
+        gone = [one for one in in_use() if one.key not in present and (one.identity in mapped or is_stand_in(one))]
         if gone != self._pinned or before is None or _identities(before.blocks) != _identities(blocks):
             self._pinned, self._last = gone, None
         self._source.lost.intersection_update(key for key, *_ in mapped)
@@ -252,9 +253,13 @@ class _Blocks:
             return self._adopted
         return [folder.blocks[name] for folder in self._folders for name in sorted(folder.blocks)]
 
-    def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
+    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
         if self._last is not None and upto is None:
             return self._last
+        if upto is not None:
+            folders = {folder.label: folder.data_dir for folder in self._folders}
+            self._pinned = with_stand_ins(self._pinned, folders, gone)
+            self._last = None if gone else self._last
         for folder in self._folders:
             if folder.schema is not None and folder.blocks:
                 self._source.check_schema(folder.schema, folder.data_dir)
@@ -262,18 +267,19 @@ class _Blocks:
         blocks = self._blocks()
         if upto is not None:
             blocks = [block for block in blocks if block.sequence <= upto.get(block.writer, -1)]
-        store = self._frames(blocks, layouts)
+        store = self._frames(beside_stand_ins(blocks, self._pinned), layouts)
         if upto is None:
             self._report_broken(store.index)
             self._last = store
         return store
 
     def _frames(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> FrameStore:
-        if self._source.is_remote:
-            return RemoteFrames(TrajectoryIndex(blocks), layouts, self.remote)
-        if can_map([*blocks, *self._pinned]):
+        if not self._source.is_remote and can_map([*blocks, *self._pinned]):
             return self._mapped_frames(blocks, layouts)
-        return FileFrames(TrajectoryIndex(blocks), layouts, partial(_read_block, layouts=layouts))
+        index = TrajectoryIndex([*blocks, *filter(is_stand_in, self._pinned)], len(blocks))
+        if self._source.is_remote:
+            return RemoteFrames(index, layouts, self.remote)
+        return FileFrames(index, layouts, partial(_read_block, layouts=layouts))
 
     def _mapped_frames(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> FrameStore:
         files = self._files
@@ -361,7 +367,7 @@ class _Chunks:
         """Read a chunk no more until it has changed."""
         self._unreadable.update(file for scan in self._scans for file in scan.known if file.path == path)
 
-    def snapshot(self, upto: Mapping[str, int] | None = None) -> FrameStore:
+    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
         return self._last
 
     def _report_left_out(self) -> None:
@@ -433,6 +439,8 @@ def _numbers_within(folder: np.ndarray, trajectory: Int64s) -> Int64s:
 
 def _read_block(block: Block, place: Place, layouts: Mapping[str, RowLayout]) -> np.ndarray:
     """Map or decode one kind of row of one block, where blocks cannot be mapped side by side."""
+    if is_stand_in(block):
+        raise FileNotFoundError("it was removed")
     offset, num_rows = block.places[place]
     column = layouts[place[0]].columns[place[1]]
     if column.is_coded:

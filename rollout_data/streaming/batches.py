@@ -273,7 +273,11 @@ class ReadAhead:
         self._num_batches += 1
 
     def _advise(self, store: MappedFrames | RemoteFrames, pieces: Pieces) -> None:
-        index, (env, _, trajectory, frame, count) = store.index, pieces
+        index = store.index
+        if index.num_present < len(index.blocks):
+            is_present = index.fragment_block[index.first_fragment[pieces.trajectory]] < index.num_present
+            pieces = Pieces(*(column[is_present] for column in pieces))
+        env, _, trajectory, frame, count = pieces
         start = index.first_frame[trajectory] + frame
         stop = index.first_frame[trajectory + 1]
         begin, end, needed = self._begin[env], self._end[env], np.minimum(start + 2 * count, stop)

@@ -27,6 +27,7 @@ from ..frames.source import BlocksInUse, Source
 from ..frames.store import FrameStore
 from ..index.agreement import Agree
 from ..index.index import Int64s, LostBlockError, TrajectoryIndex, name_keys, random_keys, stable_order
+from ..index.stand_ins import Lengths, lacking
 from .cursor import Deal, Position, go_on_with
 
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
@@ -264,10 +265,12 @@ class Dealer:
         """Number a pass among those of all epochs."""
         return pass_number + self.epoch * _PASSES_AN_EPOCH
 
-    def resumed(self, turn: int, upto: Mapping[str, int]) -> FrameStore:
-        """Give what a pass that was begun elsewhere may use, as far as it is still there."""
+    def resumed(self, turn: int, upto: Mapping[str, int], played: Lengths) -> FrameStore:
+        """Give what a pass that was begun elsewhere may use, as far as it is still there, and all that is `played`."""
         self.source.adopt(self._sights.whole(self.agree(turn, partial(self._look, 0, tuple))[0]))
-        return self.source.snapshot(upto=upto)
+        store = self.source.snapshot(upto)
+        gone = lacking(store.index, played)
+        return self.source.snapshot(upto, gone) if gone and len(store.index) else store
 
     def dealt(
         self,
@@ -344,8 +347,9 @@ class Dealer:
             expected = "folders that stay as they are, behind a plain DataLoader in several ranks"
             advice = "Use rollout_data.loader(dataset, num_workers=...), which asks rank 0"
             raise UsageError("begin the next pass", f"over {self._where}", expected, "a change", advice)
-        if index is not None and index is not store.index:
-            in_use = _found_again(index, store.index, in_use)
+        if before is not None and index is not None and index is not store.index:
+            was_lost, in_use = before.source.is_lost[in_use], _found_again(index, store.index, in_use)
+            store.is_lost[in_use[was_lost & (in_use >= 0)]] = True
         return store, in_use, left
 
     def _look(self, wanted: int, in_use: BlocksInUse) -> Any:

@@ -17,11 +17,13 @@ from ..index.index import TrajectoryIndex
 from .cursor import Position, StreamState
 from .passes import Dealer, Name, PassOptions, Section, sections_at
 
-#: 1 was the state of one shard.
-_VERSION = 3
+#: 1 was the state of one shard; 3 did not hold the lengths of what is played.
+_VERSION = 4
+#: Of a trajectory, so that those of all envs together are counted in int64.
+_MOST_FRAMES = 1 << 38
 _KEYS = {
-    "version", "is_started", "settings", "epoch", "pass", "upto", "bounds", "dealt", "writers", "trajectory", "frame",
-    "is_first", "is_exhausted",
+    "version", "is_started", "settings", "epoch", "pass", "upto", "bounds", "dealt", "writers", "trajectory", "length",
+    "frame", "is_first", "is_exhausted",
 }  # fmt: skip
 
 
@@ -49,6 +51,7 @@ def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, 
         "dealt": rest.dealt,
         "writers": writers,
         "trajectory": [[writers.index(writer), number] for writer, number in keys],
+        "length": index.lengths[state.trajectory].tolist(),
         "frame": state.frame.tolist(),
         "is_first": state.is_first.tolist(),
         "is_exhausted": state.is_exhausted.tolist(),
@@ -86,8 +89,12 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     """
     live = saved.get("live", {"turn": saved["pass"], "left": 0, "upto": None, "fresh": None})
     turn, left = operator.index(live["turn"]), operator.index(live["left"])
-    store = dealer.resumed(turn, saved["upto"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
+    lengths, is_exhausted = map(operator.index, saved["length"]), saved["is_exhausted"]
+    played = {key: length for key, length, ended in zip(keys, lengths, is_exhausted, strict=True) if not ended}
+    if not all(0 < length <= _MOST_FRAMES for length in played.values()):
+        raise Misfit(f"lengths from 1 to {_MOST_FRAMES}", str(saved["length"][:8]))
+    store = dealer.resumed(turn, saved["upto"], played)
     state = StreamState(
         store.index.find(keys),
         np.array(saved["frame"], np.int64),

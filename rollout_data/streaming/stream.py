@@ -345,9 +345,9 @@ class RolloutStream(RolloutFileBase):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, on any number of ranks and workers: the next batches are the same.
 
-        It does not matter what was recorded since, or which delivered trajectories were deleted. `num_envs` must be
-        this rank's share of the envs in the state. The next iteration (`iter(dataset)`) continues too, instead of
-        starting again; where the epoch was over, it begins the next one.
+        It does not matter what was recorded since, or which trajectories were deleted that were delivered or begun:
+        what is left of these is not `valid`. `num_envs` must be this rank's share of the envs in the state. The next
+        iteration (`iter(dataset)`) continues too, instead of starting again, or begins the next epoch if one is over.
 
         Raises:
             UsageError: The state belongs to another dataset, number of envs or setting.

@@ -124,13 +124,14 @@ def test_a_state_of_other_settings_is_refused(tmp_path, change, text):
         RolloutDataset(tmp_path, device="cpu", **arguments).load_state_dict(first.state_dict())
 
 
-def test_a_state_whose_trajectories_are_gone_is_refused(tmp_path):
+def test_a_state_of_which_every_trajectory_is_gone_is_refused(tmp_path):
     record(tmp_path, [5, 6], flush_every=1)
     dataset = RolloutDataset(tmp_path, 1, device="cpu")
     dataset.get_batch(1)
     state = dataset.state_dict()
-    for path in tmp_path.glob("rollout_*_000000.h5"):
+    for path in tmp_path.glob("rollout_*.h5"):
         path.unlink()
+    record(tmp_path, [5, 6])  # by another writer, for the next pass
     with pytest.raises(UsageError, match=r"trajectory 0 of writer .* got it is not there any more"):
         RolloutDataset(tmp_path, 1, device="cpu").load_state_dict(state)
 
