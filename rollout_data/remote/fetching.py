@@ -34,7 +34,7 @@ class Request:
         self.is_done, self.value, self.error = False, None, None  # type: bool, Any, Exception | None
         #: Counts attempts; what an attempt that was given up brings is ignored.
         self.num_attempts = 0
-        self.begun_s = 0.0
+        self.begun_s, self.process = 0.0, os.getpid()
 
 
 class Fetcher:
@@ -83,14 +83,16 @@ class Fetcher:
         """
         if self._process != os.getpid():
             self._begin()
-            request.is_done, request.error = False, None
-            self._send(request)
         with self._changed:
+            if request.process != os.getpid() and not request.is_done:  # its thread is in another process
+                request.process, request.error = os.getpid(), None
+                self._send(request)
             while not request.is_done:
                 self._give_up_overdue()
-                if request.error is not None:
+                if request.error is not None and not request.is_done:
                     self._again(request)
-                self._changed.wait(min(0.5, self._timeout_s))
+                if not request.is_done:
+                    self._changed.wait(min(0.5, self._timeout_s))
         if request.error is not None:
             raise request.error
         return request.value

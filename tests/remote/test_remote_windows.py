@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 
 import numpy as np
@@ -126,6 +127,25 @@ def test_workers_read_windows_by_number(folder):
     loader = DataLoader(far, 32, collate_fn=far.collate, num_workers=1, multiprocessing_context="fork")
     for number, batch in enumerate(loader):
         assert same(batch, near.__getitems__(range(32 * number, min(32 * number + 32, len(near)))))
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_asks_again_for_what_was_on_its_way(folder):
+    near, far = WindowDataset(folder, 4), far_windows(lagging(folder, 0.2), remote={"num_requests": 3})
+    loader = WindowLoader(far, 16)
+    batches, order = iter(loader), loader.order(0)
+    next(batches)  # the next group is on its way now
+    context = multiprocessing.get_context("fork")
+    there, here = context.Pipe()
+    parts = [order[:200], order[200:300]]
+    child = context.Process(target=lambda: here.send([far.__getitems__(part)["action"].numpy() for part in parts]))
+    child.start()
+    if not there.poll(20):
+        child.kill()
+        pytest.fail("the child hangs")
+    for part, got in zip(parts, there.recv(), strict=True):
+        assert (near.__getitems__(part)["action"].numpy() == got).all()
+    child.join(10)
 
 
 def test_any_windows_are_read_whatever_was_read_before(folder):
