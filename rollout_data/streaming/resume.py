@@ -17,8 +17,8 @@ from ..index.index import TrajectoryIndex
 from .cursor import Position, StreamState
 from .passes import Dealer, Name, PassOptions, Section, sections_at
 
-#: 1 was the state of one shard; 3 did not hold the lengths of what is played.
-_VERSION = 4
+#: 1 was the state of one shard. 3 did not hold the lengths of what is played; it continues while that is there.
+_VERSION, _WITHOUT_LENGTHS = 4, 3
 #: Of a trajectory, so that those of all envs together are counted in int64.
 _MOST_FRAMES = 1 << 38
 _KEYS = {
@@ -65,12 +65,12 @@ class Misfit(Exception):
 
 def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int, share: slice) -> None:
     """Raise `Misfit` unless a state is of these settings, and gives a rank that reads `share` `num_envs` envs."""
-    if saved.get("version") != _VERSION:
+    if saved.get("version") not in (_VERSION, _WITHOUT_LENGTHS):
         raise Misfit(f"a state of version {_VERSION}", repr(saved.get("version")))
     if ("live" in saved) != (options.refresh_s is not None):
         got = "a state with refresh_s" if "live" in saved else "one without"
         raise Misfit(f"refresh_s={options.refresh_s} as in this dataset", got)
-    if saved.keys() - {"live"} != _KEYS:
+    if saved.keys() - {"live"} != _KEYS - ({"length"} if saved["version"] == _WITHOUT_LENGTHS else set()):
         raise Misfit("a state as state_dict() gives it", f"the keys {sorted(saved)}")
     if share.stop - share.start != num_envs:
         all_envs = saved["settings"]["num_envs"]
@@ -90,11 +90,7 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     live = saved.get("live", {"turn": saved["pass"], "left": 0, "upto": None, "fresh": None})
     turn, left = operator.index(live["turn"]), operator.index(live["left"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
-    lengths, is_exhausted = map(operator.index, saved["length"]), saved["is_exhausted"]
-    played = {key: length for key, length, ended in zip(keys, lengths, is_exhausted, strict=True) if not ended}
-    if not all(0 < length <= _MOST_FRAMES for length in played.values()):
-        raise Misfit(f"lengths from 1 to {_MOST_FRAMES}", str(saved["length"][:8]))
-    store = dealer.resumed(turn, saved["upto"], played)
+    store = dealer.resumed(turn, saved["upto"], _played(saved, keys) if "length" in saved else {})
     state = StreamState(
         store.index.find(keys),
         np.array(saved["frame"], np.int64),
@@ -117,6 +113,15 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     if ((state.frame < 0) | (state.frame > limit)).any():
         raise Misfit("frames within their trajectories", str(state.frame.tolist()[:8]))
     return Position(state, deal, left)
+
+
+def _played(saved: Mapping[str, Any], keys: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
+    """Give the lengths of the trajectories that the envs were at."""
+    lengths, is_exhausted = map(operator.index, saved["length"]), saved["is_exhausted"]
+    played = {key: length for key, length, ended in zip(keys, lengths, is_exhausted, strict=True) if not ended}
+    if not all(0 < length <= _MOST_FRAMES for length in played.values()):
+        raise Misfit(f"lengths from 1 to {_MOST_FRAMES}", str(saved["length"][:8]))
+    return played
 
 
 def _name(given: Any) -> Name:
