@@ -298,6 +298,12 @@ class Dealer:
         done = 0 if section.dealt is None else num_dealt(index, order, self.options, number, section.dealt)
         return order[done:], starts[done:]
 
+    def needed(self, position: Position) -> Int64s:
+        """Trajectories whose files are kept when they are gone: what is played and, up to the next look, the rest."""
+        played = position.state.trajectory
+        rest = position.deal.order[position.state.position :] if self.options.refresh_s is not None else _NONE
+        return np.union1d(played[played >= 0], rest)
+
     def is_due(self, position: Position, is_alone: bool) -> bool:
         """True if it is time to look within a pass; what came at the last look was dealt."""
         wait_s = self.options.refresh_s

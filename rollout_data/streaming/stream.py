@@ -273,9 +273,9 @@ class RolloutStream(RolloutFileBase):
                 return batch
 
     def release(self, position: Position) -> None:
-        """Give up files of which no env plays anything at a position."""
-        index, played = position.deal.source.index, position.state.trajectory
-        self.source.release(lambda: index.blocks_of(played[played >= 0]))
+        """Give up files that are gone and not needed at a position."""
+        index = position.deal.source.index
+        self.source.release(lambda: index.blocks_of(self._dealer.needed(position)))
 
     def _leave_out(self, plan: Plan, problem: DataFileError) -> None:
         """Mark the trajectories of a plan that cannot be read; raise `problem` if it is none of them."""

@@ -1,80 +1,194 @@
-"""For minutes: one process records, another plays the newest trajectories, and neither grows. `make soak` runs it."""
+"""For minutes: two collectors record into one folder with retention, two learners play it, and nothing grows.
+
+`make soak` runs it for SOAK_S seconds, the daily tests for 20. A learner stops reading for a while in between.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import statistics
 import time
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
 
-NUM_ENVS, NUM_KEPT, LENGTH = 16, 64, 50
-#: What the reading process may grow by after its first tenth of the time.
-MAX_GROWTH_BYTES = 200 << 20
-#: Room for everything recorded; the test ends early rather than fill a disk.
-MAX_RECORDED_BYTES = 2 << 30
+NUM_ENVS, NUM_STEPS, WIDTH = 8, 10, 32
+KEPT_BYTES = 3_000_000
+#: Blocks stay or go as a whole, and each collector finishes its own.
+MAX_FOLDER_BYTES = 3 * KEPT_BYTES
+#: What may come on top of what memory, maps and descriptors were after a sixth of the time.
+GROWTH, SHORT_GROWTH, SHORT_S = 0.05, 0.35, 200.0
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from /proc")
 
 
-def memory_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def usage() -> tuple[int, int, int]:
+    """Bytes of memory of this process, the mapped files among them; how many mappings; how many descriptors."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    num_maps = Path("/proc/self/maps").read_text().count("\n")
+    return pages * os.sysconf("SC_PAGE_SIZE"), num_maps, len(os.listdir("/proc/self/fd"))
 
 
-def record(folder: Path, is_over: multiprocessing.synchronize.Event) -> None:
-    """Write trajectories whose frames say which they are: (env, number of the trajectory, frame)."""
+class Watch:
+    """The use of memory, maps and descriptors of this process, taken four times a second."""
+
+    def __init__(self, duration_s: float) -> None:
+        self.start_s, self.duration_s, self.samples, self.due_s = time.monotonic(), duration_s, [], 0.0
+
+    def look(self) -> float:
+        """Take a sample if it is time; seconds since the start."""
+        elapsed_s = time.monotonic() - self.start_s
+        if elapsed_s >= self.due_s:
+            self.samples.append((elapsed_s, *usage()))
+            self.due_s = elapsed_s + 0.25
+        return elapsed_s
+
+    def report(self) -> dict[str, list[float]]:
+        """Medians after a sixth of the time, and at the end."""
+        early = [one[1:] for one in self.samples if 1 / 6 <= one[0] / self.duration_s < 1 / 3]
+        late = [one[1:] for one in self.samples if one[0] / self.duration_s >= 5 / 6]
+        names = ("bytes", "maps", "descriptors")
+        columns = zip(names, zip(*early, strict=True), zip(*late, strict=True), strict=True)
+        return {name: [statistics.median(before), statistics.median(after)] for name, before, after in columns}
+
+
+def in_process(act: Any, name: str, reports: Any, *arguments: Any) -> None:
+    """Do it, and report what came of it or what was raised."""
     torch.set_num_threads(1)
-    with RolloutWriter(folder, NUM_ENVS, durable=False, block_age_s=0.5) as writer:
-        step = 0
-        while not is_over.is_set():
-            observation = torch.empty(NUM_ENVS, 3)
-            observation[:, 0] = torch.arange(NUM_ENVS)
-            observation[:, 1], observation[:, 2] = step // LENGTH, step % LENGTH
-            done = torch.full((NUM_ENVS,), step % LENGTH == LENGTH - 1)
-            writer.add(observation=observation, action=-observation, reward=observation[:, 2], done=done)
-            step += 1
-            time.sleep(0.0005)
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_recording_and_playing_at_once_neither_tears_nor_grows(tmp_path: Path) -> None:
-    duration_s = float(os.environ.get("SOAK_S", "60"))
-    context = multiprocessing.get_context("spawn")
-    is_over = context.Event()
-    recorder = context.Process(target=record, args=(tmp_path, is_over))
-    recorder.start()
     try:
-        play(tmp_path, duration_s, recorder)
+        reports.put((name, act(*arguments), None))
+    except BaseException:  # noqa: BLE001 - the test raises it
+        reports.put((name, None, traceback.format_exc()))
+
+
+def collect(folder: Path, number: int, duration_s: float, is_over: Any) -> dict[str, Any]:
+    """Record trajectories whose frames say which they are: (collector, trajectory, frame, length)."""
+    chance, watch = torch.Generator().manual_seed(number), Watch(duration_s)
+    trajectory, frame = torch.arange(NUM_ENVS), torch.zeros(NUM_ENVS, dtype=torch.long)
+    length = torch.randint(20, 60, (NUM_ENVS,), generator=chance)
+    options: dict[str, Any] = {"durable": False, "block_age_s": 0.3, "retention": {"bytes": KEPT_BYTES}}
+    with RolloutWriter(folder, NUM_ENVS, **options) as writer:
+        while not is_over.is_set():
+            observation = torch.zeros(NUM_ENVS, WIDTH)
+            observation[:, 0], observation[:, 1], observation[:, 2], observation[:, 3] = (
+                number,
+                trajectory,
+                frame,
+                length,
+            )
+            done = frame == length - 1
+            writer.add(observation=observation, action=-observation, reward=observation[:, 2], terminated=done)
+            frame = torch.where(done, 0, frame + 1)
+            length = torch.where(done, torch.randint(20, 60, (NUM_ENVS,), generator=chance), length)
+            trajectory = torch.where(done, trajectory + NUM_ENVS, trajectory)
+            watch.look()
+            time.sleep(0.004)
+    return {"trajectories": int(trajectory.max()), **watch.report()}
+
+
+def learn(folder: Path, duration_s: float, stops: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Play what is there for a while; one of the learners `stops` in between for a sixth of the time."""
+    while not list(folder.glob("rollout_*.h5")):
+        time.sleep(0.05)
+    watch, seen, num_batches, latest = Watch(duration_s), set(), 0, -1.0
+    dataset = RolloutDataset(folder, NUM_ENVS, 0, device="cpu", refresh_s=0.5, **options)
+    passes, longest_s = [-1, -1, -1], 0.0
+    while (elapsed_s := watch.look()) < duration_s:
+        if stops and elapsed_s > duration_s / 3:
+            time.sleep(duration_s / 6)
+            stops = False
+        start_s = time.monotonic()
+        batch = dataset.get_batch(NUM_STEPS)
+        longest_s = max(longest_s, time.monotonic() - start_s)
+        passes = [*passes[1:], dataset.num_dataset_looped]
+        check(batch, seen, is_within_a_pass=passes[0] == passes[-1])
+        num_batches, latest = num_batches + 1, max(latest, float(batch.observation[..., 1][batch.valid].max()))
+        time.sleep(0.004)
+    assert dataset.num_lost_trajectories == 0 and len(dataset.problems) <= 1  # that retention has cut trajectories
+    about = {"batches": num_batches, "passes": passes[-1], "latest": latest, "longest_ms": round(1e3 * longest_s)}
+    return {**about, **watch.report()}
+
+
+def check(batch: Any, seen: set[tuple[float, ...]], is_within_a_pass: bool) -> None:
+    """Frames follow each other, each field tells the same, and no trajectory begins twice in a pass."""
+    rows, following = batch.observation, batch.next_observation
+    assert batch.valid.all() and torch.equal(batch.action, -rows) and torch.equal(batch.reward, rows[..., 2])
+    is_inside = rows[..., 2] < rows[..., 3] - 1
+    assert torch.equal(batch.is_last, ~is_inside) and torch.equal(batch.is_first, rows[..., 2] == 0)
+    step = torch.zeros(WIDTH)
+    step[2] = 1
+    assert torch.equal(following[is_inside], rows[is_inside] + step)
+    begun = [tuple(one) for one in rows[batch.is_first][:, :2].tolist()]
+    if not is_within_a_pass:  # now or a batch ago: which of them were dealt before the end of the pass is not known
+        seen.clear()
+        return
+    assert len(set(begun)) == len(begun) and seen.isdisjoint(begun), "a trajectory came twice in a pass"
+    seen.update(begun)
+
+
+def held_bytes(process: Any, folder: Path) -> int:
+    """Bytes of removed files of a folder that a process keeps from the disk."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if str(folder) in line and line.endswith("(deleted)")]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
+
+
+@pytest.mark.parametrize(
+    "duration_s", [20.0, pytest.param(float(os.environ.get("SOAK_S", "600")), marks=pytest.mark.soak, id="soak")]
+)
+def test_collectors_and_learners_share_a_folder_and_nothing_grows(tmp_path: Path, duration_s: float) -> None:
+    context = multiprocessing.get_context("spawn")
+    is_over, reports, folder = context.Event(), context.Queue(), tmp_path / "data"
+    folder.mkdir()
+    in_order, newest = {"random_shuffle_traj_order": True}, {"keep_latest_n_trajs": 32}
+    jobs: dict[str, tuple[Any, ...]] = {
+        "collector 0": (collect, folder, 0, duration_s, is_over),
+        "collector 1": (collect, folder, 1, duration_s, is_over),
+        "learner 0": (learn, folder, duration_s, False, in_order),
+        "learner 1": (learn, folder, duration_s, True, newest),
+    }
+    processes = {
+        name: context.Process(target=in_process, args=(act, name, reports, *arguments))
+        for name, (act, *arguments) in jobs.items()
+    }
+    most_bytes = most_held = 0
+    for process in processes.values():
+        process.start()
+    try:
+        while any(processes[name].is_alive() for name in ("learner 0", "learner 1")) and reports.empty():
+            sizes = [path.stat().st_size for path in folder.glob("rollout_*.h5") if path.exists()]
+            most_bytes = max(most_bytes, sum(sizes))
+            for name in ("learner 0", "learner 1"):
+                if processes[name].is_alive():
+                    most_held = max(most_held, held_bytes(processes[name], folder))
+            time.sleep(0.25)
+        found = dict(judged(reports.get(timeout=60)) for _ in range(2))
     finally:
         is_over.set()
-        recorder.join()
-    assert recorder.exitcode == 0
+    found |= dict(judged(reports.get(timeout=60)) for _ in range(2))
+    for process in processes.values():
+        process.join()
+    print("", *(f"{name}: {found[name]}" for name in jobs), f"folder {most_bytes}, held {most_held} bytes", sep="\n")
+    assert most_bytes < MAX_FOLDER_BYTES and most_held < MAX_FOLDER_BYTES
+    growth = GROWTH if duration_s >= SHORT_S else SHORT_GROWTH
+    for name, report in found.items():
+        for what in ("bytes", "maps", "descriptors"):
+            before, after = report[what]
+            assert after <= before * (1 + growth), f"{what} of {name}: {before} after a sixth of the time, then {after}"
+    recorded = min(found[f"collector {number}"]["trajectories"] for number in range(2))
+    for number in range(2):
+        learner = found[f"learner {number}"]
+        assert learner["latest"] > recorded / 2 and learner["passes"] >= 1
 
 
-def play(folder: Path, duration_s: float, recorder: multiprocessing.process.BaseProcess) -> None:
-    while not folder.exists() or not list(folder.glob("rollout_*.h5")):
-        assert recorder.is_alive()
-        time.sleep(0.05)
-    dataset = RolloutDataset(folder, NUM_ENVS, dataset_loops=0, keep_latest_n_trajs=NUM_KEPT, device="cpu")
-    start, after_warming, newest = time.monotonic(), 0, 0.0
-    while (elapsed_s := time.monotonic() - start) < duration_s:
-        batch = dataset.get_batch(20)
-        check(batch.observation, batch.next_observation, batch.done, batch.is_first)
-        assert torch.equal(batch.action, -batch.observation)
-        newest = max(newest, float(batch.observation[..., 1].max()))
-        if not after_warming and elapsed_s > duration_s / 10:
-            after_warming = memory_bytes()
-        if sum(path.stat().st_size for path in folder.glob("rollout_*.h5")) > MAX_RECORDED_BYTES:
-            break
-    assert newest > 0 and not dataset.problems
-    assert memory_bytes() - after_warming < MAX_GROWTH_BYTES
-
-
-def check(observation: torch.Tensor, following: torch.Tensor, done: torch.Tensor, is_first: torch.Tensor) -> None:
-    """Within a trajectory the next frame is the following number of the same environment and trajectory."""
-    is_inside = ~(done & ~is_first) & (observation[..., 2] < LENGTH - 1)
-    assert torch.equal(following[is_inside], observation[is_inside] + torch.tensor([0.0, 0.0, 1.0]))
-    assert (observation[..., 2][is_first] == 0).all()
+def judged(report: tuple[str, Any, str | None]) -> tuple[str, Any]:
+    """Give the name and the figures of a process; raise what went wrong there."""
+    name, figures, problem = report
+    assert problem is None, f"{name}: {problem}"
+    return name, figures
