@@ -72,12 +72,12 @@ class Block:
     mtime_ns: int = 0
     name: str = ""
 
-    @property
+    @cached_property
     def key(self) -> Key:
         """Where it is."""
         return self.path, self.name
 
-    @property
+    @cached_property
     def identity(self) -> Identity:
         """What is the same only as long as the block is the same."""
         return self.key, self.file_bytes, self.mtime_ns

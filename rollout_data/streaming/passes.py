@@ -110,8 +110,6 @@ def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] 
 
 def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> Int64s:
     """Which trajectories of a section are still there: int64, in the order of completion."""
-    if section.bounds is None:
-        return np.zeros(0, np.int64)
     found = choose(index, options, section.bounds)
     if section.upto is not None:
         found = found[_was_complete(index, found, section.upto)]
@@ -291,7 +289,7 @@ class Dealer:
 
     def _left_of(self, index: TrajectoryIndex, section: Section | None, number: int) -> tuple[Int64s, Int64s]:
         """Order what was not dealt yet of a section."""
-        if section is None:
+        if section is None or section.bounds is None:
             return _NONE, _NONE
         number = self.number_of(number)
         order, starts = pass_order(index, members(index, self.options, section), self.options, number)

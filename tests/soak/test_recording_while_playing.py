@@ -140,7 +140,7 @@ def held_bytes(process: Any, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "duration_s", [20.0, pytest.param(float(os.environ.get("SOAK_S", "600")), marks=pytest.mark.soak, id="soak")]
+    "duration_s", [20.0, pytest.param(float(os.environ.get("SOAK_S", "1800")), marks=pytest.mark.soak, id="soak")]
 )
 def test_collectors_and_learners_share_a_folder_and_nothing_grows(tmp_path: Path, duration_s: float) -> None:
     context = multiprocessing.get_context("spawn")
@@ -180,7 +180,10 @@ def test_collectors_and_learners_share_a_folder_and_nothing_grows(tmp_path: Path
     for name, report in found.items():
         for what in ("bytes", "maps", "descriptors"):
             before, after = report[what]
-            assert after <= before * (1 + growth), f"{what} of {name}: {before} after a sixth of the time, then {after}"
+            open_now = 2 if what == "descriptors" else 0  # the folder, and the block that is being written or opened
+            assert after <= before * (1 + growth) + open_now, (
+                f"{what} of {name}: {before} after a sixth of the time, then {after}"
+            )
     recorded = min(found[f"collector {number}"]["trajectories"] for number in range(2))
     for number in range(2):
         learner = found[f"learner {number}"]
