@@ -201,9 +201,7 @@ class _Blocks:
 
     def sight(self) -> Any:
         if self._sight[0] is not (store := self.snapshot()):
-            paths = self._source.paths
-            folders = [paths.index(block.path.parent) if len(paths) > 1 else 0 for block in store.index.blocks]
-            blocks = list(zip(folders, store.index.blocks, strict=True))
+            blocks = [(self._source.paths.index(block.path.parent), block) for block in store.index.blocks]
             self._sight = store, (_Blocks, self._source.schema, store.index.num_present, blocks)
         return self._sight[1]
 

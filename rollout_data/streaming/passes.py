@@ -30,6 +30,11 @@ from ..index.index import Int64s, LostBlockError, TrajectoryIndex, name_keys, ra
 from ..index.stand_ins import Lengths, lacking
 from .cursor import Deal, Position, go_on_with
 
+
+class Undecided(Exception):
+    """It is time to look at the folders, and what a pass may use is not decided yet."""
+
+
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
@@ -59,10 +64,6 @@ class PassOptions:
     def has_pass(self, number: int) -> bool:
         """True if there is a pass of this number."""
         return self.is_endless or number < self.dataset_loops
-
-
-class Undecided(Exception):
-    """It is time to look at the folders, and what a pass may use is not decided yet."""
 
 
 class Section(NamedTuple):
@@ -123,8 +124,7 @@ def _was_complete(index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[st
     present = index.blocks[: index.num_present]
     then = TrajectoryIndex([block for block in present if block.sequence <= upto.get(block.writer, -1)])
     place = index.places_in(then, trajectories)
-    was_complete: np.ndarray = (place >= 0) & np.append(then.is_complete(), False)[place]
-    return was_complete
+    return np.asarray((place >= 0) & np.append(then.is_complete(), False)[place])
 
 
 def sections_at(deal: Deal, position: int) -> tuple[Section, Section | None]:
@@ -280,8 +280,8 @@ class Dealer:
         before: Deal | None = None,
     ) -> Deal:
         """Order what is left of the sections of pass `number` in a snapshot: the newest look's, then the rest."""
-        rest, fresh = sections
-        (order, starts), (new, new_starts) = (self._left_of(store.index, one, number) for one in (rest, fresh))
+        (rest, fresh), ordinal = sections, self.number_of(number)
+        (order, starts), (new, new_starts) = (self._left_of(store.index, one, ordinal) for one in (rest, fresh))
         order, starts = np.concatenate([new, order]), np.concatenate([new_starts, starts])
         if self.keeps_on is not None:
             store = self._cached(turn, store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
@@ -291,7 +291,6 @@ class Dealer:
         """Order what was not dealt yet of a section."""
         if section is None or section.bounds is None:
             return _NONE, _NONE
-        number = self.number_of(number)
         order, starts = pass_order(index, members(index, self.options, section), self.options, number)
         done = 0 if section.dealt is None else num_dealt(index, order, self.options, number, section.dealt)
         return order[done:], starts[done:]
@@ -316,17 +315,14 @@ class Dealer:
         if store.index is deal.source.index:
             return Position(state, replace(deal, turn=deal.turn + 1), left)
         rest, fresh = sections_at(deal, state.position)
-        # Blocks may be shown again that were not for a while.
-        since = dict(fresh.since or {}) if fresh is not None else {}
+        since = dict(fresh.since or {}) if fresh is not None else {}  # of blocks that may be shown again, too
         for writer, sequence in deal.source.index.writers_upto().items():
             since[writer] = max(sequence, since.get(writer, -1))
         pool = choose(store.index, self.options)
         if self.options.keep_latest_n_trajs and rest.bounds is not None and len(pool):
-            oldest = store.index.name(int(pool[0]))
-            rest = rest._replace(bounds=[max(list(rest.bounds[0]), oldest), rest.bounds[1]])
-        rest = rest if rest.upto is not None else rest._replace(upto=since)
+            rest = rest._replace(bounds=[max(list(rest.bounds[0]), store.index.name(int(pool[0]))), rest.bounds[1]])
         pool = pool[~_was_complete(store.index, pool, since)]
-        sections = rest, Section(_bounds(store.index, pool), since=since)
+        sections = rest._replace(upto=rest.upto or since), Section(_bounds(store.index, pool), since=since)
         new = self.dealt(deal.number, deal.turn + 1, store, in_use, sections, deal)
         return go_on_with(state, deal, new, in_use, self.following)._replace(left=left)
 
