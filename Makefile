@@ -5,7 +5,7 @@ BENCH_VENV := .venv-bench
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
 INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt
-SOAK_S ?= 600
+SOAK_S ?= 1800
 NAMES ?=
 
 .PHONY: demo test test-ray lint bench soak fuzz clean help
@@ -16,7 +16,7 @@ help:
 	@echo "make test-ray  install Ray (500 MB) and run the tests that need it; make test skips them without it"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks against the limit and the installable peers (NAMES='playback record' for some)"
-	@echo "make soak    the long tests: kill -9, flipped bits, recording while playing for SOAK_S=$(SOAK_S) seconds"
+	@echo "make soak    the long tests: kill -9, flipped bits, two collectors and two learners for SOAK_S=$(SOAK_S) seconds"
 	@echo "make fuzz    the property tests with many more examples"
 	@echo "make clean   remove the environments and everything generated"
 
