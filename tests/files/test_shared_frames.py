@@ -119,6 +119,7 @@ def is_alive(process_id):
         return False
 
 
+@pytest.mark.soak  # a test process of xdist does not see the end of these processes: `make soak` has none
 @pytest.mark.parametrize(
     ("victim", "context", "plain"),
     [
@@ -136,7 +137,8 @@ def test_nothing_is_left_where_a_process_is_killed(tmp_path, victim, context, pl
     before = set(os.listdir("/dev/shm"))
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(script), str(data_dir), context, plain]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as read:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as read:
         workers = [int(number) for number in read.stdout.readline().split()]
         assert len(workers) == 2
         for process_id in {"parent": [read.pid], "worker": workers[:1], "all": [read.pid, *workers]}[victim]:
