@@ -112,7 +112,7 @@ class Worker:
     def __init__(self, name: str, max_pending: int = 2) -> None:
         self.name, self.max_pending = name, max_pending
         self.owner = Owner(name)
-        self._pool = ThreadPoolExecutor(1, name)
+        self._pool: ThreadPoolExecutor | None = None
         self._accepted: set[Future[Any]] = set()
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -136,6 +136,10 @@ class Worker:
         if self._is_closed:
             raise ClosedError("queue a job", f"for {self.name}", "an open worker", "a closed one")
         try:
+            if self._pool is None:
+                pool = ThreadPoolExecutor(1, self.name)
+                pool.submit(int).result()  # a Ctrl-C while its thread starts must find no job in it
+                self._pool = pool
             future = self._pool.submit(self._run, job, *arguments, **options)
         except RuntimeError as cause:
             if "shutdown" not in str(cause):
@@ -176,7 +180,8 @@ class Worker:
         """Run what was accepted, stop the thread, raise a failure. Idempotent."""
         pending, self._is_closed = self._pending(), True
         wait(pending)  # not left to `shutdown`, whose join takes an interrupted thread for one that ended
-        self._pool.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()
         self.check()
 
     def _pending(self) -> list[Future[Any]]:
