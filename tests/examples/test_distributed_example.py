@@ -31,7 +31,6 @@ def sequence(folder: Path) -> dict[int, list[str]]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="ranks are forked")
-@pytest.mark.soak  # its ranks are forked, which a test process of xdist may not outlive: `make soak` has none
 def test_killed_ranks_go_on_with_the_same_batches_on_two_ranks_and_on_one(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     text = run(tmp_path, "distributed.py", "--quick", TMPDIR=str(tmp_path / "tmp"))

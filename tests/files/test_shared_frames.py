@@ -119,7 +119,6 @@ def is_alive(process_id):
         return False
 
 
-@pytest.mark.soak  # a test process of xdist does not see the end of these processes: `make soak` has none
 @pytest.mark.parametrize(
     ("victim", "context", "plain"),
     [
