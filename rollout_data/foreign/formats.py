@@ -1,0 +1,49 @@
+"""The formats that are read, and which one a path has.
+
+One rule: a format is detected by its content; the first that matches, in the order of the table, is taken.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from storage.errors import ForeignFileError, UsageError, nearest
+
+from .reader import ForeignReader
+
+#: Format -> the module of this folder with its class `Reader`; in the order in which they are tried.
+FORMATS: dict[str, str] = {}
+
+
+def reader_class(name: str) -> type[ForeignReader]:
+    """Give the reader of a format."""
+    if name not in FORMATS:
+        raise UsageError("open", "", f"format {nearest(name, FORMATS)}", repr(name))
+    found: type[ForeignReader] = import_module(f".{FORMATS[name]}", __package__).Reader
+    return found
+
+
+def detect(path: Path) -> str | None:
+    """Name the format of a file or folder; None if it is none of them."""
+    return next((name for name in FORMATS if reader_class(name).detect(path)), None)
+
+
+def open_foreign(path: Path, format: str | None = None, **options: Any) -> ForeignReader:
+    """Open a file or folder of another system.
+
+    Raises:
+        ForeignFileError: It has no known format.
+        UsageError: The format has no such option.
+    """
+    chosen = format or detect(path)
+    if chosen is None:
+        raise ForeignFileError(
+            "open", repr(str(path)), f"one of {', '.join(FORMATS)}", "something else", "Name its format="
+        )
+    kind = reader_class(chosen)
+    if unknown := [name for name in options if name not in kind.OPTIONS]:
+        known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
+        raise UsageError("open", repr(str(path)), f"{known} (of {chosen})", repr(unknown[0]))
+    return kind(path, options)

@@ -1,0 +1,113 @@
+"""Episodes of another system's files: what each reader gives, whatever the format.
+
+One rule: opening reads descriptions, `read` reads rows, and nothing is written, executed or guessed. What a file does
+not tell is None, what it lacks is absent. A format is one file here and one line in `formats.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from storage.core.fields import Schema
+from storage.errors import DataFileError, RolloutDataError
+
+NO_FIELDS = Schema([])
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeInfo:
+    """What is known of an episode without reading a row.
+
+    Attributes:
+        name: As in the file: "demo_10", "17".
+        length: Steps T; at least 1.
+        schema: Its numeric fields, one row per step: "action", "reward", "observation" where the file has a single
+            array, otherwise "observation/<name>"; any other field by its name in the file. Names are those of the
+            source without a leading "observation.", "observations/" or "obs/"; nested ones are joined by "/".
+        texts: Names of its text fields, one text per step.
+        final: Fields of the observation after the last step, as named in `schema`; empty where the file has none.
+        terminated, truncated: How it ended; None where the file does not tell.
+        success: None where the file does not tell.
+        task: What was to be done, in words; "".
+        metadata: Anything else that belongs to it: plain values, texts and small arrays.
+        source: What the reader needs to find it again.
+    """
+
+    name: str
+    length: int
+    schema: Schema
+    texts: tuple[str, ...] = ()
+    final: Schema = NO_FIELDS
+    terminated: bool | None = None
+    truncated: bool | None = None
+    success: bool | None = None
+    task: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    source: Any = None
+
+
+class ForeignReader(ABC):
+    """The episodes of one file or folder; made by `formats.open_foreign`.
+
+    A reader may be pickled, and used in a forked process: it keeps no open file. Opening checks what it reads; damage
+    of one episode leaves that episode out and is a problem, damage of the whole is a `DataFileError`.
+
+    Attributes:
+        format: Key of `formats.FORMATS`.
+        path: The file or folder, absolute.
+        options: Arguments of `open` for this format, checked.
+        metadata: Of the whole: what the file says, and "lossy", the names of fields that were stored with loss.
+        episodes: In the order of their numbers (never of their names as text).
+        problems: What was left out, repaired or inferred, each an error with advice that was not raised.
+    """
+
+    format: ClassVar[str]
+    #: Names of the arguments that `open(path, **options)` takes for this format, with their defaults.
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
+        self.path, self.options = path, {**self.OPTIONS, **options}
+        self.metadata: dict[str, Any] = {}
+        self.problems: list[RolloutDataError] = []
+        self.episodes: Sequence[EpisodeInfo] = self.scan()
+
+    @classmethod
+    @abstractmethod
+    def detect(cls, path: Path) -> bool:
+        """True if this is the format of a file or folder: by its content, in a few milliseconds, raising nothing."""
+
+    @abstractmethod
+    def scan(self) -> Sequence[EpisodeInfo]:
+        """Read the descriptions: fill `metadata` and `problems`, give the episodes.
+
+        Raises:
+            DataFileError: Nothing can be read.
+            UsageError: The options do not fit.
+        """
+
+    @abstractmethod
+    def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        """Read the steps `start:stop` of one field of episode `number`, which is in range.
+
+        Returns:
+            `[stop - start, *shape]` of the field's dtype; may be a read-only map of the file. Texts: a list of str.
+
+        Raises:
+            DataFileError: They cannot be read.
+        """
+
+    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
+        """Read a field of the observation after the last step: `[*shape]`."""
+        raise NotImplementedError(f"{self.format} has no observation after the last step")
+
+    def problem(self, action: str, where: str, expected: str, got: str, advice: str = "") -> DataFileError:
+        """Note something that was left out, repaired or inferred; gives it."""
+        noted = DataFileError(action, where, expected, got, advice)
+        self.problems.append(noted)
+        return noted
