@@ -16,6 +16,9 @@ if not hasattr(_storage, "AsyncCheckpointSaver"):
 from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .expert import load_expert_trajectories
+from .recordings.episode import Episode
+from .recordings.opening import open
+from .recordings.recording import Recording
 from .remote.access import RemoteOptions
 from .remote.publish import push
 from .streaming.base import RolloutFileBase
@@ -32,8 +35,10 @@ from .writing.retention import prune
 from .writing.writer import RolloutWriter
 
 __all__ = [
+    "Episode",
     "EpisodeSummary",
     "FieldStatistics",
+    "Recording",
     "RecordingSummary",
     "RecordingWrapper",
     "RemoteOptions",
@@ -51,6 +56,7 @@ __all__ = [
     "WindowMixture",
     "load_expert_trajectories",
     "loader",
+    "open",
     "prune",
     "push",
     "record_demonstrations",

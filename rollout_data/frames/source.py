@@ -22,8 +22,6 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
-from ..foreign.trajectory_folder import FolderScan, read_chunk_rows, scan_trajectory_folder
-from ..foreign.trajectory_listing import ChunkFile, is_trajectory_folder
 from ..format.header import layouts_of, read_header
 from ..format.schema import RowLayout
 from ..index.folder import LOOK_SHARE, BlockFolder, block_entries, read_metadata
@@ -31,6 +29,8 @@ from ..index.index import Block, Int64s, Key, LostBlockError, TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
 from ..remote.access import DataDirs, RemoteFiles, RemoteOptions, absolute_paths
 from ..remote.folder import RemoteFolder
+from ..trajectory_folders.trajectory_folder import FolderScan, read_chunk_rows, scan_trajectory_folder
+from ..trajectory_folders.trajectory_listing import ChunkFile, is_trajectory_folder
 from .coded import CHUNK_CACHE_BYTES
 from .remote import RemoteFrames
 from .store import GONE, FileFrames, FileMap, FrameStore, MappedFrames, Place, can_map

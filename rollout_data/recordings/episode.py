@@ -1,0 +1,134 @@
+"""One episode of a recording, whatever the format; its fields are read when they are asked for.
+
+One rule: what a file lacks is None or absent, and what it does not tell is None.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from storage.core.fields import Schema
+from storage.errors import UsageError, nearest
+
+from ..foreign.reader import EpisodeInfo, ForeignReader
+
+Array = np.ndarray[Any, Any]
+OBSERVATION = "observation"
+
+
+class Fields(dict[str, Any]):
+    """Arrays by flat names, "images/left"; a name above others, "images", gives those below it."""
+
+    def __missing__(self, name: str) -> Fields:
+        below = {key[len(name) + 1 :]: value for key, value in self.items() if key.startswith(f"{name}/")}
+        if not below:
+            raise KeyError(name)
+        return Fields(below)
+
+
+class Episode:
+    """T steps from reset to end; a field is read when it is first asked for, and then kept by this object.
+
+    Attributes:
+        id: Its name, unique in the recording.
+        length: T.
+        schema: Its numeric fields: name -> shape and dtype of a step.
+        texts: Names of its fields of texts.
+        terminated, truncated: How it ended; None where the file does not tell.
+        success: None where the file does not tell.
+        task: What was to be done, in words; "".
+        metadata: Anything else that is known of it; `task` and `success` are there too if they are known.
+    """
+
+    def __init__(self, reader: ForeignReader, number: int, info: EpisodeInfo) -> None:
+        self._reader, self._number, self._info = reader, number, info
+        self._read: dict[str, Any] = {}
+        self.id, self.length, self.schema, self.texts = info.name, info.length, info.schema, info.texts
+        self.terminated, self.truncated = info.terminated, info.truncated
+        self.success, self.task = info.success, info.task
+        told = {"task": info.task or None, "success": info.success}
+        self.metadata = {**{name: value for name, value in told.items() if value is not None}, **info.metadata}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        end = "terminated" if self.terminated else "truncated" if self.truncated else "end unknown"
+        end = "end unknown" if self.terminated is None and self.truncated is None else end
+        about = [f"{self.length} steps", end, *(["success"] if self.success else [])]
+        about += [repr(self.task)] if self.task else []
+        return f"<Episode {self.id!r}: {', '.join(about)}; {self.schema!r}>"
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
+        """Read the steps `start:stop` of one field, named as in `schema` or `texts`; None is T.
+
+        Returns:
+            `[stop - start, *shape]`, perhaps a read-only map of the file; of texts a list.
+
+        Raises:
+            UsageError: There is no such field, or no such steps.
+            DataFileError: They cannot be read.
+        """
+        end, where = self.length if stop is None else stop, f"of episode {self.id!r}"
+        if name not in self.schema and name not in self.texts:
+            raise UsageError("read the field", where, nearest(name, [*self.schema, *self.texts]), repr(name))
+        if not 0 <= start <= end <= self.length:
+            raise UsageError(f"read steps of {name!r}", where, f"0 <= start <= stop <= {self.length}", f"{start}:{end}")
+        return self._reader.read(self._number, name, start, end)
+
+    @property
+    def observation(self) -> Any:
+        """`[T, ...]`, or `Fields` of such arrays where the observation has names; None if there is none."""
+        return self._group(OBSERVATION)
+
+    @property
+    def action(self) -> Any:
+        """`[T, ...]`, or `Fields`; None if there is none, as in files of motions."""
+        return self._group("action")
+
+    @property
+    def reward(self) -> Any:
+        """`[T, ...]`; None where the file has none."""
+        return self._group("reward")
+
+    @cached_property
+    def final_observation(self) -> Any:
+        """The observation after the last step, without a time axis; None where the file has none."""
+        final: Schema = self._info.final
+        found = {name: self._reader.read_final(self._number, name) for name in final.below(OBSERVATION)}
+        return _joined(OBSERVATION, found)
+
+    def __getitem__(self, name: str) -> Any:
+        """Give any field, or the `Fields` below a name, as in `episode["observation"]`.
+
+        Raises:
+            UsageError: There is none of this name.
+        """
+        found = self._group(name)
+        if found is None:
+            raise UsageError("read the field", f"of episode {self.id!r}", nearest(name, self.keys()), repr(name))
+        return found
+
+    def keys(self) -> list[str]:
+        """Names of its fields, flat, those of texts included."""
+        return [*self.schema, *self.texts]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.schema or name in self.texts
+
+    def _group(self, name: str) -> Any:
+        names = [one for one in self.keys() if one == name or one.startswith(f"{name}/")]
+        for one in names:
+            if one not in self._read:
+                self._read[one] = self.read(one)
+        return _joined(name, {one: self._read[one] for one in names})
+
+
+def _joined(name: str, found: dict[str, Any]) -> Any:
+    """Give a field by itself, fields below a name as `Fields` without it, or None."""
+    if name in found or not found:
+        return found.get(name)
+    return Fields({one[len(name) + 1 :]: value for one, value in found.items()})
