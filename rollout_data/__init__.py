@@ -16,6 +16,7 @@ if not hasattr(_storage, "AsyncCheckpointSaver"):
 from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .expert import load_expert_trajectories
+from .frames.normalization import FieldStatistics
 from .recordings.episode import Episode
 from .recordings.opening import open
 from .recordings.recording import Recording
@@ -29,7 +30,6 @@ from .trajectories.cache import TrajectoryCache
 from .transition import Transition
 from .windows.dataset import WindowDataset
 from .windows.loader import WindowLoader, WindowMixture
-from .windows.normalization import FieldStatistics
 from .writing.recording import EpisodeSummary, RecordingSummary, RecordingWrapper, record_demonstrations
 from .writing.retention import prune
 from .writing.writer import RolloutWriter

@@ -65,6 +65,7 @@ class ForeignReader(ABC):
         metadata: Of the whole: what the file says, and "lossy", the names of fields that were stored with loss.
         episodes: In the order of their numbers (never of their names as text).
         problems: What was left out, repaired or inferred, each an error with advice that was not raised.
+        splits: Name -> names of episodes, where the file names parts of itself ("train", "valid"); they may overlap.
     """
 
     format: ClassVar[str]
@@ -75,6 +76,7 @@ class ForeignReader(ABC):
         self.path, self.options = path, {**self.OPTIONS, **options}
         self.metadata: dict[str, Any] = {}
         self.problems: list[RolloutDataError] = []
+        self.splits: dict[str, Sequence[str]] = {}
         self.episodes: Sequence[EpisodeInfo] = self.scan()
 
     @classmethod
@@ -84,7 +86,7 @@ class ForeignReader(ABC):
 
     @abstractmethod
     def scan(self) -> Sequence[EpisodeInfo]:
-        """Read the descriptions: fill `metadata` and `problems`, give the episodes.
+        """Read the descriptions: fill `metadata`, `problems` and `splits`, give the episodes.
 
         Raises:
             DataFileError: Nothing can be read.
@@ -101,6 +103,10 @@ class ForeignReader(ABC):
         Raises:
             DataFileError: They cannot be read.
         """
+
+    def read_fields(self, number: int, names: Sequence[str], start: int, stop: int) -> dict[str, Any]:
+        """Read several fields as `read` does: name -> values. A reader that can opens its file once for them."""
+        return {name: self.read(number, name, start, stop) for name in names}
 
     def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
         """Read a field of the observation after the last step: `[*shape]`."""

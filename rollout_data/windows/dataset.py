@@ -20,6 +20,7 @@ from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, 
 from ..format.header import DATA
 from ..format.schema import Allocate
 from ..frames.coded import CHUNK_CACHE_BYTES
+from ..frames.normalization import FieldStatistics, compute_statistics
 from ..frames.remote import RemoteFrames
 from ..frames.source import Source
 from ..frames.store import FrameStore
@@ -27,7 +28,6 @@ from ..index.index import Int64s
 from ..remote.access import DataDirs, RemoteOptions, absolute_paths
 from .chunks import ChunkedOrder, Route
 from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
-from .normalization import FieldStatistics, compute_statistics
 from .reader import MASK, MAX_FRAMES, NEXT, NEXT_MASK, WindowPlan, WindowReader, checked_delta, plan_windows
 from .shared import WindowBatches
 

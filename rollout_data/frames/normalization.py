@@ -24,9 +24,9 @@ from storage.core.memory import on_host
 from storage.errors import RolloutDataError, UsageError
 
 from ..format.header import DATA
-from ..frames.store import FrameStore
 from ..index.folder import BAD_CACHE, stamp_of
 from ..index.index import Int64s
+from .store import FrameStore
 
 _CACHE_VERSION = 2
 #: Bytes of rows that are read at once.
