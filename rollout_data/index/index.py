@@ -309,12 +309,13 @@ class TrajectoryIndex:
 
     def num_before(self, end_time_ns: int, writer: str, number: int) -> int:
         """Count the trajectories that come before one of this name, whether or not it is here."""
-        first, stop = _equal(self.end_time_ns, end_time_ns)
+        first = int(np.searchsorted(self.end_time_ns, end_time_ns))
+        ties = slice(first, int(np.searchsorted(self.end_time_ns, end_time_ns, side="right")))
         place = bisect_left(self.writers, writer)
-        first, stop = (first + near for near in _equal(self.writer[first:stop], place))
+        is_before = self.writer[ties] < place
         if place < len(self.writers) and self.writers[place] == writer:
-            first += int(self.number[first:stop].searchsorted(number))
-        return first
+            is_before |= (self.writer[ties] == place) & (self.number[ties] < number)
+        return first + int(np.count_nonzero(is_before))
 
     def keys(self, trajectories: Int64s) -> list[tuple[str, int]]:
         """Name trajectories so that another snapshot of the same folders can find them."""
@@ -405,11 +406,6 @@ def counted_from(first: Int64s, count: Int64s) -> Int64s:
     """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
     numbers: Int64s = (first - count.cumsum() + count).repeat(count)
     return numbers + np.arange(len(numbers))
-
-
-def _equal(values: Int64s, value: int) -> tuple[int, int]:
-    """Between which places ascending values are equal to this one."""
-    return int(values.searchsorted(value)), int(values.searchsorted(value, "right"))
 
 
 def _within(values: Int64s, stop: int) -> bool:

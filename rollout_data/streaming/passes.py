@@ -38,7 +38,7 @@ class Undecided(Exception):
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
-_MOST_FRAMES, _MOST_BATCHES = 1 << 62, 1 << 20
+_MOST_FRAMES = 1 << 62
 _NONE = np.zeros(0, np.int64)
 #: Passes of different epochs must never share a number.
 _PASSES_AN_EPOCH = 1 << 20
@@ -106,7 +106,7 @@ def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] 
         return found[-options.keep_latest_n_trajs :]
     (first_end, first_writer, first_number), (end, writer, number) = bounds
     first, stop = index.num_before(first_end, first_writer, first_number), index.num_before(end, writer, number + 1)
-    return found[found.searchsorted(first) : found.searchsorted(stop)]
+    return found[(found >= first) & (found < stop)]
 
 
 def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> Int64s:
@@ -157,7 +157,7 @@ def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, numbe
     if not options.random_shuffle_traj_order:
         return pool, starts
     place = stable_order(_keys(index.random_keys(pool, _seed(options, number, _ORDER))))
-    return pool[place], starts[place] if high > 1 else starts
+    return pool[place], starts[place]
 
 
 def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, number: int, last: Name) -> int:
@@ -282,8 +282,7 @@ class Dealer:
         """Order what is left of the sections of pass `number` in a snapshot: the newest look's, then the rest."""
         (rest, fresh), ordinal = sections, self.number_of(number)
         (order, starts), (new, new_starts) = (self._left_of(store.index, one, ordinal) for one in (rest, fresh))
-        if len(new):
-            order, starts = np.concatenate([new, order]), np.concatenate([new_starts, starts])
+        order, starts = np.concatenate([new, order]), np.concatenate([new_starts, starts])
         if self.keeps_on is not None:
             store = self._cached(turn, store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
         return Deal(store.index.lengths, order, starts, number, store, turn, sections, len(new))
@@ -354,7 +353,11 @@ class Dealer:
         return store, in_use, left
 
     def _look(self, wanted: int, in_use: BlocksInUse) -> Any:
-        """Look for `wanted` trajectories: what is there (None if that was said), and batches until the next look."""
+        """Look at the folders, until they hold `wanted` trajectories.
+
+        Returns:
+            What is there, None if that was said; and how many batches others may plan before the next look.
+        """
 
         def count() -> int:
             self.source.refresh(in_use)
@@ -363,8 +366,7 @@ class Dealer:
         wait_for_trajectories(count, wanted, self.options, self._where)
         self._looked_s = now_s = time.monotonic()
         fitting = self._num_batches * (self.options.refresh_s or 0.0) / 2 / max(now_s - self._agreed_s, 1e-9)
-        self._num_batches = max(1, int(min(fitting, 2 * self._num_batches, _MOST_BATCHES)))
-        self._agreed_s = now_s
+        self._num_batches, self._agreed_s = max(1, min(int(fitting), 2 * self._num_batches)), now_s
         return self._sights.news(self.source.sight()), self._num_batches
 
     def _cached(

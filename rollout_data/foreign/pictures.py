@@ -1,0 +1,103 @@
+"""Encoded pictures: PNG, JPEG, and the uncompressed TIFF of depth maps, through pillow.
+
+One rule: the header is compared with what is expected before a pixel is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+
+from storage.errors import CorruptFileError
+
+from .guards import damage_named, optional
+
+#: 8192 x 8192: 192 MiB of RGB.
+MAX_PIXELS = 1 << 26
+_FORMATS = ("PNG", "JPEG", "TIFF")
+_CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
+#: Modes of pillow with more than 8 bits -> what is delivered.
+_DEEP = {"I;16": "uint16", "I;16B": "uint16", "I;16L": "uint16", "F": "float32"}
+_COMPRESSION_TAG, _UNCOMPRESSED = 259, 1
+#: What damage makes pillow raise; its errors of the system are `OSError`, and of values `ValueError`.
+_DAMAGE = (OSError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, AttributeError)
+Pixels = np.ndarray[Any, Any]
+
+
+def picture_format(data: bytes | memoryview) -> str:
+    """Tell "PNG", "JPEG" or "TIFF" by the first bytes; "" if it is none of them."""
+    head = bytes(data[:8])
+    if head == b"\x89PNG\r\n\x1a\n":
+        return "PNG"
+    if head[:3] == b"\xff\xd8\xff":
+        return "JPEG"
+    return "TIFF" if head[:4] in (b"II*\0", b"MM\0*") else ""
+
+
+def decode_picture(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None = None) -> Pixels:
+    """Decode a picture.
+
+    Args:
+        data: The encoded picture.
+        where: Of which field and frame, for errors.
+        shape: What must come out, `[H, W, C]` or, for depth, `[H, W]`; None for whatever the picture is. Shades of
+            grey become RGB where three channels are asked for.
+
+    Returns:
+        `[H, W, C]` uint8 with C of 1, 3 or 4; `[H, W]` uint16 or float32 where the picture holds such numbers. A new
+        array.
+
+    Raises:
+        CorruptFileError: It is damaged, of another kind or size, or larger than `MAX_PIXELS`.
+        UsageError: Pillow is missing.
+    """
+    image_module = optional("PIL.Image", "pillow", "formats", "pictures")
+    if not picture_format(data):
+        raise CorruptFileError("decode the picture", where, "PNG, JPEG or TIFF", f"bytes {bytes(data[:8])!r}")
+    if picture_format(data) == "PNG" and b"IEND" not in bytes(data[-1024:]):
+        raise CorruptFileError("decode the picture", where, "an intact picture", "a PNG that breaks off")
+    damage = (*_DAMAGE, image_module.DecompressionBombError)
+    opening = damage_named("decode the picture", where, "an intact picture", *damage)
+    with opening, image_module.open(io.BytesIO(data), formats=_FORMATS) as image:
+        _check_header(image, where, shape)
+        if image.mode in _DEEP:
+            found: Pixels = np.array(image).astype(_DEEP[image.mode])
+        else:
+            wanted = shape[2] if shape is not None and len(shape) == 3 else None
+            mode = image.mode if image.mode in _CHANNELS else "RGB"
+            mode = "RGB" if wanted == 3 and mode == "L" else mode
+            found = np.array(image if mode == image.mode else image.convert(mode))
+            found = found.reshape(*found.shape[:2], _CHANNELS[mode])
+    if shape is not None and found.shape != shape:
+        raise CorruptFileError("decode the picture", where, f"the shape {shape}", str(found.shape))
+    return found
+
+
+def _check_header(image: Any, where: str, shape: tuple[int, ...] | None) -> None:
+    width, height = image.size
+    if shape is not None and (height, width) != shape[:2]:
+        expected, got = f"{shape[0]} x {shape[1]} pixels", f"{height} x {width}"
+        raise CorruptFileError("decode the picture", where, expected, got)
+    if width * height > MAX_PIXELS:
+        raise CorruptFileError("decode the picture", where, f"at most {MAX_PIXELS} pixels", f"{height} x {width}")
+    if image.format == "TIFF" and image.tag_v2.get(_COMPRESSION_TAG, _UNCOMPRESSED) != _UNCOMPRESSED:
+        raise CorruptFileError("decode the picture", where, "an uncompressed TIFF", "a compressed one")
+
+
+def encode_picture(pixels: Pixels) -> bytes:
+    """Encode a picture without loss.
+
+    Args:
+        pixels: `[H, W, C]` uint8 with C of 1, 3 or 4, which becomes a PNG, or `[H, W]` uint16 or float32, which becomes
+            an uncompressed TIFF.
+    """
+    image_module = optional("PIL.Image", "pillow", "formats", "pictures")
+    out = io.BytesIO()
+    if pixels.ndim == 3:
+        flat = pixels[..., 0] if pixels.shape[2] == 1 else pixels
+        image_module.fromarray(np.ascontiguousarray(flat)).save(out, "PNG", compress_level=1)
+    else:
+        image_module.fromarray(np.ascontiguousarray(pixels)).save(out, "TIFF", compression=None)
+    return out.getvalue()
