@@ -14,7 +14,10 @@ from storage.errors import ForeignFileError, UsageError, nearest
 from .reader import ForeignReader
 
 #: Format -> the module of this folder with its class `Reader`; in the order in which they are tried.
-FORMATS: dict[str, str] = {}
+FORMATS: dict[str, str] = {
+    "ogbench": "arrays.ogbench",
+    "motion": "arrays.motion",
+}
 
 
 def reader_class(name: str) -> type[ForeignReader]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,11 @@ def file_inside(root: Path, name: str) -> Path:
 
 def _is_below(real_path: str, real_root: str) -> bool:
     return real_path.startswith(real_root.rstrip(os.sep) + os.sep)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Give a key that sorts names by the numbers in them: "run_2" before "run_10"."""
+    return [(int(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def parse_json(text: str, path: Path) -> Any:

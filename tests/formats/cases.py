@@ -44,7 +44,7 @@ def expected_arrays(case: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
         for key in arrays.files:
             number, _, name = key.partition("/")
             kind, _, field = name.partition("/")
-            field = field.removeprefix("observation.")
+            field = field.removeprefix("observation.").strip("/")
             ours = {"obs": "observation"}.get(kind, kind) + (f"/{field}" if field else "")
             found[int(number)][ours] = arrays[key]
     return found

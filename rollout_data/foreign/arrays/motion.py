@@ -1,0 +1,216 @@
+"""Motion clips: npz files of joints and bodies, in two sets of names, and JSON texts of frames.
+
+One rule: a clip has observations only. The order of bodies and joints is recorded as far as it is known, and nothing
+is ever permuted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from storage.core.durable import open_regular, read_text
+from storage.core.fields import Field, Schema, dtype_name
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
+
+from ..guards import file_inside, natural
+from ..reader import EpisodeInfo, ForeignReader
+from .npz import Array, NpzArray, is_zip, read_npz
+
+#: Names that tell the layout, and axes: frames T, joints J, bodies B; the others are sizes.
+_TRACKING = {
+    "joint_pos": "TJ",
+    "joint_vel": "TJ",
+    "body_pos_w": "TB3",
+    "body_quat_w": "TB4",
+    "body_lin_vel_w": "TB3",
+    "body_ang_vel_w": "TB3",
+}
+_AMP = {
+    "dof_positions": "TJ",
+    "dof_velocities": "TJ",
+    "body_positions": "TB3",
+    "body_rotations": "TB4",
+    "body_linear_velocities": "TB3",
+    "body_angular_velocities": "TB3",
+}
+_LAYOUTS = (("joint_pos", "body_pos_w", _TRACKING), ("dof_positions", "dof_positions", _AMP))
+_BODY_NAMES, _JOINT_NAMES = "body_names", ("joint_names", "dof_names")
+#: Texts of 3 bytes make lists of 64 in memory.
+_MAX_JSON_BYTES, _MAX_NAMES_BYTES, _HEAD_BYTES = 16 << 20, 1 << 20, 4096
+_ORDERS = ("breadth", "depth")
+
+
+class Reader(ForeignReader):
+    """Reads one clip, or a folder of them in the order of the numbers in their names.
+
+    Option `body_order`: "breadth", "depth", or the names of the bodies, where the files do not tell.
+    """
+
+    format = "motion"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"body_order": None}
+
+    @classmethod
+    def detect(cls, path: Path) -> bool:
+        try:
+            paths = _clip_paths(path)
+            return bool(paths) and all(map(_is_clip, islice(paths, 3)))
+        except (OSError, RolloutDataError):
+            return False
+
+    def scan(self) -> Sequence[EpisodeInfo]:
+        order = self.options["body_order"]
+        is_names = isinstance(order, (list, tuple)) and all(isinstance(name, str) for name in order)
+        if order is not None and order not in _ORDERS and not is_names:
+            expected = "body_order='breadth', 'depth' or the names of the bodies"
+            raise UsageError("open", repr(str(self.path)), expected, repr(order))
+        self._latest: tuple[Path, dict[str, Array]] | None = None
+        episodes = []
+        for path in _clip_paths(self.path):
+            try:
+                episodes.append(self._read_npz(path) if is_zip(path) else self._read_json(path))
+            except DataFileError as error:
+                if path == self.path:
+                    raise
+                self.problems.append(error)
+        if not episodes:
+            raise CorruptFileError("open", repr(str(self.path)), "clips of motion", str(self.problems or "none"))
+        return episodes
+
+    def _read_npz(self, path: Path) -> EpisodeInfo:
+        arrays = read_npz(path)
+        layout = _layout(arrays)
+        if layout is None:
+            raise CorruptFileError("read", repr(str(path)), f"arrays {', '.join(_TRACKING)}", "others")
+        sizes = _sizes(path, layout, arrays)
+        self.metadata["quaternion_order"] = "wxyz"
+        fields = {f"observation/{name}": arrays.pop(name) for name in layout if name in arrays}
+        self._check_poses(path, list(layout), fields, sizes)
+        metadata: dict[str, Any] = {"fps": _fps(path, arrays.pop("fps"))} if "fps" in arrays else {}
+        for name, one in arrays.items():
+            if name == _BODY_NAMES or name in _JOINT_NAMES:
+                metadata[name] = _names(path, one, sizes["B" if name == _BODY_NAMES else "J"])
+            elif one.dtype.kind in "biuf" and one.shape[:1] == (sizes["T"],):
+                fields[name] = one
+            elif one.dtype.kind in "biufU" and prod(one.shape) * one.dtype.itemsize <= _MAX_NAMES_BYTES:
+                metadata[name] = one.read().tolist()
+            else:
+                self.problem("read the array", one.where, "numbers", str(one.dtype), "It is left out")
+        metadata["body_order"] = self._body_order(path, metadata, sizes["B"])
+        schema = Schema(Field(name, one.shape[1:], dtype_name(one.dtype, name)) for name, one in fields.items())
+        return EpisodeInfo(path.stem, sizes["T"], schema, metadata=metadata, source=fields)
+
+    def _body_order(self, path: Path, metadata: dict[str, Any], num_bodies: int) -> str:
+        order = self.options["body_order"]
+        if order is None or order in _ORDERS:
+            return order or ("names" if _BODY_NAMES in metadata else "unknown")
+        if len(order) != num_bodies:
+            raise UsageError("open", repr(str(path)), f"{num_bodies} names as body_order", str(len(order)))
+        metadata[_BODY_NAMES] = list(order)
+        return "names"
+
+    def _check_poses(self, path: Path, names: list[str], fields: Mapping[str, NpzArray], sizes: dict[str, int]) -> None:
+        """Report what hints at another order of bodies or numbers; looks at the first frame."""
+        where, advice = f"the first frame of {str(path)!r}", "The rows are given as they are stored"
+        positions, rotations = (fields.get(f"observation/{name}") for name in names[2:4])
+        if positions and sizes["B"] and not (height := positions.read(0, 1)[0, 0, 2]) > 0:
+            self.problem("understand", where, "body 0 above the ground", f"height {height:.3g}", advice)
+        if rotations and not np.allclose(np.linalg.norm(rotations.read(0, 1), axis=-1), 1, atol=1e-2):
+            self.problem("understand", where, "unit quaternions", "others", advice)
+        if sizes.get("B", sizes["J"] + 1) != sizes["J"] + 1:
+            got, advice = f"{sizes['B']} for {sizes['J']} joints", "Look for 'world' or merged links"
+            self.problem("understand", where, "a body for each joint and the root", got, advice)
+
+    def _read_json(self, path: Path) -> EpisodeInfo:
+        fields, metadata = _json_clip(path)
+        schema = Schema(Field(name, one.shape[1:], "float64") for name, one in fields.items())
+        return EpisodeInfo(path.name, len(fields["observation"]), schema, metadata=metadata, source=path)
+
+    def read(self, number: int, name: str, start: int, stop: int) -> Array:
+        source = self.episodes[number].source
+        if isinstance(source, dict):
+            found: Array = source[name].read(start, stop)
+            return found
+        if self._latest is None or self._latest[0] != source:
+            self._latest = source, _json_clip(source)[0]
+        copied: Array = self._latest[1][name][start:stop].copy()
+        return copied
+
+
+def _clip_paths(path: Path) -> list[Path]:
+    """List the clips of a folder by the numbers in their names; a file by itself."""
+    if not path.is_dir():
+        return [path] if is_zip(path) or _begins_as_clip(path) else []
+    names = sorted((one.name for one in path.iterdir() if not one.name.startswith(".")), key=natural)
+    found = [file_inside(path, name) for name in names if name.endswith((".npz", ".txt", ".json"))]
+    return [one for one in found if one.suffix == ".npz" or _begins_as_clip(one)]
+
+
+def _is_clip(path: Path) -> bool:
+    return _layout(read_npz(path)) is not None if is_zip(path) else _begins_as_clip(path)
+
+
+def _begins_as_clip(path: Path) -> bool:
+    """True for a JSON object with frames."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except (OSError, DataFileError):
+        return False
+    return head.lstrip().startswith(b"{") and b'"Frames"' in head
+
+
+def _layout(arrays: Mapping[str, NpzArray]) -> dict[str, str] | None:
+    return next((layout for first, other, layout in _LAYOUTS if first in arrays and other in arrays), None)
+
+
+def _sizes(path: Path, layout: dict[str, str], arrays: Mapping[str, NpzArray]) -> dict[str, int]:
+    """Compare the shapes of all arrays; give the number of frames T, joints J and bodies B."""
+    sizes = {"3": 3, "4": 4}
+    for name, axes in layout.items():
+        if name not in arrays:
+            continue
+        one = arrays[name]
+        expected = tuple(sizes.get(axis, size) for axis, size in zip(axes, one.shape, strict=False))
+        if one.dtype.kind != "f" or len(one.shape) != len(axes) or one.shape != expected or not one.shape[0]:
+            wanted = f"floating numbers [{', '.join(str(sizes.get(axis, axis)) for axis in axes)}]"
+            raise CorruptFileError("read", one.where, wanted, f"{one.dtype}{list(one.shape)}")
+        sizes.update(zip(axes, one.shape, strict=True))
+    return sizes
+
+
+def _fps(path: Path, stored: NpzArray) -> int | float:
+    values = stored.read().reshape(-1) if prod(stored.shape) == 1 and stored.dtype.kind in "iuf" else np.zeros(1)
+    rate = float(values[0])
+    if not 0 < rate < float("inf"):
+        raise CorruptFileError("read", stored.where, "one number of frames per second", f"{list(stored.shape)}")
+    return int(rate) if rate.is_integer() else rate
+
+
+def _names(path: Path, stored: NpzArray, num_names: int) -> list[str]:
+    if stored.dtype.kind not in "US" or stored.shape != (num_names,) or stored.dtype.itemsize > _HEAD_BYTES:
+        raise CorruptFileError("read", stored.where, f"{num_names} names", f"{stored.dtype}{list(stored.shape)}")
+    return [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored.read().tolist()]
+
+
+def _json_clip(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Read a clip of frames: poses `[T, D]` and how long each lasts, s; and what else the file says."""
+    expected = "a JSON object with 'Frames', rows of equally many numbers"
+    try:
+        clip = json.loads(read_text(path, max_bytes=_MAX_JSON_BYTES))
+        rows, duration = np.array(clip.pop("Frames"), np.float64), clip.get("FrameDuration")
+        if rows.ndim != 2 or not rows.shape[0] or rows.shape[1] < 2:
+            raise ValueError(f"{list(rows.shape)}")
+        each = rows[:, 0] if duration is None else np.full(len(rows), float(duration))
+        if not np.isfinite(each).all() or not each[0] > 0:
+            raise ValueError(f"a frame of {each[0]} s")
+    except (ValueError, TypeError, OverflowError, AttributeError, LookupError, RecursionError) as cause:
+        raise CorruptFileError("read", repr(str(path)), expected, str(cause)[:200]) from cause
+    observation = rows[:, 1:] if duration is None else rows
+    return {"observation": observation, "duration_s": each}, {"fps": 1 / float(each[0]), **clip}

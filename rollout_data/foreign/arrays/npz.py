@@ -1,0 +1,228 @@
+"""Arrays of an npz file: described without reading them, mapped where stored plainly, else unpacked piece by piece.
+
+One rule: what a file declares is compared with its bytes before memory is taken, and a pickled object is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from dataclasses import dataclass
+from io import BufferedIOBase
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from storage.core.durable import crc32, open_regular
+from storage.core.fields import MAX_DIMENSIONS
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+
+Array = np.ndarray[Any, Any]
+_MAX_MEMBERS, _MAX_HEAD_BYTES = 4096, 10_000
+#: DEFLATE gives no more for a byte.
+_MAX_EXPANSION = 1032
+#: States of zlib, 40 KB each, are kept at distances of at least this, at most so many of an array.
+_MIN_SPACING, _MAX_STATES = 1 << 20, 256
+#: An array of columns (Fortran order) that is packed has to be unpacked as a whole.
+_MAX_WHOLE_BYTES = 1 << 28
+#: What a damaged file makes zipfile and numpy raise.
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, ValueError, SyntaxError, EOFError, NotImplementedError, RuntimeError, LookupError,
+)  # fmt: skip
+
+
+def is_zip(path: Path) -> bool:
+    """True if a file begins as an archive does."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            return file.read(4) == b"PK\3\4"
+    except (OSError, DataFileError):
+        return False
+
+
+class Unpacking:
+    """The bytes of a deflated member from any place on: zlib's state is kept every few MiB once it was passed.
+
+    Args:
+        path, offset: Where the packed bytes begin.
+        packed_bytes, num_bytes: Their number, packed and unpacked.
+        checksum: CRC-32 of the unpacked ones; compared when the end is reached.
+    """
+
+    def __init__(self, path: Path, offset: int, packed_bytes: int, num_bytes: int, checksum: int) -> None:
+        self._arguments = (path, offset, packed_bytes, num_bytes, checksum)
+        self._spacing = max(_MIN_SPACING, -(-num_bytes // _MAX_STATES))
+        # Piece -> (state of zlib, packed bytes before it, CRC-32 of what is before it). Set by number, not appended
+        # to: two threads may pass the same place.
+        self._states: dict[int, tuple[Any, int, int]] = {0: (zlib.decompressobj(-zlib.MAX_WBITS), 0, 0)}
+        self._latest: tuple[int, bytes] = (-1, b"")
+
+    def __reduce__(self) -> Any:
+        return Unpacking, self._arguments
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Unpack the bytes `start:stop`."""
+        out = bytearray()
+        while (at := start + len(out)) < stop:
+            number, within = divmod(at, self._spacing)
+            out += memoryview(self._piece(number))[within : within + stop - at]
+        return out
+
+    def _piece(self, number: int) -> bytes:
+        while (known := max(self._states)) < number:
+            self._unpack(known)
+        latest, data = self._latest
+        if latest != number:
+            data = self._unpack(number)
+            self._latest = number, data
+        return data
+
+    def _unpack(self, number: int) -> bytes:
+        path, offset, packed_bytes, num_bytes, checksum = self._arguments
+        known, position, crc = self._states[number]
+        state, out = known.copy(), bytearray()
+        wanted = min(self._spacing, num_bytes - number * self._spacing)
+        try:
+            with open(open_regular(path), "rb") as file:
+                while len(out) < wanted:
+                    file.seek(offset + position)
+                    data = file.read(min(1 << 16, packed_bytes - position))
+                    piece = state.decompress(data, wanted - len(out))
+                    position += len(data) - len(state.unconsumed_tail)
+                    out += piece
+                    if not piece and (state.eof or not data):
+                        raise zlib.error(f"only {number * self._spacing + len(out)} bytes")
+        except zlib.error as cause:
+            raise CorruptFileError("unpack", repr(str(path)), f"{num_bytes} bytes", str(cause)) from cause
+        crc = crc32(out, crc)
+        if number * self._spacing + wanted == num_bytes and crc != checksum:
+            raise CorruptFileError("unpack", repr(str(path)), f"checksum {checksum:08x}", f"{crc:08x}")
+        self._states[number + 1] = state, position, crc
+        return bytes(out)
+
+
+@dataclass(frozen=True)
+class NpzArray:
+    """An array of an npz file, not read yet.
+
+    Attributes:
+        dtype: As stored; the byte order may be foreign.
+        shape: As stored; known to be as large as its bytes.
+        is_fortran: Whether columns follow each other in the file, not rows.
+        offset: Where its bytes begin, in the file or in `packed`.
+    """
+
+    path: Path
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    is_fortran: bool
+    offset: int
+    packed: Unpacking | None
+
+    def read(self, start: int = 0, stop: int | None = None) -> Array:
+        """Give the rows `start:stop`, little-endian: a read-only map of the file if they lie aligned, else a copy."""
+        if not self.shape:
+            only: Array = self._stored((1,), 0)[0]
+            return only
+        stop = self.shape[0] if stop is None else min(stop, self.shape[0])
+        start = min(start, stop)
+        if self.is_fortran and len(self.shape) > 1:
+            if self.packed and prod(self.shape) * self.dtype.itemsize > _MAX_WHOLE_BYTES:
+                expected = f"rows, or an array of at most {_MAX_WHOLE_BYTES} bytes"
+                raise DataFileError("read", self.where, expected, "packed columns")
+            whole: Array = self._stored(self.shape[::-1], 0).transpose()
+            return whole[start:stop]
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        return self._stored((stop - start, *self.shape[1:]), start * row_bytes)
+
+    def _stored(self, shape: tuple[int, ...], skipped: int) -> Array:
+        num_bytes, begin = prod(shape) * self.dtype.itemsize, self.offset + skipped
+        found: Array
+        if not num_bytes:
+            found = np.empty(shape, self.dtype)
+        elif self.packed:
+            found = np.frombuffer(self.packed.read(begin, begin + num_bytes), self.dtype).reshape(shape)
+        else:
+            try:
+                found = np.memmap(self.path, self.dtype, "r", begin, shape).view(np.ndarray)
+            except ValueError as cause:
+                raise CorruptFileError("read", self.where, f"{num_bytes} bytes at {begin}", "fewer") from cause
+        little = self.dtype.newbyteorder("<")
+        return found if found.flags.aligned and little == self.dtype else found.astype(little)
+
+    @property
+    def where(self) -> str:
+        """Its name and file, for errors."""
+        return f"{self.name!r} of {str(self.path)!r}"
+
+
+def read_npz(path: Path) -> dict[str, NpzArray]:
+    """Describe the arrays of an npz file by their names.
+
+    Raises:
+        CorruptFileError: It is no such file, is damaged, or declares more than its bytes can be.
+        UnsafeFileError: An array holds pickled objects.
+    """
+    found: dict[str, NpzArray] = {}
+    try:
+        with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if len(members) > _MAX_MEMBERS:
+                raise CorruptFileError("read", repr(str(path)), f"at most {_MAX_MEMBERS} arrays", str(len(members)))
+            for member in members:
+                name = member.filename.removesuffix(".npy")
+                if name in found:
+                    raise CorruptFileError("read", repr(str(path)), "each array once", f"{name!r} twice")
+                if member.filename != name:
+                    found[name] = _describe(path, name, file, archive, member)
+    except _DAMAGE as cause:
+        got = f"{type(cause).__name__}: {cause}"[:200]
+        raise CorruptFileError("read", repr(str(path)), "an npz file", got) from cause
+    return found
+
+
+def _describe(
+    path: Path, name: str, file: BufferedIOBase, archive: zipfile.ZipFile, member: zipfile.ZipInfo
+) -> NpzArray:
+    where = f"{name!r} of {str(path)!r}"
+    is_packed = member.compress_type == zipfile.ZIP_DEFLATED
+    if member.flag_bits & 1 or not (is_packed or member.compress_type == zipfile.ZIP_STORED):
+        raise DataFileError("read", where, "an array that is stored or deflated", "another compression or encryption")
+    most = member.compress_size * _MAX_EXPANSION if is_packed else member.compress_size
+    begin = _begin(file, member)
+    if member.file_size > most or begin + member.compress_size > os.fstat(file.fileno()).st_size:
+        got = f"{member.file_size} bytes of {member.compress_size} in the file"
+        raise CorruptFileError("read", where, "an array as large as its bytes", got)
+    with archive.open(member) as stream:
+        dtype, shape, is_fortran, head_bytes = _read_head(stream, where)
+    if head_bytes + prod(shape) * dtype.itemsize != member.file_size:
+        got = f"{dtype}{list(shape)[:8]} in {member.file_size} bytes"
+        raise CorruptFileError("read", where, "an array as large as its bytes", got)
+    packed = Unpacking(path, begin, member.compress_size, member.file_size, member.CRC) if is_packed else None
+    return NpzArray(path, name, dtype, shape, is_fortran, head_bytes + (0 if is_packed else begin), packed)
+
+
+def _begin(file: BufferedIOBase, member: zipfile.ZipInfo) -> int:
+    """Say where the bytes of a member begin: behind its own head, whose length the directory does not tell."""
+    file.seek(max(0, member.header_offset))
+    head = file.read(30)
+    if member.header_offset < 0 or len(head) < 30 or head[:4] != b"PK\3\4":
+        raise zipfile.BadZipFile(f"no member at {member.header_offset}")
+    return member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+
+
+def _read_head(stream: IO[bytes], where: str) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise DataFileError("read", where, "npy 1.0 or 2.0", ".".join(map(str, version)))
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(stream, max_header_size=_MAX_HEAD_BYTES)
+    if dtype.hasobject:
+        raise UnsafeFileError("read", where, "numbers or texts", "pickled objects", "Nothing in the file was run")
+    if len(shape) > MAX_DIMENSIONS or any(size < 0 for size in shape):
+        raise ValueError(f"the shape {list(shape)[:8]}")
+    return dtype, shape, is_fortran, stream.tell()

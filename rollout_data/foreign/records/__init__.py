@@ -1,0 +1,1 @@
+"""Formats that are records one after the other: TFRecord, MCAP."""
