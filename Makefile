@@ -8,13 +8,14 @@ INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt
 SOAK_S ?= 1800
 NAMES ?=
 
-.PHONY: demo test test-ray lint bench soak fuzz clean help
+.PHONY: demo test test-ray lint docs bench soak fuzz clean help
 
 help:
 	@echo "make demo    learn, record, stream, clone: the whole library in a few minutes (report: demo/report.png)"
 	@echo "make test    all tests"
 	@echo "make test-ray  install Ray (500 MB) and run the tests that need it; make test skips them without it"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    build the site of README, guides and docstrings in out/site"
 	@echo "make bench   all benchmarks against the limit and the installable peers (NAMES='playback record' for some)"
 	@echo "make soak    the long tests: kill -9, flipped bits, two collectors and two learners for SOAK_S=$(SOAK_S) seconds"
 	@echo "make fuzz    the property tests with many more examples"
@@ -52,6 +53,10 @@ lint: $(READY)
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
+
+docs: $(READY)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet
 
 bench: $(BENCH_READY)
 	$(BENCH_VENV)/bin/python -m benchmarks $(NAMES)
