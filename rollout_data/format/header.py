@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from storage.errors import CorruptFileError, DataFileError, ForeignFileError, Ro
 from storage.saving.hdf5 import Guarded, attribute, member, open_hdf5
 
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, check_sum, read_codings
+from .notes import BYTES, EPISODES, NOTE_DTYPE, NOTES_CRC, TABLE, TEXTS, NoteTable, tables_crc
 from .schema import RowLayout
 
 FORMAT_NAME = "rollout-data"
@@ -102,6 +103,7 @@ class BlockHeader:
         codings: Field -> how it is coded, of the fields that have a codec; in older blocks of those in chunks only.
         chunks: Table -> column -> where its chunks are, of the coded columns.
         fetch: Reads bytes `start:stop` where the file is not on this machine.
+        notes: Kind -> where its notes are; empty where nothing was noted.
     """
 
     path: Path
@@ -116,6 +118,7 @@ class BlockHeader:
     codings: Mapping[str, Coding]
     chunks: Mapping[str, Mapping[str, ChunkTable]]
     fetch: Callable[[int, int], np.ndarray] | None = None
+    notes: Mapping[str, NoteTable] = field(default_factory=dict)
 
     @property
     def layouts(self) -> dict[str, RowLayout]:
@@ -138,6 +141,23 @@ class BlockHeader:
             return self.chunks[table][column].read(start, stop, self.read_bytes)
         except CorruptFileError as cause:
             raise corrupt(self.path, f"{cause.expected} in {table}/{column}", cause.got) from cause
+
+    def read_notes(self, kind: str, key: int | None = None) -> Iterator[tuple[int, str]]:
+        """Yield (key, text) of the notes of a kind, of one key or of all, in order.
+
+        Raises:
+            CorruptFileError: One is damaged.
+        """
+        if (table := self.notes.get(kind)) is None:
+            return
+        for found, data in table.read(self.read_bytes, None if key is None else table.of(key)):
+            try:
+                if data is None:
+                    raise ValueError("another checksum")
+                text = data.decode()
+            except ValueError as cause:
+                raise corrupt(self.path, f"the note {found} of {kind!r} as UTF-8 of its checksum", str(cause)) from None
+            yield found, text
 
     def read_bytes(self, start: int, stop: int) -> np.ndarray:
         """Read bytes `start:stop` of the file: a new uint8 array."""
@@ -235,7 +255,20 @@ def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeade
         file_bytes=tables.file_bytes,
         codings=codings,
         chunks=chunks,
+        notes=_read_notes(tables),
     )
+
+
+def _read_notes(tables: _Tables) -> dict[str, NoteTable]:
+    """Read where the notes are; a file without a trace of them has none."""
+    expected, kinds = attribute(tables.file, NOTES_CRC), (EPISODES, TEXTS)
+    if expected is None and not any(kind in tables.file for kind in kinds):
+        return {}
+    found = {f"{kind}/{TABLE}": tables.read(f"{kind}/{TABLE}", NOTE_DTYPE, (-1,)) for kind in kinds}
+    if expected is None or tables_crc(found) != int(expected):
+        raise _wrong(f"notes with the checksum {expected}", f"{tables_crc(found)}")
+    places = {kind: tables.locate(f"{kind}/{BYTES}", np.dtype("u1")) for kind in kinds}
+    return {kind: NoteTable.checked(found[f"{kind}/{TABLE}"], *places[kind]) for kind in kinds}
 
 
 def _read_chunks(
@@ -305,9 +338,18 @@ class _Tables:
 def open_block(path: Path, verify: bool = False) -> BlockHeader:
     """Read and check a block's header (see `read_header`); with `verify` check all its rows too."""
     header = read_header(path)
-    for _, error in damaged_fragments(header) if verify else ():
-        raise error
+    if verify:
+        check_contents(header)
     return header
+
+
+def check_contents(header: BlockHeader) -> None:
+    """Raise the first error that the checksums of rows and notes show."""
+    for _, error in damaged_fragments(header):
+        raise error
+    for kind in header.notes:
+        for _ in header.read_notes(kind):
+            pass
 
 
 def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileError]]:

@@ -20,6 +20,7 @@ from storage.core.threads import each_part
 
 from .chunk_table import ChunkTable, Coding
 from .header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ranges
+from .notes import Notes
 from .schema import StoredColumn
 
 #: Chunks that "auto" tries.
@@ -90,6 +91,7 @@ class BlockContent:
         codecs: Field that is coded "auto" -> its codec. The first block that is written with such a
             mapping decides; the writer keeps it.
         frames_per_chunk: Frames of a chunk at most, where columns are coded; None is what suits the codec.
+        notes: What was said of episodes, by number of the trajectory, and the texts of frames.
     """
 
     schema: Schema
@@ -101,6 +103,7 @@ class BlockContent:
     max_errors: Mapping[str, float] = field(default_factory=dict)
     codecs: MutableMapping[str, str] = field(default_factory=dict)
     frames_per_chunk: int | None = None
+    notes: Notes = field(default_factory=dict)
 
 
 def code_tables(

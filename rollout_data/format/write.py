@@ -27,6 +27,7 @@ from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_
 
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, Coding, codings_text
 from .header import ABOUT, CODECS, FORMAT_NAME, FORMAT_VERSION, header_crc, layouts_of, row_ranges
+from .notes import NOTES_CRC, note_tables, tables_crc
 from .rows import BlockContent, CodedRows, RowSource, code_tables
 
 #: Rows start at a multiple of this, so that files can be mapped side by side.
@@ -78,13 +79,14 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, num_t
 def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: int | None) -> None:
     coded, codings = code_tables(content, num_threads)
     content, header = replace(content, rows=coded), SparseFile()
+    plain = {"fragments": content.fragments, "reward_sums": content.reward_sums, **note_tables(content.notes)}
     with begin_file(header, DATA_ALIGNMENT) as file, open(path, "xb", buffering=0) as out:
-        offsets = _reserve_tables(file, content)
-        _write_tables(file, content, codings)
+        offsets = _reserve_tables(file, content, plain)
+        _write_tables(file, content, codings, plain)
         file.close()
         header.write_to(out.fileno())
         tables = _write_rows(out.fileno(), content, offsets, durable)
-        for name, values in (tables | _plain_tables(content)).items():
+        for name, values in (tables | plain).items():
             write_at(out.fileno(), np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, offsets[name])
         if durable:
             os.fsync(out.fileno())
@@ -187,13 +189,9 @@ def _system_call(name: str) -> Callable[..., object] | None:
     return getattr(ctypes.CDLL(None), name, None) if is_known else None
 
 
-def _plain_tables(content: BlockContent) -> dict[str, np.ndarray]:
-    return {"fragments": content.fragments, "reward_sums": content.reward_sums}
-
-
-def _reserve_tables(file: h5py.File, content: BlockContent) -> dict[str, int]:
-    """Make room for fragments, rows and checksums, which HDF5 does not write; give the file offsets."""
-    offsets = {name: reserve(file, name, one.dtype, one.shape) for name, one in _plain_tables(content).items()}
+def _reserve_tables(file: h5py.File, content: BlockContent, plain: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Make room for plain tables, rows and checksums, which HDF5 does not write; give the file offsets."""
+    offsets = {name: reserve(file, name, one.dtype, one.shape) for name, one in plain.items()}
     for table, layout in layouts_of(content.schema).items():
         for name, column in layout.columns.items():
             shape, place = (content.rows[table][name].num_rows,), f"{table}/{name}"
@@ -205,14 +203,17 @@ def _reserve_tables(file: h5py.File, content: BlockContent) -> dict[str, int]:
     return offsets
 
 
-def _write_tables(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> None:
+def _write_tables(
+    file: h5py.File, content: BlockContent, codings: Mapping[str, Coding], plain: Mapping[str, np.ndarray]
+) -> None:
     """Write what describes the rows: attributes and tables of chunks."""
     values = (json.dumps(content.schema.to_json()), content.writer, content.sequence, time.time_ns())
     about: dict[str, str | int] = dict(zip(ABOUT, values, strict=True))
     about |= {CODECS: codings_text(codings)} if codings else {}
     offsets = _write_offsets(file, content, codings)
     crc = header_crc(content.fragments, content.reward_sums, about.values(), offsets)
-    for name, value in {"format": FORMAT_NAME, "version": FORMAT_VERSION, **about, "header_crc": crc}.items():
+    about |= {"header_crc": crc, **({NOTES_CRC: tables_crc(plain)} if any(content.notes.values()) else {})}
+    for name, value in {"format": FORMAT_NAME, "version": FORMAT_VERSION, **about}.items():
         # A quarter of the time of `file.attrs[name] = value`.
         dtype = h5py.string_dtype() if isinstance(value, str) else np.dtype("<i8")
         created = h5py.h5a.create(file.id, name.encode(), kind_of(dtype), h5py.h5s.create_simple(()))

@@ -16,7 +16,7 @@ from storage.core.memory import BufferPool
 from storage.core.threads import each
 from storage.errors import DataFileError, UsageError
 
-from ..format.header import DATA, FINAL, corrupt, read_header
+from ..format.header import DATA, FINAL, BlockHeader, corrupt, read_header
 from ..format.schema import RowLayout
 from ..index.index import Block, Identity, Int64s, Runs, TrajectoryIndex, counted_from
 from . import arena
@@ -154,6 +154,10 @@ class FrameStore:
 
     def will_need(self, runs: Runs) -> None:
         """Have rows fetched in the background, where that helps."""
+
+    def header_of(self, block: Block) -> BlockHeader:
+        """Read the header of a block file of the index."""
+        return read_header(block.path)
 
     def _words(self, place: Place) -> torch.Tensor:
         raise UsageError("read rows", f"of {type(self).__name__}", "a store that keeps rows as one tensor")

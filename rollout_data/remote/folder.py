@@ -20,7 +20,7 @@ from storage.core.threads import each
 from storage.errors import CorruptFileError, UsageError
 from storage.saving.hdf5 import Guarded
 
-from ..format.header import MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, damaged_fragments, read_header
+from ..format.header import MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, check_contents, read_header
 from ..index.folder import BlockFolder, FileStamp, counted_metadata
 from ..index.index import Block
 from ..index.metadata import BAD_METADATA, Metadata
@@ -124,8 +124,8 @@ class RemoteFolder(BlockFolder):
 
     def _open_block(self, path: Path, stamp: FileStamp) -> BlockHeader:
         header = self.read_header(path, stamp[0])
-        for _, error in damaged_fragments(header) if self.verify_on_open else ():
-            raise error
+        if self.verify_on_open:
+            check_contents(header)
         return header
 
     def read_header(self, path: Path, num_bytes: int) -> BlockHeader:

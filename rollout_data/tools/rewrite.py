@@ -31,6 +31,7 @@ from ..format.header import (
     damaged_fragments,
     read_header,
 )
+from ..format.notes import EPISODES, TEXTS
 from ..format.rows import BlockContent, gathered
 from ..format.write import block_name, write_block
 from ..index.folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
@@ -40,6 +41,8 @@ from ..writing.journal import DeadWriter, recover_dead_writers
 
 #: A fragment that a new block is made of: the block that has its rows, the fragment, and the sum of its rewards.
 Part = tuple[BlockHeader, np.void, np.ndarray]
+#: Kind -> (key, UTF-8) of the notes of a new block.
+_Notes = dict[str, list[tuple[int, bytes]]]
 #: Where damaged files go, and the new blocks of an unfinished packing in place.
 DAMAGED_FOLDER, STAGING_FOLDER = "damaged", ".packing"
 
@@ -53,7 +56,8 @@ class FolderReport:
         num_broken: Trajectories of which a block is missing.
         problems: File name -> what is wrong with it.
         moved: Files that were set aside.
-        salvaged: File name -> number of trajectories of it that were given up; the others are kept.
+        salvaged: File name -> number of trajectories of it that were given up; the others are kept, without those of
+            their notes that are damaged.
         dead_writers: Writers that had died, whose remains were removed.
     """
 
@@ -140,9 +144,10 @@ def _intact_part(path: Path) -> tuple[BlockContent | None, int]:
     try:
         header = read_header(path)
         damaged = [number for number, _ in damaged_fragments(header)]
+        notes, num_lost_notes = _intact_notes(header)
     except (RolloutDataError, OSError):
         return None, 0
-    if not damaged or path.name != block_name(header.writer, header.sequence):
+    if not (damaged or num_lost_notes) or path.name != block_name(header.writer, header.sequence):
         return None, 0  # a whole block that does not belong here: other fields, or a second copy
     lost = set(header.fragments["trajectory"][damaged].tolist())
     parts: list[Part] = []
@@ -155,7 +160,31 @@ def _intact_part(path: Path) -> tuple[BlockContent | None, int]:
             tomb["flags"], tomb["length"], tomb["final_row"], tomb["policy_version"] = DROPPED, 0, -1, -1
             tombs[number] = header, tomb, np.zeros_like(reward_sum)
     codecs = {name: coding.codec for name, coding in header.codings.items()}
-    return _rebuilt([*parts, *tombs.values()], header.writer, header.sequence, codecs), len(lost)
+    content = _rebuilt([*parts, *tombs.values()], header.writer, header.sequence, codecs)
+    content.notes = {**notes, EPISODES: [note for note in notes[EPISODES] if note[0] not in lost]}
+    return content, len(lost)
+
+
+def _intact_notes(header: BlockHeader) -> tuple[_Notes, int]:
+    """Read what is intact of the notes of a block, and count the others."""
+    found, num_lost = _Notes({EPISODES: [], TEXTS: []}), 0
+    for kind, table in header.notes.items():
+        listed = list(table.read(header.read_bytes))
+        found[kind] = [(key, data) for key, data in listed if data is not None]
+        num_lost += len(listed) - len(found[kind])
+    return found, num_lost
+
+
+def _said(parts: list[Part], number: int) -> list[tuple[int, bytes]]:
+    """Read what was said of the episode of these parts, in order, for its new number."""
+    headers = {id(header): header for header, _, _ in parts}.values()
+    old = int(parts[0][1]["trajectory"])
+    return [(number, text.encode()) for header in headers for _, text in header.read_notes(EPISODES, old)]
+
+
+def _texts(parts: list[Part]) -> list[tuple[int, bytes]]:
+    headers = {id(header): header for header, _, _ in parts}.values()
+    return list({key: text.encode() for header in headers for key, text in header.read_notes(TEXTS)}.items())
 
 
 def _rebuilt(parts: list[Part], writer: str, sequence: int, codecs: dict[str, str]) -> BlockContent:
@@ -237,10 +266,12 @@ def _write_packed(folder: BlockFolder, target: Path, writer: str, block_bytes: i
     num_trajectories = num_frames = num_in_block = 0
     codecs: dict[str, str] = {}  # what "auto" chose
     blocks: list[list[Part]] = [[]]
+    said: list[list[tuple[int, bytes]]] = [[]]
     for parts in _trajectories(folder):
         length = sum(int(fragment["length"]) for _, fragment, _ in parts)
         if num_in_block and (num_in_block + length) * parts[0][0].layouts[DATA].frame_bytes > block_bytes:
-            num_in_block, blocks = 0, [*blocks, []]
+            num_in_block, blocks, said = 0, [*blocks, []], [*said, []]
+        said[-1] += _said(parts, num_trajectories)
         for place, (_, fragment, _) in enumerate(parts):
             fragment["trajectory"] = num_trajectories
             fragment["flags"] = (fragment["flags"] & ~np.uint32(TENTATIVE | FIRST)) | (0 if place else FIRST)
@@ -252,6 +283,7 @@ def _write_packed(folder: BlockFolder, target: Path, writer: str, block_bytes: i
     blocks = [block for block in blocks if block]
     for sequence, block in enumerate(blocks):
         content = _rebuilt(block, writer, sequence, codecs)
+        content.notes = {EPISODES: said[sequence], TEXTS: _texts(block)}
         content.fragments, content.reward_sums = _joined(content.fragments, content.reward_sums)
         assert not (content.fragments["flags"] & DROPPED).any()
         write_block(target, content)

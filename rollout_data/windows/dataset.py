@@ -298,7 +298,8 @@ class WindowDataset(WindowBatches):
         is_beside = self._source.holds_blocks and not self._source.is_remote
         folder = self._source.paths[0] if is_beside else None
         read = [field for field in self.plan.fields if field.rows and not field.is_next]
-        names = [source for field in read for source in field.sources]
+        schema = self._store.layouts[DATA].schema
+        names = [source for field in read for source in field.sources if not schema[source].is_text]
         return compute_statistics(self._store, folder, self.trajectories, names, quantiles, use_cache, progress)
 
 

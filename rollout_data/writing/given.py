@@ -35,6 +35,7 @@ _OTHER_NAMES = {
     "final_privileged_observation": "final_privileged_obs next/privileged_observation",
     "policy_version": "",
     "env_mask": "valid",
+    "episode": "",
 }
 _ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 _ENDS = {"done", "terminated", "truncated", "timeout"}

@@ -8,7 +8,7 @@ of the same form (names, dtypes, shapes) as the one before it is not checked aga
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -25,10 +25,12 @@ from storage.core.records import dense
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 
 from ..format.header import DROPPED, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED
+from .notes import NO_NOTES, StepNotes, as_ids, check_kinds, episode_notes, is_texts
 
 OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
 FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
 FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
+_NUMERIC = {OBSERVATION, PRIVILEGED, "action", REWARD, *FINALS, *FLAGS}
 #: Mark of a frame that exists; the other marks are the flags of fragments.
 PRESENT = 128
 #: A value as it was given: an array, or a tensor where numpy has no such memory or dtype.
@@ -48,6 +50,7 @@ class Rollout:
         finals: Observation field -> `[k, *shape]` as stored, a row for each end in the order of time, then env; or
             None if none were given.
         max_errors: Field -> largest error that its codec made, where it loses.
+        notes: What was said of its episodes, and its texts.
     """
 
     schema: Schema
@@ -56,6 +59,7 @@ class Rollout:
     policy_version: np.ndarray | int
     finals: Mapping[str, np.ndarray] | None
     max_errors: Mapping[str, float]
+    notes: StepNotes = NO_NOTES
 
     def steps(self, start: int, stop: int) -> Rollout:
         """Give the steps `start:stop`, sharing memory; errors of codecs are those of all steps."""
@@ -67,6 +71,7 @@ class Rollout:
             marks=self.marks[start:stop],
             policy_version=version[start:stop] if isinstance(version, np.ndarray) else version,
             finals=finals and {name: rows[ends[start] : ends[stop]] for name, rows in finals.items()},
+            notes=self.notes.steps(start, stop),
         )
 
 
@@ -118,8 +123,7 @@ class RolloutReader:
         self._codecs = _checked_codecs(obs_disassemble_mapping, self._segments)
         #: Of the last record that was read: its form, and names of its flags and of its final values.
         self._form: object = None
-        self._flags: list[str] = []
-        self._finals: list[str] = []
+        self._flags, self._finals = list[str](), list[str]()
         self._all_present = np.full((1, num_envs), PRESENT, np.uint8)
 
     def read(self, record: Mapping[str, Any], is_step: bool) -> Rollout:
@@ -131,8 +135,10 @@ class RolloutReader:
         values = dict(record)
         version = values.pop("policy_version", None)
         success = values.pop("success", None) if self._success_only else None
+        episode = values.pop("episode", None)
+        texts = {name: values.pop(name) for name in [*values] if name not in _NUMERIC and is_texts(values[name])}
         fields = _leaves(values)
-        form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()]
+        form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()], [*texts]
         is_known, self._form = form == self._form, None
         if not is_known:
             self._flags = [name for name in FLAGS if name in fields]
@@ -140,17 +146,16 @@ class RolloutReader:
         flag_leaves = [(name, fields.pop(name)) for name in self._flags]
         finals = {name: fields.pop(name) for name in self._finals}
         if not is_known:
-            for name in (OBSERVATION, "action"):
-                if name not in {field.partition("/")[0] for field in fields}:
-                    expected, got = f"a value for {name!r}", f"only {', '.join(fields) or 'nothing'}"
-                    advice = "Give it as a keyword or in the record"
-                    raise MissingFieldError(_ADD, f"without the field {name!r}", expected, got, advice)
+            _check_whole(fields)
         if self._segments:
             fields = self._split(fields, OBSERVATION, 1 if is_step else 2)
         lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
-        schema = self._declared(fields, len(lead)) if self.schema is None else self.schema
+        found: dict[int, bytes] = {}
+        fields |= {name: as_ids(name, value, lead, found) for name, value in texts.items()}
+        schema = self._declared(fields, len(lead), texts) if self.schema is None else self.schema
         if not is_known:
             _check_fields(schema, fields, lead)
+            check_kinds(schema, texts)
         flags = {name: _flag(name, leaf, lead) for name, leaf in flag_leaves}
         marks = self._all_present if is_step else np.full(lead, PRESENT, np.uint8)
         # In most steps nothing ends: at 64 envs that look takes 1 us, and making the marks 7.
@@ -171,7 +176,9 @@ class RolloutReader:
             if missing := [name for name in schema.below(PRIVILEGED) if name not in rows]:
                 rows |= {name: stored[name][is_end] for name in missing}
                 marks |= is_end * np.uint8(FINAL_OBSERVATION_ONLY)
-        rollout = Rollout(schema, stored, marks, _version(version, lead), rows, errors)
+        said = () if episode is None else episode_notes(episode, marks, is_step)
+        notes = StepNotes(said, found) if said or found else NO_NOTES
+        rollout = Rollout(schema, stored, marks, _version(version, lead), rows, errors, notes)
         self._form = form
         return rollout
 
@@ -205,7 +212,7 @@ class RolloutReader:
             parts = {name: parts[name] for name in wanted}
         return {**parts, **others}
 
-    def _declared(self, fields: Mapping[str, Leaf], num_lead: int) -> Schema:
+    def _declared(self, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]) -> Schema:
         """Declare the schema that a first record has: observation, privileged, action, reward, extras."""
         order = [OBSERVATION, PRIVILEGED, "action", REWARD]
         ranks = {name: order.index(head) if (head := name.split("/")[0]) in order else len(order) for name in fields}
@@ -218,7 +225,7 @@ class RolloutReader:
         codecs = {f"{OBSERVATION}/{name}": codec for name, codec in self._codecs.items()}
         dtypes = {name: dtype_name(fields[name].dtype, f"of {name!r}") for name in names}
         shapes = {name: tuple(fields[name].shape[num_lead:]) for name in names}
-        schema = Schema(Field(name, shapes[name], dtypes[name], codecs.get(name, "raw")) for name in names)
+        schema = Schema(Field(n, shapes[n], dtypes[n], codecs.get(n, "raw"), is_text=n in texts) for n in names)
         for field in schema.values():
             check_codec(field)
         return schema
@@ -309,6 +316,14 @@ def _leaf(name: str, value: Any) -> Leaf:
         return np.asarray(value)
     except ValueError as cause:
         raise SchemaError("take the value of", repr(name), "an array", str(cause)) from cause
+
+
+def _check_whole(fields: Mapping[str, Leaf]) -> None:
+    for name in (OBSERVATION, "action"):
+        if name not in {field.partition("/")[0] for field in fields}:
+            where, got = f"without the field {name!r}", f"only {', '.join(fields) or 'nothing'}"
+            advice = "Give it as a keyword or in the record"
+            raise MissingFieldError(_ADD, where, f"a value for {name!r}", got, advice)
 
 
 def _check_fields(schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]) -> None:

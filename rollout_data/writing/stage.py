@@ -27,8 +27,10 @@ from ..format.header import (
     TENTATIVE,
     layouts_of,
 )
+from ..format.notes import EPISODES, TEXTS
 from ..format.rows import BlockContent, RowSource
 from ..format.schema import RowLayout, StoredColumn
+from .notes import StepNotes
 from .record import PRESENT, REWARD, Rollout, ends_of, nonfinite_rewards, numbers
 
 #: A block is written without its unused rows when more than this part of them is unused.
@@ -76,6 +78,7 @@ class Staging:
     Attributes:
         num_steps: Steps taken. A `put` sets it last: one that is interrupted is overwritten by the next.
         num_counted: Steps that a `Tally` has counted.
+        num_note_bytes: Bytes of notes, a text counted each time that it is given.
         is_sealed: No further step may be put: the block is being published.
         is_published: Its publication has begun; a second one must do nothing.
     """
@@ -87,12 +90,12 @@ class Staging:
             shape, dtype = (*lead, *field.shape), field.numpy_dtype
             self._values[name] = pool.take(prod(shape) * dtype.itemsize).numpy().view(dtype).reshape(shape)
         self._marks, self._times_ns = np.zeros(lead, np.uint8), np.zeros(max_steps, np.int64)
-        #: First step of a rollout -> how many steps it has, its policy version(s), and its final rows.
-        self._others: dict[int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None]] = {}
+        #: First step of a rollout -> how many steps it has, its policy version(s), its final rows, and its notes.
+        self._others: dict[int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None, StepNotes]] = {}
         #: `[N]`: flags that end the trajectory of the block before, ahead of the first frame.
         self._before = np.zeros(num_envs, np.uint8)
         self._max_errors: dict[str, float] = {}
-        self.num_steps = self.num_counted = 0
+        self.num_steps = self.num_counted = self.num_note_bytes = 0
         self.is_sealed = self.is_published = False
 
     @property
@@ -116,7 +119,8 @@ class Staging:
         for name, error in rollout.max_errors.items():
             self._max_errors[name] = max(error, self._max_errors.get(name, 0.0))
         finals = rollout.finals and {name: np.array(rows) for name, rows in rollout.finals.items()}
-        self._others[start] = count, rollout.policy_version, finals
+        self._others[start] = count, rollout.policy_version, finals, rollout.notes
+        self.num_note_bytes += rollout.notes.num_bytes
         self.num_steps = stop
 
     def end(self, env_ids: np.ndarray, flag: int) -> None:
@@ -134,17 +138,18 @@ class Staging:
         """Cut the staged frames and give what the block holds; its rows are read out of this staging."""
         used = self.num_steps
         others = [(start, *other) for start, other in self._others.items() if start < used]
-        finals, final_keys = self._joined_finals([(start, rows) for start, _, _, rows in others if rows is not None])
+        finals, final_keys = self._joined_finals([(start, rows) for start, _, _, rows, _ in others if rows is not None])
         fragments, carry = cut(
             np.ascontiguousarray(self._marks[:used].T),
             self._before,
-            self._joined_versions([(count, version) for _, count, version, _ in others]),
+            self._joined_versions([(count, version) for _, count, version, *_ in others]),
             self._times_ns[:used],
             carry,
         )
         if is_tentative:
             fragments["flags"] |= TENTATIVE
         sums = self._reward_sums(fragments)
+        notes = self._placed([(start, notes) for start, *_, notes in others], fragments)
         place_of = np.full(used * self.num_envs + 1, -1)  # what has no final row, -1, finds the last of these
         place_of[final_keys] = np.arange(len(final_keys))
         fragments["final_row"] = place_of[fragments["final_row"]]
@@ -160,7 +165,21 @@ class Staging:
         for table, source, chosen in ((DATA, values, places), (FINAL, finals, final_places)):
             layout = layouts_of(self.schema)[table]
             rows[table] = {name: _Rows(layout, one, source, chosen) for name, one in layout.columns.items()}
-        return BlockContent(self.schema, writer, sequence, fragments, sums, rows, dict(self._max_errors)), carry
+        errors = dict(self._max_errors)
+        return BlockContent(self.schema, writer, sequence, fragments, sums, rows, errors, notes=notes), carry
+
+    def _placed(self, parts: list[tuple[int, StepNotes]], fragments: np.ndarray) -> dict[str, list[tuple[int, bytes]]]:
+        """Give the notes of the block: those of episodes by the trajectory in whose frames they were given."""
+        texts, said = dict[int, bytes](), list[tuple[int, bytes]]()
+        for start, notes in parts:
+            texts |= notes.texts
+            said += [(env * self.num_steps + start + step, data) for step, env, data in notes.episodes]
+        long = fragments[fragments["length"] > 0]
+        place = np.searchsorted(long["row"], [key for key, _ in said], "right") - 1
+        is_in = [n >= 0 and key < long["row"][n] + long["length"][n] for n, (key, _) in zip(place, said, strict=True)]
+        numbers = long["trajectory"][place].tolist()
+        kept = [(number, data) for number, (_, data), is_kept in zip(numbers, said, is_in, strict=True) if is_kept]
+        return {EPISODES: kept, TEXTS: list(texts.items())}
 
     def _joined_finals(
         self, parts: list[tuple[int, Mapping[str, np.ndarray]]]

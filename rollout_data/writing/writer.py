@@ -30,6 +30,7 @@ from ..format.header import DATA, DROPPED, OPEN, layouts_of
 from ..index.metadata import Metadata, publish_metadata
 from .given import given_values, keywords_of, unpack_storage, warn_of_misspellings
 from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
+from .notes import NoteCount
 from .publish import BlockPublisher, check_storable
 from .record import RolloutReader, nonfinite_rewards
 from .retention import checked_limits
@@ -115,7 +116,7 @@ class RolloutWriter(Owned):
         limits = None if retention is None else checked_limits(retention)
         self._context = {"success_traj_only": success_only, **_checked_metadata(metadata)}
         self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, success_only)
-        self._tally = Tally(self.num_envs)
+        self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)
         self._num_accepted = self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
         self._staging: Staging | None = None
@@ -157,6 +158,7 @@ class RolloutWriter(Owned):
         final_privileged_observation: Any = None,
         policy_version: Any = None,
         env_mask: Any = None,
+        episode: Any = None,
         **extras: Any,
     ) -> None:
         """Record one step of all envs. Everything is copied.
@@ -176,7 +178,14 @@ class RolloutWriter(Owned):
             final_privileged_observation: Its privileged part; without, it repeats the last frame's.
             policy_version: An integer, or `[N]`; kept per fragment.
             env_mask: `[N]` bool; False means that this env has no frame in this step.
+            episode: What is to be known of whole episodes, such as `{"task": "open the door", "seed": 3, "success":
+                True}`: a list with a mapping for each env whose episode this step belongs to, None for the others;
+                for a single env the mapping itself. May be given in any step of an episode; what is given later is
+                added, and replaces what has the same name. Values as JSON has them; `task` is a str, `success` a
+                bool. At most 1 MiB of an episode.
             **extras: Any other field, `[N, ...]` or a mapping; not next observations nor `is_first`, which follow.
+                A str, or a list or array of N, is a field of texts: each text is stored once, and its frames have its
+                number.
 
         Raises:
             SchemaError: Another field, shape, dtype or leading size than the first record declared;
@@ -201,6 +210,7 @@ class RolloutWriter(Owned):
         final_privileged_observation: Any = None,
         policy_version: Any = None,
         env_mask: Any = None,
+        episode: Any = None,
         include: Sequence[str] = (),
         **extras: Any,
     ) -> None:
@@ -211,6 +221,7 @@ class RolloutWriter(Owned):
                 anew) with declared `policy_outputs`, or a batch of a `RolloutDataset` (see `Transition` for limits).
             final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time, then env.
             policy_version: An integer, `[T]` or `[T, N]`.
+            episode: A list of T values, each as in `add`.
             include: Fields of a `RolloutStorage` to record besides the usual ones: "values", "mu", "sigma", ...
         """
         self._add(unpack_storage(transition, include), keywords_of(locals()), is_step=False)
@@ -306,6 +317,7 @@ class RolloutWriter(Owned):
             for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():
                 where, got = f"with the field {name!r}", f"{count} NaN or infinite ones"
                 raise UsageError("add a record", where, "finite values", got)
+        self._note_count.add(rollout.marks, rollout.notes)
         if self._reader.schema is None:
             self._declare(rollout.schema)
             warn_of_misspellings(values)
@@ -320,7 +332,8 @@ class RolloutWriter(Owned):
             self._num_accepted += int(np.count_nonzero(part.marks))
             self._journal.accept(self._num_accepted, self._last_ns)
             start = stop
-            if not staging.room or time.monotonic() - self._started_s > self._block_age_s:
+            is_full = not staging.room or staging.num_note_bytes > self._block_bytes // self._max_pending
+            if is_full or time.monotonic() - self._started_s > self._block_age_s:
                 self._hand_over()
             elif staging.num_steps - staging.num_counted >= MAX_UNCOUNTED_STEPS:
                 staging.count(self._tally)
@@ -364,6 +377,7 @@ class RolloutWriter(Owned):
         if self._reader.schema is not None:
             staging = self._staging_with_room()
             self._counted().end(env_ids, flag != DROPPED)
+            self._note_count.end(env_ids)
             staging.end(env_ids, flag)
 
     def _hand_over(self) -> None:

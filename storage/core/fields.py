@@ -80,6 +80,7 @@ class Field:
         dtype: A key of `DTYPES`: the dtype that users give and get back.
         codec: How rows are coded; "raw" keeps the bytes as they are.
         fill: Value of rows that are not written yet.
+        is_text: Its numbers stand for texts, which are kept apart, each once.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Field:
     dtype: str = "float32"
     codec: str = "raw"
     fill: float = 0
+    is_text: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or not all(self.name.split("/")):
@@ -122,13 +124,15 @@ class Field:
 
     def to_json(self) -> dict[str, Any]:
         """Write name, shape, dtype and codec as JSON knows them; the fill is not of the data and is left out."""
-        return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "codec": self.codec}
+        about = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "codec": self.codec}
+        return {**about, "text": True} if self.is_text else about
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> Field:
         """Build a field from `to_json`'s form; unknown keys are ignored."""
         try:
-            return cls(str(item["name"]), tuple(item["shape"]), str(item["dtype"]), str(item.get("codec", "raw")))
+            codec, is_text = str(item.get("codec", "raw")), item.get("text") is True
+            return cls(str(item["name"]), tuple(item["shape"]), str(item["dtype"]), codec, is_text=is_text)
         except (KeyError, TypeError) as cause:
             raise SchemaError("read a field", "", "name, shape and dtype", repr(dict(item))) from cause
 
@@ -198,7 +202,8 @@ class Schema(Mapping[str, Field]):
 
 
 def _words(field: Field) -> str:
-    return f"{field.dtype}{list(field.shape)}" + ("" if field.codec == "raw" else f" coded as {field.codec}")
+    what = "texts" if field.is_text else f"{field.dtype}{list(field.shape)}"
+    return what + ("" if field.codec == "raw" else f" coded as {field.codec}")
 
 
 def flatten(tree: Any, prefix: str = "", keeps_empty: bool = False) -> dict[str, Any]:

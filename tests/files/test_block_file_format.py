@@ -24,13 +24,13 @@ FORMAT, CODECS = (
 FOLDERS = sorted(path for path in golden.FOLDER.glob("v*/*") if path.is_dir())
 
 
-def reference_reader():
-    (code,), (chunks,) = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (FORMAT, CODECS))
+def reference_reader(name="read_folder"):
+    (code, notes), (chunks,) = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (FORMAT, CODECS))
     assert len(code.splitlines()) <= 40
-    assert "rollout_data" not in code + chunks and "torch" not in code + chunks
+    assert "rollout_data" not in code + chunks + notes and "torch" not in code + chunks + notes
     names: dict = {}
-    exec(chunks + code, names)
-    return names["read_folder"]
+    exec(chunks + code + notes, names)
+    return names[name]
 
 
 def check_reference(folder: Path) -> list[Recorded]:
