@@ -1,15 +1,10 @@
 """Frames copied into memory: of this process alone, or for all workers of a machine, which map one copy.
 
-One rule: shared memory has no name. It belongs to the processes that have it open, and is gone with the last of them,
-however that ends. Others open it through a process that has it (`/proc/PID/fd`), or make their own where that is gone.
+One rule: a copy holds what its process could read of some trajectories; what it could not is told with it.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import secrets
-import weakref
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
@@ -24,39 +19,10 @@ from storage.errors import UsageError
 
 from ..format.header import DATA, FINAL
 from ..index.index import Int64s, Runs, TrajectoryIndex
+from .shared import SharedMemory, Spot, shared_memory
 from .store import FrameStore, Place
 
-#: Where shared memory is found: a process that has it open, its descriptor there, and the first bytes in it.
-Spot = tuple[int, int, bytes]
-_TOKEN_BYTES, _ALIGNMENT = 16, 64
 _NUM_RUNS = 4096  # copied at once: index arrays stay small beside the data
-
-
-class SharedMemory:
-    """Shared memory of `num_bytes`, or that at a `spot`, which every process cuts into the same tensors.
-
-    Raises:
-        OSError: It is not there any more, or this system has none to give.
-    """
-
-    def __init__(self, num_bytes: int, spot: Spot | None = None) -> None:
-        name = "/proc/{}/fd/{}".format(*spot[:2]) if spot is not None else ""
-        self._file = os.open(name, os.O_RDWR) if name else os.memfd_create("rollout_data")
-        weakref.finalize(self, os.close, self._file).atexit = False
-        if spot is None:
-            os.ftruncate(self._file, _ALIGNMENT + num_bytes)
-            os.pwrite(self._file, secrets.token_bytes(_TOKEN_BYTES), 0)
-        token = os.pread(self._file, _TOKEN_BYTES, 0)
-        if spot is not None and token != spot[2]:
-            raise FileNotFoundError(f"{name} is another file now")
-        self.spot: Spot = os.getpid(), self._file, token
-        self._bytes, self._used = mmap.mmap(self._file, 0), _ALIGNMENT
-
-    def take(self, shape: Sequence[int]) -> torch.Tensor:
-        """Give the next tensor, int32; all processes see what one writes."""
-        first, count = self._used, prod(shape)
-        self._used = first - (first + 4 * count) % -_ALIGNMENT + 4 * count
-        return torch.from_numpy(np.frombuffer(self._bytes, np.int32, count, first).reshape(shape))
 
 
 class ToldFrames(NamedTuple):
@@ -125,7 +91,7 @@ class CachedFrames(FrameStore):
         if told is None or told.content != _content(source.index):
             return None
         try:
-            memory = SharedMemory(0, told.spot)
+            memory = SharedMemory(spot=told.spot)
         except OSError:  # that process has gone on, or away
             return None
         source.is_lost[told.lost] = True
@@ -143,15 +109,11 @@ class CachedFrames(FrameStore):
 
     def _shared(self, shapes: Iterable[Sequence[int]]) -> SharedMemory | None:
         """Make memory for rows of these shapes; None where it cannot be made."""
-        try:
-            on_host = self.device.type == "cpu"
-            return SharedMemory(sum(4 * prod(shape) + _ALIGNMENT for shape in shapes)) if on_host else None
-        except (OSError, AttributeError):  # too many files are open, or a system without such files
-            return None
+        return shared_memory([4 * prod(shape) for shape in shapes]) if self.device.type == "cpu" else None
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
         if self._memory is not None:
-            return self._memory.take(shape)
+            return torch.from_numpy(self._memory.take(4 * prod(shape)).view(np.int32).reshape(shape))
         # Pooled memory has huge pages, which make gathering from it 1.25 times faster.
         return BufferPool(1).empty(shape, torch.int32)
 

@@ -11,15 +11,19 @@ from ..index.index import Block
 
 
 class Sights:
-    """What was seen of the folders (`Source.sight`), as told and heard by the processes that read together."""
+    """What was seen of the folders (`Source.sight`), as told and heard by the processes that read together.
+
+    Attributes:
+        heard: The last one that was heard; may be replaced by an equal one.
+    """
 
     def __init__(self) -> None:
-        self._heard: Any = None
+        self.heard: Any = None
         self._told: tuple[Any, Any] = None, None
 
     def news(self, sight: Any) -> Any:
         """Shorten a sight to tell it: ranges `(start, stop)` of blocks of the last one heard; None: no change."""
-        told, heard = sight, self._heard
+        told, heard = sight, self.heard
         if sight is heard:
             told = None
         elif heard is not None and sight[0] is heard[0] and len(sight) == len(heard) == 4:
@@ -40,15 +44,15 @@ class Sights:
         if told is None:
             return None
         if told is self._told[0]:
-            self._heard = self._told[1]
+            self.heard = self._told[1]
         elif len(told) == 4:
             blocks: list[Any] = []
             for first, second in told[3]:
-                blocks += [(first, second)] if isinstance(second, Block) else self._heard[3][first:second]
-            self._heard = *told[:3], blocks
+                blocks += [(first, second)] if isinstance(second, Block) else self.heard[3][first:second]
+            self.heard = *told[:3], blocks
         else:
-            self._heard = told
-        return self._heard
+            self.heard = told
+        return self.heard
 
 
 def _name(folder: int, block: Block) -> tuple[Any, ...]:

@@ -22,18 +22,19 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
-from ..format.header import layouts_of, read_header
+from ..format.header import layouts_of
 from ..format.schema import RowLayout
 from ..index.folder import LOOK_SHARE, BlockFolder, block_entries, read_metadata
-from ..index.index import Block, Int64s, Key, LostBlockError, TrajectoryIndex
+from ..index.index import Block, Key, LostBlockError, TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
 from ..remote.access import DataDirs, RemoteFiles, RemoteOptions, absolute_paths
 from ..remote.folder import RemoteFolder
-from ..trajectory_folders.trajectory_folder import FolderScan, read_chunk_rows, scan_trajectory_folder
+from ..trajectory_folders.trajectory_folder import FolderScan, numbers_within, read_chunk_rows, scan_trajectory_folder
 from ..trajectory_folders.trajectory_listing import ChunkFile, is_trajectory_folder
 from .coded import CHUNK_CACHE_BYTES
 from .remote import RemoteFrames
-from .store import GONE, FileFrames, FileMap, FrameStore, MappedFrames, Place, can_map
+from .shared import SharedMemory, Spot, share, shared_at
+from .store import GONE, FileFrames, FileMap, FrameStore, MappedFrames, Place, can_map, read_block
 
 #: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
 BlocksInUse = Callable[[], Collection[Block]]
@@ -111,12 +112,14 @@ class Source:
         """Say what `refresh` has found, so that `adopt` gives another process the same; the same object if it is."""
         return None if self._folders is None else self._folders.sight()
 
-    def adopt(self, sight: Any) -> None:
-        """Take what another process has seen for what is there; None changes nothing."""
-        if sight is not None:
-            self._decide(sight[0])
-            assert self._folders is not None
-            self._folders.adopt(sight)
+    def shared(self, store: FrameStore) -> Spot | None:
+        """Say where other processes of this machine find the index of a snapshot; None: nowhere."""
+        return self._folders.shared(store) if isinstance(self._folders, _Blocks) else None
+
+    def adopt(self, sight: Any, spot: Spot | None = None) -> bool:
+        """Take what another process has seen for what is there, and an index that is `shared`; False: there is none."""
+        self._decide(sight[0] if sight is not None else None)
+        return self._folders is not None and self._folders.adopt(sight, spot)
 
     def forget(self, problem: DataFileError, num_trajectories: int) -> None:
         """Report trajectories that cannot be read; a lost block is left out from the next refresh on."""
@@ -183,6 +186,7 @@ class _Blocks:
         self._files: FileMap | None = None
         self._last: FrameStore | None = None
         self._sight: tuple[FrameStore | None, Any] = None, None
+        self._shared: tuple[TrajectoryIndex | None, SharedMemory | None] = None, None
         self._broken: DataFileError | None = None
         self._look_due_s = 0.0
 
@@ -201,16 +205,34 @@ class _Blocks:
 
     def sight(self) -> Any:
         if self._sight[0] is not (store := self.snapshot()):
-            blocks = [(self._source.paths.index(block.path.parent), block) for block in store.index.blocks]
-            self._sight = store, (_Blocks, self._source.schema, store.index.num_present, blocks)
+            self._sight = store, self._sight_of(store)
         return self._sight[1]
 
-    def adopt(self, sight: Any) -> None:
-        if sight is not self._sight[1]:
-            _, self._source.schema, num_present, placed = sight
-            paths = self._source.paths
-            blocks = [replace(block, path=paths[folder] / block.path.name) for folder, block in placed]
-            self._adopted, self._pinned, self._last = blocks[:num_present], blocks[num_present:], None
+    def _sight_of(self, store: FrameStore) -> Any:
+        blocks = [(self._source.paths.index(block.path.parent), block) for block in store.index.blocks]
+        return _Blocks, self._source.schema, store.index.num_present, blocks
+
+    def shared(self, store: FrameStore) -> Spot | None:
+        if self._shared[0] is not store.index:
+            self._shared = store.index, share((self._sight_of(store), store.index))
+        memory = self._shared[1]
+        return None if memory is None else memory.spot
+
+    def adopt(self, sight: Any, spot: Spot | None) -> bool:
+        if sight is not None and sight is self._sight[1]:
+            return True
+        found, memory = shared_at(spot)
+        if found is None and sight is None:
+            return False
+        _, self._source.schema, num_present, placed = sight if found is None else found[0]
+        paths = self._source.paths
+        blocks = [replace(block, path=paths[folder] / block.path.name) for folder, block in placed]
+        self._adopted, self._pinned, self._last = blocks[:num_present], blocks[num_present:], None
+        if found is not None:
+            found[1].blocks = tuple(blocks)
+            is_own = self._shared[1] is not None and self._shared[1].spot == spot  # others find it where it is
+            self._shared = found[1], self._shared[1] if is_own else memory
+        return True
 
     def leave_out(self, path: Path) -> None:
         """Do nothing: what has gone is not listed again."""
@@ -276,10 +298,10 @@ class _Blocks:
     def _frames(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> FrameStore:
         if not self._source.is_remote and can_map([*blocks, *self._pinned]):
             return self._mapped_frames(blocks, layouts)
-        index = TrajectoryIndex([*blocks, *filter(is_stand_in, self._pinned)], len(blocks))
+        index = self._index(blocks, list(filter(is_stand_in, self._pinned)))
         if self._source.is_remote:
             return RemoteFrames(index, layouts, self.remote)
-        return FileFrames(index, layouts, partial(_read_block, layouts=layouts))
+        return FileFrames(index, layouts, partial(read_block, layouts=layouts))
 
     def _mapped_frames(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> FrameStore:
         files = self._files
@@ -300,7 +322,16 @@ class _Blocks:
         # What another process has seen is numbered as there, whether or not it could be mapped here.
         known = mapped if self._adopted is None else blocks
         self._look_due_s = 0.0
-        return MappedFrames(TrajectoryIndex([*known, *self._pinned], len(known), built), layouts, files)
+        return MappedFrames(self._index(known, self._pinned, built), layouts, files)
+
+    def _index(
+        self, blocks: list[Block], pinned: list[Block], built: Mapping[str, np.ndarray] | None = None
+    ) -> TrajectoryIndex:
+        """Give the index of some blocks: the one that is shared, if it is of these."""
+        shared, wanted = self._shared[0], (*blocks, *pinned)
+        if shared is not None and (shared.blocks, shared.num_present) == (wanted, len(blocks)):
+            return shared
+        return TrajectoryIndex(wanted, len(blocks), built)
 
     def _report_broken(self, index: TrajectoryIndex) -> None:
         """Keep one problem for the trajectories that lack a block now; warn at the first of them only."""
@@ -308,7 +339,7 @@ class _Blocks:
         if self._broken is not None and self._broken in problems:
             problems.remove(self._broken)
         if index.num_broken:
-            problem = _lacking_blocks(index, repr(", ".join(map(str, self._source.paths))))
+            problem = index.broken_problem(repr(", ".join(map(str, self._source.paths))))
             if self._broken is None:
                 self._source.report(problem)
             else:
@@ -335,9 +366,8 @@ class _Chunks:
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        return is_trajectory_folder(
-            path, with_chunk=bool(block_entries(path))
-        )  # an empty one beside blocks says nothing
+        # An empty one beside blocks says nothing.
+        return is_trajectory_folder(path, with_chunk=bool(block_entries(path)))
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -355,10 +385,11 @@ class _Chunks:
     def sight(self) -> Any:
         return self._sight
 
-    def adopt(self, sight: Any) -> None:
-        if sight is not self._sight:
+    def adopt(self, sight: Any, spot: Spot | None) -> bool:
+        if sight is not None and sight is not self._sight:
             _, self._scans = self._sight = sight
             self._last = self._store()
+        return sight is not None
 
     def release(self, in_use: BlocksInUse) -> None:
         """Do nothing: no chunk is mapped."""
@@ -391,7 +422,7 @@ class _Chunks:
                 self._source.check_schema(scan.schema, scan.data_dir)
             fragments = scan.fragments.copy()
             folder_of = [path.parent.relative_to(scan.data_dir).as_posix() for path in scan.chunk_paths]
-            fragments["trajectory"] = _numbers_within(np.array(folder_of)[scan.chunk_of], fragments["trajectory"])
+            fragments["trajectory"] = numbers_within(np.array(folder_of)[scan.chunk_of], fragments["trajectory"])
             parts = np.split(fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths))))
             for chunk, path in enumerate(scan.chunk_paths):
                 blocks.append(Block(path, f"{number}:{folder_of[chunk]}", chunk, parts[chunk]))
@@ -416,35 +447,3 @@ def _contents(scan: FolderScan) -> Any:
 
 def _identities(blocks: Iterable[Block]) -> set[Any]:
     return {block.identity for block in blocks}
-
-
-def _lacking_blocks(index: TrajectoryIndex, where: str) -> DataFileError:
-    missing = TrajectoryIndex(index.blocks).missing_blocks()
-    named = [
-        f"{', '.join(f'{a}' if b == a + 1 else f'{a}:{b}' for a, b in gaps[:4])} of writer {writer!r}"
-        for writer, gaps in missing.items()
-    ]
-    more = f" and of {len(named) - 3} more" if len(named) > 3 else ""
-    got = f"{index.num_broken} without all of their blocks, where there is no block {'; '.join(named[:3])}{more}"
-    advice = "They are left out; bring the blocks back, unless they were removed on purpose"
-    return DataFileError("read all trajectories", f"of {where}", "whole ones", got, advice)
-
-
-def _numbers_within(folder: np.ndarray, trajectory: Int64s) -> Int64s:
-    """Number trajectories within their folder, 0 in all but the folders that hold several."""
-    _, folder_number = np.unique(folder, return_inverse=True)
-    pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
-    return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(pairs[0], folder_number)
-
-
-def _read_block(block: Block, place: Place, layouts: Mapping[str, RowLayout]) -> np.ndarray:
-    """Map or decode one kind of row of one block, where blocks cannot be mapped side by side."""
-    if is_stand_in(block):
-        raise FileNotFoundError("it was removed")
-    offset, num_rows = block.places[place]
-    column = layouts[place[0]].columns[place[1]]
-    if column.is_coded:
-        return read_header(block.path).read_rows(*place, 0, num_rows)
-    if num_rows == 0:
-        return np.zeros((0, column.row_bytes), np.uint8)
-    return np.memmap(block.path, np.uint8, "r", offset, (num_rows, column.row_bytes))

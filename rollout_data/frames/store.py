@@ -19,6 +19,7 @@ from storage.errors import DataFileError, UsageError
 from ..format.header import DATA, FINAL, BlockHeader, corrupt, read_header
 from ..format.schema import RowLayout
 from ..index.index import Block, Identity, Int64s, Runs, TrajectoryIndex, counted_from
+from ..index.stand_ins import is_stand_in
 from . import arena
 from .arena import PAGE_BYTES, Arena
 from .coded import CHUNK_CACHE_BYTES, ChunkFiles, RowCache
@@ -331,6 +332,19 @@ class FileFrames(FrameStore):
             lost = self.index.lost_block(block, _in_words(cause))
             advice = "Try again, or reset these envs"
             raise DataFileError(lost.action, lost.where, lost.expected, lost.got, advice) from cause
+
+
+def read_block(block: Block, place: Place, layouts: Mapping[str, RowLayout]) -> np.ndarray:
+    """Map or decode one kind of row of one block, where blocks cannot be mapped side by side."""
+    if is_stand_in(block):
+        raise FileNotFoundError("it was removed")
+    offset, num_rows = block.places[place]
+    column = layouts[place[0]].columns[place[1]]
+    if column.is_coded:
+        return read_header(block.path).read_rows(*place, 0, num_rows)
+    if num_rows == 0:
+        return np.zeros((0, column.row_bytes), np.uint8)
+    return np.memmap(block.path, np.uint8, "r", offset, (num_rows, column.row_bytes))
 
 
 def _in_words(cause: Exception) -> str:

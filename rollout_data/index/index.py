@@ -101,6 +101,8 @@ _COMPUTED = [
     "first_frame", "fragment_frame", "fragment_block", "fragment_row", "flags", "end_time_ns", "env", "writer",
     "number", "final_block", "final_row",
 ]  # fmt: skip
+#: What is computed when it is first asked for.
+_LAZY = ("lengths", "first_fragment", "_name_keys")
 _ALL, _TERMINATED = slice(None), int(End.TERMINATED)
 _END_OF_FLAGS = np.full(1 + (TERMINATED | TRUNCATED), End.UNKNOWN, np.uint8)
 _END_OF_FLAGS[TERMINATED] = End.TERMINATED
@@ -208,6 +210,10 @@ class TrajectoryIndex:
             and bool((final_row < num_finals[final_block]).all())
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All that is ever computed: those who map a copy (`frames/shared.py`) add nothing of their own."""
+        return {**vars(self), **{name: getattr(self, name) for name in _LAZY}}
+
     def __len__(self) -> int:
         return len(self.flags)
 
@@ -238,17 +244,19 @@ class TrajectoryIndex:
             present[np.searchsorted(self.first_frame, self.fragment_frame[gone], side="right") - 1] = False
         return present
 
-    def missing_blocks(self) -> dict[str, list[tuple[int, int]]]:
-        """Writer -> the numbers of blocks, as (start, stop), that are not here; of writers with broken trajectories.
-
-        Not for an index that was `built` elsewhere.
-        """
-        found = {}
-        for writer in (self.writers[number] for number in self._broken_writers.tolist()):
+    def broken_problem(self, where: str) -> DataFileError:
+        """Build the error for trajectories that were left out; it names the blocks that are not here."""
+        named = []
+        for writer in (self.writers[number] for number in TrajectoryIndex(self.blocks)._broken_writers.tolist()):
             present = sorted(block.sequence for block in self.blocks if block.writer == writer)
-            pairs = zip([-1, *present], present, strict=False)
-            found[writer] = [(before + 1, after) for before, after in pairs if after > before + 1]
-        return found
+            gaps = [(before + 1, after) for before, after in zip([-1, *present], present, strict=False)]
+            texts = [f"{first}" if stop == first + 1 else f"{first}:{stop}" for first, stop in gaps if stop > first]
+            named.append(f"{', '.join(texts[:4])} of writer {writer!r}")
+        more = f" and of {len(named) - _NUM_NAMED} more" if len(named) > _NUM_NAMED else ""
+        which = "; ".join(named[:_NUM_NAMED])
+        got = f"{self.num_broken} without all of their blocks, where there is no block {which}{more}"
+        advice = "They are left out; bring the blocks back, unless they were removed on purpose"
+        return DataFileError("read all trajectories", f"of {where}", "whole ones", got, advice)
 
     def trajectories_in(self, blocks: Sequence[int]) -> Int64s:
         """Trajectories with a frame or the final observation in one of these blocks, int64, ascending."""

@@ -24,7 +24,8 @@ from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 from ..frames.cached import CachedFrames
 from ..index.agreement import Board, Look
 from .cursor import Plan, Position
-from .passes import Undecided, count_lost
+from .losses import count_lost
+from .passes import Undecided
 from .stream import RolloutStream
 
 _TOLD, _END = "told", object()
@@ -166,7 +167,8 @@ class RolloutLoader:
         readers.follow(dataset.state_dict(), partial(board.agree, _TOLD, is_told=True))
         dataset.agree = tell
         begun = dataset.position.deal
-        board.write(f"{_TOLD}_{begun.turn}", ((dataset.source.sight(), 0), None))
+        seen = dataset.source.sight(), 0, dataset.source.shared(dataset.source.snapshot())
+        board.write(f"{_TOLD}_{begun.turn}", (seen, None))
         if isinstance(begun.source, CachedFrames):
             board.write(f"{_TOLD}_frames_{begun.turn}", (begun.source.told(), None))
         options = {

@@ -1,4 +1,4 @@
-"""Passes over a dataset: which trajectories, in which order, starting where; and what becomes of lost ones.
+"""Passes over a dataset: which trajectories, in which order, starting where.
 
 One rule: where a trajectory stands in a pass, and where it starts, is a function of (seed, pass) and of itself.
 Trajectories that come, go or cannot be read move no other, so that resuming needs only the one that was dealt last.
@@ -25,10 +25,11 @@ from ..frames.cached import CachedFrames
 from ..frames.sights import Sights
 from ..frames.source import BlocksInUse, Source
 from ..frames.store import FrameStore
-from ..index.agreement import Agree
-from ..index.index import Int64s, LostBlockError, TrajectoryIndex, name_keys, random_keys, stable_order
+from ..index.agreement import Agree, current_shard
+from ..index.index import Int64s, TrajectoryIndex, name_keys, random_keys, stable_order
 from ..index.stand_ins import Lengths, lacking
 from .cursor import Deal, Position, go_on_with
+from .losses import leave_out
 
 
 class Undecided(Exception):
@@ -265,7 +266,7 @@ class Dealer:
 
     def resumed(self, turn: int, upto: Mapping[str, int], played: Lengths) -> FrameStore:
         """Give what a pass that was begun elsewhere may use, as far as it is still there, and all that is `played`."""
-        self.source.adopt(self._sights.whole(self.agree(turn, partial(self._look, 0, tuple))[0]))
+        self._agreed(turn, 0, tuple)
         store = self.source.snapshot(upto)
         gone = lacking(store.index, played)
         return self.source.snapshot(upto, gone) if gone and len(store.index) else store
@@ -338,8 +339,7 @@ class Dealer:
         """Agree on what is there; give it, the numbers of what is `in_use`, which stays readable, and `left`."""
         index = before.source.index if before is not None else None
         blocks_in_use = partial(index.blocks_of, in_use[in_use >= 0]) if index is not None else tuple
-        told, left = self.agree(turn, partial(self._look, wanted, blocks_in_use))
-        self.source.adopt(self._sights.whole(told))
+        left = self._agreed(turn, wanted, blocks_in_use)
         store = self.source.snapshot()
         if self.options.refresh_s is not None and not self.source.holds_blocks:
             raise UsageError("refresh", f"a pass over {self._where}", "block files", "trajectory folders", "Pack them")
@@ -352,11 +352,20 @@ class Dealer:
             store.is_lost[in_use[was_lost & (in_use >= 0)]] = True
         return store, in_use, left
 
+    def _agreed(self, turn: int, wanted: int, in_use: BlocksInUse) -> int:
+        """Take over what the process that looks for all has seen; give the batches until the next look."""
+        told, left, spot = self.agree(turn, partial(self._look, wanted, in_use))
+        if (sight := self._sights.whole(told)) is not None:
+            self.source.adopt(sight, spot)
+            self._sights.heard = self.source.sight()  # of the memory that is shared, not of what was told
+        return int(left)
+
     def _look(self, wanted: int, in_use: BlocksInUse) -> Any:
         """Look at the folders, until they hold `wanted` trajectories.
 
         Returns:
-            What is there, None if that was said; and how many batches others may plan before the next look.
+            What is there, None if that was said; how many batches others may plan before the next look; and where
+            others of this machine find the index.
         """
 
         def count() -> int:
@@ -367,7 +376,8 @@ class Dealer:
         self._looked_s = now_s = time.monotonic()
         fitting = self._num_batches * (self.options.refresh_s or 0.0) / 2 / max(now_s - self._agreed_s, 1e-9)
         self._num_batches, self._agreed_s = max(1, min(int(fitting), 2 * self._num_batches)), now_s
-        return self._sights.news(self.source.sight()), self._num_batches
+        spot = self.source.shared(self.source.snapshot()) if self.is_shared or current_shard().total > 1 else None
+        return self._sights.news(self.source.sight()), self._num_batches, spot
 
     def _cached(
         self, turn: int, store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device
@@ -402,49 +412,3 @@ def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: In
     numbers = before.places_in(now, trajectories)
     has_shrunk = now.lengths[numbers] < before.lengths[trajectories] if len(now) else True
     return np.where(has_shrunk, -1, numbers)
-
-
-def leave_out(
-    source: Source, store: FrameStore, trajectories: Int64s, problem: DataFileError, skips: bool
-) -> list[tuple[Int64s, DataFileError]]:
-    """Mark those of some trajectories that cannot be read, and report why; what is left of them is not `valid`.
-
-    Returns:
-        Which ones, and why.
-
-    Raises:
-        DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True.
-    """
-    if isinstance(problem, LostBlockError):
-        blocks = [number for number, block in enumerate(store.index.blocks) if block.key == problem.key]
-        found: list[tuple[Int64s, DataFileError]] = [(store.index.trajectories_in(blocks), problem)]
-    else:
-        whys = {one: _damage(store, one) for one in trajectories.tolist()} if skips else {}
-        found = [(np.array([one]), why) for one, why in whys.items() if why is not None]
-    lost = [(left, why) for all_lost, why in found if len(left := all_lost[~store.is_lost[all_lost]])]
-    if not lost:
-        raise problem
-    for left, why in lost:
-        source.forget(why, len(left))
-        store.is_lost[left] = True
-    return lost
-
-
-def count_lost(source: Source, store: FrameStore, keys: Sequence[tuple[str, int]], problem: DataFileError) -> None:
-    """Mark and report trajectories that another process could not read, unless this was known."""
-    found = store.index.find(keys)
-    known = found[found >= 0]
-    num_new = len(keys) - int(store.is_lost[known].sum())
-    store.is_lost[known] = True
-    if num_new:
-        source.forget(problem, num_new)
-
-
-def _damage(store: FrameStore, trajectory: int) -> DataFileError | None:
-    """Say why a trajectory cannot be read; None if it can, or is known to be lost."""
-    if not store.is_lost[trajectory]:
-        try:
-            CachedFrames(store, np.array([trajectory]), store.device)
-        except DataFileError as problem:
-            return problem
-    return None

@@ -29,7 +29,8 @@ from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader, ReadAhead
 from .cursor import Deal, Plan, Position, StreamState, deal_next, plan_steps, share_of
-from .passes import Dealer, PassOptions, Undecided, leave_out
+from .losses import leave_out
+from .passes import Dealer, PassOptions, Undecided
 from .resume import Misfit, check_settings, position_in, state_at
 
 Even = Literal["pad", "drop", "none"]
@@ -408,8 +409,7 @@ class RolloutStream(RolloutFileBase):
 
     def _note(self, *note: Any) -> None:
         """Note the same; nothing takes the note away."""
-        name = f"next_{self._rank().number}"
-        self._board.write(name, note or None)
+        self._board.write(f"next_{self._rank().number}", note or None)
 
     def _group(self) -> str:
         """Name the workers that read this epoch together."""

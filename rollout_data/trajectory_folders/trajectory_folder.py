@@ -326,3 +326,10 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
                 table[field_name] = opened.read(_key_of(field_name)).reshape(shape)
             rows[name] = table.view(np.uint8).reshape(opened.num_frames, column.row_bytes)
     return rows
+
+
+def numbers_within(folder: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
+    """Number trajectories within their folder, 0 in all but the folders that hold several."""
+    _, folder_number = np.unique(folder, return_inverse=True)
+    pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
+    return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(pairs[0], folder_number)

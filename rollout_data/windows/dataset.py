@@ -6,6 +6,7 @@ of one. `fields.py` decides what a window is made of, `index.py` which windows t
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -22,6 +23,7 @@ from ..format.schema import Allocate
 from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.normalization import FieldStatistics, compute_statistics
 from ..frames.remote import RemoteFrames
+from ..frames.shared import Spot
 from ..frames.source import Source
 from ..frames.store import FrameStore
 from ..index.index import Int64s
@@ -112,6 +114,7 @@ class WindowDataset(WindowBatches):
         self._verify_on_open, self._remote = verify_on_open, remote or RemoteOptions()
         self._chunk_cache_bytes = whole("open the dataset", "chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: list[Any] | None = None
+        self._spot: Spot | None = None
         self._may_lack = False
         self._open()
         if not len(self):
@@ -121,10 +124,13 @@ class WindowDataset(WindowBatches):
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
         super()._open()
         self._source = Source(self._paths, self._verify_on_open, self._chunk_cache_bytes, self._remote)
-        self._source.refresh()
         before = [*(self.opened_as or []), *5 * [None]]
         upto, fingerprint, first_of_training, num_windows, form = before[:5]
-        self._store: FrameStore = self._source.snapshot(upto)
+        if self._source.adopt(None, self._spot):
+            self._store: FrameStore = self._source.snapshot()
+        else:
+            self._source.refresh()
+            self._store = self._source.snapshot(upto)
         self.trajectories, first_of_training = choose_trajectories(self._store.index, self._split, first_of_training)
         if not len(self._store.layouts[DATA].schema):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
@@ -156,6 +162,11 @@ class WindowDataset(WindowBatches):
         self._reader = WindowReader(
             self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker that is started maps the index of this process."""
+        is_for_worker = multiprocessing.context.get_spawning_popen() is not None
+        return {**super().__getstate__(), "_spot": self._source.shared(self._store) if is_for_worker else None}
 
     def _why_empty(self) -> str:
         where, num = f"there is no window in {str(self.data_dir)!r}", len(self.trajectories)
