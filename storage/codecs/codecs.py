@@ -8,6 +8,7 @@ A chain is written `quantizer+delta+shuffle+packer`, any part of it: `uint16+shu
 `uint16`, or `uint16(low,high)`; deltas are `delta` (subtract the frame before, as integers of the bytes) and
 `xor`; shuffles `shuffle`, `split`, `bitshuffle`; packers `lz4` (fast), `lz4hc` (high compression) and, with the
 extra `codecs`, `zstd` (smaller images), `blosc2` (`lz4hc`) and `blosc2zstd`, which shuffle themselves, with SIMD.
+Video (`video.py`: `h264:crf=18`) stands alone.
 
 A chunk says how it was packed and in which range it was quantized; dtype, frame shape, number of frames and the chain
 are known from where it stands, and nothing is decoded into more than those ask for. It is one byte: 0 for plain values,
@@ -32,7 +33,7 @@ import torch
 
 from ..core.fields import Field
 from ..errors import CorruptFileError, FieldTypeError, UsageError, nearest
-from . import lz4
+from . import lz4, video
 from .packers import PACKERS, check_installed
 from .stages import (
     IMAGE_MAX_ERROR,
@@ -89,15 +90,19 @@ class ChunkCodec:
     delta: str = ""
     shuffle: str = ""
     packer: str = ""
+    #: What codes pictures with loss, instead of all stages.
+    video: video.Video | None = None
 
     @property
     def is_lossless(self) -> bool:
         """True if decoding gives back every bit."""
-        return self.quantizer is None
+        return self.quantizer is None and self.video is None
 
     @property
     def max_expansion(self) -> int:
         """How many bytes of frames one byte of a chunk can be at most; more is refused as an attack."""
+        if self.video is not None:
+            return video.MAX_EXPANSION
         most = PACKERS[self.packer].max_expansion if self.packer else lz4.MAX_EXPANSION
         return most * (4 if self.quantizer is not None else 1)
 
@@ -110,6 +115,8 @@ class ChunkCodec:
         """Raise `FieldTypeError` if values of this dtype cannot be coded."""
         if self.quantizer is not None and dtype.kind != "f":
             raise FieldTypeError("code values", f"as {self.name!r}", "float16, float32 or float64", str(dtype))
+        if self.video is not None and dtype != np.uint8:
+            raise FieldTypeError("code values", f"as {self.name!r}", "uint8 pictures", str(dtype))
 
     def encode(self, frames: Array, level: int | None = None) -> tuple[bytes, float]:
         """Code `[F, *shape]` frames as one chunk; give it and the largest error, 0 if nothing is lost.
@@ -122,9 +129,13 @@ class ChunkCodec:
             about, counts, error = self.quantizer.encode(values)
             values = counts.reshape(values.shape)
         items = values.view(_unsigned(values.dtype))
-        data = self._packed(items, level)
+        data = self._packed(items, level) if self.video is None else self.video.encode(frames)
         # blosc2 packs any number of zeros into 32 bytes; shorter than readers believe is no use.
         if len(data) < items.nbytes and frames.nbytes <= self.max_expansion * len(data):
+            if self.video is not None:
+                shown = np.empty_like(frames)
+                self.video.decode(np.frombuffer(data, np.uint8), shown)
+                error = float((np.maximum(shown, frames) - np.minimum(shown, frames)).max(initial=0))
             return bytes([_PACKED]) + about + data, error
         return bytes([_PLAIN]) + about + items.tobytes(), error
 
@@ -148,6 +159,9 @@ class ChunkCodec:
         if len(chunk) < start or chunk[0] > _PACKED:
             expected, got = "a chunk with its header", f"{chunk[:start].tobytes()!r}"
             raise CorruptFileError("decode a chunk", "", expected, got)
+        if self.video is not None and chunk[0] == _PACKED:
+            self.video.decode(chunk[1:], out)
+            return
         if self.quantizer is None:
             self._undo(chunk[1:], chunk[0], out.reshape(-1).view(_unsigned(out.dtype)), len(out))
             return
@@ -242,7 +256,7 @@ VALUE_CODECS: dict[str, Codec] = {
     )
 }
 #: Every word that a codec's name may be made of.
-CODEC_WORDS = (*VALUE_CODECS, AUTO, *(stage for stages in STAGES.values() for stage in stages))
+CODEC_WORDS = (*VALUE_CODECS, AUTO, *video.CODERS, *(stage for stages in STAGES.values() for stage in stages))
 
 
 @lru_cache(maxsize=256)
@@ -257,6 +271,8 @@ def chunk_codec(name: str) -> ChunkCodec:
 
 def _read_chain(stages: Sequence[str], name: str, before: str = "") -> ChunkCodec:
     """Give the codec of stages in a codec's name, behind a quantizer of values that stands `before` them."""
+    if not before and len(stages) == 1 and (coder := video.video_named(stages[0])) is not None:
+        return ChunkCodec(name, video=coder)
     found: dict[str, Any] = {}
     kinds = list(STAGES)[bool(before) :]
     for stage in stages:
@@ -323,6 +339,8 @@ def check_writable(name: str) -> None:
     """Raise `UsageError` if there is no such codec, or if it needs an extra that is not installed."""
     if chunks := find_codec(name).chunks:
         check_installed(chunks.packer)
+        if chunks.video is not None:
+            video.check_installed(chunks.video.coder)
 
 
 def stored_field(field: Field) -> Field:
@@ -333,6 +351,8 @@ def stored_field(field: Field) -> Field:
 def check_codec(field: Field) -> None:
     """Raise if the codec does not exist or cannot give back the field's dtype."""
     codec, expected = codec_of(field), ""
+    if codec.chunks and codec.chunks.video is not None:
+        return video.check_shape(field.shape, field.dtype, repr(field.name))
     is_float = field.torch_dtype.is_floating_point
     if codec.stored_dtype is not None and not (is_float or field.dtype == codec.stored_dtype):
         expected = f"a floating dtype or {codec.stored_dtype}"
@@ -349,6 +369,8 @@ def most_chunk_frames(row_bytes: int) -> int:
 
 def chunk_frames(row_bytes: int, codec: str) -> int:
     """How many frames a chunk of this codec has by default: 8, or as many as stay small, at least 1."""
+    if video.video_named(codec) is not None:
+        return min(MAX_CHUNK_FRAMES, most_chunk_frames(row_bytes))
     most = MAX_CHUNK_BYTES if codec.endswith(_LARGE_CHUNK_PACKERS) else MAX_SMALL_CHUNK_BYTES
     return max(1, min(MAX_CHUNK_FRAMES, most // max(1, row_bytes)))
 

@@ -1,0 +1,146 @@
+"""Video: the frames of a chunk as one short group of pictures, coded with loss; the extra `video`.
+
+One rule: a chunk decodes alone, to exactly the pictures that are expected, or is an error; no decoder may ask for more
+pixels than these have. Packets stand one after the other, each behind its size (uint32, little-endian).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CorruptFileError, FieldTypeError, UsageError
+
+#: Name -> encoder, decoder, options of the encoder, and the worst quality (`crf`) that it knows.
+CODERS: dict[str, tuple[str, str, dict[str, str], int]] = {
+    "h264": ("libx264", "h264", {"preset": "veryfast", "bf": "0"}, 51),
+    "av1": ("libsvtav1", "libdav1d", {"preset": "8", "svtav1-params": "lp=1:pred-struct=1"}, 63),
+}
+_DEFAULT_CRF = 18
+_NAME = re.compile(rf"({'|'.join(CODERS)})(?::crf=(\d+))?")
+#: A still picture of any size takes a few hundred bytes.
+MAX_EXPANSION = 1 << 16
+#: Encoders refuse smaller pictures.
+_MIN_SIDE = 64
+_SIZE = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Video:
+    """A coder of pictures `[H, W, 3]`, `[3, H, W]`, `[H, W]` or `[H, W, 1]` of uint8; `crf`: 0 is best."""
+
+    coder: str
+    crf: int
+
+    def encode(self, frames: npt.NDArray[np.uint8]) -> bytes:
+        """Code `[F, *shape]` frames."""
+        pictures, kind = _pictures(frames)
+        height, width = (max(_MIN_SIDE, size + size % 2) for size in pictures.shape[1:3])
+        missing = (0, 0), (0, height - pictures.shape[1]), (0, width - pictures.shape[2])
+        pictures = np.pad(pictures, (*missing, (0, 0))[: pictures.ndim], mode="edge")
+        av, (encoder, _, options, _) = _av(), CODERS[self.coder]
+        os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints ten lines for each chunk
+        context = av.CodecContext.create(encoder, "w")
+        context.width, context.height, context.pix_fmt, context.thread_count = width, height, "yuv420p", 1
+        context.time_base, context.framerate = Fraction(1, 30), Fraction(30)
+        context.options = {**options, "crf": str(self.crf), "g": str(len(frames))}
+        packets: list[bytes] = []
+        for number, picture in enumerate(pictures):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format=kind).reformat(format="yuv420p")
+            frame.pts = number
+            packets += map(bytes, context.encode(frame))
+        packets += map(bytes, context.encode(None))
+        return b"".join(_SIZE.pack(len(packet)) + packet for packet in packets)
+
+    def decode(self, data: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
+        """Decode into `out`, `[F, *shape]`; its content is undefined after an error.
+
+        Raises:
+            CorruptFileError: These are not its frames.
+        """
+        pictures, kind = _pictures(out)
+        height, width = pictures.shape[1:3]
+        av, decoder = _av(), CODERS[self.coder][1]
+        context = av.CodecContext.create(decoder, "r")
+        pixels = (height + _MIN_SIDE) * (width + _MIN_SIDE)  # decoders count whole blocks of 16 to 64
+        context.thread_count, context.options = 1, {"max_pixels": str(pixels)}
+        count = 0
+        try:
+            for packet in [*map(av.Packet, _packets(data.tobytes())), None]:
+                for frame in context.decode(packet):
+                    if count < len(out) and frame.height >= height and frame.width >= width:
+                        pictures[count] = frame.to_ndarray(format=kind)[:height, :width]
+                    count += 1
+        except (av.FFmpegError, ValueError) as cause:
+            raise CorruptFileError("decode a chunk", "", f"{self.coder} video", str(cause)) from cause
+        if count != len(out):
+            raise CorruptFileError("decode a chunk", "", f"{len(out)} frames", str(count))
+
+
+def video_named(stage: str) -> Video | None:
+    """Give the coder of a name such as "h264:crf=18"; None if it is no video.
+
+    Raises:
+        UsageError: There is no such quality.
+    """
+    match = _NAME.fullmatch(stage)
+    if match is None:
+        return None
+    crf, worst = int(match[2] or _DEFAULT_CRF), CODERS[match[1]][3]
+    if crf > worst:
+        raise UsageError("use the codec", repr(stage), f"crf from 0 to {worst}", str(crf))
+    return Video(match[1], crf)
+
+
+def check_shape(shape: tuple[int, ...], dtype: str, where: str) -> None:
+    """Raise `FieldTypeError` unless these are pictures of uint8."""
+    is_picture = len(shape) == 2 or (len(shape) == 3 and (shape[-1] in (1, 3) or shape[0] in (1, 3)))
+    if dtype != "uint8" or not is_picture or 0 in shape:
+        expected = "uint8 pictures [H, W, 3], [3, H, W], [H, W] or [H, W, 1]"
+        raise FieldTypeError("code as video", where, expected, f"{dtype}{list(shape)}")
+
+
+def check_installed(coder: str) -> None:
+    """Raise `UsageError` if PyAV, or its encoder, is not there."""
+    if importlib.util.find_spec("av") is None:
+        raise UsageError("use the codec", repr(coder), "the package av", "none", "Install the extra 'video'")
+    if (encoder := CODERS[coder][0]) not in _av().codecs_available:
+        raise UsageError("use the codec", repr(coder), f"PyAV with {encoder}", "one without", "Use 'h264'")
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError as cause:
+        expected, advice = "the package av", "Install the extra 'video'"
+        raise UsageError("decode video", "", expected, "none", advice) from cause
+    return av
+
+
+def _pictures(frames: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], str]:
+    """View frames as `[F, H, W, 3]` or `[F, H, W]`, and say which: the format's name."""
+    if frames.ndim == 3:
+        return frames, "gray"
+    if frames.shape[-1] not in (1, 3):
+        frames = np.moveaxis(frames, 1, -1)
+    return (frames, "rgb24") if frames.shape[-1] == 3 else (frames[..., 0], "gray")
+
+
+def _packets(data: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(data):
+        head = data[start : start + _SIZE.size]
+        num_bytes = _SIZE.unpack(head)[0] if len(head) == _SIZE.size else 0
+        start += _SIZE.size + num_bytes
+        if not num_bytes or start > len(data):
+            raise ValueError("packets that do not fill the chunk")
+        yield data[start - num_bytes : start]
