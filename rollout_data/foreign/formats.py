@@ -15,6 +15,7 @@ from .reader import ForeignReader
 
 #: Format -> the module of this folder with its class `Reader`; in the order in which they are tried.
 FORMATS: dict[str, str] = {
+    "rlds": "records.rlds",
     "ogbench": "arrays.ogbench",
     "motion": "arrays.motion",
 }
