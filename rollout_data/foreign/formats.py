@@ -1,4 +1,4 @@
-"""The formats that are read, and which one a path has.
+"""The formats that are read and written, and which one a path has.
 
 One rule: a format is detected by its content; the first that matches, in the order of the table, is taken.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from storage.errors import ForeignFileError, UsageError, nearest
 
 from .reader import ForeignReader
+from .writer import ForeignWriter
 
 #: Format -> the module of this folder with its class `Reader`; in the order in which they are tried.
 FORMATS: dict[str, str] = {
@@ -20,12 +21,23 @@ FORMATS: dict[str, str] = {
     "motion": "arrays.motion",
 }
 
+#: Format -> the module of this folder with its class `Writer`.
+WRITERS: dict[str, str] = {}
+
 
 def reader_class(name: str) -> type[ForeignReader]:
     """Give the reader of a format."""
     if name not in FORMATS:
         raise UsageError("open", "", f"format {nearest(name, FORMATS)}", repr(name))
     found: type[ForeignReader] = import_module(f".{FORMATS[name]}", __package__).Reader
+    return found
+
+
+def writer_class(name: str) -> type[ForeignWriter]:
+    """Give the writer of a format."""
+    if name not in WRITERS:
+        raise UsageError("write", "", f"format {nearest(name, WRITERS)}", repr(name))
+    found: type[ForeignWriter] = import_module(f".{WRITERS[name]}", __package__).Writer
     return found
 
 

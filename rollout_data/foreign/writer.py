@@ -1,0 +1,79 @@
+"""Writing episodes as another system's files: what each writer does, whatever the format.
+
+One rule: an episode is written whole or not at all, also when the process is killed; what a format cannot hold is in
+the report, once for each kind of it. A format is one file here and one line in `formats.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from storage.core.fields import Schema
+
+
+class EpisodeToWrite(Protocol):
+    """What a writer is given: an `Episode` of any recording."""
+
+    id: str
+    length: int
+    schema: Schema
+    texts: Collection[str]
+    terminated: bool | None
+    truncated: bool | None
+    success: bool | None
+    task: str
+    metadata: Mapping[str, Any]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
+        """Read steps of one field: `[stop - start, *shape]`, or a list of texts."""
+
+    @property
+    def final_observation(self) -> Any:
+        """The observation after the last step: an array, a dict of arrays by flat names, or None."""
+
+
+class ForeignWriter(ABC):
+    """Write episodes one after the other; made by `formats.writer_class(name)(path, metadata, options)`.
+
+    Opening a path that this class has begun goes on with it: `written` tells which episodes are there.
+
+    Attributes:
+        format: Key of `formats.WRITERS`.
+        path: The file or folder.
+        metadata: Of the recording that is written.
+        options: Arguments of `convert` for this format.
+        written: Ids of the episodes that are there.
+        report: What was changed or left out -> the ids of the episodes, in the order in which it was met.
+    """
+
+    format: ClassVar[str]
+    #: Names of the arguments that `convert(..., **options)` takes for this format, with their defaults.
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self.path, self.metadata, self.options = path, metadata, {**self.OPTIONS, **options}
+        self.report: dict[str, list[str]] = {}
+        self.written: set[str] = self.begin()
+
+    @abstractmethod
+    def begin(self) -> set[str]:
+        """Make the file or folder, or take it up; give the ids of the episodes that are in it."""
+
+    @abstractmethod
+    def add(self, episode: EpisodeToWrite) -> None:
+        """Write an episode; afterwards it is there, whatever happens.
+
+        Raises:
+            UsageError: The format cannot hold such an episode at all.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what concerns all episodes. Idempotent."""
+
+    def changed(self, what: str, episode: EpisodeToWrite) -> None:
+        """Note in the report that something of an episode was changed or left out."""
+        self.report.setdefault(what, []).append(episode.id)
