@@ -39,6 +39,8 @@ DATA, FINAL = "data", "final"
 FIRST, TERMINATED, TRUNCATED, OPEN, TENTATIVE, DROPPED = 1, 2, 4, 8, 16, 32
 #: The privileged part of the fragment's final row was not given; it repeats the last frame's.
 FINAL_OBSERVATION_ONLY = 64
+#: Beside `OPEN`, in memory only: the file does not tell how the trajectory ended.
+END_UNKNOWN = 128
 #: A fragment with one of these is the last of its trajectory.
 ENDS = TERMINATED | TRUNCATED | OPEN | DROPPED
 #: A trajectory ended by one of these is complete.

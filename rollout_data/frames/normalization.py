@@ -214,12 +214,13 @@ def _columns(values: Array, axis: int | None) -> Array:
 
 def _fingerprint(store: FrameStore, trajectories: Int64s) -> str:
     """What changes when a file, or the choice of trajectories, does."""
-    files = []
-    for block in store.index.blocks:
+    files: list[list[Any]] = []
+    for path in dict.fromkeys(block.path for block in store.index.blocks):
         try:
-            files.append([os.path.abspath(block.path), stamp_of(block.path)])
+            stamps = [stamp_of(one) for one in sorted(path.rglob("*"))] if path.is_dir() else stamp_of(path)
+            files.append([os.path.abspath(path), stamps])
         except OSError:
-            files.append([os.path.abspath(block.path), None])
+            files.append([os.path.abspath(path), None])
     index = store.index
     chosen = np.stack([trajectories, index.number[trajectories], index.lengths[trajectories]])
     return f"{crc32(json.dumps(files).encode()):08x}{crc32(chosen.tobytes()):08x}"

@@ -20,7 +20,7 @@ import numpy as np
 from storage.core.durable import crc32
 from storage.errors import DataFileError
 
-from ..format.header import COMPLETE, DROPPED, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
+from ..format.header import COMPLETE, DROPPED, END_UNKNOWN, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 #: Of a block: its file, and its name in there; "" if it is the whole file.
@@ -291,9 +291,14 @@ class TrajectoryIndex:
         return lost
 
     def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
-        """bool, for each of these: the value after its last frame counts, as far as is known."""
-        is_timeout: np.ndarray = self.end[trajectories] != _TERMINATED
+        """bool, for each of these: the value after its last frame counts: ended by a limit, or cut there."""
+        is_timeout: np.ndarray = (self.end[trajectories] != _TERMINATED) & ~self.is_end_unknown(trajectories)
         return is_timeout
+
+    def is_end_unknown(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
+        """bool, for each of these: its file does not tell how it ended."""
+        is_unknown: np.ndarray = (self.flags[trajectories] & END_UNKNOWN) > 0
+        return is_unknown
 
     def random_keys(self, trajectories: Int64s, seed: int, with_folder: bool = True) -> np.ndarray:
         """uint64, a random number for each of these: see `random_keys`.

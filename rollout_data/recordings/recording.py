@@ -1,38 +1,99 @@
 """A recording: the episodes of one file or folder of any format, or some of them.
 
-One rule: nothing is read before it is asked for, and nothing is ever written.
+One rule: nothing is read before it is asked for, and nothing is ever written beside the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
 from storage.core.fields import Schema
-from storage.errors import RolloutDataError
+from storage.errors import RolloutDataError, UsageError, nearest
 
+from ..foreign.formats import open_foreign
 from ..foreign.reader import ForeignReader
+from ..format.header import DATA
+from ..frames.normalization import FieldStatistics, compute_statistics
+from ..frames.readers import Readers, chosen_episodes
+from ..frames.source import Source, kind_of
+from ..index.index import Int64s, name_keys, random_keys
+from ..remote.access import Origin
 from .episode import Episode
+from .own import FolderReader
+from .table import kept_rows, table_of
+
+_NUM_SHOWN = 5
 
 
 class Recording(Sequence[Episode]):
     """Episodes in the order of their numbers; made by `rollout_data.open`.
 
-    `recording[i]`, also with a negative number, is an episode; a slice is a recording.
+    `recording[i]`, also with a negative number, is an episode, and a slice is a recording of some. Iterating keeps one
+    episode at a time. `RolloutDataset`, `WindowDataset` and `convert` take a recording in place of a path.
 
     Attributes:
-        format: Name of its format.
-        path: The file or folder.
-        metadata: Of the whole: what the file says.
+        origin: Where it lies, and which of its episodes are meant.
     """
 
-    def __init__(self, reader: ForeignReader, numbers: np.ndarray | None = None) -> None:
-        self._reader = reader
-        self._numbers = np.arange(len(reader.episodes)) if numbers is None else numbers
-        self.format, self.path, self.metadata = reader.format, Path(reader.path), reader.metadata
+    def __init__(self, origin: Origin, reader: ForeignReader | None = None) -> None:
+        self.origin = origin
+        if reader is not None:
+            self._reader = reader
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled recording opens its files anew where it arrives."""
+        return {"origin": self.origin}
+
+    @cached_property
+    def _reader(self) -> ForeignReader:
+        return open_origin(replace(self.origin, ids=None))
+
+    @cached_property
+    def _numbers(self) -> Int64s:
+        return np.array(chosen_episodes(self._reader, self.origin.ids), np.int64)
+
+    @property
+    def format(self) -> str:
+        """Name of its format."""
+        return self._reader.format
+
+    @property
+    def path(self) -> Path:
+        """The file or folder."""
+        return self.origin.path
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the file says of the whole."""
+        return self._reader.metadata
+
+    @property
+    def problems(self) -> list[RolloutDataError]:
+        """What was left out, repaired or inferred, as exceptions that were not raised."""
+        return self._reader.problems
+
+    @cached_property
+    def schema(self) -> Schema:
+        """All numeric fields that its episodes have, each as the first one has it."""
+        episodes = self._reader.episodes
+        schemas = dict.fromkeys(episodes[number].schema for number in self._numbers.tolist())
+        return Schema({name: item for schema in reversed(schemas) for name, item in schema.items()}.values())
+
+    @property
+    def ids(self) -> list[str]:
+        """Names of its episodes."""
+        return [self._reader.episodes[number].name for number in self._numbers.tolist()]
+
+    @cached_property
+    def table(self) -> np.ndarray[Any, Any]:
+        """One row an episode, see `table.table_of`: id, env, length, return, ends, success, task, time, writer."""
+        return table_of(self, [self._reader.episodes[number] for number in self._numbers.tolist()])
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -43,20 +104,110 @@ class Recording(Sequence[Episode]):
     def __getitem__(self, index: slice) -> Recording: ...
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return Recording(self._reader, self._numbers[index])
+            return self._of(self._numbers[index])
         number = int(self._numbers[index])
         return Episode(self._reader, number, self._reader.episodes[number])
 
     def __iter__(self) -> Iterator[Episode]:
         return (self[number] for number in range(len(self)))
 
-    @property
-    def problems(self) -> list[RolloutDataError]:
-        """What was left out, repaired or inferred, as exceptions that were not raised."""
-        return self._reader.problems
+    def __repr__(self) -> str:
+        names = ", ".join(map(repr, self.ids[:_NUM_SHOWN])) + (", ..." if len(self) > _NUM_SHOWN else "")
+        left_out = f"; {len(self.problems)} problems" if self.problems else ""
+        return f"<Recording of {len(self)} episodes ({names}) in {str(self.path)!r}, {self.format}{left_out}>"
 
-    @property
-    def schema(self) -> Schema:
-        """The fields of the first episode that has each of them."""
-        fields = {name: item for episode in self._reader.episodes for name, item in episode.schema.items()}
-        return Schema(fields.values())
+    def _of(self, numbers: Int64s) -> Recording:
+        ids = tuple(self._reader.episodes[number].name for number in numbers.tolist())
+        return Recording(replace(self.origin, ids=ids), self._reader)
+
+    def select(self, ids: Iterable[str | int]) -> Recording:
+        """Give the episodes of these names, in the order of the file.
+
+        Raises:
+            UsageError: There is none of a name.
+        """
+        there, wanted = self.ids, [str(one) for one in ([ids] if isinstance(ids, str) else ids)]
+        known = set(there)
+        for one in wanted:
+            if one not in known:
+                raise UsageError("select episodes", f"of {str(self.path)!r}", _some(one, there), repr(one))
+        chosen = set(wanted)
+        return self._of(self._numbers[np.array([one in chosen for one in there], bool)])
+
+    def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
+        """Give the episodes that a function keeps and whose columns of `table` match.
+
+        Args:
+            keeps: Called with each episode.
+            **columns: Column -> a value, several, or a function of a value: `success=True`, `ends=["truncated"]`,
+                `length=lambda length: length > 20`.
+
+        Raises:
+            UsageError: There is no such column.
+        """
+        kept = kept_rows(self.table, columns) if columns else np.ones(len(self), bool)
+        if keeps is not None:
+            kept &= np.array([bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool)
+        return self._of(self._numbers[kept])
+
+    def split(self, parts: Mapping[str, float] | None = None, seed: int = 0) -> dict[str, Recording]:
+        """Give parts by their names.
+
+        Args:
+            parts: Name -> share of the episodes; the shares add up to 1. The parts are disjoint and complete, and which
+                episode goes where is a function of (seed, its name) and of how many there are. None gives the parts
+                that the file itself names, which may overlap.
+            seed: Of the choice.
+
+        Raises:
+            UsageError: The shares do not add up, or the file names no parts.
+        """
+        if parts is None:
+            if not self._reader.splits:
+                expected = "parts that the file names"
+                raise UsageError("split", f"{str(self.path)!r}", expected, "none", 'Give shares, {"train": 0.9, ...}')
+            there = set(self.ids)
+            return {
+                name: self.select([one for one in map(str, ids) if one in there])
+                for name, ids in self._reader.splits.items()
+            }
+        shares = np.array(list(parts.values()), np.float64)
+        if not len(shares) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6:
+            raise UsageError("split", f"{str(self.path)!r}", "shares >= 0 that add up to 1", repr(dict(parts)))
+        keys = random_keys(name_keys(self.ids, np.arange(len(self)), np.zeros(len(self), np.int64)), seed)
+        order = np.lexsort((np.array(self.ids), keys)) if len(self) else np.zeros(0, np.int64)
+        stops = np.floor(np.cumsum(shares) * len(self) + 0.5).astype(np.int64)
+        stops[-1] = len(self)
+        pieces = np.split(order, stops[:-1])
+        return {name: self._of(self._numbers[np.sort(piece)]) for name, piece in zip(parts, pieces, strict=True)}
+
+    def statistics(self, quantiles: Sequence[float] = (0.01, 0.99), **options: Any) -> dict[str, FieldStatistics]:
+        """Summarize each field over all frames, for normalization; see `WindowDataset.statistics`.
+
+        What was computed is kept in the user's cache folder (`XDG_CACHE_HOME`), never beside the data.
+        """
+        source = Source(self.origin)
+        source.refresh()
+        store = source.snapshot()
+        names, chosen = list(store.layouts[DATA].schema), np.arange(len(store.index))
+        return compute_statistics(store, None, chosen, names, quantiles, **options)
+
+
+def _some(name: str, there: Sequence[str]) -> str:
+    return f"one of {len(there)} names, such as {nearest(name, there[:_NUM_SHOWN])}"
+
+
+def open_origin(origin: Origin) -> ForeignReader:
+    """Open what lies somewhere, whatever its format.
+
+    Raises:
+        DataFileError: It is of no known format, or cannot be read.
+    """
+    kind = kind_of(origin)
+    if kind is None or kind is Readers:
+        return open_foreign(origin.path, origin.format, **origin.options)
+    if origin.options:
+        raise UsageError(
+            "open", repr(str(origin.path)), f"no option (of {kind.format})", repr(next(iter(origin.options)))
+        )
+    return FolderReader(origin, kind)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -22,7 +22,34 @@ from storage.errors import DataFileError, UsageError
 
 from .fetching import Fetcher
 
-DataDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+@dataclass(frozen=True)
+class Origin:
+    """Where data are, and which of them are meant.
+
+    Attributes:
+        path: A file or folder, or a `RemotePath`.
+        format: Its format; None where its content tells.
+        options: Of the format.
+        ids: Names of the trajectories that are read; None is all.
+    """
+
+    path: Path
+    format: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ids: tuple[str, ...] | None = None
+
+
+class HasOrigin(Protocol):
+    """What knows where its data are, such as a `Recording`."""
+
+    @property
+    def origin(self) -> Origin:
+        """Where they are."""
+
+
+DataDir = str | os.PathLike[str] | HasOrigin | Origin
+DataDirs = DataDir | Sequence[DataDir]
 #: What file systems call that which changes with a file's content.
 _STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
 
@@ -71,16 +98,23 @@ class RemotePath(PosixPath):
         return super().__str__().replace(":/", "://", 1)
 
 
-def absolute_paths(data_dir: DataDirs) -> list[Path]:
-    """Give the folders of a `data_dir` argument so that they stay the same when the process goes elsewhere."""
+def origins_of(data_dir: DataDirs) -> list[Origin]:
+    """Give what a `data_dir` argument names, so that it stays the same when the process goes elsewhere."""
     try:
-        listed = [data_dir] if isinstance(data_dir, (str, os.PathLike)) else list(data_dir)
-        paths = [_absolute(os.fspath(path)) for path in listed]
+        is_one = isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
+        listed: Any = [data_dir] if is_one else data_dir
+        origins = [_origin(one) for one in listed]
     except TypeError as cause:
         raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
-    if not paths:
+    if not origins:
         raise UsageError("open the dataset", "", "at least one data folder", "none")
-    return paths
+    return origins
+
+
+def _origin(one: Any) -> Origin:
+    if not isinstance(one, Origin) and hasattr(one, "origin"):
+        one = one.origin
+    return one if isinstance(one, Origin) else Origin(_absolute(os.fspath(one)))
 
 
 def _absolute(path: str) -> Path:

@@ -6,7 +6,6 @@ from, in a subclass.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from storage.core.arguments import whole
 from storage.errors import UsageError
 
 from ..index.agreement import is_in_worker
+from ..remote.access import DataDirs
 
 #: More streams than this are a mistake; each costs some memory before a frame is read.
 _MAX_ENVS = 1 << 24
@@ -35,7 +35,7 @@ class RolloutFileBase(IterableDataset[Any], ABC):
     subclass that can fill many steps at once overrides `fill_rollout`.
 
     Args:
-        data_dir: A folder, or several.
+        data_dir: A folder, a file or a `Recording`, or several.
         num_envs: How many parallel streams a batch holds.
         device: Where batches are delivered; None is CUDA if there is one, otherwise the CPU.
             Inside a DataLoader worker batches are always on the CPU.
@@ -52,7 +52,7 @@ class RolloutFileBase(IterableDataset[Any], ABC):
 
     def __init__(
         self,
-        data_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        data_dir: DataDirs,
         num_envs: int,
         device: torch.device | str | None = None,
     ) -> None:

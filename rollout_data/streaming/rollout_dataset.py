@@ -19,7 +19,7 @@ from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.store import FrameStore
 from ..index.agreement import ShardChoice, checked_shard
 from ..index.index import Int64s
-from ..remote.access import DataDirs, RemoteOptions, absolute_paths
+from ..remote.access import DataDirs, RemoteOptions, origins_of
 from ..transition import Transition
 from .batches import BatchOptions, BatchReader, write_into
 from .delivery import PrefetchedBatches
@@ -123,7 +123,7 @@ class RolloutDataset(RolloutStream):
         remote: RemoteOptions | None = None,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
-        self._paths = absolute_paths(data_dir)
+        self._origins = origins_of(data_dir)
         self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
         self.cache = _choice("cache", cache, get_args(Cache))
         self.interpolation = _choice("interpolation", interpolation, get_args(Interpolation))

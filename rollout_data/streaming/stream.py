@@ -10,7 +10,6 @@ import secrets
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +24,7 @@ from ..frames.source import Source
 from ..index import agreement
 from ..index.agreement import Agree, Board, Shard, current_shard, current_worker, is_in_worker
 from ..index.index import Int64s
+from ..remote.access import Origin
 from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader, ReadAhead
@@ -39,7 +39,7 @@ Even = Literal["pad", "drop", "none"]
 class RolloutStream(RolloutFileBase):
     """What `RolloutDataset` delivers, and in which order; made and documented there."""
 
-    _paths: list[Path]
+    _origins: list[Origin]
     _passes: PassOptions
     _look: dict[str, bool]
     even: Even
@@ -107,7 +107,7 @@ class RolloutStream(RolloutFileBase):
     def source(self) -> Source:
         """The opened folders."""
         if self._source is None:
-            self._source = Source(self._paths, self.verify_on_open, self._chunk_cache_bytes, self._remote)
+            self._source = Source(self._origins, self.verify_on_open, self._chunk_cache_bytes, self._remote)
         return self._source
 
     @property

@@ -27,7 +27,7 @@ from ..frames.shared import Spot
 from ..frames.source import Source
 from ..frames.store import FrameStore
 from ..index.index import Int64s
-from ..remote.access import DataDirs, RemoteOptions, absolute_paths
+from ..remote.access import DataDirs, RemoteOptions, origins_of
 from .chunks import ChunkedOrder, Route
 from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .reader import MASK, MAX_FRAMES, NEXT, NEXT_MASK, WindowPlan, WindowReader, checked_delta, plan_windows
@@ -102,7 +102,7 @@ class WindowDataset(WindowBatches):
         chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
         remote: RemoteOptions | None = None,
     ) -> None:
-        self.data_dir, self._paths = data_dir, absolute_paths(data_dir)
+        self.data_dir, self._origins = data_dir, origins_of(data_dir)
         self.padding = choice("read windows", "padding", padding, get_args(Padding))
         self.length = whole("open the dataset", "length", length, 1, MAX_FRAMES)
         self.stride = whole("open the dataset", "stride", stride, 1, MAX_FRAMES)
@@ -123,7 +123,7 @@ class WindowDataset(WindowBatches):
     def _open(self) -> None:
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
         super()._open()
-        self._source = Source(self._paths, self._verify_on_open, self._chunk_cache_bytes, self._remote)
+        self._source = Source(self._origins, self._verify_on_open, self._chunk_cache_bytes, self._remote)
         before = [*(self.opened_as or []), *5 * [None]]
         upto, fingerprint, first_of_training, num_windows, form = before[:5]
         if self._source.adopt(None, self._spot):

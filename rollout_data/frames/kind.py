@@ -1,0 +1,171 @@
+"""What all kinds of data folders share: where the data are, which fields they have, what was lost and reported.
+
+One rule: a snapshot never changes; `refresh` makes a new one when the folders have. A file that cannot be read is
+reported once, by name, a loss is counted once, and the rest goes on. `source.py` lists the kinds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.core import arguments
+from storage.core.fields import Schema
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
+
+from ..index.index import Block, Identity, Key
+from ..index.stand_ins import NONE_GONE, Lengths
+from ..remote.access import DataDirs, Origin, RemoteOptions, origins_of
+from .coded import CHUNK_CACHE_BYTES
+from .shared import Spot
+from .store import FrameStore
+
+#: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
+BlocksInUse = Callable[[], Collection[Block]]
+#: The last problems are kept, and more are known again by their hashes, so that each is reported once.
+MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
+
+
+class Origins:
+    """One or several files or folders of data.
+
+    Attributes:
+        origins: Where they are, and which of their trajectories are read.
+        paths: The folders, absolute.
+        schema: The fields that all of them must have; None as long as there is no trajectory.
+        problems: What was left out or repaired, in the order in which it was found; the last `MAX_PROBLEMS`.
+        num_problems: How many there were.
+        num_vanished_blocks: Blocks, or chunks, that were lost since they were found: removed or spoilt.
+        num_lost_trajectories: Trajectories that could not be read to their end.
+    """
+
+    def __init__(
+        self,
+        data_dir: DataDirs,
+        verify_on_open: bool = False,
+        chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
+        remote: RemoteOptions | None = None,
+    ) -> None:
+        self.origins, self.remote = origins_of(data_dir), remote or RemoteOptions()
+        self.paths = [origin.path for origin in self.origins]
+        self.labels = [""] if len(self.paths) == 1 else [f"{number}:" for number in range(len(self.paths))]
+        self.verify_on_open, self.chunk_cache_bytes = verify_on_open, chunk_cache_bytes
+        self.schema: Schema | None = None
+        self.problems: list[RolloutDataError] = []
+        self.num_problems = self.num_vanished_blocks = self.num_lost_trajectories = 0
+        self._reported: dict[int, None] = {}
+        self.lost: set[Key] = set()  # counted already
+        self.is_remote = arguments.is_url(self.paths[0])
+
+    def report(self, problem: RolloutDataError) -> None:
+        """Warn of a problem, once."""
+        key = hash(str(problem))
+        if key not in self._reported:
+            self._reported[key] = None
+            if len(self._reported) > _MAX_REPORTED:
+                del self._reported[next(iter(self._reported))]
+            self.num_problems += 1
+            self.problems.append(problem)
+            del self.problems[:-MAX_PROBLEMS]
+            warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
+
+    def count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
+        """Count blocks that are gone, once until they are `present` again."""
+        new = set(keys) - self.lost
+        self.num_vanished_blocks += len(new)
+        self.lost = (self.lost | new) - set(present)
+
+    def check_schema(self, schema: Schema, where: Path) -> None:
+        """Raise unless the folders have the same fields."""
+        if self.schema is None:
+            self.schema = schema
+        elif difference := self.schema.difference(schema):
+            expected, advice = f"the fields of {str(self.paths[0])!r}", "Open them as separate datasets"
+            raise DataFileError("open the folders together", repr(str(where)), expected, difference, advice)
+
+
+class Kind(ABC):
+    """A way in which data lie in files: `format` by its name, `about` in words."""
+
+    format: str
+    about: str
+
+    @abstractmethod
+    def __init__(self, source: Origins) -> None:
+        """Open what `is_there`."""
+
+    @staticmethod
+    @abstractmethod
+    def is_there(path: Path) -> bool:
+        """Whether a path holds data of this kind."""
+
+    @property
+    @abstractmethod
+    def metadata(self) -> dict[str, Any]:
+        """What the first folder says of the whole."""
+
+    @abstractmethod
+    def refresh(self, in_use: BlocksInUse) -> None:
+        """Look at the files again; blocks that are `in_use` stay readable although they are gone."""
+
+    @abstractmethod
+    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
+        """Give what is there now; see `Source`."""
+
+    @abstractmethod
+    def sight(self) -> Any:
+        """Say what `refresh` has found: a tuple of the kind and what it needs; the same object if it is the same."""
+
+    @abstractmethod
+    def adopt(self, sight: Any, spot: Spot | None) -> bool:
+        """Take what another process has seen for what is there; see `Source`."""
+
+    def shared(self, store: FrameStore) -> Spot | None:
+        """Say where other processes of this machine find the index of a snapshot; None: nowhere."""
+        return None
+
+    def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (most keep no file open)
+        """Give up files that are gone and not `in_use`, where files are kept open."""
+
+    def leave_out(self, key: Key) -> None:  # noqa: B027 (most never list it again)
+        """Read a block no more until it has changed, where what has gone is listed again."""
+
+
+class Choice:
+    """Which trajectories of the blocks of one origin are read: (writer, number) named "writer:number".
+
+    Raises:
+        UsageError: A name has another form.
+    """
+
+    def __init__(self, origin: Origin, label: str) -> None:
+        self._numbers: dict[str, list[int]] | None = None if origin.ids is None else {}
+        self._cut: dict[Identity, Block] = {}
+        for name in origin.ids or ():
+            writer, _, number = name.rpartition(":")
+            if not number.isdecimal():
+                raise UsageError("choose trajectories", f"of {str(origin.path)!r}", "'writer:number'", repr(name))
+            assert self._numbers is not None
+            self._numbers.setdefault(label + writer, []).append(int(number))
+
+    @property
+    def is_all(self) -> bool:
+        return self._numbers is None
+
+    def of(self, blocks: Iterable[Block]) -> list[Block]:
+        """Leave out what blocks hold of other trajectories; a block is given as the same object each time."""
+        if self._numbers is None:
+            return list(blocks)
+        chosen = []
+        for block in blocks:
+            if block.identity not in self._cut:
+                is_chosen = np.isin(block.fragments["trajectory"], self._numbers.get(block.writer, []))
+                self._cut[block.identity] = replace(block, fragments=block.fragments[is_chosen])
+            chosen.append(self._cut[block.identity])
+        return [block for block in chosen if len(block.fragments)]

@@ -1,0 +1,99 @@
+"""Our own folders, of block files or of the older trajectory layout, through the interface of foreign files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from ..foreign.reader import NO_FIELDS, EpisodeInfo, ForeignReader
+from ..format.header import DATA, FINAL
+from ..frames.kind import Kind
+from ..frames.source import Source
+from ..frames.store import FrameStore, Place
+from ..index.index import End
+from ..remote.access import Origin
+
+
+class FolderReader(ForeignReader):
+    """The trajectories that a folder held when it was opened; an episode's name is "writer:number"."""
+
+    format = ""
+
+    def __init__(self, origin: Origin, kind: type[Kind]) -> None:
+        self.format, self._origin, self._kind = kind.format, origin, kind  # type: ignore[misc]
+        super().__init__(origin.path, {})
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._origin, self._kind)
+
+    @classmethod
+    def detect(cls, path: Path) -> bool:
+        raise NotImplementedError("a folder of our own is opened by its kind")
+
+    def scan(self) -> Sequence[EpisodeInfo]:
+        self._source = source = Source(self._origin)
+        source.refresh()
+        self.store: FrameStore = source.snapshot()
+        self.metadata, self.problems = source.metadata, source.problems
+        return _Infos(self.store)
+
+    def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        one = np.array([number])
+        runs = self.store.locate(one, one * 0 + start, one * 0 + stop - start, one * 0)
+        layout = self.store.layouts[DATA]
+        rows = torch.zeros((stop - start, layout.column_of[name].row_bytes // 4), dtype=torch.int32)
+        if stop > start:
+            self.store.copy((DATA, layout.column_of[name].name), runs, 0, rows)
+        return _array(self.store, (DATA, name), rows.view(torch.uint8))
+
+    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
+        column = self.store.layouts[FINAL].column_of[name].name
+        found: np.ndarray[Any, Any] = _array(self.store, (FINAL, name), self.store.finals(column, np.array([number])))
+        return found[0, ...]
+
+
+def _array(store: FrameStore, place: Place, rows: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Give one field of rows as numpy knows it: bfloat16 as float32."""
+    values = store.layouts[place[0]].decoded(place[1], rows)
+    found: np.ndarray[Any, Any] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return found
+
+
+class _Infos(Sequence[EpisodeInfo]):
+    """Descriptions of trajectories, each made when it is asked for."""
+
+    def __init__(self, store: FrameStore) -> None:
+        self._index = store.index
+        self._schema, self._final = store.layouts[DATA].schema, store.layouts[FINAL].schema
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @overload
+    def __getitem__(self, number: int) -> EpisodeInfo: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[EpisodeInfo]: ...
+    def __getitem__(self, number: Any) -> Any:
+        index = self._index
+        if isinstance(number, slice):
+            return [self[one] for one in range(len(self))[number]]
+        labelled, within = index.keys(np.array([number]))[0]
+        writer = labelled[labelled.find(":") + 1 :]
+        end, final = index.end[number], self._final if index.final_row[number] >= 0 else NO_FIELDS
+        is_known = end != End.UNKNOWN
+        return EpisodeInfo(
+            name=f"{writer}:{within}",
+            length=int(index.lengths[number]),
+            schema=self._schema,
+            final=final,
+            terminated=bool(end == End.TERMINATED) if is_known else None,
+            truncated=bool(end == End.TRUNCATED) if is_known else None,
+            metadata={"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])},
+        )
+
+    def __iter__(self) -> Iterator[EpisodeInfo]:
+        return (self[number] for number in range(len(self)))

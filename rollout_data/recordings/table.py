@@ -1,0 +1,75 @@
+"""The table of episodes: one row each, and which rows a filter keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from storage.errors import RolloutDataError, UsageError, nearest
+
+from ..foreign.reader import EpisodeInfo
+from .episode import Episode
+
+#: What metadata of an episode may tell, with what stands where they do not.
+_FROM_METADATA: dict[str, Any] = {"env": -1, "end_time_ns": 0, "writer": ""}
+COLUMNS = ("id", "env", "length", "return", "ends", "success", "task", "time", "writer")
+
+
+def end_of(info: EpisodeInfo) -> str:
+    """Name how an episode ended: "terminated", "truncated", "unknown", or "open" if the recording was cut there."""
+    if info.terminated or info.truncated:
+        return "terminated" if info.terminated else "truncated"
+    return "unknown" if None in (info.terminated, info.truncated) else "open"
+
+
+def table_of(episodes: Sequence[Episode], infos: Sequence[EpisodeInfo]) -> np.ndarray[Any, Any]:
+    """Make the table; reads the rewards of all episodes.
+
+    Returns:
+        Structured array `[num_episodes]`: `id` text; `env` int64, -1 if unknown; `length` int64; `return` float64, the
+        sum of all rewards, NaN without; `ends` text, see `end_of`; `success` int8, 1, 0 or -1 if unknown; `task` text;
+        `time` datetime64[ns] of the end, NaT if unknown; `writer` text.
+    """
+    rows = []
+    for episode, info in zip(episodes, infos, strict=True):
+        about: dict[str, Any] = dict(_FROM_METADATA)
+        about |= {name: told for name, none in about.items() if type(told := info.metadata.get(name)) is type(none)}
+        success = -1 if info.success is None else int(info.success)
+        time = np.datetime64(int(about["end_time_ns"]) or "NaT", "ns")
+        rows.append(
+            (info.name, about["env"], info.length, _return(episode), end_of(info), success, info.task, time,
+             str(about["writer"]))
+        )  # fmt: skip
+    texts = [np.array([row[place] for row in rows] or [""], str).dtype for place in (0, 4, 6, 8)]
+    kinds = [texts[0], np.int64, np.int64, np.float64, texts[1], np.int8, texts[2], "datetime64[ns]", texts[3]]
+    return np.array(rows, np.dtype(list(zip(COLUMNS, kinds, strict=True))))
+
+
+def _return(episode: Episode) -> float:
+    try:
+        reward = episode.reward
+    except RolloutDataError:  # reading the episode raises it again
+        return np.nan
+    return np.nan if reward is None or isinstance(reward, Mapping) else float(np.sum(reward, dtype=np.float64))
+
+
+def kept_rows(table: np.ndarray[Any, Any], columns: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """bool `[num_episodes]`: rows in which each column has the value, one of the values, or what a function accepts.
+
+    Raises:
+        UsageError: There is no such column.
+    """
+    kept = np.ones(len(table), bool)
+    for name, wanted in columns.items():
+        if name not in COLUMNS:
+            raise UsageError("filter episodes", "", f"a column {nearest(name, COLUMNS)}", repr(name))
+        values = table[name]
+        if isinstance(wanted, Callable):  # type: ignore[arg-type]
+            kept &= np.array([bool(wanted(value)) for value in values], bool)
+        elif isinstance(wanted, (list, tuple, set, frozenset, np.ndarray)):
+            kept &= np.isin(values, list(wanted))
+        else:
+            kept &= values == wanted
+    return kept
