@@ -39,7 +39,7 @@ MAY_IMPORT = {
         "transition": "",
         "format": "codecs saving",
         "index": "format",
-        "foreign": "",
+        "foreign": "saving",
         "trajectory_folders": "codecs format index",
         "recordings": "foreign format frames index remote",
         "remote": "format index saving",

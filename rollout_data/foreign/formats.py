@@ -17,6 +17,9 @@ from .writer import ForeignWriter
 #: Format -> the module of this folder with its class `Reader`; in the order in which they are tried.
 FORMATS: dict[str, str] = {
     "rlds": "records.rlds",
+    "libero": "hdf5.libero",
+    "isaaclab": "hdf5.isaaclab",
+    "robomimic": "hdf5.robomimic",
     "ogbench": "arrays.ogbench",
     "motion": "arrays.motion",
 }

@@ -125,17 +125,27 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
     Raises:
         CorruptFileError: Also for what the block raises because of the file.
     """
+    with (
+        reported(repr(str(path))),
+        opened or GuardedFile(path) as guarded,
+        h5py.File(guarded, "r", locking=False) as file,
+    ):
+        if file.id.get_create_plist().get_sizes() != (8, 8):  # the guard reads no other
+            raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
+        yield file, guarded
+
+
+@contextmanager
+def reported(where: str) -> Iterator[None]:
+    """Turn what damage makes the library raise into one error, a `CorruptFileError`."""
     try:
-        with opened or GuardedFile(path) as guarded, h5py.File(guarded, "r", locking=False) as file:
-            if file.id.get_create_plist().get_sizes() != (8, 8):  # the guard reads no other
-                raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
-            yield file, guarded
+        yield
     except _DAMAGE as cause:
         is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)  # a negative place
         if isinstance(cause, RolloutDataError) or is_of_system:
             raise  # what the system says of it, like a missing file, is no damage
         got = f"{type(cause).__name__}: {cause}".split("\n")[0]
-        raise CorruptFileError("read", repr(str(path)), "an intact HDF5 file", got) from cause
+        raise CorruptFileError("read", where, "an intact HDF5 file", got) from cause
 
 
 def member(group: h5py.Group, name: str, path: Path) -> Any:

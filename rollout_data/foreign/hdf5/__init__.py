@@ -1,0 +1,1 @@
+"""Formats that are HDF5 files, and what reads all of them."""

@@ -1,0 +1,300 @@
+"""Episodes in HDF5 files: which datasets hold their fields, and where.
+
+One rule: a reader says once, in `layout`, what the datasets of an episode mean. Every episode is checked against it,
+the first ones when the file is opened and the others when they are first read, as opening a dataset takes 40 us.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from storage.core.fields import MAX_FIELDS, Field, Schema
+from storage.errors import CorruptFileError, DataFileError
+from storage.saving.hdf5 import reported
+
+from ..pictures import decode_picture
+from ..reader import EpisodeInfo, ForeignReader
+from .files import Files, Found, OpenFile
+
+#: Datasets that are checked while a file is opened.
+_CHECKED_AT_ONCE = 600
+#: What is metadata may be this large.
+_MAX_ASIDE_BYTES = 1 << 20
+#: Names of ours, not to be taken by other datasets.
+_OURS = ("action", "observation", "reward", "terminated", "truncated")
+
+
+class Column(NamedTuple):
+    """Where the rows of a field lie.
+
+    Attributes:
+        path: Of the dataset, below the episode's group.
+        shape: Of a row as it is given; of as many numbers as the file's.
+        kind: Key of `DTYPES` as it is given, or "text".
+        first: Row of step 0; of a final observation, its row counted from T.
+        is_picture: Rows are files of pictures.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    kind: str
+    first: int = 0
+    is_picture: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The fields of an episode, those of the observation after the last step, and datasets that are metadata."""
+
+    columns: dict[str, Column] = field(default_factory=dict)
+    final: dict[str, Column] = field(default_factory=dict)
+    aside: list[str] = field(default_factory=list)
+
+    @cached_property
+    def schema(self) -> Schema:
+        return _schema(self.columns)
+
+    @cached_property
+    def final_schema(self) -> Schema:
+        return _schema(self.final)
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(name for name, column in self.columns.items() if column.kind == "text")
+
+
+class Source(NamedTuple):
+    """Where an episode lies."""
+
+    path: Path
+    group: str
+    layout: Layout
+
+
+class Told(Mapping[str, Any]):
+    """Metadata of an episode, of which the most is read when it is first asked for."""
+
+    def __init__(self, known: Mapping[str, Any], load: Callable[[], dict[str, Any]]) -> None:
+        self._known, self._load = known, load
+
+    @cached_property
+    def _all(self) -> dict[str, Any]:
+        return {**self._load(), **self._known}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._known[name] if name in self._known else self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+class Hdf5Reader(ForeignReader):
+    """Reads episodes that are groups of HDF5 files."""
+
+    #: Groups whose members, beside those of the episode, tell episodes of different fields apart.
+    GROUPS: ClassVar[tuple[str, ...]] = ()
+    #: Attributes of episodes that are given otherwise than by their names.
+    KNOWN: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
+        self.files, self._unread = Files(), set[str]()
+        super().__init__(path, options)
+
+    @abstractmethod
+    def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
+        """Say how many steps the episode in a group has, and what its datasets mean.
+
+        Raises:
+            DataFileError: They contradict each other.
+        """
+
+    def length(self, file: OpenFile, node: Any) -> int:
+        """Give the steps of an episode by a quick look at its group; not asked for the first episodes."""
+        raise NotImplementedError
+
+    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+        """Give the rest of `EpisodeInfo` for the episode in a group; "metadata" is completed by its attributes."""
+        return {}
+
+    def collect(self, path: Path, parent: str, names: Iterable[str]) -> list[EpisodeInfo]:
+        """List the episodes in groups of a file; one that is damaged is left out, and a problem."""
+        episodes: list[EpisodeInfo] = []
+        known: dict[tuple[str, ...], Layout] = {}
+        left = _CHECKED_AT_ONCE
+        with self.files.use(path) as file:
+            above = file.group(parent)
+            for name in names:
+                group = f"{parent}/{name}" if parent else name
+                try:
+                    with reported(f"{group!r} of {file.where}"):
+                        node = file.group(name, above)
+                        same = self._names(file, node)
+                        if left > 0 or same not in known:
+                            found = file.survey(group)
+                            left -= len(found)
+                            length, layout = self.layout(file, group, found)
+                            file.checked.add(group)
+                            known[same] = layout = known[same] if known.get(same) == layout else layout
+                        else:
+                            length, layout = self.length(file, node), known[same]
+                        episodes.append(self._info(file, node, name, Source(path, group, layout), length))
+                except DataFileError as cause:
+                    self.problems.append(cause)
+        return episodes
+
+    def _names(self, file: OpenFile, node: Any) -> tuple[str, ...]:
+        """Name the members of an episode and of its `GROUPS`, which tell its fields."""
+        names = file.members(node)
+        for name in [name for name in self.GROUPS if name in names]:
+            below = file.open(name, node)
+            names += [f"{name}/{one}" for one in (file.members(below) if hasattr(below, "links") else ())]
+        return tuple(names)
+
+    def _info(self, file: OpenFile, node: Any, name: str, source: Source, length: int) -> EpisodeInfo:
+        if length < 1:
+            raise CorruptFileError("read", f"{source.group!r} of {file.where}", "at least 1 step", str(length))
+        layout, about = source.layout, self.about(file, node, length)
+        metadata = Told(about.pop("metadata", {}), partial(self.aside, source))
+        return EpisodeInfo(
+            name, length, layout.schema, layout.texts, layout.final_schema, metadata=metadata, source=source, **about
+        )
+
+    def note_unread(self, path: str, where: str) -> None:
+        """Note a dataset of a type that is not read, once for all episodes."""
+        if path not in self._unread:
+            self._unread.add(path)
+            self.problem(
+                "read the dataset", f"{path!r} of {where}", "numbers or texts", "another type", "It is left out"
+            )
+
+    def checked_some(self, episodes: list[EpisodeInfo], what: str) -> list[EpisodeInfo]:
+        """Give the episodes.
+
+        Raises:
+            DataFileError: There is none; the first problem, if there is one.
+        """
+        if not episodes:
+            raise (self.problems or [CorruptFileError("read", repr(str(self.path)), what, "none")])[0]
+        return episodes
+
+    def aside(self, source: Source) -> dict[str, Any]:
+        """Read the attributes of an episode, and the datasets that are metadata."""
+        with self.files.use(source.path) as file:
+            found = file.survey(source.group)
+            told = file.attributes(file.group(source.group), self.KNOWN)
+            for name in source.layout.aside:
+                shape = found[name].shape
+                whole = file.whole(f"{source.group}/{name}", found[name], _MAX_ASIDE_BYTES) if shape else None
+                told.update({} if whole is None else {name: whole})
+        return told
+
+    def check(self, file: OpenFile, info: EpisodeInfo) -> dict[str, Found]:
+        """Find the datasets of an episode, and see at its first reading whether they are as was assumed."""
+        _, group, layout = info.source
+        found = file.survey(group)
+        if group not in file.checked:
+            where = f"{group!r} of {file.where}"
+            length, now = self.layout(file, group, found)
+            if length != info.length:
+                raise CorruptFileError("read", where, f"{info.length} steps", str(length))
+            if now != layout:
+                got = layout.schema.difference(now.schema) or "other final observations"
+                raise CorruptFileError("read", where, "fields as in the episodes before it", got)
+            file.checked.add(group)
+        return found
+
+    def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        info = self.episodes[number]
+        column = info.source.layout.columns[name]
+        return self.rows(info, column, column.first + start, column.first + stop)
+
+    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
+        info = self.episodes[number]
+        column = info.source.layout.final[name]
+        row = info.length + column.first
+        return np.asarray(self.rows(info, column, row, row + 1)[0])
+
+    def rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
+        """Read rows of the dataset of a field, counted in the dataset."""
+        path, group, _ = info.source
+        with self.files.use(path) as file:
+            found = self.check(file, info)[column.path]
+            rows = file.rows(f"{group}/{column.path}", found, start, stop)
+        if column.is_picture:
+            where = f"{column.path!r} of {info.name!r} of {str(path)!r}"
+            shape = column.shape
+            return _stacked([decode_picture(row, where, shape) for row in rows], shape)
+        return rows if column.kind == "text" else rows.reshape(len(rows), *column.shape)
+
+
+class LayoutMaker:
+    """Sorts the datasets of one episode into a layout.
+
+    Args:
+        reader: Notes what is not read.
+        found: The datasets.
+        length: Steps.
+        where: Of the episode, for errors.
+    """
+
+    def __init__(self, reader: Hdf5Reader, found: Mapping[str, Found], length: int, where: str) -> None:
+        self.reader, self.found, self.length, self.where = reader, found, length, where
+        self.layout = Layout()
+
+    def add(self, name: str, path: str, rows: int = 0, first: int = 0) -> bool:
+        """Make a dataset a field, if its type is read.
+
+        Args:
+            name: Of the field.
+            path: Of the dataset.
+            rows: How many rows it has beyond the steps.
+            first: Row of step 0.
+
+        Raises:
+            CorruptFileError: It has more or fewer rows.
+        """
+        found = self.found[path]
+        if not found.shape or found.shape[0] != self.length + rows:
+            expected = f"{self.length + rows} rows of {path!r}"
+            raise CorruptFileError("read", self.where, expected, f"shape {found.shape}")
+        return self._put(self.layout.columns, name, path, first)
+
+    def add_final(self, name: str, path: str, row: int) -> None:
+        """Make a row of a dataset, counted from T, a field of the final observation."""
+        self._put(self.layout.final, name, path, row)
+
+    def add_other(self, path: str, first: int = 0, name: str = "") -> None:
+        """Make a dataset that may be there a field by its own name if it has a row per step, otherwise metadata."""
+        found, own = self.found[path], name or (f"other/{path}" if path.split("/")[0] in _OURS else path)
+        if found.shape and found.shape[0] == self.length + first and own not in self.layout.columns:
+            self._put(self.layout.columns, own, path, first)
+        else:
+            self.layout.aside.append(path)
+
+    def _put(self, columns: dict[str, Column], name: str, path: str, first: int) -> bool:
+        found = self.found[path]
+        if found.kind in ("", "bytes") or (found.kind == "text" and len(found.shape) != 1):
+            self.reader.note_unread(path, self.where)
+            return False
+        if len(columns) >= MAX_FIELDS:
+            raise CorruptFileError("read", self.where, f"at most {MAX_FIELDS} fields", "more")
+        columns[name] = Column(path, found.shape[1:], found.kind, first)
+        return True
+
+
+def _stacked(pictures: list[np.ndarray[Any, Any]], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.stack(pictures) if pictures else np.empty((0, *shape), np.uint8)
+
+
+def _schema(columns: Mapping[str, Column]) -> Schema:
+    return Schema(Field(name, one.shape, one.kind) for name, one in columns.items() if one.kind != "text")

@@ -1,0 +1,355 @@
+"""HDF5 files of other systems: what lies in them, and its rows, without trust.
+
+One rule: an episode lies in its own file, behind hard links, and nothing takes more memory than the file can hold. What
+lies there in one piece is mapped. What the datasets mean is the subject of the readers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from h5py import h5a, h5d, h5f, h5g, h5i, h5l, h5o, h5s, h5t, h5z
+
+from storage.core.fields import DTYPES, MAX_DIMENSIONS, MAX_FIELDS, dtype_name
+from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, UnsafeFileError
+from storage.saving.hdf5 import MAX_HEAP_BYTES, GuardedFile, open_hdf5, reported
+
+#: DEFLATE gives no more for a byte; values that were never written take none.
+_MAX_EXPANSION, _MAX_UNWRITTEN_BYTES = 1100, 1 << 26
+_MAX_ATTRIBUTE_BYTES = 1 << 16
+#: A text in the file: its length (4 bytes), the place of its heap (8), its number there (4).
+_TEXT_BYTES = 16
+_MAX_DEPTH, _MAX_OPEN_FILES, _MAX_SURVEYS = 12, 8, 256
+#: No link takes fewer bytes of a file.
+_LINK_BYTES = 16
+
+
+class Found(NamedTuple):
+    """A dataset: all its axes, what it holds, and where.
+
+    Attributes:
+        shape: Of all rows.
+        kind: Key of `DTYPES`, "text", "bytes" (any number per row), or "" for what is not read.
+        stored: Dtype of its bytes in the file; None if HDF5 must convert them.
+        offset: Where they lie, if in one piece.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    stored: np.dtype[Any] | None
+    offset: int | None
+
+
+class OpenFile:
+    """An open file; only `Files` makes it, and holds its lock while it is used."""
+
+    def __init__(self, path: Path, file: h5py.File, guarded: GuardedFile) -> None:
+        self.path, self._file = path, file
+        #: How errors name it.
+        self.num_bytes, self.where = guarded.num_bytes, repr(str(path))
+        self._map = mmap.mmap(guarded.fileno(), 0, access=mmap.ACCESS_READ)
+        self._surveys: OrderedDict[str, dict[str, Found]] = OrderedDict()
+        self.checked: set[str] = set()  # what its users have looked at
+        self._num_links_left = self.num_bytes // _LINK_BYTES
+
+    def place(self, node: Any) -> str:
+        """Say where a group or dataset is, for errors."""
+        return f"{h5i.get_name(node).decode().lstrip('/')!r} of {self.where}"
+
+    def links(self, group: h5g.GroupID) -> dict[str, bool]:
+        """Name the members of a group, and whether each is in it by a hard link."""
+        found: dict[str, bool] = {}
+
+        def take(name: bytes, link: Any) -> None:
+            found[name.decode()] = link.type == h5l.TYPE_HARD
+
+        group.links.iterate(take, info=True)
+        self._num_links_left -= len(found)
+        if self._num_links_left < 0:
+            raise CorruptFileError("read", self.place(group), "groups in a tree", "links in circles")
+        return found
+
+    def members(self, group: h5g.GroupID) -> list[str]:
+        """Name the members of a group, all of which must be in the file.
+
+        Raises:
+            UnsafeFileError: One is a link to elsewhere.
+        """
+        found = self.links(group)
+        for name in (name for name, is_hard in found.items() if not is_hard):
+            where = f"{name!r} of {self.place(group)}"
+            raise UnsafeFileError("read", where, "data in the file itself", "a link to elsewhere")
+        return list(found)
+
+    def open(self, path: str, above: Any = None) -> Any:
+        """Open a group or dataset by hard links; None if it is not there.
+
+        Raises:
+            UnsafeFileError: It is elsewhere.
+        """
+        node = h5g.open(self._file.id, b"/") if above is None else above
+        for part in filter(None, path.split("/")):
+            name = part.encode()
+            if not isinstance(node, h5g.GroupID) or not node.links.exists(name):
+                return None
+            if node.links.get_info(name).type != h5l.TYPE_HARD:
+                raise UnsafeFileError("read", f"{path!r} of {self.where}", "data in the file itself", "a link")
+            node = h5o.open(node, name)
+        return node
+
+    def group(self, path: str, above: Any = None) -> h5g.GroupID:
+        """Open a group, which must be there."""
+        if not isinstance(node := self.open(path, above), h5g.GroupID):
+            raise CorruptFileError("read", f"{path!r} of {self.where}", "a group", "nothing or a dataset")
+        return node
+
+    def survey(self, path: str) -> dict[str, Found]:
+        """List all datasets in a group and the groups in it: path below it -> what it is.
+
+        Raises:
+            UnsafeFileError: One is elsewhere.
+            CorruptFileError: One is larger than the file can hold, or the groups are not in a tree.
+        """
+        if path not in self._surveys:
+            self._num_links_left = max(self._num_links_left, MAX_FIELDS)
+            self._surveys[path] = dict(self._walk(self.group(path), "", 0))
+            if len(self._surveys) > _MAX_SURVEYS:
+                self._surveys.popitem(last=False)
+        return self._surveys[path]
+
+    def _walk(self, group: h5g.GroupID, prefix: str, depth: int) -> Iterator[tuple[str, Found]]:
+        for name in self.members(group):
+            node = h5o.open(group, name.encode())
+            if isinstance(node, h5d.DatasetID):
+                yield prefix + name, self._describe(node)
+            elif isinstance(node, h5g.GroupID):
+                if depth == _MAX_DEPTH:
+                    raise CorruptFileError(
+                        "read", self.place(group), f"{_MAX_DEPTH} levels of groups", "links in circles"
+                    )
+                yield from self._walk(node, f"{prefix}{name}/", depth + 1)
+
+    def _describe(self, node: h5d.DatasetID) -> Found:
+        space, offset = node.get_space(), node.get_offset()
+        if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
+            return Found((), "", None, None)
+        shape: tuple[int, ...] = space.get_simple_extent_dims()
+        if len(shape) > MAX_DIMENSIONS:
+            return Found(shape, "", None, None)
+        kind, stored = _kind(node.get_type())
+        row_bytes = _TEXT_BYTES if stored is None else stored.itemsize
+        num_bytes = prod(shape) * (row_bytes if kind else 1)
+        if offset is not None:
+            most_bytes = self.num_bytes - offset
+        else:
+            settings = node.get_create_plist()
+            if settings.get_layout() == h5d.VIRTUAL or settings.get_external_count():
+                raise UnsafeFileError("read", self.place(node), "data in the file itself", "a reference to other files")
+            most_bytes = node.get_storage_size() * _MAX_EXPANSION + _MAX_UNWRITTEN_BYTES
+            if settings.get_layout() == h5d.CHUNKED:
+                num_bytes = max(num_bytes, prod(settings.get_chunk()) * node.get_type().get_size())
+        if num_bytes > most_bytes:
+            got = f"{num_bytes} bytes in a file of {self.num_bytes}"
+            raise CorruptFileError("read", self.place(node), "a file that holds its data", got)
+        return Found(shape, kind, stored, offset)
+
+    def rows(self, path: str, found: Found, start: int, stop: int) -> Any:
+        """Read rows of a dataset that a survey has found.
+
+        Returns:
+            `[stop - start, *shape]`, perhaps a read-only map of the file; of texts a list of str, of "bytes" of bytes.
+        """
+        kind, stored, offset = found.kind, found.stored, found.offset
+        if offset is not None and stored is not None:
+            row_bytes = prod(found.shape[1:]) * stored.itemsize
+            shape = (stop - start, *found.shape[1:])
+            rows: Any = np.ndarray(shape, stored, buffer=self._map, offset=offset + start * row_bytes)
+        else:
+            node = h5d.open(self._file.id, path.encode())
+            if stored is None and kind in ("text", "bytes"):
+                self._check_lengths(node, found, start, stop)
+            rows = h5py.Dataset(node)[start:stop]
+        if kind == "text":
+            return [bytes(item).decode() for item in rows]
+        if kind == "bytes":
+            return [row.tobytes() for row in rows]
+        return np.require(rows, DTYPES[kind][1], ["C", "A"])
+
+    def whole(self, path: str, found: Found, max_bytes: int = _MAX_ATTRIBUTE_BYTES) -> Any:
+        """Read a small dataset: an array, a Python value or a list of texts; None if it is large, or not read."""
+        row_bytes = _TEXT_BYTES if found.stored is None else found.stored.itemsize
+        is_listed = len(found.shape) == 1 or found.kind != "text"
+        if found.kind in ("", "bytes") or prod(found.shape) * row_bytes > max_bytes or not is_listed:
+            return None
+        if found.shape:
+            return self.rows(path, found, 0, found.shape[0])
+        node = h5d.open(self._file.id, path.encode())
+        if found.kind == "text" and found.stored is None:
+            self._check_lengths(node, found, 0, 1)
+        value = h5py.Dataset(node)[()]
+        return _text(value) if found.kind == "text" else value.item()
+
+    def _check_lengths(self, node: h5d.DatasetID, found: Found, start: int, stop: int) -> None:
+        """Refuse rows longer than a heap: HDF5 takes memory for what a row says of its length before it looks."""
+        if found.offset is not None:
+            lies = slice(found.offset + start * _TEXT_BYTES, found.offset + stop * _TEXT_BYTES)
+            described = [self._map[lies]]
+        else:
+            settings = node.get_create_plist()
+            filters = [settings.get_filter(number)[0] for number in range(settings.get_nfilters())]
+            rows = settings.get_chunk()[0]
+            described = [
+                _unpacked(node.read_direct_chunk((first,))[1], filters, rows * _TEXT_BYTES)
+                for first in range(start // rows * rows, stop, rows)
+            ]
+        for one in described:
+            lengths = np.frombuffer(one, "<u4")[:: _TEXT_BYTES // 4]
+            if len(lengths) and lengths.max() > MAX_HEAP_BYTES:
+                got = f"{lengths.max()} bytes"
+                raise CorruptFileError("read", f"a row of {self.where}", f"at most {MAX_HEAP_BYTES} bytes", got)
+
+    def attribute(self, node: Any, name: str) -> Any:
+        """Give the value of an attribute: a Python value, an array or a list of texts; None if there is none."""
+        if not h5a.exists(node, name.encode()):
+            return None
+        found = h5a.open(node, name.encode())
+        kind = found.get_type().get_class()
+        if kind not in (h5t.STRING, h5t.INTEGER, h5t.FLOAT, h5t.ENUM):
+            return None
+        if found.get_storage_size() > _MAX_ATTRIBUTE_BYTES:
+            return None
+        if found.shape == () and kind in (h5t.INTEGER, h5t.FLOAT):
+            number = np.empty((), found.dtype)
+            found.read(number)
+            return number.item()
+        value = h5py.AttributeManager(_Owner(node))[name]
+        if isinstance(value, np.ndarray):
+            return [_text(item) for item in value.ravel()] if value.dtype.kind in "OS" else value
+        return _text(value) if isinstance(value, bytes) else getattr(value, "item", lambda: value)()
+
+    def attributes(self, node: Any, without: Sequence[str] = ()) -> dict[str, Any]:
+        """Give all attributes of a group or dataset that are texts or numbers."""
+        names: list[str] = []
+        h5a.iterate(node, lambda name, *_: names.append(name.decode()))
+        found = {name: self.attribute(node, name) for name in names if name not in without}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Files:
+    """HDF5 files that are opened when they are read, and kept open by each process for itself.
+
+    May be pickled and used after a fork, which takes no open file along. A file that was changed since it was first
+    opened is refused.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[int, ...]] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._process, self._lock = os.getpid(), threading.RLock()
+        self._open: OrderedDict[Path, tuple[ExitStack, OpenFile]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_known": self._known}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    @contextmanager
+    def use(self, path: Path) -> Iterator[OpenFile]:
+        """Use a file; one thread at a time.
+
+        Raises:
+            CorruptFileError: It is damaged, or has changed; also for what the block raises because of the file.
+        """
+        if self._process != os.getpid():
+            self._forget()
+        with self._lock, reported(repr(str(path))):
+            if path not in self._open:
+                self._open[path] = self._opened(path)
+                if len(self._open) > _MAX_OPEN_FILES:
+                    self._open.popitem(last=False)[1][0].close()
+            self._open.move_to_end(path)
+            yield self._open[path][1]
+
+    def _opened(self, path: Path) -> tuple[ExitStack, OpenFile]:
+        with ExitStack() as stack:
+            guarded = GuardedFile(path)
+            file, _ = stack.enter_context(open_hdf5(path, guarded))
+            about = os.fstat(guarded.fileno())
+            now = about.st_ino, about.st_size, about.st_mtime_ns
+            if self._known.setdefault(path, now) != now:
+                expected, advice = "the file as it was when it was opened", "Open the recording again"
+                raise CorruptFileError("read", repr(str(path)), expected, "another", advice)
+            return stack.pop_all(), OpenFile(path, file, guarded)
+        raise AssertionError("unreachable")
+
+
+class _Owner(NamedTuple):
+    """What h5py's view of attributes asks for."""
+
+    id: Any
+
+
+def numbered(names: Sequence[str], pattern: str) -> list[str]:
+    """Give the names that are `pattern` and a number, in the order of the numbers."""
+    matches = [(name, re.fullmatch(rf"{pattern}(\d{{1,18}})", name)) for name in names]
+    return [name for _, name in sorted((int(match[1]), name) for name, match in matches if match)]
+
+
+def matches(path: Path, test: Callable[[OpenFile], bool]) -> bool:
+    """Tell whether a path is an HDF5 file that passes a test; nothing is raised."""
+    with suppress(RolloutDataError, OSError):
+        if path.is_file() and h5f.is_hdf5(os.fsencode(path)):
+            guarded = GuardedFile(path)
+            with open_hdf5(path, guarded) as (file, _):
+                return test(OpenFile(path, file, guarded))
+    return False
+
+
+def _kind(sort: h5t.TypeID) -> tuple[str, np.dtype[Any] | None]:
+    """Say what a type of HDF5 holds, and the dtype of its bytes if numpy knows them."""
+    family = sort.get_class()
+    if family == h5t.STRING:
+        return "text", None if sort.is_variable_str() else np.dtype(f"S{sort.get_size()}")
+    if family == h5t.VLEN:
+        inner = sort.get_super()
+        return ("bytes", None) if inner.get_class() == h5t.INTEGER and inner.get_size() == 1 else ("", None)
+    if family not in (h5t.INTEGER, h5t.FLOAT, h5t.ENUM):
+        return "", None
+    with suppress(FieldTypeError, TypeError, ValueError):
+        dtype = np.dtype(sort.dtype.str)
+        name = dtype_name(dtype)
+        is_plain = name != "bool" and (family == h5t.ENUM or sort.equal(h5t.py_create(dtype)))
+        return name, dtype if is_plain else None
+    return "", None
+
+
+def _unpacked(data: bytes, filters: Sequence[int], num_bytes: int) -> bytes:
+    """Undo the filters of a chunk of descriptions of texts."""
+    for one in reversed(filters):
+        if one == h5z.FILTER_DEFLATE:
+            data = zlib.decompressobj().decompress(data, num_bytes)
+        elif one == h5z.FILTER_SHUFFLE:
+            data = np.frombuffer(data, np.uint8).reshape(_TEXT_BYTES, -1).T.tobytes()
+        else:
+            raise CorruptFileError("read", "rows of different lengths", "gzip or no compression", f"filter {one}")
+    return data
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value

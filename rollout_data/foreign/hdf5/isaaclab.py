@@ -1,0 +1,87 @@
+"""Isaac Lab's files: robomimic's tree without rewards and ends; `states` follow the step, `initial_state` has one row.
+
+One rule: quaternions are given as stored, unless their order is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from storage.errors import UsageError
+
+from ..reader import EpisodeInfo
+from .episodes import Column, Source
+from .files import OpenFile, matches, numbered
+from .robomimic import DATA, DEMO, NUM_SAMPLES, has_demos, parsed
+from .robomimic import Reader as RobomimicReader
+from .robomimic import field_name as robomimic_name
+
+_ORDERS = ("wxyz", "xyzw")
+_POSE = "root_pose"
+
+
+class Reader(RobomimicReader):
+    """Demos with the numbers that the file gives them; `success` and `seed` are what their attributes say.
+
+    Options:
+        quaternions: "wxyz" or "xyzw": the order in which those of `root_pose` are given; None keeps what is stored,
+            which `metadata["quaternion_order"]` tells.
+    """
+
+    format = "isaaclab"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"quaternions": None}
+    KNOWN = (NUM_SAMPLES, "success")
+
+    @classmethod
+    def detect(cls, path: Path) -> bool:
+        return matches(path, lambda file: has_demos(file) and _is_of_isaaclab(file))
+
+    def describe(self, file: OpenFile, data: Any) -> None:
+        super().describe(file, data)
+        root = file.attributes(file.open(""))
+        self.metadata.update(root)
+        stored = "xyzw" if root.get("format_version", 0) else "wxyz"
+        wanted = self.options["quaternions"]
+        if wanted not in (None, *_ORDERS):
+            raise UsageError("open", repr(str(self.path)), f"quaternions of {', '.join(_ORDERS)}", repr(wanted))
+        self._turns = wanted not in (None, stored)
+        self.metadata["quaternion_order"] = wanted or stored
+
+    def field_name(self, path: str) -> str:
+        # Data that Mimic keeps for itself are no observation.
+        return "" if path.startswith("obs/datagen_info/") else robomimic_name(path)
+
+    def is_aside(self, path: str) -> bool:
+        return path.split("/")[0] == "initial_state"
+
+    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+        success = file.attribute(node, "success")
+        return {"success": None if success is None else bool(success)}
+
+    def aside(self, source: Source) -> dict[str, Any]:
+        told = super().aside(source)
+        return {name: self._turned(value) if name.endswith(_POSE) else value for name, value in told.items()}
+
+    def rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
+        rows = super().rows(info, column, start, stop)
+        return self._turned(rows) if column.path.endswith(_POSE) else rows
+
+    def _turned(self, poses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Bring the quaternions, at 3:7 of the last axis, into the order that is asked for."""
+        if not self._turns or poses.shape[-1:] != (7,):
+            return poses
+        shift = -1 if self.metadata["quaternion_order"] == "xyzw" else 1
+        return np.concatenate([poses[..., :3], np.roll(poses[..., 3:], shift, axis=-1)], axis=-1)
+
+
+def _is_of_isaaclab(file: OpenFile) -> bool:
+    data, root = file.open(DATA), file.open("")
+    if file.attribute(root, "format_version") is not None or file.attribute(data, "schema_version") is not None:
+        return True
+    env = parsed(file.attribute(data, "env_args"), "env_args")
+    first = file.open(numbered(list(file.links(data)), DEMO)[0], data)
+    return env.get("type", env.get("env_type")) == 2 and file.open("rewards", first) is None

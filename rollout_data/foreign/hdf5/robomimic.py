@@ -1,0 +1,206 @@
+"""robomimic's files: `data/demo_<i>` with `actions`, `obs/<key>`, and perhaps `next_obs`, `rewards`, `dones`, `states`.
+
+One rule: `dones` marks successes or last steps, depending on how a file was made, so it is a field and not an end.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import h5py
+import numpy as np
+
+from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning
+
+from ..guards import parse_json
+from ..reader import EpisodeInfo
+from .episodes import Hdf5Reader, Layout, LayoutMaker
+from .files import Found, OpenFile, matches, numbered
+
+DATA, DEMO, NUM_SAMPLES = "data", "demo_", "num_samples"
+_FIELDS = {"actions": "action", "rewards": "reward", "obs": "observation"}
+#: While a file is opened, so many episodes and bytes of observations are compared with the next ones; rows at a time.
+_COMPARED_EPISODES, _COMPARED_BYTES, _COMPARED_ROWS = 50, 1 << 24, 256
+_MAX_MASK_BYTES = 1 << 24
+
+
+def has_demos(file: OpenFile) -> bool:
+    """Tell whether a file has `data/demo_<i>`."""
+    data = file.open(DATA)
+    return isinstance(data, h5py.h5g.GroupID) and bool(numbered(list(file.links(data)), DEMO))
+
+
+def field_name(path: str) -> str:
+    """Give our name of a dataset of a demo; "" if it is not one of those that every step has."""
+    head, _, rest = path.partition("/")
+    ours = _FIELDS.get(head, "")
+    return f"{ours}/{rest}" if ours and rest else ours
+
+
+class Reader(Hdf5Reader):
+    """Demos in the order of their numbers; where a demo has `next_obs`, its last row is the final observation.
+
+    Options:
+        keep_next_obs: Also give `next_obs/<key>` as fields. Otherwise only its last row is given, and a problem tells
+            if the other rows are not the next ones of `obs`.
+        terminated_from_dones: Take a 1 in the last row of `dones` for a termination.
+    """
+
+    format = "robomimic"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"keep_next_obs": False, "terminated_from_dones": False}
+    GROUPS = ("obs",)
+    KNOWN: ClassVar[tuple[str, ...]] = ("ep_meta", NUM_SAMPLES)
+
+    @classmethod
+    def detect(cls, path: Path) -> bool:
+        return matches(path, has_demos)
+
+    def scan(self) -> Sequence[EpisodeInfo]:
+        self._masks: dict[str, list[str]] = {}
+        self._compared: set[tuple[str, str]] = set()
+        with self.files.use(self.path) as file:
+            data = file.group(DATA)
+            names = numbered(list(file.links(data)), DEMO)
+            self.describe(file, data)
+            self._read_masks(file)
+            episodes = self.collect(self.path, DATA, names)
+            total = file.attribute(data, "total")
+        self.checked_some(episodes, "a demo")
+        if total is not None and not self.problems and total != (got := sum(one.length for one in episodes)):
+            self.problem("believe", f"'total' of {str(self.path)!r}", f"{got} steps, as the demos have", str(total))
+        present = {one.name for one in episodes}
+        self.splits = {mask: [name for name in listed if name in present] for mask, listed in self._masks.items()}
+        self._compare_some(episodes)
+        return episodes
+
+    def describe(self, file: OpenFile, data: Any) -> None:
+        """Fill the metadata of the whole from the attributes of `data`; texts that are JSON are parsed."""
+        told = file.attributes(data)
+        known = parsed(told.get("env_args"), "env_args")
+        told["env_args"] = known
+        told["env"] = str(known.get("env_name", ""))
+        told["control_mode"] = _control_mode(known)
+        self.metadata.update(told)
+
+    def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
+        where = f"{group!r} of {file.where}"
+        length = self.steps(file, file.group(group), found)
+        maker = LayoutMaker(self, found, length, where)
+        for path in found:
+            head, _, rest = path.partition("/")
+            if self.is_aside(path):
+                maker.layout.aside.append(path)
+            elif name := self.field_name(path):
+                maker.add(name, path)
+            elif head == "next_obs" and f"obs/{rest}".rstrip("/") in found:
+                maker.add(path, path)
+                maker.add_final(f"observation/{rest}".rstrip("/"), path, -1)
+            else:
+                maker.add_other(path)
+        return length, maker.layout if self.options.get("keep_next_obs") else _without_next(maker.layout)
+
+    def field_name(self, path: str) -> str:
+        """Give our name of a dataset that every step must have; "" for others."""
+        return field_name(path)
+
+    def is_aside(self, path: str) -> bool:
+        """Tell whether a dataset has no rows of steps."""
+        return False
+
+    def steps(self, file: OpenFile, node: Any, found: Mapping[str, Found]) -> int:
+        """Give the steps of a demo: the rows of its actions, which `num_samples` must state too."""
+        where = file.place(node)
+        rows = [one.shape[0] for path, one in found.items() if path.split("/")[0] == "actions" and one.shape]
+        if not rows:
+            raise CorruptFileError("read", where, "the dataset 'actions'", "none")
+        stated = file.attribute(node, NUM_SAMPLES)
+        if stated is not None and stated != rows[0]:
+            raise CorruptFileError("read", where, f"{rows[0]} steps, as it has actions", f"{NUM_SAMPLES} {stated}")
+        return rows[0]
+
+    def length(self, file: OpenFile, node: Any) -> int:
+        actions = file.open("actions", node)
+        is_group = isinstance(actions, h5py.h5g.GroupID)
+        found = {} if actions is None or is_group else {"actions": Found(actions.shape, "", None, None)}
+        stated = file.attribute(node, NUM_SAMPLES)
+        return int(stated) if is_group and isinstance(stated, int) else self.steps(file, node, found)
+
+    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+        name = h5py.h5i.get_name(node).decode().rpartition("/")[2]
+        told = parsed(file.attribute(node, "ep_meta"), "ep_meta")
+        if masks := [mask for mask, listed in self._masks.items() if name in listed]:
+            told["mask"] = masks
+        task = told.get("lang", "")
+        found: dict[str, Any] = {"metadata": told, "task": task if isinstance(task, str) else ""}
+        if self.options.get("terminated_from_dones") and (dones := file.open("dones", node)) is not None:
+            found["terminated"] = bool(h5py.Dataset(dones)[length - 1])
+        return found
+
+    def _read_masks(self, file: OpenFile) -> None:
+        masks = file.open("mask")
+        for mask, found in (file.survey("mask") if isinstance(masks, h5py.h5g.GroupID) else {}).items():
+            listed = file.whole(f"mask/{mask}", found, _MAX_MASK_BYTES)
+            self._masks.update({mask: listed} if isinstance(listed, list) else {})
+
+    def _compare_some(self, episodes: Sequence[EpisodeInfo]) -> None:
+        """Compare `next_obs` with `obs` in the first episodes."""
+        left = _COMPARED_BYTES
+        for info in episodes[:_COMPARED_EPISODES]:
+            left -= 2 * info.length * sum(one.row_bytes for one in info.final.values())
+            for name in info.final if left >= 0 else ():
+                self.compare(info, name)
+
+    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
+        info = self.episodes[number]
+        if (info.name, name) not in self._compared and (problem := self.compare(info, name)):
+            warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
+        return super().read_final(number, name)
+
+    def compare(self, info: EpisodeInfo, name: str) -> DataFileError | None:
+        """Note if the rows of `next_obs`, of which only the last is given, are not the next rows of `obs`."""
+        layout: Layout = info.source.layout
+        self._compared.add((info.name, name))
+        following = layout.final[name]
+        keeps_all = self.options.get("keep_next_obs", False)
+        if following.first == 0 or name not in layout.columns or keeps_all:
+            return None
+        for start in range(0, info.length - 1, _COMPARED_ROWS):
+            stop = min(start + _COMPARED_ROWS, info.length - 1)
+            now = self.rows(info, layout.columns[name], start + 1, stop + 1)
+            if not np.array_equal(
+                now, then := self.rows(info, following, start, stop), equal_nan=now.dtype.kind == "f"
+            ):
+                step = start + int(np.argmax((now != then).reshape(len(now), -1).any(1)))
+                where = f"{following.path!r} of {info.name!r} of {str(self.path)!r}"
+                advice = "Open it with keep_next_obs=True to read them"
+                return self.problem("leave out", where, f"row {step} as row {step + 1} of obs", "others", advice)
+        return None
+
+
+def parsed(text: Any, name: str) -> dict[str, Any]:
+    """Parse an attribute that holds a JSON object; anything else is given by its name."""
+    with suppress(CorruptFileError):
+        found = parse_json(text, Path(name)) if isinstance(text, str) else None
+        if isinstance(found, dict):
+            return found
+    return {} if text is None else {name: text}
+
+
+def _without_next(layout: Layout) -> Layout:
+    columns = {name: one for name, one in layout.columns.items() if one.path.split("/")[0] != "next_obs"}
+    return Layout(columns, layout.final, layout.aside)
+
+
+def _control_mode(env_args: Mapping[str, Any]) -> str:
+    """Say how actions control the robot, in robosuite's words; "unknown" if the file does not."""
+    settings: Any = env_args.get("env_kwargs")
+    settings = settings.get("controller_configs") if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or not isinstance(settings.get("type"), str):
+        return "unknown"
+    delta = {True: "delta", False: "absolute"}.get(settings.get("control_delta", ""), "")
+    kind = settings.get("input_type", delta)
+    return f"{settings['type']} {kind}".strip()
