@@ -7,7 +7,7 @@ the report, once for each kind of it. A format is one file here and one line in 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -36,13 +36,15 @@ class EpisodeToWrite(Protocol):
 
 
 class ForeignWriter(ABC):
-    """Write episodes one after the other; made by `formats.writer_class(name)(path, metadata, options)`.
+    """Write episodes one after the other; made by `formats.writer_class(name)(path, episodes, metadata, options)`.
 
-    Opening a path that this class has begun goes on with it: `written` tells which episodes are there.
+    All are known from the beginning, without a row of theirs, and are given to `add` in their order. A path that this
+    class has begun with the same episodes is taken up: `written` tells which are there already.
 
     Attributes:
         format: Key of `formats.WRITERS`.
         path: The file or folder.
+        episodes: All that are to be written.
         metadata: Of the recording that is written.
         options: Arguments of `convert` for this format.
         written: Ids of the episodes that are there.
@@ -53,8 +55,11 @@ class ForeignWriter(ABC):
     #: Names of the arguments that `convert(..., **options)` takes for this format, with their defaults.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, path: Path, metadata: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        self.path, self.metadata, self.options = path, metadata, {**self.OPTIONS, **options}
+    def __init__(
+        self, path: Path, episodes: Sequence[EpisodeToWrite], metadata: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        self.path, self.episodes, self.metadata = path, episodes, metadata
+        self.options = {**self.OPTIONS, **options}
         self.report: dict[str, list[str]] = {}
         self.written: set[str] = self.begin()
 
