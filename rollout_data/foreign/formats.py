@@ -16,6 +16,7 @@ from .writer import ForeignWriter
 
 #: Format -> the module of this folder with its class `Reader`; in the order in which they are tried.
 FORMATS: dict[str, str] = {
+    "lerobot": "lerobot.reader",
     "rlds": "records.rlds",
     "libero": "hdf5.libero",
     "isaaclab": "hdf5.isaaclab",

@@ -1,0 +1,283 @@
+"""LeRobot datasets of versions 3.0, 2.1 and 2.0 as episodes, and what GR00T adds to them.
+
+One rule: a row belongs to the step that its action starts. The files tell no kind of end and no observation after the
+last step, so both are unknown: `next.done` marks the last row only, and is a field like others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from storage.core import arguments
+from storage.core.fields import Schema
+from storage.errors import CorruptFileError, DataFileError
+
+from ..guards import file_inside, read_object
+from ..parquet import as_rows
+from ..pictures import decode_picture
+from ..reader import EpisodeInfo, ForeignReader
+from ..video import end_time, read_frames
+from .description import (
+    INDEX_COLUMNS,
+    INFO_NAME,
+    Feature,
+    Info,
+    column_feature,
+    field_name,
+    picture_feature,
+    read_info,
+    video_feature,
+)
+from .index import Entry, Index, Run
+
+MODALITY_NAME = "meta/modality.json"
+_CHOICES = ("refuse", "rebuild")
+#: Kinds of features that are delivered as texts.
+_TEXTS = ("text", "language", "annotation")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an episode is: its rows, and camera -> video file and time of its first frame in seconds."""
+
+    runs: tuple[Run, ...]
+    videos: Mapping[str, tuple[str, float]]
+
+
+class Reader(ForeignReader):
+    """LeRobot datasets.
+
+    Options:
+        on_bad_index: "refuse" a dataset whose index disagrees with its data, or "rebuild" the index from the data.
+        components: Also give the parts of state and action that a GR00T dataset names, as fields such as
+            "observation/state.arm" and "action.arm"; the metadata `components` lists them either way.
+    """
+
+    format = "lerobot"
+    OPTIONS: ClassVar = {"on_bad_index": "refuse", "components": False}
+
+    @classmethod
+    def detect(cls, path: Path) -> bool:
+        return (path / INFO_NAME).is_file()
+
+    def scan(self) -> Sequence[EpisodeInfo]:
+        choice = arguments.choice("open the dataset", "on_bad_index", self.options["on_bad_index"], _CHOICES)
+        has_components = arguments.flag("open the dataset", "components", self.options["components"])
+        info = read_info(self.path)
+        index = Index(info, rebuilds=choice == "rebuild")
+        self.problems += index.problems
+        self._files, self._tasks, self._fps = index.files, index.tasks, info.fps
+        features = self._describe(info, index)
+        components = self._components(features) if (self.path / MODALITY_NAME).exists() else {}
+        if has_components:
+            features += [part for listed in components.values() for part in listed.values() if part.part]
+        self._features = {feature.name: feature for feature in features}
+        self.metadata = {
+            **info.content,
+            "tasks": [text for _, text in sorted(index.tasks.items())],
+            "lossy": sorted(feature.name for feature in features if feature.is_lossy),
+            "units": {feature.name: feature.unit for feature in features if feature.unit},
+        }
+        if components:
+            self.metadata["components"] = {
+                group: {name: {"field": one.name.rpartition("." + name)[0] or one.name, "columns": one.part}
+                        for name, one in listed.items()}
+                for group, listed in components.items()
+            }  # fmt: skip
+        self.splits = _splits(info, list(index.runs))
+        self._fields = self._fields_without(())
+        missing = self._missing_videos(info, index)
+        return [self._episode(index, episode, missing.get(episode, ())) for episode in index.runs]
+
+    def _describe(self, info: Info, index: Index) -> list[Feature]:
+        """Describe the fields by the first row of the data, and the cameras by what is said of them."""
+        found: dict[str, Feature] = {}
+        first = next((runs[0] for runs in index.runs.values()), None)
+        names = {**info.features, **(self._files[first.file].types if first else {})}
+        row = {}
+        if first:
+            columns = dict.fromkeys(self._files[first.file].types)
+            row = next(self._files[first.file].batches(columns, first.row, first.row + 1, 1))
+        for source in (name for name in names if name not in INDEX_COLUMNS):
+            about, name = info.features.get(source, {}), field_name(source, names)
+            feature: Feature | None = None
+            if about.get("dtype") == "video":
+                feature = video_feature(source, name, about)
+            elif source in row and str(row[source].type).startswith("struct<bytes"):
+                data = row[source][0].as_py()["bytes"] or b""
+                pixels = decode_picture(data, f"{source!r} of {str(self.path)!r}")
+                feature = picture_feature(source, name, about, pixels, data)
+            elif source in row:
+                feature = column_feature(source, name, row[source], about)
+            if feature is None or not all(name.split("/")) or feature.name in found:
+                got = "nothing that can be read" if feature is None else f"a second {feature.name!r}"
+                self._leave_out(source, "numbers, texts, pictures or video", got)
+                continue
+            found[feature.name] = self._with_unit(feature, about)
+        return list(found.values())
+
+    def _leave_out(self, what: str, expected: str, got: str) -> None:
+        self.problem("read", f"{what!r} of {str(self.path)!r}", expected, got, "It is left out")
+
+    def _with_unit(self, feature: Feature, about: Mapping[str, Any]) -> Feature:
+        is_depth = feature.depth is not None or (feature.kind == "image" and len(feature.shape) == 2)
+        if not is_depth or feature.unit:
+            return feature
+        unit = "mm" if feature.dtype == "uint16" else "m"
+        where, advice = f"{feature.source!r} of {str(self.path)!r}", f"Read as {unit!r}, by its dtype"
+        self.problem("tell the unit of depth", where, "a depth_unit of 'm' or 'mm'", "none", advice)
+        return replace(feature, unit=unit)
+
+    def _components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
+        """Give the named parts of state, action and cameras; columns of annotations become texts in `features`."""
+        content = read_object(file_inside(self.path, MODALITY_NAME))
+        sources = {feature.source: number for number, feature in enumerate(features)}
+        found: dict[str, dict[str, Feature]] = {}
+        for group, default in (("state", "observation.state"), ("action", "action"), ("video", ""), ("annotation", "")):
+            listed = content.get(group)
+            for name, about in listed.items() if isinstance(listed, dict) else ():
+                about = about if isinstance(about, dict) else {}
+                key = about.get("original_key") or default or f"{group}.{name}"
+                feature = features[sources[key]] if key in sources else None
+                low, high = (about.get(end, -1) for end in ("start", "end"))
+                if group == "annotation" and feature is not None and feature.dtype == "int64" and not feature.shape:
+                    features[sources[key]] = replace(feature, kind="annotation")
+                elif group == "video" and feature is not None and feature.kind in ("image", "video"):
+                    found.setdefault(group, {})[name] = feature
+                elif feature is not None and len(feature.shape) == 1 and _is_range(low, high, feature.shape[0]):
+                    part = replace(feature, name=f"{feature.name}.{name}", part=(low, high))
+                    found.setdefault(group, {})[name] = part
+                else:
+                    self._leave_out(f"{group}.{name} of {MODALITY_NAME}", f"a part of {key!r}", repr(about)[:80])
+        return found
+
+    def _missing_videos(self, info: Info, index: Index) -> dict[int, list[str]]:
+        """Give episode -> cameras whose video lacks frames; refuses unless the index is rebuilt."""
+        missing: dict[int, list[str]] = {}
+        ends = lru_cache(maxsize=None)(self._end_of)
+        for episode, runs in index.runs.items():
+            entry, length = index.entries.get(episode), sum(run.length for run in runs)
+            for camera in info.cameras:
+                try:
+                    if entry is None or camera not in entry.videos:
+                        raise index.bad(f"episode {episode}", f"where its video of {camera!r} is", "nothing")
+                    file, start_s = entry.videos[camera]
+                    if (end_s := ends(file, info.major)) < start_s + (length - 0.5) / info.fps:
+                        expected = f"{length} frames of {camera!r} from {start_s:.3f} s on"
+                        raise index.bad(f"episode {episode}", expected, f"a video that ends at {end_s:.3f} s")
+                except DataFileError as problem:
+                    if self.options["on_bad_index"] == "refuse":
+                        raise
+                    self.problems.append(problem)
+                    missing.setdefault(episode, []).append(camera)
+        return missing
+
+    def _end_of(self, name: str, major: int) -> float:
+        """Give when a video ends; of version 2, with a file for each episode, that is left to reading it."""
+        path = file_inside(self.path, name)
+        if not path.stat().st_size:
+            raise CorruptFileError("read", repr(str(path)), "a video", "an empty file")
+        return end_time(path) if major == 3 and find_spec("av") else float("inf")
+
+    def _episode(self, index: Index, episode: int, missing: Sequence[str]) -> EpisodeInfo:
+        runs, entry = index.runs[episode], index.entries.get(episode, Entry((), 0, 0, "", {}))
+        task = index.tasks.get(runs[0].task, entry.tasks[0] if entry.tasks else "")
+        if entry.tasks and task not in entry.tasks:
+            where, advice = f"episode {episode} of {str(self.path)!r}", "The rows are believed"
+            self.problem("tell the task", where, f"one of {entry.tasks}"[:200], repr(task)[:200], advice)
+        wins = [run.success for run in runs if run.success is not None]
+        schema, texts = self._fields if not missing else self._fields_without(missing)
+        return EpisodeInfo(
+            name=str(episode),
+            length=sum(run.length for run in runs),
+            schema=schema,
+            texts=texts,
+            success=any(wins) if wins else None,
+            task=task,
+            metadata={**({"tasks": list(entry.tasks)} if len(entry.tasks) > 1 else {}), **entry.other},
+            source=Source(runs, entry.videos),
+        )
+
+    def _fields_without(self, cameras: Collection[str]) -> tuple[Schema, tuple[str, ...]]:
+        features = [one for one in self._features.values() if one.source not in cameras]
+        texts = [one.name for one in features if one.kind in _TEXTS]
+        return Schema(one.field for one in features if one.name not in texts), tuple(texts)
+
+    def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        return self.read_fields(number, [name], start, stop)[name]
+
+    def read_fields(self, number: int, names: Sequence[str], start: int, stop: int) -> dict[str, Any]:
+        source: Source = self.episodes[number].source
+        features = [self._features[name] for name in names]
+        found: dict[str, Any] = {}
+        for one in features:
+            found[one.name] = (
+                [] if one.kind in _TEXTS else np.empty((stop - start, *one.field.shape), one.field.numpy_dtype)
+            )
+            if one.kind == "video" and start < stop:
+                file, start_s = source.videos[one.source]
+                times_s = start_s + np.arange(start, stop) / self._fps
+                found[one.name] = read_frames(file_inside(self.path, file), times_s, one.shape, one.depth)
+        in_columns = [one for one in features if one.kind != "video"]
+        at = 0
+        for batch in self._batches(source.runs, in_columns, start, stop):
+            for one in in_columns:
+                where = f"{one.source!r}, frames from {start + at} of episode {self.episodes[number].name!r}"
+                values = self._values(one, batch[one.source], f"{where} of {str(self.path)!r}")
+                if isinstance(values, list):
+                    found[one.name] += values
+                else:
+                    found[one.name][at : at + len(values)] = values
+            at += len(next(iter(batch.values())))
+        return found
+
+    def _batches(self, runs: Sequence[Run], features: list[Feature], start: int, stop: int) -> Iterator[dict[str, Any]]:
+        widths = {one.source: int(np.prod(one.shape)) if one.kind == "number" else None for one in features}
+        before = 0
+        for run in runs if features else ():
+            low, high = max(start - before, 0), min(stop - before, run.length)
+            if low < high:
+                yield from self._files[run.file].batches(widths, run.row + low, run.row + high)
+            before += run.length
+
+    def _values(self, feature: Feature, array: Any, where: str) -> Any:
+        """Make of an arrow array what is delivered of it."""
+        if feature.kind == "text":
+            return ["" if text is None else str(text) for text in array.to_pylist()]
+        if feature.kind == "language":
+            return [json.dumps(rows, ensure_ascii=False) for rows in array.to_pylist()]
+        if feature.kind == "image":
+            pictures = (one["bytes"] or b"" for one in array.to_pylist())
+            decoded = [decode_picture(data, where, feature.shape) for data in pictures]
+            if any(one.dtype != feature.dtype for one in decoded):
+                raise CorruptFileError("read", where, f"pictures of {feature.dtype}", "others")
+            return np.stack(decoded)
+        rows = as_rows([array], feature.shape, where)
+        if rows.dtype != feature.dtype:
+            raise CorruptFileError("read", where, f"numbers of {feature.dtype}", str(rows.dtype))
+        if feature.kind == "annotation":
+            return [self._tasks.get(number, "") for number in rows.tolist()]
+        return rows if feature.part is None else rows[:, slice(*feature.part)]
+
+
+def _is_range(low: Any, high: Any, size: int) -> bool:
+    return arguments.is_whole(low) and arguments.is_whole(high) and 0 <= low < high <= size
+
+
+def _splits(info: Info, episodes: Sequence[int]) -> dict[str, Sequence[str]]:
+    """Give the parts that the description names as "start:stop" of episodes."""
+    splits = info.content.get("splits")
+    found: dict[str, Sequence[str]] = {}
+    for name, text in splits.items() if isinstance(splits, dict) else ():
+        low, _, high = str(text).partition(":")
+        if low.isdecimal() and high.isdecimal() and len(low + high) < 30:
+            found[name] = [str(episode) for episode in episodes if int(low) <= episode < int(high)]
+    return found

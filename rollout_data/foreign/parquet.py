@@ -1,0 +1,208 @@
+"""Parquet files of other systems, through pyarrow: ranges of rows as numpy arrays, in bounded memory.
+
+One rule: what a file declares is compared with its size before it is read, and rows are decoded in batches.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.errors import CorruptFileError
+
+from .guards import damage_named, file_inside, optional
+
+#: Decoded at a time; one row may be larger.
+_BATCH_BYTES, _BATCH_ROWS = 1 << 25, 1 << 16
+#: No row takes less than a thousandth of a byte; no column of a row group unpacks to more than these.
+_ROWS_PER_BYTE, _MAX_COLUMN_BYTES, _MAX_EXPANSION = 1 << 10, 1 << 27, 4
+#: Index columns of as many rows are read at once, in two thirds of the time.
+_MANY_ROWS = 1 << 22
+#: Of columns in lists of unknown lengths.
+_VALUES_PER_BYTE = 1 << 5
+_MAX_FOOTERS = 64
+Array = np.ndarray[Any, Any]
+
+
+class ParquetFile:
+    """One file; its footer is kept, the file is opened for each read.
+
+    Attributes:
+        path: The file.
+        num_rows: Rows in it.
+        types: Column -> its arrow type, in order.
+
+    Raises:
+        CorruptFileError: It is damaged, or declares more than it can hold.
+        UsageError: pyarrow is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._num_bytes = path, path.stat().st_size
+        self._footer: Any = None
+        with self._opened() as file:
+            self._footer, schema = file.metadata, file.schema_arrow
+        self.num_rows: int = self._footer.num_rows
+        self.types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
+        sizes = [self._footer.row_group(number).num_rows for number in range(self._footer.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes])
+        self._leaves: dict[str, range] = {}
+        for name, kind in self.types.items():
+            first = max((leaves.stop for leaves in self._leaves.values()), default=0)
+            self._leaves[name] = range(first, first + _num_leaves(kind))
+        if len(self.types) != len(schema.names) or min(sizes, default=0) < 0 or self._starts[-1] != self.num_rows:
+            raise self._damaged("columns with names of their own, and the rows of all row groups", "others")
+        if self.num_rows > (most := self._num_bytes * _ROWS_PER_BYTE):
+            raise self._damaged(f"at most {most} rows in {self._num_bytes} bytes", str(self.num_rows))
+
+    def batches(
+        self, columns: Mapping[str, int | None], start: int, stop: int, batch_rows: int = _BATCH_ROWS
+    ) -> Iterator[dict[str, Any]]:
+        """Read rows `start:stop` of some columns, a few at a time.
+
+        Args:
+            columns: Column -> how many numbers a row has, or None where that is not known, as of texts.
+            start: First row.
+            stop: One past the last row.
+            batch_rows: How many rows are decoded at a time, if they are not large.
+
+        Yields:
+            Column -> an arrow array of the next rows; see `as_rows`.
+        """
+        low = int(np.searchsorted(self._starts, start, "right")) - 1
+        groups = range(low, int(np.searchsorted(self._starts, stop, "left")) if start < stop else low)
+        batch_rows = min([batch_rows, *(self._batch_rows(name, width, groups) for name, width in columns.items())])
+        position = int(self._starts[low])
+        with self._opened() as file:
+            batches = file.iter_batches(batch_rows, list(groups), list(columns), use_threads=False)
+            while position < stop and groups:
+                if (batch := next(batches, None)) is None:
+                    raise self._damaged(f"the rows {start}:{stop}", f"those up to {position}")
+                first, last = max(start - position, 0), min(stop - position, len(batch))
+                if first < last:
+                    yield {name: batch.column(name).slice(first, last - first) for name in columns}
+                position += len(batch)
+
+    def integers(self, names: Sequence[str]) -> dict[str, Array]:
+        """Read whole columns of integers or truth values: name -> `[rows]` int64."""
+        for name in names:
+            kind = str(self.types.get(name, "none"))
+            if kind != "bool" and not kind.startswith(("int", "uint")):
+                raise self._damaged(f"the column {name!r} of integers", kind)
+        if self.num_rows > _MANY_ROWS:
+            found = list(self.batches(dict.fromkeys(names, 1), 0, self.num_rows))
+            parts = {name: [batch[name] for batch in found] for name in names}
+        else:
+            with self._opened() as file:
+                table = file.read(columns=list(names), use_threads=False)
+            parts = {name: table.column(name).chunks for name in names}
+        where = f"of {str(self.path)!r}"
+        return {name: as_rows(parts[name], (), f"{name!r} {where}").astype(np.int64) for name in names}
+
+    def _batch_rows(self, name: str, width: int | None, groups: range) -> int:
+        """Say how many rows of a column to decode at a time, after comparing what it declares."""
+        if name not in self.types:
+            raise self._damaged(f"the column {name!r}", "none of that name")
+        largest, most_listed = 1, self.num_rows + self._num_bytes * _VALUES_PER_BYTE
+        for group in map(self._footer.row_group, groups):
+            for leaf in map(group.column, self._leaves[name]):
+                most_values = group.num_rows * max(width, 1) if width is not None else most_listed
+                most_bytes = max(_MAX_COLUMN_BYTES, self._num_bytes * _MAX_EXPANSION)
+                if leaf.num_values > most_values or leaf.total_uncompressed_size > most_bytes:
+                    got = f"{leaf.num_values} values in {leaf.total_uncompressed_size} bytes"
+                    raise self._damaged(f"at most {most_values} values, {most_bytes} bytes of {name!r}", got)
+                # A text that is repeated is stored once: as many rows may each be all that there is.
+                is_text = leaf.physical_type == "BYTE_ARRAY"
+                largest = max(largest, leaf.total_uncompressed_size if is_text else 8 * (width or 1))
+        return max(1, _BATCH_BYTES // largest)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        pyarrow, parquet = (
+            optional(name, "pyarrow", "formats", "Parquet files") for name in ("pyarrow", "pyarrow.parquet")
+        )
+        damage = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, NotImplementedError)
+        expected = "an intact Parquet file"
+        with (
+            damage_named("read", repr(str(self.path)), expected, *damage),
+            parquet.ParquetFile(str(self.path), metadata=self._footer) as file,
+        ):
+            yield file
+
+    def _damaged(self, expected: str, got: str) -> CorruptFileError:
+        return CorruptFileError("read", repr(str(self.path)), expected, got)
+
+
+class ParquetFiles:
+    """The files of one folder by their names; the footers of a few are kept.
+
+    Args:
+        root: The folder; a name that leads out of it is refused.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._kept = root, OrderedDict[str, ParquetFile]()
+
+    def __getitem__(self, name: str) -> ParquetFile:
+        if name not in self._kept:
+            self._kept[name] = ParquetFile(file_inside(self._root, name))
+            if len(self._kept) > _MAX_FOOTERS:
+                self._kept.popitem(last=False)
+        return self._kept[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParquetFiles, (self._root,)
+
+
+def _num_leaves(kind: Any) -> int:
+    return sum(_num_leaves(kind.field(number).type) for number in range(kind.num_fields)) if kind.num_fields else 1
+
+
+def is_list(array: Any) -> bool:
+    """Tell whether the values of an arrow array are lists, of fixed size or not."""
+    return "list" in str(array.type).partition("<")[0]
+
+
+def first_row(array: Any) -> tuple[tuple[int, ...], str]:
+    """Give the sizes of the nested lists in the first row of an arrow array, and the type of what they hold."""
+    sizes = []
+    while is_list(array) and len(array) and array[0].is_valid:
+        array = array[0].values
+        sizes.append(len(array))
+    return tuple(sizes), str(array.type)
+
+
+def as_rows(arrays: Sequence[Any], shape: tuple[int, ...], where: str) -> Array:
+    """Make a numpy array of arrow arrays, at least one, of numbers or of lists of them, nested or in one level.
+
+    Returns:
+        `[rows, *shape]`, new.
+
+    Raises:
+        CorruptFileError: A row has another shape, or lacks a number.
+    """
+    return np.concatenate([_numbers(array, shape, where) for array in arrays])
+
+
+def _numbers(array: Any, shape: tuple[int, ...], where: str) -> Array:
+    num_rows, sizes = len(array), []
+    while is_list(array):
+        lengths = array.value_lengths()
+        size = lengths[0].as_py() if len(lengths) else 0
+        if lengths.null_count or (lengths.to_numpy(zero_copy_only=False) != size).any():
+            raise CorruptFileError("read", where, f"rows of the shape {shape}", "rows of several lengths")
+        sizes.append(size)
+        array = array.flatten()
+    got = tuple(sizes)
+    if num_rows and (prod(got) != prod(shape) or (len(got) > 1 and got != shape)):
+        raise CorruptFileError("read", where, f"rows of the shape {shape}", str(got))
+    if array.null_count:
+        raise CorruptFileError("read", where, "a value in every row", f"none in {array.null_count}")
+    rows: Array = array.to_numpy(zero_copy_only=False).reshape(num_rows, *shape)
+    return rows
