@@ -28,7 +28,7 @@ from ..remote.access import Origin
 from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader, ReadAhead
-from .cursor import Deal, Plan, Position, StreamState, deal_next, plan_steps, share_of
+from .cursor import ALL, Deal, Plan, Position, StreamState, deal_next, plan_steps, share_of
 from .losses import leave_out
 from .passes import Dealer, PassOptions, Undecided
 from .resume import Misfit, check_settings, position_in, state_at
@@ -70,7 +70,7 @@ class RolloutStream(RolloutFileBase):
         self._dealer: Any = None  # a `Dealer` from the first batch on
         self._position: Position | None = None
         self._shard = current_shard(self._chosen_shard)
-        self._mine = np.arange(self.num_envs)
+        self._mine = ALL
         self._saved: dict[str, Any] | None = None  # the state just loaded, until a batch was delivered
         self._saved_name = ""
         self._skip: int | None = None
@@ -155,7 +155,7 @@ class RolloutStream(RolloutFileBase):
     def _new_dealer(self, num_envs: int) -> Dealer:
         """What orders passes for this process, of `num_envs` envs in all; made anew when rank or epoch may differ."""
         self._shard = self._rank()
-        self._mine = np.arange(num_envs)[self._shard.part_of(num_envs)]
+        self._mine = self._shard.part_of(num_envs)
         if not self._is_told:
             self.agree = agreement.agreement_of(self._shard)
             if is_in_worker():
@@ -225,15 +225,14 @@ class RolloutStream(RolloutFileBase):
                 "read another batch", f"from {self.data_dir!r}", got=got, advice="reset() starts again"
             )
         following = self._dealer.following if after is None else self._undecided
-        plan, state, deal = plan_steps(state, deal, num_steps, following, envs)
-        num_valid = plan.num_valid if envs is None else plan.num_valid[envs]
-        if self.drop_last and (num_valid < num_steps).any():
+        plan, state, deal = plan_steps(state, deal, num_steps, following, envs, self._mine)
+        if self.drop_last and not plan.is_full:
             left = (deal.lengths[state.trajectory] - state.frame) * ~state.is_exhausted
-            self.num_dropped_frames = int((plan.num_valid + left)[self._mine].sum())
+            self.num_dropped_frames = int((plan.num_valid + left[self._mine]).sum())
             got, advice = f"{self.num_dropped_frames} frames are left", "drop_last=False delivers them"
             raise DatasetExhausted("fill another batch", f"from {self.data_dir!r}", got=got, advice=advice)
         position = Position(state, deal, max(0, num_left - 1))
-        return share_of(plan, self._mine) if self._shard.total > 1 else plan, position
+        return plan, position
 
     def _is_over(self, state: StreamState) -> bool:
         """True if this rank has nothing more to deliver in this epoch."""

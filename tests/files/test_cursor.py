@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data.streaming.cursor import Deal, StreamState, deal_next, plan_steps
+from rollout_data.streaming.cursor import Deal, StreamState, deal_next, plan_steps, share_of
 
 
 class NaiveStream:
@@ -121,6 +121,34 @@ def test_advancing_some_envs_leaves_the_others_where_they_were(stream, data):
     assert {int(env) for part in plan.parts for env in part.pieces.env} == set(envs.tolist())
     for name in ("trajectory", "frame", "is_first", "is_exhausted"):
         assert (getattr(after, name)[others] == getattr(before, name)[others]).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(streams(), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.booleans())
+def test_the_plan_of_a_share_is_that_part_of_the_plan_of_all(stream, calls, num_shares, has_one_source):
+    num_envs, lengths, passes = stream
+    deals = deals_of(lengths, passes, ["one" if has_one_source else str(number) for number in range(len(passes))])
+
+    def next_pass(deal, in_use):
+        return (deals[deal.number + 1], in_use) if deal.number + 1 < len(deals) else None
+
+    state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deals[0], next_pass)
+    for num_steps in calls:
+        shares = [slice(n * num_envs // num_shares, (n + 1) * num_envs // num_shares) for n in range(num_shares)]
+        plan, after, deal_after = plan_steps(state, deal, num_steps, next_pass)
+        for share in shares:
+            part, its_after, its_deal = plan_steps(state, deal, num_steps, next_pass, share=share)
+            assert all(np.array_equal(*pair) for pair in zip(its_after, after, strict=True)) and its_deal is deal_after
+            expected = share_of(plan, np.arange(num_envs)[share])
+            assert (part.num_valid == expected.num_valid).all() and part.is_full == (plan.num_valid == num_steps).all()
+            firsts = [
+                set(zip(one.first_env.tolist(), one.first_time.tolist(), strict=True)) for one in (part, expected)
+            ]
+            assert firsts[0] == firsts[1] and len(part.parts) == len(plan.parts)
+            for mine, whole in zip(part.parts, expected.parts, strict=True):
+                assert mine.deal is whole.deal
+                assert all(map(np.array_equal, (*mine.pieces, *mine.ends), (*whole.pieces, *whole.ends)))
+        state, deal = after, deal_after
 
 
 def test_inputs_are_not_changed():
