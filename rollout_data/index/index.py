@@ -322,13 +322,12 @@ class TrajectoryIndex:
 
     def num_before(self, end_time_ns: int, writer: str, number: int) -> int:
         """Count the trajectories that come before one of this name, whether or not it is here."""
-        first = int(np.searchsorted(self.end_time_ns, end_time_ns))
-        ties = slice(first, int(np.searchsorted(self.end_time_ns, end_time_ns, side="right")))
+        first, stop = _equal(self.end_time_ns, end_time_ns)
         place = bisect_left(self.writers, writer)
-        is_before = self.writer[ties] < place
+        first, stop = (first + near for near in _equal(self.writer[first:stop], place))
         if place < len(self.writers) and self.writers[place] == writer:
-            is_before |= (self.writer[ties] == place) & (self.number[ties] < number)
-        return first + int(np.count_nonzero(is_before))
+            first += int(self.number[first:stop].searchsorted(number))
+        return first
 
     def keys(self, trajectories: Int64s) -> list[tuple[str, int]]:
         """Name trajectories so that another snapshot of the same folders can find them."""
@@ -419,6 +418,11 @@ def counted_from(first: Int64s, count: Int64s) -> Int64s:
     """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
     numbers: Int64s = (first - count.cumsum() + count).repeat(count)
     return numbers + np.arange(len(numbers))
+
+
+def _equal(values: Int64s, value: int) -> tuple[int, int]:
+    """Between which places ascending values are equal to this one."""
+    return int(values.searchsorted(value)), int(values.searchsorted(value, "right"))
 
 
 def _within(values: Int64s, stop: int) -> bool:

@@ -39,7 +39,7 @@ class Undecided(Exception):
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
-_MOST_FRAMES = 1 << 62
+_MOST_FRAMES, _MOST_BATCHES = 1 << 62, 1 << 20
 _NONE = np.zeros(0, np.int64)
 #: Passes of different epochs must never share a number.
 _PASSES_AN_EPOCH = 1 << 20
@@ -107,7 +107,7 @@ def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] 
         return found[-options.keep_latest_n_trajs :]
     (first_end, first_writer, first_number), (end, writer, number) = bounds
     first, stop = index.num_before(first_end, first_writer, first_number), index.num_before(end, writer, number + 1)
-    return found[(found >= first) & (found < stop)]
+    return found[found.searchsorted(first) : found.searchsorted(stop)]
 
 
 def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> Int64s:
@@ -158,7 +158,7 @@ def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, numbe
     if not options.random_shuffle_traj_order:
         return pool, starts
     place = stable_order(_keys(index.random_keys(pool, _seed(options, number, _ORDER))))
-    return pool[place], starts[place]
+    return pool[place], starts[place] if high > 1 else starts
 
 
 def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, number: int, last: Name) -> int:
@@ -283,7 +283,8 @@ class Dealer:
         """Order what is left of the sections of pass `number` in a snapshot: the newest look's, then the rest."""
         (rest, fresh), ordinal = sections, self.number_of(number)
         (order, starts), (new, new_starts) = (self._left_of(store.index, one, ordinal) for one in (rest, fresh))
-        order, starts = np.concatenate([new, order]), np.concatenate([new_starts, starts])
+        if len(new):
+            order, starts = np.concatenate([new, order]), np.concatenate([new_starts, starts])
         if self.keeps_on is not None:
             store = self._cached(turn, store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
         return Deal(store.index.lengths, order, starts, number, store, turn, sections, len(new))
@@ -375,7 +376,8 @@ class Dealer:
         wait_for_trajectories(count, wanted, self.options, self._where)
         self._looked_s = now_s = time.monotonic()
         fitting = self._num_batches * (self.options.refresh_s or 0.0) / 2 / max(now_s - self._agreed_s, 1e-9)
-        self._num_batches, self._agreed_s = max(1, min(int(fitting), 2 * self._num_batches)), now_s
+        self._num_batches = max(1, int(min(fitting, 2 * self._num_batches, _MOST_BATCHES)))
+        self._agreed_s = now_s
         spot = self.source.shared(self.source.snapshot()) if self.is_shared or current_shard().total > 1 else None
         return self._sights.news(self.source.sight()), self._num_batches, spot
 

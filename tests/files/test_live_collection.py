@@ -359,3 +359,9 @@ def test_a_learner_that_stops_reading_holds_no_more_than_it_knew_and_stops_nobod
         with clock_ahead(10):
             dataset.get_batch(20)
         assert still_mapped(tmp_path) == 0
+
+
+def test_a_stream_of_thousands_of_passes_looks_at_each(tmp_path):
+    record(tmp_path, [1], writer_name="a")
+    dataset = opened(tmp_path, 1, refresh_s=5.0, dataset_loops=0)
+    assert sum(int(dataset.get_batch(1).valid.sum()) for _ in range(1500)) == 1500
