@@ -17,6 +17,7 @@ from storage.errors import RolloutDataError, RolloutDataWarning
 
 from .expert import load_expert_trajectories
 from .frames.normalization import FieldStatistics
+from .recordings.converting import Conversion, convert
 from .recordings.episode import Episode
 from .recordings.opening import open
 from .recordings.recording import Recording
@@ -35,6 +36,7 @@ from .writing.retention import prune
 from .writing.writer import RolloutWriter
 
 __all__ = [
+    "Conversion",
     "Episode",
     "EpisodeSummary",
     "FieldStatistics",
@@ -54,6 +56,7 @@ __all__ = [
     "WindowDataset",
     "WindowLoader",
     "WindowMixture",
+    "convert",
     "load_expert_trajectories",
     "loader",
     "open",

@@ -41,7 +41,7 @@ MAY_IMPORT = {
         "index": "format",
         "foreign": "saving",
         "trajectory_folders": "codecs format index",
-        "recordings": "foreign format frames index remote",
+        "recordings": "foreign format frames index remote writing",
         "remote": "format index saving",
         "frames": "foreign format index remote trajectory_folders",
         "writing": "codecs format index onpolicy transition",

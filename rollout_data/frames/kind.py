@@ -19,6 +19,7 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
+from ..format.header import END_UNKNOWN, OPEN
 from ..index.index import Block, Identity, Key
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import DataDirs, Origin, RemoteOptions, origins_of
@@ -28,6 +29,8 @@ from .store import FrameStore
 
 #: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
 BlocksInUse = Callable[[], Collection[Block]]
+#: Key of metadata.json: "unknown" says that the files, from which open trajectories come, do not tell how they ended.
+END_CONTEXT = "open_ends"
 #: The last problems are kept, and more are known again by their hashes, so that each is reported once.
 MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
 
@@ -140,9 +143,14 @@ class Kind(ABC):
 class Choice:
     """Which trajectories of the blocks of one origin are read: (writer, number) named "writer:number".
 
+    Attributes:
+        has_unknown_ends: Trajectories that ended open are those of files that do not tell how they ended.
+
     Raises:
         UsageError: A name has another form.
     """
+
+    has_unknown_ends = False
 
     def __init__(self, origin: Origin, label: str) -> None:
         self._numbers: dict[str, list[int]] | None = None if origin.ids is None else {}
@@ -156,16 +164,24 @@ class Choice:
 
     @property
     def is_all(self) -> bool:
-        return self._numbers is None
+        """Whether blocks are given as they are."""
+        return self._numbers is None and not self.has_unknown_ends
 
     def of(self, blocks: Iterable[Block]) -> list[Block]:
         """Leave out what blocks hold of other trajectories; a block is given as the same object each time."""
-        if self._numbers is None:
+        if self.is_all:
             return list(blocks)
         chosen = []
         for block in blocks:
             if block.identity not in self._cut:
-                is_chosen = np.isin(block.fragments["trajectory"], self._numbers.get(block.writer, []))
-                self._cut[block.identity] = replace(block, fragments=block.fragments[is_chosen])
+                self._cut[block.identity] = replace(block, fragments=self._fragments(block))
             chosen.append(self._cut[block.identity])
         return [block for block in chosen if len(block.fragments)]
+
+    def _fragments(self, block: Block) -> np.ndarray:
+        fragments: np.ndarray = block.fragments.copy()
+        if self.has_unknown_ends:
+            fragments["flags"][(fragments["flags"] & OPEN) > 0] |= END_UNKNOWN
+        if self._numbers is None:
+            return fragments
+        return fragments[np.isin(fragments["trajectory"], self._numbers.get(block.writer, []))]

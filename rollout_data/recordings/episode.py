@@ -5,6 +5,7 @@ One rule: what a file lacks is None or absent, and what it does not tell is None
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -46,11 +47,15 @@ class Episode:
     def __init__(self, reader: ForeignReader, number: int, info: EpisodeInfo) -> None:
         self._reader, self._number, self._info = reader, number, info
         self._read: dict[str, Any] = {}
-        self.id, self.length, self.schema, self.texts = info.name, info.length, info.schema, info.texts
+        self.id, self.length, self.schema = info.name, info.length, info.schema
+        self.texts: Collection[str] = info.texts
         self.terminated, self.truncated = info.terminated, info.truncated
         self.success, self.task = info.success, info.task
         told = {"task": info.task or None, "success": info.success}
-        self.metadata = {**{name: value for name, value in told.items() if value is not None}, **info.metadata}
+        self.metadata: Mapping[str, Any] = {
+            **{name: value for name, value in told.items() if value is not None},
+            **info.metadata,
+        }
 
     def __len__(self) -> int:
         return self.length

@@ -9,13 +9,19 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from storage.core.fields import Schema
+
 from ..foreign.reader import NO_FIELDS, EpisodeInfo, ForeignReader
 from ..format.header import DATA, FINAL
 from ..frames.kind import Kind
 from ..frames.source import Source
 from ..frames.store import FrameStore, Place
 from ..index.index import End
+from ..index.notes import Notes
 from ..remote.access import Origin
+
+#: What is noted of a converted episode besides its metadata: its id in the source, and names of fields that it lacks.
+SOURCE_ID, ABSENT = "id", "absent_fields"
 
 
 class FolderReader(ForeignReader):
@@ -38,10 +44,19 @@ class FolderReader(ForeignReader):
         self._source = source = Source(self._origin)
         source.refresh()
         self.store: FrameStore = source.snapshot()
+        self._texts: dict[int, str] | None = None
         self.metadata, self.problems = source.metadata, source.problems
         return _Infos(self.store)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        values = self._rows(number, name, start, stop)
+        if not self.store.layouts[DATA].schema[name].is_text:
+            return values
+        if self._texts is None:
+            self._texts = Notes().texts(self.store.index)
+        return [self._texts.get(one, "") for one in values.reshape(-1).tolist()]
+
+    def _rows(self, number: int, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
         one = np.array([number])
         runs = self.store.locate(one, one * 0 + start, one * 0 + stop - start, one * 0)
         layout = self.store.layouts[DATA]
@@ -67,8 +82,11 @@ class _Infos(Sequence[EpisodeInfo]):
     """Descriptions of trajectories, each made when it is asked for."""
 
     def __init__(self, store: FrameStore) -> None:
-        self._index = store.index
-        self._schema, self._final = store.layouts[DATA].schema, store.layouts[FINAL].schema
+        self._index, self._notes = store.index, Notes()
+        fields = list(store.layouts[DATA].schema.values())
+        self._schema = Schema(field for field in fields if not field.is_text)
+        self._texts = tuple(field.name for field in fields if field.is_text)
+        self._final = store.layouts[FINAL].schema
 
     def __len__(self) -> int:
         return len(self._index)
@@ -84,15 +102,22 @@ class _Infos(Sequence[EpisodeInfo]):
         labelled, within = index.keys(np.array([number]))[0]
         writer = labelled[labelled.find(":") + 1 :]
         end, final = index.end[number], self._final if index.final_row[number] >= 0 else NO_FIELDS
-        is_known = end != End.UNKNOWN
+        is_known, is_open = end != End.UNKNOWN, not index.is_end_unknown(np.array([number]))[0]
+        said = self._notes.of(index, number)
+        absent, task, success = said.pop(ABSENT, ()), said.pop("task", None), said.pop("success", None)
+        about = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}
+        about |= {"ends": "open"} if is_open and not is_known else {}
         return EpisodeInfo(
             name=f"{writer}:{within}",
             length=int(index.lengths[number]),
-            schema=self._schema,
+            schema=Schema(field for name, field in self._schema.items() if name not in absent),
+            texts=self._texts,
             final=final,
             terminated=bool(end == End.TERMINATED) if is_known else None,
             truncated=bool(end == End.TRUNCATED) if is_known else None,
-            metadata={"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])},
+            success=success if isinstance(success, bool) else None,
+            task=task if isinstance(task, str) else "",
+            metadata={**about, **said},
         )
 
     def __iter__(self) -> Iterator[EpisodeInfo]:

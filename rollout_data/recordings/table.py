@@ -21,7 +21,8 @@ def end_of(info: EpisodeInfo) -> str:
     """Name how an episode ended: "terminated", "truncated", "unknown", or "open" if the recording was cut there."""
     if info.terminated or info.truncated:
         return "terminated" if info.terminated else "truncated"
-    return "unknown" if None in (info.terminated, info.truncated) else "open"
+    is_known = None not in (info.terminated, info.truncated) or info.metadata.get("ends") == "open"
+    return "open" if is_known else "unknown"
 
 
 def table_of(episodes: Sequence[Episode], infos: Sequence[EpisodeInfo]) -> np.ndarray[Any, Any]:

@@ -49,6 +49,11 @@ _CARRIED = {"hidden_states"}
 _NOT_OURS = {*_DERIVED, *_INFOS, *_ALIASES, "next"}
 
 
+def is_taken(name: str) -> bool:
+    """Tell whether a value of this name is no extra field of a record."""
+    return name in _NOT_OURS or name in _OTHER_NAMES or name in Transition._fields
+
+
 def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
     """Give the keyword values of `RolloutWriter.add` that were given, from its locals; None is not given."""
     extras = given.pop("extras")

@@ -1,0 +1,79 @@
+"""Converting recordings from format to format, one episode at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from storage.core import arguments
+from storage.errors import RolloutDataError, UsageError, nearest
+
+from ..foreign.formats import WRITERS, writer_class
+from ..foreign.writer import ForeignWriter
+from ..remote.access import DataDir
+from .opening import open
+from .own_writer import OWN, OwnWriter
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did.
+
+    Attributes:
+        num_episodes: Episodes in the result.
+        num_present: How many of them an earlier conversion had written.
+        changes: What was changed or left out -> the ids of the episodes.
+        problems: What could not be read.
+    """
+
+    num_episodes: int
+    num_present: int
+    changes: Mapping[str, Sequence[str]]
+    problems: Sequence[RolloutDataError]
+
+
+def convert(
+    source: DataDir, target: str | os.PathLike[str], to: str = OWN, *, progress: bool = True, **options: Any
+) -> Conversion:
+    """Write the episodes of a recording in another format; in memory there is a part of one episode at a time.
+
+    A conversion that was stopped goes on when it is called again: episodes that are there are not written again.
+
+    Args:
+        source: A path of any format, or a `Recording`.
+        target: The new file or folder, or that of an earlier conversion of the same source.
+        to: The format.
+        progress: Show a progress bar.
+        **options: Of the format that is written.
+
+    Returns:
+        What was changed or left out. An episode that cannot be read is left out and is among the problems.
+
+    Raises:
+        UsageError: The format or an option is not known, or the target holds something else.
+        DataFileError: The source cannot be read.
+    """
+    if to not in (OWN, *WRITERS):
+        raise UsageError("convert", f"to {to!r}", nearest(to, (OWN, *WRITERS)), repr(to))
+    kind: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
+    if unknown := [name for name in options if name not in kind.OPTIONS]:
+        known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
+        raise UsageError("convert", f"to {to!r}", known, repr(unknown[0]))
+    recording = open(source)
+    path = arguments.path("convert", "", target).absolute()
+    if path == recording.path:
+        raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")
+    writer = kind(path, recording, recording.metadata, options)
+    num_present, problems = len(writer.written), list(recording.problems)
+    try:
+        for episode in tqdm(recording, desc="convert", unit=" episodes", disable=not progress):
+            if episode.id not in writer.written:
+                writer.add(episode)
+    finally:
+        writer.close()
+    left_out = {one for what, ids in writer.report.items() if what.startswith("the episode is left out") for one in ids}
+    return Conversion(len(recording) - len(left_out), num_present, writer.report, problems)

@@ -1,0 +1,182 @@
+"""Episodes of any recording as a folder of block files.
+
+One rule: a published block holds whole episodes, so that a conversion that was killed goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from storage.core.fields import DTYPES, Schema, unflatten
+from storage.errors import UsageError
+
+from ..foreign.writer import EpisodeToWrite, ForeignWriter
+from ..format.header import DATA, layouts_of
+from ..format.notes import MAX_NOTE_BYTES
+from ..format.schema import RowLayout
+from ..frames.kind import END_CONTEXT
+from ..frames.readers import Fit, common_fields
+from ..frames.source import Source
+from ..index.folder import block_entries
+from ..index.notes import Notes
+from ..remote.access import Origin
+from ..writing.given import is_taken
+from ..writing.writer import RolloutWriter
+from .own import ABSENT, SOURCE_ID
+
+OWN = "rollout-data"
+#: Rows that are read at once; blocks are published when this much was added.
+_PORTION_BYTES, _PUBLISHED_BYTES = 16 << 20, 64 << 20
+_GROUPS = ("observation", "privileged_observation", "action", "reward")
+
+
+class OwnWriter(ForeignWriter):
+    """Write episodes through a `RolloutWriter` of one env.
+
+    Options: `obs_disassemble_mapping`, component -> codec; none is lossy by itself.
+    """
+
+    format = OWN
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"obs_disassemble_mapping": {}}
+
+    def begin(self) -> set[str]:
+        self._writer: RolloutWriter | None = None
+        self._num_bytes = 0
+        fit: Fit = common_fields([episode.schema for episode in self.episodes])
+        self._fit, self._names = fit, {name: _free_name(name) for name in fit.schema}
+        self._layout: RowLayout = layouts_of(fit.schema)[DATA]
+        return self._there() if self.path.is_dir() and block_entries(self.path) else set()
+
+    def _there(self) -> set[str]:
+        """Give the episodes that are in the folder.
+
+        Raises:
+            UsageError: It holds something else.
+        """
+        source = Source(Origin(self.path, OWN))
+        source.refresh()
+        index = source.snapshot().index
+        found = Notes().column(index, SOURCE_ID)
+        if any(not isinstance(one, str) for one in found) or not index.is_complete().all():
+            expected, got = "an empty folder, or one of an earlier conversion", "other trajectories"
+            raise UsageError("convert into", repr(str(self.path)), expected, got)
+        return set(found)
+
+    def _opened(self) -> RolloutWriter:
+        if self._writer is None:
+            context = {name: plain(value) for name, value in self.metadata.items()}
+            if any(self._is_unknown(episode) for episode in self.episodes):
+                context[END_CONTEXT] = "unknown"
+            if "fps" in context:
+                context.setdefault("frame_rate_hz", context["fps"])
+            mapping = self.options["obs_disassemble_mapping"] or None
+            self._writer = RolloutWriter(
+                self.path, 1, metadata=context, obs_disassemble_mapping=mapping, block_age_s=1e9
+            )
+        return self._writer
+
+    @staticmethod
+    def _is_unknown(episode: EpisodeToWrite) -> bool:
+        return None in (episode.terminated, episode.truncated) and episode.metadata.get("ends") != "open"
+
+    def add(self, episode: EpisodeToWrite) -> None:
+        schema = Schema(episode.schema.values())
+        if difference := self._fit.left_out.get(schema):
+            self.changed(f"the episode is left out: {difference}", episode)
+            return
+        for name in self._fit.dropped.keys() & schema.keys():
+            self.changed(f"field {name!r} is left out: expected {self._fit.dropped[name]}", episode)
+        for name, free in self._names.items():
+            if name != free and name in schema:
+                self.changed(f"field {name!r} is called {free!r}", episode)
+        writer, size = self._opened(), max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
+        for start in range(0, episode.length, size):
+            stop = min(start + size, episode.length)
+            writer.add_rollout(**self._steps(episode, start, stop))
+        if not (episode.terminated or episode.truncated):
+            writer.discard([0], leave_open=True)
+        self._num_bytes += episode.length * self._layout.frame_bytes
+        if self._num_bytes >= _PUBLISHED_BYTES:
+            writer.flush()
+            self._num_bytes = 0
+
+    def _steps(self, episode: EpisodeToWrite, start: int, stop: int) -> dict[str, Any]:
+        """Read steps as `add_rollout` takes them, `[T, 1, ...]`; with the last one, what is said of the episode."""
+        count, is_last = stop - start, stop == episode.length
+        flat: dict[str, Any] = {}
+        for name, free in self._names.items():
+            field = self._fit.schema[name]
+            values = episode.read(name, start, stop) if name in episode.schema else np.nan
+            whole = np.broadcast_to(np.asarray(values), (count, *field.shape))
+            kind = torch.float32 if field.dtype == "bfloat16" else DTYPES[field.dtype][0]
+            rows = torch.from_numpy(whole.astype(torch.empty(0, dtype=kind).numpy().dtype))
+            flat[free] = rows.to(field.torch_dtype)[:, None]
+        given = unflatten(flat)
+        for name in episode.texts:
+            given[_free_name(name)] = [[text] for text in episode.read(name, start, stop)]
+        ends = {"terminated": episode.terminated, "truncated": episode.truncated}
+        for name, is_so in ends.items():
+            given[name] = np.zeros((count, 1), bool)
+            given[name][-1] = bool(is_last and is_so)
+        if is_last:
+            given["episode"] = [[None]] * (count - 1) + [[self._said(episode)]]
+            if (episode.terminated or episode.truncated) and (final := self._final(episode)) is not None:
+                given["final_observation"] = final
+        return given
+
+    def _final(self, episode: EpisodeToWrite) -> Any:
+        """Give the observation after the last step as `[1, ...]`; None if a part of it is missing."""
+        found = episode.final_observation
+        if found is None:
+            return None
+        wanted = [name.partition("/")[2] for name in self._fit.schema.below("observation")]
+        if wanted == [""]:
+            return np.asarray(found)[None]
+        if any(name not in found for name in wanted):
+            self.changed("the final observation is left out: it lacks a part", episode)
+            return None
+        return unflatten({name: np.asarray(found[name])[None] for name in wanted})
+
+    def _said(self, episode: EpisodeToWrite) -> dict[str, Any]:
+        """Give what is noted of an episode; what is too large is left out."""
+        said = {name: plain(value) for name, value in episode.metadata.items()}
+        said |= {SOURCE_ID: episode.id}
+        if absent := [name for name in self._names if name not in episode.schema]:
+            said[ABSENT] = absent
+        for name in sorted(said, key=lambda name: -len(json.dumps(said[name]))):
+            if len(json.dumps(said)) <= MAX_NOTE_BYTES:
+                break
+            self.changed(f"metadata {name!r} is left out: it is too large", episode)
+            del said[name]
+        return said
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _free_name(name: str) -> str:
+    """Give the name that a field has in a record, where others than its own mean something else."""
+    group, slash, rest = name.partition("/")
+    return f"recorded_{group}{slash}{rest}" if group not in _GROUPS and is_taken(group) else name
+
+
+def plain(value: Any) -> Any:
+    """Give a value as JSON has it: arrays as lists, bytes as text, what is not finite as text."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(part) for part in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return plain(value.tolist())
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
