@@ -25,7 +25,7 @@ help:
 # The stamp is written last, so an interrupted installation is taken up again.
 $(READY): $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,fast,formats,plot,remote,test,video]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,fast,formats,plot,remote,test,video,zarr]"
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r tests/remote/s3.txt \
 		|| echo "the tests against a local S3 server will be skipped"
 	@touch $@

@@ -67,8 +67,8 @@ TOO_DEEP: dict[str, int] = {}
 #: What the floors may import when they are imported; anything else is optional and imported where it is used.
 CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
 OPTIONAL_MODULES = (
-    "PIL", "av", "blosc2", "fsspec", "gymnasium", "matplotlib", "mujoco", "pandas", "pyarrow", "ray", "s3fs", "zarr",
-    "zstandard",
+    "PIL", "av", "blosc2", "fsspec", "gymnasium", "imagecodecs", "matplotlib", "mujoco", "numcodecs", "pandas",
+    "pyarrow", "ray", "s3fs", "zarr", "zstandard",
 )  # fmt: skip
 #: What is imported at once where it is installed: which CRC-32 is quickest is decided before the first one.
 OPTIONAL_AT_IMPORT = {"zlib_ng"}

@@ -18,6 +18,7 @@ from .writer import ForeignWriter
 FORMATS: dict[str, str] = {
     "lerobot": "lerobot.reader",
     "rlds": "records.rlds",
+    "zarr": "arrays.zarr_files",
     "libero": "hdf5.libero",
     "isaaclab": "hdf5.isaaclab",
     "robomimic": "hdf5.robomimic",

@@ -193,7 +193,7 @@ def _describe(
     if member.flag_bits & 1 or not (is_packed or member.compress_type == zipfile.ZIP_STORED):
         raise DataFileError("read", where, "an array that is stored or deflated", "another compression or encryption")
     most = member.compress_size * _MAX_EXPANSION if is_packed else member.compress_size
-    begin = _begin(file, member)
+    begin = member_begin(file, member)
     if member.file_size > most or begin + member.compress_size > os.fstat(file.fileno()).st_size:
         got = f"{member.file_size} bytes of {member.compress_size} in the file"
         raise CorruptFileError("read", where, "an array as large as its bytes", got)
@@ -206,7 +206,7 @@ def _describe(
     return NpzArray(path, name, dtype, shape, is_fortran, head_bytes + (0 if is_packed else begin), packed)
 
 
-def _begin(file: BufferedIOBase, member: zipfile.ZipInfo) -> int:
+def member_begin(file: BufferedIOBase, member: zipfile.ZipInfo) -> int:
     """Say where the bytes of a member begin: behind its own head, whose length the directory does not tell."""
     file.seek(max(0, member.header_offset))
     head = file.read(30)

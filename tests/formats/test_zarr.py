@@ -1,0 +1,308 @@
+"""Replay buffers in zarr: every row in its place whatever the chunks and codecs; nothing is run or followed."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollout_data
+from rollout_data.foreign.records.tfrecord import crc32c
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError
+from tests.formats.values import action, picture, state
+
+numcodecs = pytest.importorskip("numcodecs")
+LENGTHS = (3, 1, 7)
+SAMPLES = Path(__file__).parents[1] / "data" / "formats" / "zarr"
+
+
+def arrays(lengths: tuple[int, ...] = LENGTHS) -> dict[str, np.ndarray]:
+    pairs = list(enumerate(lengths, 50))
+    return {
+        "data/action": np.vstack([action(number, length) for number, length in pairs]),
+        "data/state": np.vstack([state(number, length, dtype="float64") for number, length in pairs]),
+        "data/img": np.vstack([picture(number, length) for number, length in pairs]),
+        "meta/episode_ends": np.cumsum(lengths),
+    }
+
+
+def encoded(data: bytes, codec: dict[str, Any] | None) -> bytes:
+    if codec is None:
+        return data
+    if codec["id"] in ("gzip", "zlib"):
+        return gzip.compress(data) if codec["id"] == "gzip" else zlib.compress(data)
+    return bytes(numcodecs.get_codec(codec).encode(data))
+
+
+def chunks_of(values: np.ndarray, shape: tuple[int, ...]) -> Any:
+    """Yield the place and values of each chunk; those at the edges are filled up."""
+    grid = [range(-(-size // chunk)) for size, chunk in zip(values.shape, shape, strict=True)]
+    for place in product(*grid):
+        part = values[tuple(slice(at * size, (at + 1) * size) for at, size in zip(place, shape, strict=True))]
+        yield place, np.pad(part, [(0, size - got) for size, got in zip(shape, part.shape, strict=True)])
+
+
+def write_2(
+    folder: Path,
+    found: Mapping[str, np.ndarray],
+    compressor: dict[str, Any] | None = None,
+    separator: str = ".",
+    order: str = "C",
+    rows: int = 4,
+    skip: tuple[str, ...] = (),
+) -> Path:
+    """Write a set in format 2, in chunks of so many rows, which halve the other axes."""
+    for name, values in found.items():
+        shape = (rows, *(-(-size // 2) for size in values.shape[1:]))
+        (folder / name).mkdir(parents=True)
+        about = {"zarr_format": 2, "shape": values.shape, "chunks": shape, "dtype": values.dtype.str, "order": order}
+        about |= {"compressor": compressor, "fill_value": 0, "filters": None, "dimension_separator": separator}
+        (folder / name / ".zarray").write_text(json.dumps(about))
+        for place, chunk in chunks_of(values, shape):
+            path = folder / name / separator.join(map(str, place))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if f"{name}/{path.name}" not in skip:
+                path.write_bytes(encoded(chunk.tobytes(order), compressor))
+    (folder / ".zgroup").write_text('{"zarr_format": 2}')
+    return folder
+
+
+def write_3(folder: Path, found: Mapping[str, np.ndarray], at_end: bool = True) -> Path:
+    """Write a set in format 3: shards of 2 chunks of 3 rows, each with its checksum."""
+    for name, values in found.items():
+        inner = (3, *values.shape[1:])
+        outer = (6, *values.shape[1:])
+        (folder / name / "c").mkdir(parents=True)
+        little, checked = {"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}
+        location = {"index_location": "end" if at_end else "start"}
+        settings = {"chunk_shape": inner, "codecs": [little, {"name": "zstd", "configuration": {"level": 1}}, checked]}
+        shard = {
+            "name": "sharding_indexed",
+            "configuration": {**settings, "index_codecs": [little, checked], **location},
+        }
+        about = {"zarr_format": 3, "node_type": "array", "shape": values.shape, "data_type": values.dtype.name}
+        about |= {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": outer}}, "fill_value": 0}
+        about |= {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}}, "codecs": [shard]}
+        (folder / name / "zarr.json").write_text(json.dumps(about))
+        for place, piece in chunks_of(values, outer):
+            index, body = [], b""
+            for part in (piece[:3], piece[3:]):
+                data = bytes(numcodecs.Zstd(1).encode(part.tobytes())) if part.any() else b""
+                data += crc32c(data).to_bytes(4, "little") if data else b""
+                index += [len(body) + (0 if at_end else 36), len(data)] if data else [(1 << 64) - 1] * 2
+                body += data
+            head = np.array(index, "<u8").tobytes()
+            head += crc32c(head).to_bytes(4, "little")
+            path = folder / name / "c" / "/".join(map(str, place))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(body + head if at_end else head + body)
+    (folder / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    return folder
+
+
+def check(recording: Any, lengths: tuple[int, ...] = LENGTHS) -> None:
+    assert [len(episode) for episode in recording] == list(lengths)
+    for number, episode in enumerate(recording, 50):
+        length = len(episode)
+        np.testing.assert_array_equal(episode.action, action(number, length))
+        np.testing.assert_array_equal(episode.observation["state"], state(number, length, dtype="float64"))
+        np.testing.assert_array_equal(episode.observation["img"], picture(number, length))
+        np.testing.assert_array_equal(episode.read("action", length - 1, length), action(number, length)[-1:])
+        assert (episode.reward, episode.terminated, episode.truncated) == (None, None, None)
+
+
+CODECS = [None] + [
+    {"id": "blosc", "cname": name, "clevel": 5, "shuffle": shuffle}
+    for name, shuffle in (("lz4", 1), ("zstd", 2), ("blosclz", 0), ("zlib", 1))
+]
+CODECS += [{"id": name} for name in ("zstd", "lz4", "gzip", "zlib")]
+
+
+@pytest.mark.parametrize("compressor", CODECS, ids=lambda one: "-".join(map(str, one.values())) if one else "none")
+@pytest.mark.parametrize("separator", [".", "/"])
+def test_format_2_gives_every_row(tmp_path: Path, compressor: dict[str, Any] | None, separator: str) -> None:
+    check(rollout_data.open(write_2(tmp_path / "a.zarr", arrays(), compressor, separator)))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_chunks_of_any_size_and_order(tmp_path: Path, rows: int, order: str) -> None:
+    check(rollout_data.open(write_2(tmp_path / "a.zarr", arrays(), rows=rows, order=order)))
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_format_3_gives_every_row_of_its_shards(tmp_path: Path, at_end: bool) -> None:
+    check(rollout_data.open(write_3(tmp_path / "a.zarr", arrays(), at_end)))
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("write", [write_2, write_3])
+def test_a_zip_file_is_as_its_folder(tmp_path: Path, write: Any, compression: int) -> None:
+    folder = write(tmp_path / "a.zarr", arrays())
+    with zipfile.ZipFile(tmp_path / "a.zarr.zip", "w", compression) as archive:
+        for path in folder.rglob("*"):
+            archive.write(path, path.relative_to(folder))
+    check(rollout_data.open(tmp_path / "a.zarr.zip"))
+
+
+def test_numbers_of_the_other_byte_order_keep_their_width(tmp_path: Path) -> None:
+    found = arrays() | {
+        "data/extra": np.arange(11).astype(">i2"),
+        "meta/episode_ends": np.cumsum(LENGTHS).astype(">i8"),
+    }
+    episode = rollout_data.open(write_2(tmp_path / "a.zarr", found))[2]
+    assert episode.observation["extra"].dtype == np.dtype("<i2")
+    np.testing.assert_array_equal(episode.observation["extra"], np.arange(4, 11))
+
+
+def test_a_single_observation_and_rewards_go_by_their_names(tmp_path: Path) -> None:
+    found = {"data/obs": state(50, 4), "data/reward": np.arange(4.0), "meta/episode_ends": np.array([4])}
+    episode = rollout_data.open(write_2(tmp_path / "a.zarr", found | {"meta/gain": np.array([2.5])}))[0]
+    np.testing.assert_array_equal(episode.observation, state(50, 4))
+    np.testing.assert_array_equal(episode.reward, np.arange(4.0))
+    assert episode.action is None
+
+
+def test_chunks_that_were_never_written_hold_the_fill_value(tmp_path: Path) -> None:
+    folder = write_2(tmp_path / "a.zarr", arrays(), skip=("data/action/0.0", "data/action/0.1"))
+    recording = rollout_data.open(folder)
+    assert not recording[0].action.any() and recording[2].action.any()
+
+
+def test_rows_after_the_last_end_are_dropped_and_reported(tmp_path: Path) -> None:
+    found = arrays()
+    found["meta/episode_ends"] = found["meta/episode_ends"][:2]
+    recording = rollout_data.open(write_2(tmp_path / "a.zarr", found))
+    check(recording, LENGTHS[:2])
+    assert "7 more" in str(recording.problems[0])
+
+
+def test_an_episode_without_rows_costs_only_itself(tmp_path: Path) -> None:
+    found = arrays() | {"meta/episode_ends": np.array([3, 3, 4, 11])}
+    recording = rollout_data.open(write_2(tmp_path / "a.zarr", found))
+    assert [episode.id for episode in recording] == ["0", "2", "3"] and len(recording.problems) == 1
+
+
+@pytest.mark.parametrize("ends", [[3, 2, 11], [-1, 11], [12], [2.5, 11.0], [[11]]])
+def test_ends_that_do_not_fit_are_refused(tmp_path: Path, ends: Any) -> None:
+    folder = write_2(tmp_path / "a.zarr", arrays() | {"meta/episode_ends": np.array(ends)})
+    with pytest.raises(CorruptFileError):
+        rollout_data.open(folder)
+
+
+def test_an_empty_set_has_no_episode(tmp_path: Path) -> None:
+    found = {name: one[:0] for name, one in arrays().items()}
+    assert len(rollout_data.open(write_2(tmp_path / "a.zarr", found))) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"filters": [{"id": "pickle"}]}, UnsafeFileError),
+        ({"dtype": "|O", "filters": [{"id": "vlen-utf8"}]}, UnsafeFileError),
+        ({"dtype": "|O"}, UnsafeFileError),
+        ({"compressor": {"id": "pickle"}}, CorruptFileError),
+        ({"shape": [1 << 40, 2], "chunks": [1 << 40, 2]}, CorruptFileError),
+        ({"shape": [1 << 40, 2]}, CorruptFileError),
+        ({"shape": [11, 1 << 40]}, CorruptFileError),
+        ({"chunks": [0, 1]}, CorruptFileError),
+        ({"shape": [-1, 2]}, CorruptFileError),
+        ({"shape": 3}, CorruptFileError),
+        ({"dtype": "<c8"}, CorruptFileError),
+        ({"dtype": [["a", "<f4"]]}, CorruptFileError),
+        ({"fill_value": {}}, CorruptFileError),
+    ],
+)
+def test_hostile_descriptions_are_refused(tmp_path: Path, change: dict[str, Any], error: type[Exception]) -> None:
+    path = write_2(tmp_path / "a.zarr", arrays()) / "data" / "action" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(error):
+        rollout_data.open(tmp_path / "a.zarr")
+
+
+def test_pictures_of_jpeg_xl_are_decoded_or_name_the_package_that_they_need(tmp_path: Path) -> None:
+    found = {"data/img": picture(50, 2), "meta/episode_ends": np.array([2])}
+    folder = write_2(tmp_path / "a.zarr", found, rows=1)
+    path = folder / "data" / "img" / ".zarray"
+    settings = {"chunks": [1, 8, 10, 3], "compressor": {"id": "imagecodecs_jpegxl", "lossless": True}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    episode = rollout_data.open(folder)[0]
+    if importlib.util.find_spec("imagecodecs") is None:
+        with pytest.raises(UsageError, match=r"rollout-data\[jpegxl\]"):
+            _ = episode.observation
+        return
+    for row, pixels in enumerate(picture(50, 2)):
+        data = importlib.import_module("imagecodecs").jpegxl_encode(pixels, lossless=True)
+        (path.parent / f"{row}.0.0.0").write_bytes(data)
+    np.testing.assert_array_equal(episode.observation["img"], picture(50, 2))
+
+
+@pytest.mark.parametrize("where", ["data/action/0.0", "data/action/.zarray"])
+def test_a_link_to_another_place_is_refused(tmp_path: Path, where: str) -> None:
+    path = write_2(tmp_path / "a.zarr", arrays()) / where
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafeFileError):
+        _ = rollout_data.open(tmp_path / "a.zarr")[0].action
+
+
+@pytest.mark.parametrize("compressor", [{"id": "zlib"}, {"id": "zstd"}, {"id": "blosc", "cname": "lz4"}, {"id": "lz4"}])
+def test_a_chunk_that_unpacks_to_more_than_it_may_is_refused(tmp_path: Path, compressor: dict[str, Any]) -> None:
+    folder = write_2(tmp_path / "a.zarr", arrays(), compressor)
+    (folder / "data" / "action" / "0.0").write_bytes(encoded(bytes(1 << 24), compressor))
+    episode = rollout_data.open(folder)[0]
+    with pytest.raises(CorruptFileError, match="data/action"):
+        _ = episode.action
+
+
+SCRIPT = """
+import sys, numpy as np, rollout_data
+from pathlib import Path
+from storage.errors import DataFileError
+rng, num_refused = np.random.default_rng(0), 0
+for number in range(120):
+    folder = Path(sys.argv[1 + number % 2])
+    chunks = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 2)
+    path = chunks[rng.integers(len(chunks))]
+    whole = path.read_bytes()
+    at = int(rng.integers(len(whole)))
+    changed = whole[:at] + (bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1:] if rng.integers(2) else b"")
+    path.write_bytes(changed)
+    try:
+        for episode in rollout_data.open(folder, format="zarr"):
+            episode.action, episode.observation
+    except DataFileError:
+        num_refused += 1
+    path.write_bytes(whole)
+print(num_refused)
+"""
+
+
+def test_changed_bytes_raise_nothing_else_and_crash_nothing(tmp_path: Path) -> None:
+    folders = [str(shutil.copytree(SAMPLES / name, tmp_path / name)) for name in ("v2_dir.zarr", "v3_shards.zarr")]
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", SCRIPT, *folders]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 50
+
+
+def test_a_set_that_lacks_its_ends_or_data_is_refused(tmp_path: Path) -> None:
+    folder = write_2(tmp_path / "a.zarr", arrays())
+    shutil.rmtree(folder / "data")
+    with pytest.raises(DataFileError, match="'data'"):
+        rollout_data.open(folder)
