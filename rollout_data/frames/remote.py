@@ -23,7 +23,7 @@ from ..format.header import DATA, FINAL, BlockHeader, corrupt
 from ..format.schema import RowLayout
 from ..index.index import Block, Int64s, Runs, TrajectoryIndex
 from ..index.stand_ins import is_stand_in
-from ..remote.fetching import Fetcher, Request
+from ..remote.fetching import Request
 from ..remote.folder import RemoteFolder
 from .store import GONE, FrameStore, Place, gather
 
@@ -108,8 +108,8 @@ class Stock:
 
     def drop(self) -> None:
         """Ask for nothing more."""
-        for block, request in self._requests:
-            self._store.forget(block, request)
+        for _, request in self._requests:
+            request.forget()
 
 
 class RemoteFrames(FrameStore):
@@ -166,18 +166,18 @@ class RemoteFrames(FrameStore):
         at, rows = self.index.blocks[block], out.numpy().view(np.uint8)
         if is_stand_in(at):
             raise self.index.lost_block(block, "it was removed")
-        submit = partial(self._fetcher(block).submit, str(at.path))
+        ask = partial(self._folders[at.path.parent].files.ask, at.path)
         column = self.layouts[place[0]].columns[place[1]]
         if not column.is_coded:
             offset = at.places[place][0]
-            return submit(offset + start * column.row_bytes, offset + stop * column.row_bytes, partial(_put, rows))
+            return ask(offset + start * column.row_bytes, offset + stop * column.row_bytes, partial(_put, rows))
         table = self._table(block, place)
         first, last = table.rows.searchsorted(start, side="right") - 1, table.rows.searchsorted(stop)
         low, high = int(table.places[first]), int(table.places[last])
         if low == high:
             rows[:] = 0
             return None
-        return submit(low, high, partial(_decode, table, (start, stop), low, (at.path, place), rows))
+        return ask(low, high, partial(_decode, table, (start, stop), low, (at.path, place), rows))
 
     def wait(self, block: int, request: Request) -> None:
         """Wait for rows that were asked for.
@@ -188,16 +188,9 @@ class RemoteFrames(FrameStore):
             CorruptFileError: The block is shorter now, or a chunk is damaged.
         """
         try:
-            self._fetcher(block).wait(request)
+            self._folders[self.index.blocks[block].path.parent].files.fetcher.wait(request)
         except GONE as cause:
             raise self.index.lost_block(block, str(cause) or "it was removed") from cause
-
-    def forget(self, block: int, request: Request) -> None:
-        """Do not ask for rows any more."""
-        self._fetcher(block).forget(request)
-
-    def _fetcher(self, block: int) -> Fetcher:
-        return self._folders[self.index.blocks[block].path.parent].files.fetcher
 
     def _table(self, block: int, place: Place) -> ChunkTable:
         """Where the chunks of a coded column are: read from the block's header, once."""

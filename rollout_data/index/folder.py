@@ -25,6 +25,7 @@ import numpy as np
 
 from storage.core import arguments
 from storage.core.fields import Schema
+from storage.core.threads import each
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
 from ..format.header import (
@@ -112,7 +113,7 @@ class BlockFolder:
         self._taken: object = None  # what was found when the blocks were last opened
         self._folder_is: object = None  # time of change and inode, of the folder
         self._changed_s = self._listed_s = self._due_s = -math.inf  # of the monotonic clock
-        self._use_cache = not verify_on_open
+        self._use_cache, self._num_openers = not verify_on_open, 1
         self._is_schema_fixed = False
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
@@ -152,7 +153,8 @@ class BlockFolder:
         names = sorted(name for name in found if name not in self._stamps)
         self._stamps |= {name: found[name] for name in names}
         self.built = None if names else self.built
-        return {name: block for name in names if (block := self._open(name, found[name])) is not None}
+        opened = each(lambda name: self._open(name, found[name]), names, self._num_openers)
+        return {name: block for name, block in zip(names, opened, strict=True) if block is not None}
 
     def _fix_schema(self, opened: Mapping[str, tuple[Schema, Block]]) -> bool:
         """Choose the fields of this folder; True if the blocks known so far have others.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any, Protocol
@@ -18,9 +18,9 @@ import numpy as np
 
 from storage.core.arguments import is_url, real, whole
 from storage.core.arguments import path as path_of
-from storage.errors import DataFileError, UsageError
+from storage.errors import CorruptFileError, DataFileError, UsageError
 
-from .fetching import Fetcher
+from .fetching import Fetcher, Request
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class RemoteFiles:
 
     def __init__(self, path: Path, options: RemoteOptions) -> None:
         self.path, self.options = path, options
-        self.fetcher = Fetcher(self._read, options.num_requests, options.timeout_s, options.num_retries)
+        self.fetcher = Fetcher(options.num_requests, options.timeout_s, options.num_retries)
         self._system: tuple[int, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,17 +165,25 @@ class RemoteFiles:
                 raise UsageError("open", repr(str(self.path)), expected, got, "Install it with pip") from cause
         return self._system[1]
 
-    def _read(self, url: str, start: int, stop: int) -> bytes:
-        if start == stop:  # a list of files is asked for like bytes, as it may hang and fail like them
-            return b""
-        data: bytes = self.system.cat_file(url, start=start, end=stop)
-        return data
+    def ask(self, path: Path, start: int, stop: int, use: Callable[[bytes], Any] = bytes) -> Request:
+        """Ask for bytes of a file; `fetcher.wait` gives what `use` makes of them.
+
+        It raises, besides: FileNotFoundError, there is no such file; CorruptFileError, the file is shorter.
+        """
+        url, where, action = str(path), f"{start}:{stop} of {str(path)!r}", "fetch the bytes"
+
+        def fetch() -> Any:
+            data = self.system.cat_file(url, start=start, end=stop)
+            if len(data) != stop - start:
+                raise CorruptFileError(action, where, f"{stop - start} bytes", str(len(data)))
+            return use(data)
+
+        return self.fetcher.submit(fetch, action, where)
 
     def read(self, path: Path, start: int, stop: int) -> np.ndarray:
-        """Read bytes of a file, by several requests where they are many: a new uint8 array; errors as of `Fetcher`."""
-        url, step = str(path), self.options.chunk_bytes
-        bounds = [(low, min(low + step, stop)) for low in range(start, stop, step)]
-        parts = [self.fetcher.submit(url, *bound) for bound in bounds]
+        """Read bytes of a file, by several requests where they are many: a new uint8 array; errors as of `ask`."""
+        step = self.options.chunk_bytes
+        parts = [self.ask(path, low, min(low + step, stop)) for low in range(start, stop, step)]
         return np.frombuffer(b"".join(map(self.fetcher.wait, parts)), np.uint8)
 
     def listed(self) -> dict[str, tuple[int, int]]:
@@ -186,19 +194,19 @@ class RemoteFiles:
             DataFileError: It cannot be listed.
         """
         url = str(self.path)
+
+        def ls() -> list[Any]:
+            self.system.invalidate_cache(url)
+            return [one for one in self.system.ls(url, detail=True) if one["type"] == "file"]
+
         try:
-            found = self.fetcher.wait(self.fetcher.submit(url, 0, 0, lambda _: self._entries(url)))
+            found = self.fetcher.wait(self.fetcher.submit(ls, "list the files", f"of {url!r}"))
         except (FileNotFoundError, NotADirectoryError) as cause:
             raise UsageError("open the data folder", repr(url), "a folder", "nothing there") from cause
-        except (OSError, DataFileError) as cause:
+        except OSError as cause:
             expected, advice = "a folder that can be listed", "See to the connection and the rights to read"
             raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause
-        return {name: (size, stamp) for name, size, stamp in found}
-
-    def _entries(self, url: str) -> list[tuple[str, int, int]]:
-        self.system.invalidate_cache(url)
-        entries = [one for one in self.system.ls(url, detail=True) if one["type"] == "file"]
-        return [(one["name"].rpartition("/")[2], int(one["size"] or 0), _stamp(one)) for one in entries]
+        return {one["name"].rpartition("/")[2]: (int(one["size"] or 0), _stamp(one)) for one in found}
 
 
 def _stamp(entry: Mapping[str, Any]) -> int:

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from storage.core.fields import Schema
-from storage.core.threads import each
 from storage.errors import CorruptFileError, UsageError
 from storage.saving.hdf5 import Guarded
 
 from ..format.header import MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, check_contents, read_header
 from ..index.folder import BlockFolder, FileStamp, counted_metadata
-from ..index.index import Block
 from ..index.metadata import BAD_METADATA, Metadata
 from .access import RemoteFiles, RemotePath
 from .fetching import FetchError
@@ -46,10 +44,10 @@ class RemoteFile(Guarded):
         super().__init__()
         self._files, self._path, self._num_bytes, self._position = files, path, num_bytes, 0
         head, tail = min(HEAD_BYTES, num_bytes), max(HEAD_BYTES, num_bytes - TAIL_BYTES)
-        bounds = [(0, head), (tail, num_bytes)] if tail < num_bytes else [(0, head)]
-        requests = [files.fetcher.submit(str(path), *bound) for bound in bounds]
+        bounds = ((0, head), (tail, num_bytes))
+        requests = {start: files.ask(path, start, stop) for start, stop in bounds if start < stop}
         #: First byte and bytes of each part that was fetched.
-        self._parts: list[tuple[int, bytes]] = [(one.start, files.fetcher.wait(one)) for one in requests]
+        self._parts: list[tuple[int, bytes]] = [(start, files.fetcher.wait(one)) for start, one in requests.items()]
 
     @property
     def num_bytes(self) -> int:
@@ -92,8 +90,7 @@ class RemoteFolder(BlockFolder):
 
     def __init__(self, files: RemoteFiles, verify_on_open: bool = False, label: str = "") -> None:
         super().__init__(files.path, verify_on_open, label)
-        self.files = files
-
+        self.files, self._num_openers = files, files.options.num_requests
         self._use_cache = False
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
@@ -115,12 +112,6 @@ class RemoteFolder(BlockFolder):
     def found_now(self) -> Mapping[str, FileStamp]:
         found = self.files.listed()
         return {name: stamp for name, stamp in found.items() if name.endswith((".h5", ".hdf5")) and name[0] != "."}
-
-    def _open_new(self, found: Mapping[str, FileStamp]) -> dict[str, tuple[Schema, Block]]:
-        names = sorted(name for name in found if name not in self._stamps)
-        self._stamps |= {name: found[name] for name in names}
-        opened = each(lambda name: self._open(name, found[name]), names, self.files.options.num_requests)
-        return {name: block for name, block in zip(names, opened, strict=True) if block is not None}
 
     def _open_block(self, path: Path, stamp: FileStamp) -> BlockHeader:
         header = self.read_header(path, stamp[0])

@@ -304,6 +304,29 @@ def test_blocks_that_a_late_listing_does_not_show_yet_or_again_stay_what_they_ar
     assert not dataset.problems and dataset.source.num_vanished_blocks == 0
 
 
+@pytest.mark.parametrize("num_shown", [0, 1000, 20_000])
+def test_a_block_whose_bytes_come_after_its_name_is_read_when_they_are_there(tmp_path, num_shown):
+    record(tmp_path, [3] * 4)
+    dataset = opened(tmp_path, 2, dataset_loops=2, num_transitions_per_env=3)
+    found = frames_of(dataset.get_batch(3))
+    before = set(tmp_path.glob("*.h5"))
+    record(tmp_path, [3] * 2, first_number=4)
+    (path,) = set(tmp_path.glob("*.h5")) - before
+    data = path.read_bytes()
+    assert len(data) > num_shown
+    os.truncate(path, num_shown)  # as a file system shows it that knows the name before the size
+    with clock_ahead(5), pytest.warns(UserWarning, match=path.name):
+        found += frames_of(dataset.get_batch(3))
+    path.write_bytes(data)
+    with clock_ahead(10):
+        for batch in iter_rest(dataset, 3):
+            found += frames_of(batch)
+    frames = [one[2:] for one in found]
+    assert {frame for frame in frames if frames.count(frame) == 2} >= {(one, 2) for one in range(4)}
+    assert {(number, frame) for number in (4, 5) for frame in range(3)} <= set(frames)
+    assert dataset.num_lost_trajectories == 0
+
+
 def test_a_collector_whose_clock_jumps_back_is_heard_all_the_same(tmp_path):
     record(tmp_path, [3] * 6, writer_name="a")
     dataset = opened(tmp_path, 2, num_transitions_per_env=3)

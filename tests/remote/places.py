@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import fsspec
 import numpy as np
@@ -15,6 +17,33 @@ from tests.files.recorded import record
 
 #: Chunks of so few frames that short recordings have many.
 SMALL = {"chunk_bytes": 4096, "num_chunks": 3}
+
+
+class Store(LaggingFileSystem):
+    """The same folder to upload to: an object appears whole or not at all, and none is replaced."""
+
+    protocol = ("gs", "hf", "store")
+
+    def put_file(self, lpath: str, rpath: str, mode: str = "overwrite", **options) -> None:
+        self.pipe_file(rpath, Path(lpath).read_bytes(), mode)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options) -> None:
+        assert mode == "create"
+        target = self.root / self._answer(path, None, len(value))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=self.root, prefix=".upload") as file:
+            file.write(value)
+            file.flush()
+            os.link(file.name, target)
+
+    def size(self, path: str) -> int:
+        return (self.root / str(self._strip_protocol(path)).strip("/")).stat().st_size
+
+
+def store_at(root: Path, protocol: str, latency_s: float = 0.0) -> None:
+    """Let URLs of a protocol lead to a `Store` below a folder."""
+    Store.start(root, latency_s)
+    fsspec.register_implementation(protocol, Store, clobber=True)
 
 
 def uneven(folder: Path, num_trajectories: int = 60, seed: int = 0) -> Path:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("fsspec")
 
 import fsspec
 
-from rollout_data import RemoteOptions, RolloutWriter, WindowDataset, WindowLoader, push
+from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, push
 from rollout_data.tools.command import main
 from storage.errors import DataFileError, SchemaError, UsageError
 
-from .places import check_epoch, far_windows, in_memory, uneven
+from .places import Store, check_epoch, far_windows, in_memory, store_at, uneven
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +60,49 @@ class Failing:
         monkeypatch.setattr(kind, "put_file", failing)
 
 
-def test_an_upload_that_ends_early_leaves_whole_blocks_and_the_next_one_goes_on(folder, monkeypatch):
+def test_a_killed_upload_leaves_whole_blocks_and_the_next_one_goes_on(folder, tmp_path):
+    blocks = {path.name: path.read_bytes() for path in folder.glob("*.h5")}
+    store_at(tmp_path, "store", 0.1)
+    process = multiprocessing.get_context("fork").Process(target=push, args=(folder, "store://walk"))
+    process.start()
+    end_s = time.monotonic() + 20
+    while not list(tmp_path.glob("walk/*.h5")) and time.monotonic() < end_s:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(10)
+    found = {path.name: path.read_bytes() for path in (tmp_path / "walk").iterdir()}
+    assert 0 < len(found) < len(blocks) and found.items() <= blocks.items()  # and no metadata.json
+    assert push(folder, "store://walk") == len(blocks) - len(found)
+    check_epoch(WindowDataset(folder, 4), far_windows("store://walk"))
+
+
+def test_an_upload_that_is_interrupted_ends_and_begins_no_other(folder, monkeypatch):
     failing = Failing(monkeypatch, 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        push(folder, "memory://killed")
-    found = there("killed")
-    assert 0 < len(found) < len(list(folder.glob("*.h5"))) and "metadata.json" not in found
-    assert all(data == (folder / name).read_bytes() for name, data in found.items())
+        push(folder, "memory://interrupted")
     failing.error = None
-    assert push(folder, "memory://killed") == len(list(folder.glob("*.h5"))) - len(found)
-    check_epoch(WindowDataset(folder, 4), far_windows("memory://killed"))
+    assert 0 < len(there("interrupted")) < len(list(folder.glob("*.h5")))
+
+
+def test_an_upload_that_is_never_answered_is_one_error_within_its_time_out(folder, tmp_path):
+    released = threading.Event()
+    store_at(tmp_path, "store")
+    Store.fails = staticmethod(lambda path, start, stop: released.wait(30) if stop and start is None else None)
+    start_s = time.monotonic()
+    with pytest.raises(DataFileError, match=r"cannot push .* to 'store://walk': .*TimeoutError.*, 2 times"):
+        push(folder, "store://walk", remote=RemoteOptions(timeout_s=0.2, num_retries=1))
+    assert time.monotonic() - start_s < 5
+    released.set()
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/runs/walk", "hf://datasets/someone/walk@main/data"])
+def test_urls_of_other_stores_are_published_read_and_played(folder, tmp_path, url):
+    store_at(tmp_path, url.partition(":")[0])
+    assert push(folder, url) == len(list(folder.glob("*.h5")))
+    check_epoch(WindowDataset(folder, 4), far_windows(url))
+    far, near = RolloutDataset(url, 4, device="cpu"), RolloutDataset(folder, 4, device="cpu")
+    for _ in range(5):
+        assert torch.equal(far.get_batch(7).observation, near.get_batch(7).observation)
 
 
 def test_an_upload_that_fails_is_repeated_and_in_the_end_one_error(folder, monkeypatch):

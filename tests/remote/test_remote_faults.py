@@ -48,7 +48,8 @@ def refuse():
 
 
 def hang():
-    time.sleep(1.2)
+    """Never answer, as far as a test can tell."""
+    time.sleep(20)
 
 
 def test_requests_that_fail_are_sent_again(folder):
@@ -141,6 +142,21 @@ def test_a_damaged_block_is_refused_as_the_local_one_is(tmp_path, kind):
     assert len(far) == len(near)
     assert {type(one) for one in far.problems} == {type(one) for one in near.problems}
     assert any(f"memory://damaged-{kind}/{path.name}" in str(one) for one in far.problems)
+
+
+@pytest.mark.parametrize("num_shown", [0, 1000, 40_000])
+def test_a_block_whose_size_is_shown_late_is_a_problem_until_all_of_it_is_there(tmp_path, num_shown):
+    folder = uneven(tmp_path / "walk", 20)
+    path = max(folder.glob("*.h5"))
+    data, url = path.read_bytes(), lagging(folder)
+    assert len(data) > num_shown
+    path.write_bytes(data[:num_shown])
+    far = RolloutDataset(url, 2, 0, device="cpu", refresh_s=0.0)
+    with pytest.warns(UserWarning, match=path.name):
+        far.get_batch(1)
+    path.write_bytes(data)
+    far.source.refresh()
+    assert len(far.source.snapshot().index) == WindowDataset(folder, 1).num_trajectories
 
 
 def test_every_checksum_is_compared_on_request(tmp_path):

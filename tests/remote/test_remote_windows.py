@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 
 import numpy as np
@@ -15,6 +16,7 @@ import fsspec
 
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import WindowDataset, WindowLoader, WindowMixture
+from rollout_data.remote.access import remote_path
 from storage.errors import DataFileError, UsageError
 from tests.files.recorded import record
 
@@ -159,7 +161,7 @@ def test_any_windows_are_read_whatever_was_read_before(folder):
 
 def test_chunks_are_fetched_one_group_ahead_and_no_further(tmp_path):
     record(tmp_path / "long", [900, 900, 900])
-    far = far_windows(lagging(tmp_path / "long"), remote={"num_chunks": 2})
+    far = far_windows(lagging(tmp_path / "long", 0.005), remote={"num_chunks": 2, "num_requests": 3})
     row_bytes = 36
     LaggingFileSystem.requests.clear()
     num_read, most = 0, 0
@@ -170,12 +172,22 @@ def test_chunks_are_fetched_one_group_ahead_and_no_further(tmp_path):
         most = max(most, fetched - num_read * row_bytes)
     assert most <= 4 * 2 * 4096  # two groups, batches that wait, and the rows beyond the ends of all chunks
     assert fetched < 1.2 * far.num_frames * row_bytes
+    assert LaggingFileSystem.most_at_once == 3
 
 
 def test_a_mixture_of_urls_is_refused(folder):
     far = far_windows(in_memory(folder, "mixed"))
     with pytest.raises(UsageError, match="mix datasets: expected files of this machine, got URLs"):
         WindowMixture([far, far])
+
+
+def test_a_url_is_a_path_whose_parts_are_urls():
+    url = remote_path("s3://bucket/walk")
+    block = url / "rollout_a_000000.h5"
+    assert str(block) == os.fspath(block) == "s3://bucket/walk/rollout_a_000000.h5"
+    for one in (block, pickle.loads(pickle.dumps(block))):
+        assert (one, hash(one), one.name) == (block, hash(block), "rollout_a_000000.h5")
+        assert one.parent == url and str(one.parent / "x") == "s3://bucket/walk/x"
 
 
 def test_urls_and_folders_together_are_refused(folder):
