@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from storage.core import arguments
 from storage.core.fields import flatten, unflatten
+from storage.core.memory import on_host
 from storage.errors import UsageError
 
 from .index.metadata import load_metadata, publish_metadata
@@ -52,10 +53,10 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
     while first < len(windows.lengths):
         stop = max(first + 1, int(np.searchsorted(starts, starts[first] + rows_per_task, "right")) - 1)
         about = BlockMetadata(int(starts[stop] - starts[first]), None, None)
-        tasks.append(ray.data.ReadTask(_reading(windows, first, starts[first : stop + 1]), about))
+        tasks.append(ray.data.ReadTask(partial(_read, windows, first, starts[first : stop + 1]), about))
         first = stop
 
-    class RolloutSource(ray.data.Datasource):  # type: ignore[misc, unused-ignore]
+    class RolloutSource(ray.data.Datasource):
         def estimate_inmemory_data_size(self) -> int | None:
             return None
 
@@ -65,28 +66,19 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
     return ray.data.read_datasource(RolloutSource(), override_num_blocks=max(1, len(tasks)))  # more would cut blocks
 
 
-def _reading(windows: WindowDataset, first: int, starts: np.ndarray) -> Callable[[], Iterable[Any]]:
-    """Give what reads the trajectories from number `first` on, which begin at the frames `starts`, less the last."""
+def _read(windows: WindowDataset, first: int, starts: np.ndarray) -> Iterable[Any]:
+    """Read the trajectories from number `first` on, which begin at the frames `starts`, less the last."""
+    from ray.data.block import BlockAccessor
 
-    def read() -> Iterable[Any]:
-        from ray.data.block import BlockAccessor
-
-        frames, lengths = np.arange(starts[0], starts[-1]), np.diff(starts)
-        flat = flatten(dict(windows.__getitems__(frames)))
-        if clash := [name for name in _PLACE if name in flat]:
-            raise UsageError("read rollouts", f"with the field {clash[0]!r}", "other names than " + ", ".join(_PLACE))
-        columns = {name: _array(leaf[:, 0]) for name, leaf in flat.items() if name != "mask"}
-        columns[_TRAJECTORY] = np.repeat(np.arange(first, first + len(lengths)), lengths)
-        columns[_FRAME] = frames - np.repeat(starts[:-1], lengths)
-        columns[_LENGTH] = np.repeat(lengths, lengths)
-        return [BlockAccessor.batch_to_block(columns)]
-
-    return read
-
-
-def _array(leaf: torch.Tensor) -> np.ndarray:
-    found: np.ndarray = (leaf.float() if leaf.dtype is torch.bfloat16 else leaf).numpy()
-    return found
+    frames, lengths = np.arange(starts[0], starts[-1]), np.diff(starts)
+    flat = flatten(dict(windows.__getitems__(frames)))
+    if clash := [name for name in _PLACE if name in flat]:
+        raise UsageError("read rollouts", f"with the field {clash[0]!r}", "other names than " + ", ".join(_PLACE))
+    columns = {name: on_host(leaf[:, 0]) for name, leaf in flat.items() if name != "mask"}
+    columns[_TRAJECTORY] = np.repeat(np.arange(first, first + len(lengths)), lengths)
+    columns[_FRAME] = frames - np.repeat(starts[:-1], lengths)
+    columns[_LENGTH] = np.repeat(lengths, lengths)
+    return [BlockAccessor.batch_to_block(columns)]
 
 
 def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: Any) -> None:
@@ -109,10 +101,10 @@ def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: An
     folder = arguments.path("write rollouts into", "", data_dir).absolute()
     staging = folder / f".ray-{secrets.token_hex(4)}"
 
-    class RolloutSink(Datasink):  # type: ignore[misc, unused-ignore, type-arg]
+    class RolloutSink(Datasink):
         def write(self, blocks: Iterable[Any], ctx: Any) -> str:
-            parts = [BlockAccessor.for_block(block).to_batch_format("numpy") for block in blocks]
-            parts = [part for part in parts if len(part.get(_FRAME, ()))]
+            full = (block for block in map(BlockAccessor.for_block, blocks) if block.num_rows())
+            parts = [block.to_batch_format("numpy") for block in full]
             place = staging / secrets.token_hex(8)
             if parts:
                 with RolloutWriter(place, 1, **options) as writer:

@@ -32,7 +32,7 @@ MAY_IMPORT = {
         "managed": "live prioritized ring saving",
         "checkpoints": "codecs live",
         "adapters": "onpolicy saving",
-        "ray_actors": "live saving",
+        "ray_actors": "live",
         "remote": "ray_actors",
     },
     "rollout_data": {

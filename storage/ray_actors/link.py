@@ -41,14 +41,15 @@ class Link:
         """Call a method of the shard; give the reference to its answer."""
         return getattr(self.actor, method).remote(*args)
 
-    def answer(self, reference: Any) -> Any:
+    def answer(self, reference: Any, least_s: float = 0) -> Any:
         """Wait for an answer; raise what the shard raised, or that it took too long, or that the actor died."""
         import ray
 
+        timeout_s = max(self._options.timeout_s, least_s)
         try:
-            return ray.get(reference, timeout=self._options.timeout_s)
+            return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as cause:
-            within = f"an answer within {self._options.timeout_s} s"
+            within = f"an answer within {timeout_s} s"
             raise WaitTimeoutError("ask", self.where, within, "none", "See what its actor does") from cause
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None

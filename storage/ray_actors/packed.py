@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ..core.fields import DTYPES
-from ..core.memory import as_given
+from ..core.memory import BufferPool, as_given
 from ..core.records import COMPLEX_DTYPES, dense
 
 #: Memory is sent as a whole if at least this share of it is wanted; otherwise its tensors are copied first.
@@ -55,8 +55,8 @@ def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
     return type(tree)(map_tree(function, x, is_leaf) for x in tree) if type(tree) in (list, tuple) else tree
 
 
-def pack(tree: Any) -> Packed:
-    """Take a tree apart; memory that tensors on the CPU share is shown, not copied, others are copied to the CPU."""
+def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
+    """Take a tree apart; memory that tensors on the CPU share is shown, or with `pool` copied, not computed with."""
     given: list[Any] = []
 
     def mark(leaf: Any) -> Any:
@@ -66,27 +66,31 @@ def pack(tree: Any) -> Packed:
     marked = map_tree(mark, tree)
     tensors = [dense("a leaf", as_given(leaf), "send a tree").cpu() for leaf in given]
     tensors = [x if x.data_ptr() % x.element_size() == 0 else x.clone() for x in tensors]
-    groups: list[list[int]] = []
-    for group in _overlapping([_extent(tensor) for tensor in tensors]):
-        start, stop = _extent(*(tensors[one] for one in group))
-        if sum(tensors[one].nbytes for one in group) >= _LEAST_SHARE * (stop - start):
-            groups.append(group)
-            continue
-        for one in group:
-            tensors[one] = tensors[one].clone(memory_format=torch.contiguous_format)
-            groups.append([one])
     buffers: list[npt.NDArray[np.uint8]] = []
     places: dict[int, Place] = {}
-    for group in groups:
-        start, stop = _extent(*(tensors[one] for one in group))
+
+    def put(group: list[int], start: int, stop: int) -> None:
         start -= start % _ALIGNMENT
         for one in group:
             x, is_array = tensors[one], isinstance(given[one], np.ndarray)
-            strides = tuple(stride * x.element_size() for stride in x.stride())
-            first = x.data_ptr() - start if x.numel() else 0
+            size, first = x.element_size(), x.data_ptr() - start if x.numel() else 0
+            strides = tuple(stride * size for stride in x.stride())
             places[one] = len(buffers), first, _NAMES[x.dtype], tuple(x.shape), strides, is_array
         owner = [tensors[one] for one in group]
-        buffers.append(np.asarray(_Memory(start, stop - start, owner)) if stop > start else np.empty(0, np.uint8))
+        buffer = np.asarray(_Memory(start, stop - start, owner)) if stop > start else np.empty(0, np.uint8)
+        if pool is not None:
+            buffers.append(pool.take(len(buffer)).numpy())
+            buffers[-1][:] = buffer
+        else:
+            buffers.append(buffer)
+
+    for group, start, stop in _overlapping([_extent(x) for x in tensors]):
+        if sum(tensors[one].nbytes for one in group) >= _LEAST_SHARE * (stop - start):
+            put(group, start, stop)
+            continue
+        for one in group:
+            tensors[one] = tensors[one].clone(memory_format=torch.contiguous_format)
+            put([one], *_extent(tensors[one]))
     return buffers, [places[one] for one in range(len(given))], marked
 
 
@@ -126,25 +130,20 @@ def join(trees: Sequence[Any]) -> Any:
     return torch.cat(list(trees)) if isinstance(first, torch.Tensor) else first
 
 
-def _extent(*tensors: torch.Tensor) -> tuple[int, int]:
-    """Say at which addresses tensors lie: (start, stop); the same where they are empty."""
-    starts, stops = [], []
-    for x in tensors:
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        starts.append(x.data_ptr())
-        stops.append(x.data_ptr() + (reach * x.element_size() if x.numel() else 0))
-    return min(starts), max(stops)
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """Say at which addresses a tensor lies: (start, stop); the same if it is empty."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + reach * x.element_size()
 
 
-def _overlapping(extents: Sequence[tuple[int, int]]) -> list[list[int]]:
+def _overlapping(extents: Sequence[tuple[int, int]]) -> list[tuple[list[int], int, int]]:
     """Group extents that overlap: those are of one allocation, all of which may be read between them."""
-    groups: list[list[int]] = []
-    last = -1
+    groups: list[tuple[list[int], int, int]] = []
     for number in sorted(range(len(extents)), key=extents.__getitem__):
         start, stop = extents[number]
-        if start < last:
-            groups[-1].append(number)
+        if groups and start < groups[-1][2]:
+            group, first, last = groups[-1]
+            groups[-1] = [*group, number], first, max(last, stop)
         else:
-            groups.append([number])
-        last = max(last, stop)
+            groups.append(([number], start, stop))
     return groups

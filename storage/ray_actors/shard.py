@@ -21,20 +21,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.arguments import real, whole
+from ..core.arguments import is_whole, real, whole
 from ..core.durable import read_json, replace_file, write_json
 from ..core.fields import flatten
+from ..core.memory import BufferPool
 from ..errors import BufferEmptyError, UsageError
 from ..live.rates import RateLimitedError, RateLimiter
-from ..saving.folder import MissingFolderError
-from ..saving.store import load_store
 from .packed import Packed, is_numbers, join, map_tree, pack, unpack
 
 #: Method -> thread of the actor that runs it; others run in its main thread.
-GROUPS = {"draw": "drawing", "update": "drawing", "push": "pushing"}
+GROUPS = {"draw": "drawing", "push": "pushing"}
+#: What a learner found; other pushes are rows.
+UPDATES = ("update", "update_priorities")
 #: So often rows are drawn anew to fill a batch with rows that are not too old.
 _MAX_DRAWS = 64
-_STATE, _ROWS = "shard.json", "rows_"
+_STATE, _ROWS, _ID = "shard.json", "rows_", "replay_unique_id"
+_LIMIT_HERE = "Give rate_limiter to RemoteBuffer, which waits without a lock"
+_ONE_EACH = "Shards have unequal shares of its buffers: make a RemoteBuffer of each"
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,8 @@ class RemoteOptions:
     prefetch: int = 2  # replies that are requested ahead of the consumer; 0 draws when it is asked for
     batches_per_reply: int = 1  # batches that one reply brings
     copy: bool = False  # whether samples are the caller's own; otherwise large ones are shared memory, for reading only
-    max_pending: int = 2  # pushes, and updates, to a shard that may be unanswered; the client waits beyond that
-    checkpoint_dir: str | None = (
-        None  # on a file system that all machines see; what is there is taken up; None for none
-    )
+    max_pending: int = 1  # pushes, and updates, to a shard that may be unanswered; more take turns from draws
+    checkpoint_dir: str | None = None  # on a file system that all machines see; what is there is taken up
     max_unsaved_bytes: int = 256 << 20  # pushes to a shard that no checkpoint holds; beyond it asks for one and waits
     rate_limiter: Mapping[str, Any] | None = None  # arguments of a `RateLimiter` of each shard, which counts rows
     max_staleness: int | None = None  # rows are drawn only if their policy version is at most so much behind ours
@@ -75,11 +76,10 @@ class Ack(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """Whether rows follow each other, how many of a sample belong together, whether priorities are set by ids."""
+    """Whether rows follow each other, and how many of a sample belong together unless it says; 0 if it cannot say."""
 
     has_steps: bool
     unit: int
-    has_ids: bool
 
 
 class Shard:
@@ -91,20 +91,48 @@ class Shard:
         torch.set_num_threads(1)
         torch.manual_seed(options.seed * place[1] + place[0])  # every process starts with the same seed
         self._place, self._folder, self._options, self._life = place, folder, options, secrets.token_hex(8)
-        self._buffer = make()
-        if getattr(self._buffer, "rate_limiter", None) is not None:
-            advice = "Give rate_limiter to RemoteBuffer, which waits without a lock"
-            raise UsageError("keep a buffer in an actor", "", "one without a rate_limiter", "one with", advice)
         self._limiter = None if options.rate_limiter is None else RateLimiter(**options.rate_limiter)
+        #: Where a reply's batches wait for each other: memory of their own would be new each time, at 4 times the cost.
+        self._pool = BufferPool(2 * options.batches_per_reply) if options.batches_per_reply > 1 else None
         #: Collector -> number of its push that is due; as it is, and as of the last checkpoint; who pushed last.
         self._due: dict[str, int] = {}
         self._saved: dict[str, int] = {}
         self._last: str | None = None
         #: Held while a push is applied, and while buffer and numbers are saved.
         self._applying = threading.Lock()
-        if folder is not None and (Path(folder) / _STATE).exists():
-            self._buffer, self._due = self._read(folder)
-            self._saved = dict(self._due)
+        self._made: Any = None
+        self._names: list[str] = []
+        self._failure: Exception | None = None
+        try:
+            self._made = self._checked(make())
+            unit, self._has_ids = _has(self._made, "sample", "seq_length"), _has(self._made, "update_priorities", "ids")
+            has_steps = getattr(self._made, "end_key", None) is not None or hasattr(self._made, "seq_length")
+            self._traits = Traits(has_steps, unit and int(self._made.seq_length or 1))
+            if folder is not None and (Path(folder) / _STATE).exists():
+                self._read(folder)
+        except Exception as error:  # noqa: BLE001 - each call raises it; of an actor that dies Ray gives the text only
+            self._failure = error
+
+    @property
+    def _buffer(self) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        return self._made
+
+    def _checked(self, made: Any) -> Any:
+        """Refuse what cannot be drawn from here; make the names of items differ from those of other shards."""
+        kind, (at, num_shards), parts = type(made).__name__, self._place, _parts_of(made)
+        for is_wrong, expected, got, advice in (
+            (not hasattr(made, "sample"), "one with a method sample", f"a {kind}", "Keep it beside its learner"),
+            (made not in parts and num_shards > 1, f"one shard of a {kind}", str(num_shards), _ONE_EACH),
+            (any(getattr(x, "rate_limiter", None) for x in parts), "none with a rate_limiter", "one", _LIMIT_HERE),
+        ):
+            if is_wrong:
+                raise UsageError("keep a buffer in an actor", "", expected, got, advice)
+        if num_shards > 1 and hasattr(made, "name"):
+            self._names = [f"{made.name}_{number}" for number in range(num_shards)]
+            made.name = self._names[at]
+        return made
 
     # Drawing.
 
@@ -114,39 +142,43 @@ class Shard:
         What is asked (method, sizes, other arguments, options, policy version) is one argument: each takes 60 us.
         """
         name, sizes, args, options, version = asked
-        method, found = getattr(self._buffer, name), []
+        method, found, limiter = getattr(self._buffer, name), [], self._limiter
         for size in filter(None, sizes):
-            if self._limiter is not None and not self._limiter.sample(size):
-                raise RateLimitedError(f"draw {size} rows", "", "more pushes", str(self._limiter.snapshot()))
+            num_rows, one = sum(size.values()) if isinstance(size, Mapping) else size, None
+            if limiter is not None and not limiter.sample(num_rows):
+                raise RateLimitedError(f"draw {num_rows} rows", "", "more pushes", str(limiter.snapshot()))
             try:
-                found.append(pack(self._fresh(partial(method, size, *args, **options), size, version)))
-            except BaseException:
-                if self._limiter is not None:
-                    self._limiter.undo(num_sampled=size)
-                raise
+                one = self._fresh(
+                    partial(method, size, *args, **options), unit_of(self._traits, name, args, options), version
+                )
+            finally:
+                if one is None and limiter is not None:
+                    limiter.undo(num_sampled=num_rows)
+            if self._place[1] > 1 and self._has_ids and isinstance(one, tuple):
+                one = *one[:-1], one[-1] * self._place[1] + self._place[0]
+            found.append(pack(one, self._pool))
         return tuple(self.hello("")), found
 
-    def update(self, name: str, packed: Packed) -> None:
-        """Call a method of the buffer that tells what a learner found."""
-        args, options = unpack(packed)
-        getattr(self._buffer, name)(*args, **options)
-
-    def _fresh(self, draw: Callable[[], Any], size: int, version: int | None) -> Any:
+    def _fresh(self, draw: Callable[[], Any], unit: int, version: int | None) -> Any:
         """Draw; leave out rows that are too old and draw again until a batch is full: the others are equally likely."""
-        limit, parts, num_kept, num_rows = self._options.max_staleness, [], 0, 1
+        limit, key, parts, num_kept = self._options.max_staleness, self._options.version_key, [], 0
         if limit is None or version is None:
             return draw()
         for _ in range(_MAX_DRAWS):
             found = draw()
-            if found is None:
-                return None
-            unit = self.about().unit
-            fresh = _are_fresh(found, self._options.version_key, version - limit, 1 if size % unit else unit)
-            parts.append(found if bool(fresh.all()) else _rows_of(found, fresh))
-            num_kept, num_rows = num_kept + int(fresh.sum()), len(fresh)
-            if num_kept >= num_rows:
-                return _rows_of(join(parts), slice(num_rows)) if len(parts) > 1 else parts[0]
-        expected = f"{num_rows} rows of policy version {version - limit} or later"
+            batch = found[0] if isinstance(found, tuple) else found
+            fields = flatten(batch) if isinstance(batch, dict) else {}
+            if key not in fields:
+                raise UsageError(
+                    "bound staleness", "", f"samples with the field {key!r}", ", ".join(fields) or "others"
+                )
+            size = len(fields[key])
+            fresh = (fields[key] >= version - limit).reshape(size // unit, -1).all(1).repeat_interleave(unit)
+            parts.append(_rows_of(found, fresh))
+            num_kept += int(fresh.sum())
+            if num_kept >= size:
+                return _rows_of(join(parts), slice(size))
+        expected = f"{size} rows of policy version {version - limit} or later"
         raise BufferEmptyError("draw", "", expected, f"{num_kept} in {_MAX_DRAWS} draws", "Push newer rows")
 
     # Pushing.
@@ -157,12 +189,14 @@ class Shard:
         if number != due:
             return self.hello(collector), None
         args, options = ((), {}) if packed is None else unpack(packed)
-        num_rows, limiter = _num_rows(args), self._limiter
-        if packed is not None and limiter is not None and not limiter.insert(num_rows):
+        num_rows, limiter = 0 if name in ("", *UPDATES) else _num_rows(self._buffer, name, args), self._limiter
+        if limiter is not None and num_rows and not limiter.insert(num_rows):
             raise RateLimitedError(f"insert {num_rows} rows", "", "more draws", str(limiter.snapshot()))
         with self._applying:
             try:
-                if packed is not None:
+                if name in UPDATES:
+                    self._update(name, args, options)
+                elif name:
                     self._check_alone(collector)
                     getattr(self._buffer, name)(*args, **options)
             except Exception as cause:  # noqa: BLE001 - the collector raises it
@@ -175,26 +209,43 @@ class Shard:
     def _check_alone(self, collector: str) -> None:
         """Refuse rows that would seem to follow those of another collector, in between those of this one."""
         is_between = self._last not in (None, collector) and self._due.get(collector, 0)
-        if is_between and self.about().has_steps and not self._options.whole_trajectories:
+        if is_between and self._traits.has_steps and not self._options.whole_trajectories:
             advice = "Make more shards, or push whole trajectories and give whole_trajectories=True"
             raise UsageError("push steps", "", "one collector for each shard", "two in turns", advice)
         self._last = collector
+
+    def _update(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Call a method of the buffer that tells what a learner found, with what concerns this shard."""
+        if self._place[1] > 1 and name == "update_priorities" and self._has_ids:
+            args, options = self._own_rows(*args, **options), {}
+        elif name == "update" and self._names:
+            args, options = (self._own_items(*args, **options),), {}
+        getattr(self._buffer, name)(*args, **options)
+
+    def _own_rows(self, ids: Any, priorities: Any) -> tuple[Any, Any]:
+        ids, priorities = torch.as_tensor(ids), torch.as_tensor(priorities)
+        mine = ids % self._place[1] == self._place[0]
+        return ids[mine] // self._place[1], priorities[mine] if priorities.dim() else priorities
+
+    def _own_items(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave out the items of other shards; those of none are the first one's, whose buffer refuses them."""
+        names = [str(one).rpartition("_")[0] for one in info.get(_ID) or ()]
+        mine = [(self._names.index(name) if name in self._names else 0) == self._place[0] for name in names]
+        lists = {key: info[key] for key in (_ID, "priority") if info.get(key) is not None}
+        cut = {key: [x for x, is_mine in zip(given, mine, strict=True) if is_mine] for key, given in lists.items()}
+        return {**info, **cut}
 
     # All else.
 
     def hello(self, collector: str) -> Ack:
         """Tell how many rows there are, and where a collector's pushes are."""
-        return Ack(self._life, len(self._buffer), self._due.get(collector, 0), self._saved.get(collector, 0))
+        num_rows = sum(map(len, _parts_of(self._buffer)))
+        return Ack(self._life, num_rows, self._due.get(collector, 0), self._saved.get(collector, 0))
 
     def about(self) -> Traits:
-        """Tell what a client has to know of the buffer."""
-        made = self._buffer
-        has_steps = getattr(made, "end_key", None) is not None or hasattr(made, "seq_length")
-        is_flat, has_ids = (
-            hasattr(made, method) and name in inspect.signature(getattr(made, method)).parameters
-            for method, name in (("sample", "seq_length"), ("update_priorities", "ids"))
-        )
-        return Traits(has_steps, int(made.seq_length or 1) if is_flat else 1, has_ids)
+        """Tell what a client has to know of the buffer; raise why there is none."""
+        assert self._buffer is not None
+        return self._traits
 
     def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Packed:
         """Call any method of the buffer, or give an attribute."""
@@ -202,69 +253,68 @@ class Shard:
             found = getattr(self._buffer, name)
             return pack(found(*args, **options) if callable(found) else found)
 
-    def save(self, collector: str, number: int = 0, folder: str | None = None) -> Ack:
-        """Save in a folder, or a checkpoint; with `number` only if none holds the pushes of a collector below it."""
-        if folder is not None or number == 0 or self._saved.get(collector, 0) < number:
+    def save(self, collector: str, number: int = 0) -> Ack:
+        """Save a checkpoint; with `number` only if none holds the pushes of a collector below it."""
+        if number == 0 or self._saved.get(collector, 0) < number:
             with self._applying:
-                self._write(folder or self._folder)
+                self._write()
         return self.hello(collector)
 
     def load(self, folder: str) -> None:
-        """Take over what was saved; the numbers that are due stay."""
+        """Take over what the buffer's `save` wrote; the numbers that are due stay."""
         with self._applying:
-            self._buffer = self._read(folder)[0]
+            self._made = type(self._buffer).load(folder, self._buffer.device)
             if self._folder is not None:
-                self._write(self._folder)
+                self._write()
 
-    def _write(self, folder: str | None) -> None:
+    def _write(self) -> None:
         """Save buffer and numbers; the file of numbers, which is replaced last, says which folder of rows counts."""
-        if folder is None:
+        if self._folder is None:
             raise UsageError("save a checkpoint", "", "a RemoteBuffer with checkpoint_dir", "one without")
-        place, number = Path(folder), secrets.randbelow(1 << 48)
-        self._buffer.save(place / f"{_ROWS}{number}")
+        place, rows = Path(self._folder), secrets.randbelow(1 << 48)
+        self._buffer.save(place / f"{_ROWS}{rows}")
         with replace_file(place / _STATE) as path:
-            write_json(path, {"place": list(self._place), "rows": number, "due": self._due})
-        if folder == self._folder:
-            self._saved = dict(self._due)
+            write_json(path, {"place": list(self._place), "rows": rows, "due": self._due})
+        self._saved = dict(self._due)
         for other in place.glob(f"*{_ROWS}*"):  # those of interrupted saves too
-            if other.name != f"{_ROWS}{number}":
+            if other.name != f"{_ROWS}{rows}":
                 shutil.rmtree(other, ignore_errors=True)
 
-    def _read(self, folder: str) -> tuple[Any, dict[str, int]]:
-        action, where = "load a shard", f"from {folder!r}"
-        try:
-            about = read_json(Path(folder) / _STATE)
-        except FileNotFoundError as cause:
-            raise MissingFolderError(action, where, f"a folder with {_STATE}", "none") from cause
-        if about.get("place") != list(self._place) or not isinstance(about.get("due"), dict):
-            raise UsageError(action, where, f"shard {self._place[0]} of {self._place[1]}", str(about.get("place")))
-        due = {name: whole(action, "a number of pushes", number, 0) for name, number in about["due"].items()}
-        rows = whole(action, "the number of the rows", about.get("rows"), 0)
-        found = load_store(Path(folder) / f"{_ROWS}{rows}", self._buffer.device)
-        if type(found) is not type(self._buffer):
-            raise UsageError(action, where, f"a {type(self._buffer).__name__}", f"a {type(found).__name__}")
-        return found, due
+    def _read(self, folder: str) -> None:
+        place, rows, due = map(read_json(Path(folder) / _STATE).get, ("place", "rows", "due"))
+        is_state = isinstance(due, dict) and all(map(is_whole, [rows, *due.values()]))
+        if due is None or place != list(self._place) or not is_state:
+            expected = "a checkpoint of shard {} of {}".format(*self._place)
+            raise UsageError("load a shard", f"from {folder!r}", expected, str(place))
+        self._made = type(self._made).load(Path(folder) / f"{_ROWS}{rows}", self._made.device)
+        self._saved, self._due = dict(due), due
 
 
-def _num_rows(args: tuple[Any, ...]) -> int:
-    """Count what is pushed: items of a list, else the first axis."""
-    if args and isinstance(args[0], list):
-        return len(args[0])
+def unit_of(traits: Traits, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
+    """Say how many rows of a draw belong together."""
+    found = options.get("seq_length") or next(iter(args), None) or traits.unit
+    return found if name == "sample" and traits.unit else 1
+
+
+def _has(made: Any, method: str, argument: str) -> bool:
+    return hasattr(made, method) and argument in inspect.signature(getattr(made, method)).parameters
+
+
+def _parts_of(made: Any) -> list[Any]:
+    """List the buffers of a manager, or a buffer itself."""
+    return [made[name] for name in made.buffer_name] if hasattr(made, "buffer_name") else [made]
+
+
+def _num_rows(made: Any, name: str, args: tuple[Any, ...]) -> int:
+    """Count what is pushed: items, or the first axis."""
+    given = args[0] if args else None
+    if isinstance(given, list) and name != "append":
+        return len(made.as_list(given) if name == "push" and hasattr(made, "as_list") else given)
     sizes: list[int] = []
-    map_tree(lambda leaf: sizes.append(len(leaf) if leaf.ndim else 1), args[:1], is_numbers)
+    if name not in ("append", "push", "push_data"):
+        map_tree(lambda leaf: sizes.append(len(leaf) if leaf.ndim else 1), given, is_numbers)
     return sizes[0] if sizes else 1
 
 
 def _rows_of(tree: Any, rows: Any) -> Any:
     return map_tree(lambda leaf: leaf[rows], tree)
-
-
-def _are_fresh(batch: Any, key: str, oldest: int, unit: int) -> torch.Tensor:
-    """Tell of each row of a batch whether no row of its unit is older than a version."""
-    rows = batch[0] if isinstance(batch, tuple) else batch
-    flat = flatten(rows) if hasattr(rows, "items") else {}
-    if key not in flat:
-        raise UsageError("bound staleness", "", f"samples with the field {key!r}", ", ".join(flat) or "others")
-    versions = flat[key]
-    found: torch.Tensor = (versions >= oldest).reshape(len(versions) // unit, -1).all(1).repeat_interleave(unit)
-    return found

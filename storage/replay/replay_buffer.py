@@ -103,11 +103,15 @@ class ReplayBuffer(Store):
         mini_batch_size = arguments.whole("generate mini-batches", "mini_batch_size", mini_batch_size, 1)
         if not self.num_samples:
             raise BufferEmptyError("generate mini-batches", "", "states", "an empty buffer", "Call insert() first")
-        return (self._draw(mini_batch_size) for _ in range(num_mini_batch))
+        return (self.sample(mini_batch_size) for _ in range(num_mini_batch))
 
     @torch.no_grad()
-    def _draw(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw one of the pairs that `feed_forward_generator` yields; `BufferEmptyError` if nothing was inserted."""
+        size = arguments.whole("sample", "size", size, 1)
         with self._lock:
+            if not self.num_samples:
+                raise BufferEmptyError("sample", "", "states", "an empty buffer", "Call insert() first")
             self._order.wait(is_write=False)
             found = self._ring.gather(uniform(self.num_samples, size, self.rng).to(self.device))
             self._order.record(is_write=False)

@@ -89,8 +89,6 @@ def test_priorities_go_to_the_shard_that_gave_the_ids(cluster: Any) -> None:
         buffer.update_priorities(ids, (numbers % 10 == 3).float())
         buffer.flush()
         assert {number % 10 for number in check_rows(buffer.sample_tensors(500)[0])} == {3}
-        with pytest.raises(UsageError, match="update several shards"):
-            buffer.update({})
 
 
 def test_windows_keep_their_order_and_two_collectors_may_not_mix_steps(cluster: Any) -> None:
