@@ -30,8 +30,9 @@ class Link:
         self.actor, self.where, self._collector, self._options = actor, where, collector, options
         self._is_kept = options.checkpoint_dir is not None
         self.told: Ack | None = None
-        #: Number -> (reference to what was pushed, its bytes), oldest first.
+        #: Number -> (reference to what was pushed, its bytes), oldest first; and the bytes of all.
         self._kept: dict[int, tuple[Any, int]] = {}
+        self._kept_bytes = 0
         #: The numbers of the next push that is made, and that is sent; below 0 the shard has to be asked for it.
         self._next = self._sent = 0
         #: Pushes that are not answered: number and reference to the answer.
@@ -90,9 +91,10 @@ class Link:
         packed = pack((args, options))
         num_bytes = sum(buffer.nbytes for buffer in packed[0])
         self._pump(self._options.max_pending - 1)
-        if self._is_kept and sum(size for _, size in self._kept.values()) + num_bytes > self._options.max_unsaved_bytes:
+        if self._is_kept and self._kept_bytes + num_bytes > self._options.max_unsaved_bytes:
             self.checkpoint(is_anew=False)
         self._kept[self._next] = ray.put((name, packed)), num_bytes
+        self._kept_bytes += num_bytes
         self._next += 1
         self._pump(self._options.max_pending)
 
@@ -138,7 +140,7 @@ class Link:
         self._note(ack, is_back=ack.due <= number)
         if error is not None:
             if number in self._kept:  # it was counted, and is to be counted again after a restart
-                self._kept[number] = ("", None), 0
+                self._kept[number] = ("", None), self._kept[number][1]
             raise error
 
     def _note(self, ack: Ack, is_back: bool = False) -> None:
@@ -151,4 +153,4 @@ class Link:
                 got = f"push {ack.due} is due, which is not kept any more"
                 raise BackgroundError("send again", f"to {self.where}", "a checkpoint that holds what it did", got)
         for number in [one for one in self._kept if one < (ack.unsaved if self._is_kept else ack.due)]:
-            del self._kept[number]
+            self._kept_bytes -= self._kept.pop(number)[1]
