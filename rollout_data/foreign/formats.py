@@ -22,6 +22,8 @@ FORMATS: dict[str, str] = {
     "libero": "hdf5.libero",
     "isaaclab": "hdf5.isaaclab",
     "robomimic": "hdf5.robomimic",
+    "aloha": "hdf5.aloha",
+    "maniskill": "hdf5.maniskill",
     "ogbench": "arrays.ogbench",
     "motion": "arrays.motion",
 }

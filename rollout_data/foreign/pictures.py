@@ -75,6 +75,23 @@ def decode_picture(data: bytes | memoryview, where: str, shape: tuple[int, ...] 
     return found
 
 
+def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
+    """Give the shape that `decode_picture` gives, from the header alone; deep pictures are refused.
+
+    Raises:
+        CorruptFileError: It is damaged, or no picture of 8 bits.
+        UsageError: Pillow is missing.
+    """
+    image_module = optional("PIL.Image", "pillow", "formats", "pictures")
+    damage = (*_DAMAGE, image_module.DecompressionBombError)
+    opening = damage_named("decode the picture", where, "an intact picture", *damage)
+    with opening, image_module.open(io.BytesIO(data), formats=_FORMATS) as image:
+        _check_header(image, where, None)
+        if image.mode in _DEEP:
+            raise CorruptFileError("decode the picture", where, "8 bits per channel", image.mode)
+        return image.size[1], image.size[0], _CHANNELS.get(image.mode, 3)
+
+
 def _check_header(image: Any, where: str, shape: tuple[int, ...] | None) -> None:
     width, height = image.size
     if shape is not None and (height, width) != shape[:2]:

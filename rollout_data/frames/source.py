@@ -117,6 +117,9 @@ def kind_of(origin: Origin) -> type[Kind] | None:
     """Tell how a path is read: by its format, or by its content; None if it is not there yet, or holds nothing."""
     if origin.format is not None:
         return {kind.format: kind for kind in (Blocks, Chunks)}.get(origin.format, Readers)
-    if origin.path.is_file() or (not block_entries(origin.path) and Readers.is_there(origin.path)):
+    if origin.path.is_file():
+        return Readers
+    is_written_here = any(one.name.startswith("rollout_") for one in block_entries(origin.path))
+    if not is_written_here and Readers.is_there(origin.path):
         return Readers
     return next((kind for kind in (Chunks, Blocks) if kind.is_there(origin.path)), None)

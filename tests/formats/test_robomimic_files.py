@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import rollout_data
+from rollout_data.foreign.formats import open_foreign
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError, UsageError
 from tests.formats.cases import ROOT
 from tests.formats.hdf5_files import LENGTHS, STORAGE, actions, edited, pixels, replace, rewards, robomimic, values
@@ -53,7 +54,7 @@ def test_demos_come_in_numeric_order_with_their_own_fields(tmp_path: Path, stora
     assert recording[0].metadata["lang"] == recording[0].task == "öffne 2"
     assert recording[0].metadata["mask"] == ["train"] and "mask" not in recording[1].metadata
     assert "dones" in recording[0] and "next_obs/low" not in recording[0]
-    assert recording.metadata["env"] == "Lift" and recording.metadata["control_mode"] == "unknown"
+    assert recording.metadata["env_name"] == "Lift" and recording.metadata["control_mode"] == "unknown"
 
 
 def test_plain_rows_are_mapped_and_cannot_be_written(tmp_path: Path) -> None:
@@ -104,11 +105,12 @@ def test_a_forked_process_opens_the_file_for_itself(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> None:
-    recording = rollout_data.open(robomimic(tmp_path / "x.hdf5"))
+    reader = open_foreign(robomimic(tmp_path / "x.hdf5"))
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(reader)).read(0, "action", 0, 3), actions(2, 3))
     robomimic(tmp_path / "y.hdf5", {2: 3})
     os.replace(tmp_path / "y.hdf5", tmp_path / "x.hdf5")
     with pytest.raises(CorruptFileError, match="Open the recording again"):
-        _ = pickle.loads(pickle.dumps(recording))[0].action
+        pickle.loads(pickle.dumps(reader)).read(0, "action", 0, 3)
 
 
 def _wrong(name: str, array: Any) -> Any:
@@ -278,7 +280,7 @@ def test_attributes_that_are_not_json_are_kept_as_texts(tmp_path: Path) -> None:
 
     recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), spoil))
     check_all(recording)
-    assert recording[0].metadata["ep_meta"] == "pick" and recording.metadata["env"] == ""
+    assert recording[0].metadata["ep_meta"] == "pick" and recording.metadata["env_name"] == ""
 
 
 def test_observations_of_libero_move_only_on_request(tmp_path: Path) -> None:

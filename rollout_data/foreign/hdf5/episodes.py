@@ -13,13 +13,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import h5py
 import numpy as np
 
-from storage.core.fields import MAX_FIELDS, Field, Schema
+from storage.core.fields import DTYPES, MAX_FIELDS, Field, Schema
 from storage.errors import CorruptFileError, DataFileError
 from storage.saving.hdf5 import reported
 
-from ..pictures import decode_picture
+from ..pictures import decode_picture, picture_shape
 from ..reader import EpisodeInfo, ForeignReader
 from .files import Files, Found, OpenFile
 
@@ -27,7 +28,10 @@ from .files import Files, Found, OpenFile
 _CHECKED_AT_ONCE = 600
 #: What is metadata may be this large.
 _MAX_ASIDE_BYTES = 1 << 20
+#: Of more steps only the last is looked at.
+_MAX_FLAGS = 1 << 16
 #: Names of ours, not to be taken by other datasets.
+_JPEG_START, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
 _OURS = ("action", "observation", "reward", "terminated", "truncated")
 
 
@@ -51,11 +55,17 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields of an episode, those of the observation after the last step, and datasets that are metadata."""
+    """What the datasets of an episode mean.
+
+    Attributes:
+        columns: Its fields.
+        final: The fields of the observation after the last step.
+        aside: Datasets that are metadata -> which row is, counted from the end; None for all.
+    """
 
     columns: dict[str, Column] = field(default_factory=dict)
     final: dict[str, Column] = field(default_factory=dict)
-    aside: list[str] = field(default_factory=list)
+    aside: dict[str, int | None] = field(default_factory=dict)
 
     @cached_property
     def schema(self) -> Schema:
@@ -110,6 +120,16 @@ class Hdf5Reader(ForeignReader):
         self.files, self._unread = Files(), set[str]()
         super().__init__(path, options)
 
+    def num_actions(self, file: OpenFile, node: Any) -> int:
+        """Give the rows of `actions`, a dataset or a group of some, in the group of an episode."""
+        actions, path = file.open("actions", node), "actions"
+        while isinstance(actions, h5py.h5g.GroupID):
+            path = next(iter(file.members(actions)), "")
+            actions = file.open(path, actions) if path else None
+        if not getattr(actions, "shape", ()):
+            raise CorruptFileError("read", file.place(node), "the dataset 'actions'", "none")
+        return int(actions.shape[0])
+
     @abstractmethod
     def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
         """Say how many steps the episode in a group has, and what its datasets mean.
@@ -120,14 +140,33 @@ class Hdf5Reader(ForeignReader):
 
     def length(self, file: OpenFile, node: Any) -> int:
         """Give the steps of an episode by a quick look at its group; not asked for the first episodes."""
-        raise NotImplementedError
+        return self.num_actions(file, node)
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         """Give the rest of `EpisodeInfo` for the episode in a group; "metadata" is completed by its attributes."""
         return {}
 
+    def flag(self, file: OpenFile, node: Any, name: str, length: int) -> bool | None:
+        """Give the last of the truth values of an episode's steps, `[T]` or `[T, 1]`; None if there are none.
+
+        Raises:
+            CorruptFileError: There are more or fewer.
+        """
+        if not isinstance(dataset := file.open(name, node), h5py.h5d.DatasetID):
+            return None
+        found = file.describe(dataset)
+        if found.kind not in DTYPES or found.shape not in ((length,), (length, 1)):
+            where = f"{name!r} of {file.place(node)}"
+            raise CorruptFileError("read", where, f"{length} truth values", f"{found.kind} {found.shape}")
+        values = file.rows("", found, 0 if length <= _MAX_FLAGS else length - 1, length, dataset).astype(bool)
+        if values[:-1].any():
+            where, step = f"{name!r} of {file.place(node)}", int(np.argmax(values))
+            self.problem("cut the episode", where, "true for its last step only", f"true for step {step}", "It is kept")
+        return bool(values[-1])
+
     def collect(self, path: Path, parent: str, names: Iterable[str]) -> list[EpisodeInfo]:
         """List the episodes in groups of a file; one that is damaged is left out, and a problem."""
+        self.metadata.setdefault("lossy", [])
         episodes: list[EpisodeInfo] = []
         known: dict[tuple[str, ...], Layout] = {}
         left = _CHECKED_AT_ONCE
@@ -192,10 +231,13 @@ class Hdf5Reader(ForeignReader):
         with self.files.use(source.path) as file:
             found = file.survey(source.group)
             told = file.attributes(file.group(source.group), self.KNOWN)
-            for name in source.layout.aside:
-                shape = found[name].shape
-                whole = file.whole(f"{source.group}/{name}", found[name], _MAX_ASIDE_BYTES) if shape else None
-                told.update({} if whole is None else {name: whole})
+            for name, row in source.layout.aside.items():
+                path, one = f"{source.group}/{name}", found[name]
+                if row is not None:
+                    last = one.shape[0] + row
+                    told[f"final/{name}"] = file.rows(path, one, last, last + 1)[0]
+                elif (whole := file.whole(path, one, _MAX_ASIDE_BYTES)) is not None:
+                    told[name] = whole
         return told
 
     def check(self, file: OpenFile, info: EpisodeInfo) -> dict[str, Found]:
@@ -233,7 +275,8 @@ class Hdf5Reader(ForeignReader):
         if column.is_picture:
             where = f"{column.path!r} of {info.name!r} of {str(path)!r}"
             shape = column.shape
-            return _stacked([decode_picture(row, where, shape) for row in rows], shape)
+            pictures = [decode_picture(_cut(row, where), where, shape) for row in rows]
+            return np.stack(pictures) if pictures else np.empty((0, *shape), np.uint8)
         return rows if column.kind == "text" else rows.reshape(len(rows), *column.shape)
 
 
@@ -263,11 +306,33 @@ class LayoutMaker:
         Raises:
             CorruptFileError: It has more or fewer rows.
         """
-        found = self.found[path]
-        if not found.shape or found.shape[0] != self.length + rows:
-            expected = f"{self.length + rows} rows of {path!r}"
-            raise CorruptFileError("read", self.where, expected, f"shape {found.shape}")
+        self._check_rows(path, rows)
         return self._put(self.layout.columns, name, path, first)
+
+    def _check_rows(self, path: str, rows: int) -> None:
+        shape = self.found[path].shape
+        if not shape or shape[0] != self.length + rows:
+            expected = f"{self.length + rows} rows of {path!r}"
+            raise CorruptFileError("read", self.where, expected, f"shape {shape}")
+
+    def add_after(self, name: str, path: str) -> None:
+        """Make a dataset of T + 1 rows an observation; the last row is the final one."""
+        if self.add(name, path, rows=1):
+            self.add_final(name, path, 0)
+
+    def add_pictures(self, file: OpenFile, group: str, name: str, path: str, rows: int = 0) -> None:
+        """Make a dataset of encoded pictures a field; the header of the first one tells their shape.
+
+        Raises:
+            CorruptFileError: It has more or fewer rows, or the first one is no picture.
+        """
+        self._check_rows(path, rows)
+        where = f"{path!r} of {self.where}"
+        first = file.rows(f"{group}/{path}", self.found[path], 0, min(self.length + rows, 1))
+        shape = picture_shape(_cut(first[0], where), where) if len(first) else (0, 0, 3)
+        self.layout.columns[name] = Column(path, shape, "uint8", is_picture=True)
+        if name not in self.reader.metadata["lossy"]:
+            self.reader.metadata["lossy"].append(name)
 
     def add_final(self, name: str, path: str, row: int) -> None:
         """Make a row of a dataset, counted from T, a field of the final observation."""
@@ -279,7 +344,15 @@ class LayoutMaker:
         if found.shape and found.shape[0] == self.length + first and own not in self.layout.columns:
             self._put(self.layout.columns, own, path, first)
         else:
-            self.layout.aside.append(path)
+            self.layout.aside[path] = None
+
+    def add_with_last(self, path: str) -> None:
+        """Make a dataset of T + 1 rows a field by its own name; the last row is metadata, "final/..."."""
+        if self.found[path].shape[:1] == (self.length + 1,) and self.found[path].kind in DTYPES:
+            self.add(path, path, rows=1)
+            self.layout.aside[path] = -1
+        else:
+            self.add_other(path)
 
     def _put(self, columns: dict[str, Column], name: str, path: str, first: int) -> bool:
         found = self.found[path]
@@ -292,8 +365,19 @@ class LayoutMaker:
         return True
 
 
-def _stacked(pictures: list[np.ndarray[Any, Any]], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    return np.stack(pictures) if pictures else np.empty((0, *shape), np.uint8)
+def is_encoded(found: Found) -> bool:
+    """Tell whether the rows of a dataset can be files of pictures, perhaps with zeros after them."""
+    return (found.kind == "bytes" and len(found.shape) == 1) or (found.kind == "uint8" and len(found.shape) == 2)
+
+
+def _cut(row: Any, where: str) -> bytes:
+    """Remove what follows a picture."""
+    data = bytes(row).rstrip(b"\0")
+    if data[:2] != _JPEG_START:
+        return data
+    if (end := data.rfind(_JPEG_END)) < 0:
+        raise CorruptFileError("decode the picture", where, "an intact picture", "a JPEG that breaks off")
+    return data[: end + 2]
 
 
 def _schema(columns: Mapping[str, Column]) -> Schema:

@@ -64,9 +64,14 @@ class OpenFile:
         self.checked: set[str] = set()  # what its users have looked at
         self._num_links_left = self.num_bytes // _LINK_BYTES
 
+    def name(self, node: Any) -> str:
+        """Give the path of a group or dataset in the file; "" for the whole."""
+        return str(h5i.get_name(node).decode().lstrip("/"))
+
     def place(self, node: Any) -> str:
         """Say where a group or dataset is, for errors."""
-        return f"{h5i.get_name(node).decode().lstrip('/')!r} of {self.where}"
+        name = self.name(node)
+        return f"{name!r} of {self.where}" if name else self.where
 
     def links(self, group: h5g.GroupID) -> dict[str, bool]:
         """Name the members of a group, and whether each is in it by a hard link."""
@@ -133,7 +138,7 @@ class OpenFile:
         for name in self.members(group):
             node = h5o.open(group, name.encode())
             if isinstance(node, h5d.DatasetID):
-                yield prefix + name, self._describe(node)
+                yield prefix + name, self.describe(node)
             elif isinstance(node, h5g.GroupID):
                 if depth == _MAX_DEPTH:
                     raise CorruptFileError(
@@ -141,7 +146,13 @@ class OpenFile:
                     )
                 yield from self._walk(node, f"{prefix}{name}/", depth + 1)
 
-    def _describe(self, node: h5d.DatasetID) -> Found:
+    def describe(self, node: h5d.DatasetID) -> Found:
+        """Say what a dataset holds.
+
+        Raises:
+            UnsafeFileError: Its data are in other files.
+            CorruptFileError: It is larger than the file can hold.
+        """
         space, offset = node.get_space(), node.get_offset()
         if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
             return Found((), "", None, None)
@@ -165,8 +176,8 @@ class OpenFile:
             raise CorruptFileError("read", self.place(node), "a file that holds its data", got)
         return Found(shape, kind, stored, offset)
 
-    def rows(self, path: str, found: Found, start: int, stop: int) -> Any:
-        """Read rows of a dataset that a survey has found.
+    def rows(self, path: str, found: Found, start: int, stop: int, node: Any = None) -> Any:
+        """Read rows of a dataset that was described, and that may be open as `node`.
 
         Returns:
             `[stop - start, *shape]`, perhaps a read-only map of the file; of texts a list of str, of "bytes" of bytes.
@@ -177,7 +188,7 @@ class OpenFile:
             shape = (stop - start, *found.shape[1:])
             rows: Any = np.ndarray(shape, stored, buffer=self._map, offset=offset + start * row_bytes)
         else:
-            node = h5d.open(self._file.id, path.encode())
+            node = h5d.open(self._file.id, path.encode()) if node is None else node
             if stored is None and kind in ("text", "bytes"):
                 self._check_lengths(node, found, start, stop)
             rows = h5py.Dataset(node)[start:stop]

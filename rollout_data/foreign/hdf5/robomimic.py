@@ -82,18 +82,18 @@ class Reader(Hdf5Reader):
         told = file.attributes(data)
         known = parsed(told.get("env_args"), "env_args")
         told["env_args"] = known
-        told["env"] = str(known.get("env_name", ""))
+        told["env_name"] = str(known.get("env_name", ""))
         told["control_mode"] = _control_mode(known)
         self.metadata.update(told)
 
     def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
         where = f"{group!r} of {file.where}"
-        length = self.steps(file, file.group(group), found)
+        length = self.num_steps(file, file.group(group))
         maker = LayoutMaker(self, found, length, where)
         for path in found:
             head, _, rest = path.partition("/")
             if self.is_aside(path):
-                maker.layout.aside.append(path)
+                maker.layout.aside[path] = None
             elif name := self.field_name(path):
                 maker.add(name, path)
             elif head == "next_obs" and f"obs/{rest}".rstrip("/") in found:
@@ -111,23 +111,16 @@ class Reader(Hdf5Reader):
         """Tell whether a dataset has no rows of steps."""
         return False
 
-    def steps(self, file: OpenFile, node: Any, found: Mapping[str, Found]) -> int:
-        """Give the steps of a demo: the rows of its actions, which `num_samples` must state too."""
-        where = file.place(node)
-        rows = [one.shape[0] for path, one in found.items() if path.split("/")[0] == "actions" and one.shape]
-        if not rows:
-            raise CorruptFileError("read", where, "the dataset 'actions'", "none")
-        stated = file.attribute(node, NUM_SAMPLES)
-        if stated is not None and stated != rows[0]:
-            raise CorruptFileError("read", where, f"{rows[0]} steps, as it has actions", f"{NUM_SAMPLES} {stated}")
-        return rows[0]
+    def num_steps(self, file: OpenFile, node: Any) -> int:
+        """Give the rows of a demo: those of its actions, which `num_samples` must state too."""
+        rows, stated = self.num_actions(file, node), file.attribute(node, NUM_SAMPLES)
+        if stated is not None and stated != rows:
+            expected = f"{rows} steps, as it has actions"
+            raise CorruptFileError("read", file.place(node), expected, f"{NUM_SAMPLES} {stated}")
+        return rows
 
     def length(self, file: OpenFile, node: Any) -> int:
-        actions = file.open("actions", node)
-        is_group = isinstance(actions, h5py.h5g.GroupID)
-        found = {} if actions is None or is_group else {"actions": Found(actions.shape, "", None, None)}
-        stated = file.attribute(node, NUM_SAMPLES)
-        return int(stated) if is_group and isinstance(stated, int) else self.steps(file, node, found)
+        return self.num_steps(file, node)
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         name = h5py.h5i.get_name(node).decode().rpartition("/")[2]
@@ -136,8 +129,8 @@ class Reader(Hdf5Reader):
             told["mask"] = masks
         task = told.get("lang", "")
         found: dict[str, Any] = {"metadata": told, "task": task if isinstance(task, str) else ""}
-        if self.options.get("terminated_from_dones") and (dones := file.open("dones", node)) is not None:
-            found["terminated"] = bool(h5py.Dataset(dones)[length - 1])
+        if self.options.get("terminated_from_dones"):
+            found["terminated"] = self.flag(file, node, "dones", length)
         return found
 
     def _read_masks(self, file: OpenFile) -> None:
