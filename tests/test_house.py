@@ -48,14 +48,16 @@ MAY_IMPORT = {
         "streaming": "format frames index live remote transition",
         "windows": "format frames index live remote",
         "trajectories": "checkpoints format frames index live",
-        "tools": "format index remote writing",
+        "tools": "foreign format frames index recordings remote writing",
+        "__main__": "",
         "expert": "replay saving",
         "ray": "index remote windows writing",
     },
 }
 FLOORS = list(MAY_IMPORT)
-#: Rooms that the floor's own `__init__` does not import: those of optional engines, imported by their names.
-APART = {"storage": {"remote"}, "rollout_data": {"ray"}}
+#: Rooms that the floor's own `__init__` does not import: those of optional engines, imported by their names, and the
+#: command line.
+APART = {"storage": {"remote"}, "rollout_data": {"ray", "tools", "__main__"}}
 #: What else lies in the root folder of a floor.
 ROOT_FILES = {"__init__.py", "py.typed"}
 #: Imports, of a module by a module, that cross or close a circle today, and are to go.

@@ -23,7 +23,7 @@ from ..index.metadata import load_metadata
 from ..index.stand_ins import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
 from ..remote.access import RemoteFiles
 from ..remote.folder import RemoteFolder
-from .kind import END_CONTEXT, BlocksInUse, Choice, Kind, Origins
+from .kind import ENDS, UNKNOWN, BlocksInUse, Choice, Kind, Origins
 from .remote import RemoteFrames
 from .shared import SharedMemory, Spot, share, shared_at
 from .store import FileFrames, FileMap, FrameStore, MappedFrames, can_map, read_block
@@ -139,7 +139,7 @@ class Blocks(Kind):
             if folder.blocks and folder not in self._known and not self._source.is_remote:
                 self._known.append(folder)
                 metadata = load_metadata(folder.data_dir)
-                choice.has_unknown_ends = metadata is not None and metadata.context.get(END_CONTEXT) == "unknown"
+                choice.has_unknown_ends = metadata is not None and metadata.context.get(ENDS) == UNKNOWN
         listed = [[folder.blocks[name] for name in sorted(folder.blocks)] for folder in self._folders]
         return [block for choice, blocks in zip(self._choices, listed, strict=True) for block in choice.of(blocks)]
 

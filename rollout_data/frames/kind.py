@@ -19,8 +19,10 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
-from ..format.header import END_UNKNOWN, OPEN
+from ..format.header import END_UNKNOWN, OPEN, TRUNCATED, read_header
+from ..format.notes import EPISODES
 from ..index.index import Block, Identity, Key
+from ..index.notes import parsed
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import DataDirs, Origin, RemoteOptions, origins_of
 from .coded import CHUNK_CACHE_BYTES
@@ -29,8 +31,8 @@ from .store import FrameStore
 
 #: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
 BlocksInUse = Callable[[], Collection[Block]]
-#: Key of metadata.json: "unknown" says that the files, from which open trajectories come, do not tell how they ended.
-END_CONTEXT = "open_ends"
+#: Of metadata.json and of notes of episodes: what they came from does not tell how (all of) them ended.
+ENDS, UNKNOWN = "ends", "unknown"
 #: The last problems are kept, and more are known again by their hashes, so that each is reported once.
 MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
 
@@ -144,7 +146,7 @@ class Choice:
     """Which trajectories of the blocks of one origin are read: (writer, number) named "writer:number".
 
     Attributes:
-        has_unknown_ends: Trajectories that ended open are those of files that do not tell how they ended.
+        has_unknown_ends: Notes may say that it is unknown how a trajectory ended.
 
     Raises:
         UsageError: A name has another form.
@@ -181,7 +183,12 @@ class Choice:
     def _fragments(self, block: Block) -> np.ndarray:
         fragments: np.ndarray = block.fragments.copy()
         if self.has_unknown_ends:
-            fragments["flags"][(fragments["flags"] & OPEN) > 0] |= END_UNKNOWN
+            header = read_header(block.path)
+            notes = ((key, parsed(header, text)) for key, text in header.read_notes(EPISODES))
+            unknown = [key for key, said in notes if said.get(ENDS) == UNKNOWN]
+            flags = fragments["flags"]
+            is_end = np.isin(fragments["trajectory"], unknown) & ((flags & (OPEN | TRUNCATED)) > 0)
+            fragments["flags"] = np.where(is_end, flags & ~np.uint32(TRUNCATED) | OPEN | END_UNKNOWN, flags)
         if self._numbers is None:
             return fragments
         return fragments[np.isin(fragments["trajectory"], self._numbers.get(block.writer, []))]

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from storage.core import arguments
-from storage.errors import RolloutDataError, UsageError, nearest
+from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
 
 from ..foreign.formats import WRITERS, writer_class
 from ..foreign.writer import ForeignWriter
@@ -68,12 +68,16 @@ def convert(
     if path == recording.path:
         raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")
     writer = kind(path, recording, recording.metadata, options)
-    num_present, problems = len(writer.written), list(recording.problems)
+    num_present, problems, unread = len(writer.written), list(recording.problems), set[str]()
     try:
         for episode in tqdm(recording, desc="convert", unit=" episodes", disable=not progress):
-            if episode.id not in writer.written:
-                writer.add(episode)
+            try:
+                if episode.id not in writer.written:
+                    writer.add(episode)
+            except DataFileError as problem:
+                problems.append(problem)
+                unread.add(episode.id)
     finally:
         writer.close()
-    left_out = {one for what, ids in writer.report.items() if what.startswith("the episode is left out") for one in ids}
-    return Conversion(len(recording) - len(left_out), num_present, writer.report, problems)
+    unread |= {one for what, ids in writer.report.items() if what.startswith("the episode is left out") for one in ids}
+    return Conversion(len(recording) - len(unread), num_present, writer.report, problems)

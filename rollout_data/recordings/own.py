@@ -13,7 +13,7 @@ from storage.core.fields import Schema
 
 from ..foreign.reader import NO_FIELDS, EpisodeInfo, ForeignReader
 from ..format.header import DATA, FINAL
-from ..frames.kind import Kind
+from ..frames.kind import ENDS, Kind
 from ..frames.source import Source
 from ..frames.store import FrameStore, Place
 from ..index.index import End
@@ -104,9 +104,10 @@ class _Infos(Sequence[EpisodeInfo]):
         end, final = index.end[number], self._final if index.final_row[number] >= 0 else NO_FIELDS
         is_known, is_open = end != End.UNKNOWN, not index.is_end_unknown(np.array([number]))[0]
         said = self._notes.of(index, number)
+        said.pop(ENDS, None)
         absent, task, success = said.pop(ABSENT, ()), said.pop("task", None), said.pop("success", None)
         about = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}
-        about |= {"ends": "open"} if is_open and not is_known else {}
+        said = {**about, **said} | ({ENDS: "open"} if is_open and not is_known else {})
         return EpisodeInfo(
             name=f"{writer}:{within}",
             length=int(index.lengths[number]),
@@ -117,7 +118,7 @@ class _Infos(Sequence[EpisodeInfo]):
             truncated=bool(end == End.TRUNCATED) if is_known else None,
             success=success if isinstance(success, bool) else None,
             task=task if isinstance(task, str) else "",
-            metadata={**about, **said},
+            metadata=said,
         )
 
     def __iter__(self) -> Iterator[EpisodeInfo]:

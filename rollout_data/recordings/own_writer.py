@@ -20,7 +20,7 @@ from ..foreign.writer import EpisodeToWrite, ForeignWriter
 from ..format.header import DATA, layouts_of
 from ..format.notes import MAX_NOTE_BYTES
 from ..format.schema import RowLayout
-from ..frames.kind import END_CONTEXT
+from ..frames.kind import ENDS, UNKNOWN
 from ..frames.readers import Fit, common_fields
 from ..frames.source import Source
 from ..index.folder import block_entries
@@ -47,7 +47,7 @@ class OwnWriter(ForeignWriter):
 
     def begin(self) -> set[str]:
         self._writer: RolloutWriter | None = None
-        self._num_bytes = 0
+        self._num_bytes, self._is_open = 0, False
         fit: Fit = common_fields([episode.schema for episode in self.episodes])
         self._fit, self._names = fit, {name: _free_name(name) for name in fit.schema}
         self._layout: RowLayout = layouts_of(fit.schema)[DATA]
@@ -71,8 +71,8 @@ class OwnWriter(ForeignWriter):
     def _opened(self) -> RolloutWriter:
         if self._writer is None:
             context = {name: plain(value) for name, value in self.metadata.items()}
-            if any(self._is_unknown(episode) for episode in self.episodes):
-                context[END_CONTEXT] = "unknown"
+            if any(_is_unknown(episode) for episode in self.episodes):
+                context[ENDS] = UNKNOWN
             if "fps" in context:
                 context.setdefault("frame_rate_hz", context["fps"])
             mapping = self.options["obs_disassemble_mapping"] or None
@@ -80,10 +80,6 @@ class OwnWriter(ForeignWriter):
                 self.path, 1, metadata=context, obs_disassemble_mapping=mapping, block_age_s=1e9
             )
         return self._writer
-
-    @staticmethod
-    def _is_unknown(episode: EpisodeToWrite) -> bool:
-        return None in (episode.terminated, episode.truncated) and episode.metadata.get("ends") != "open"
 
     def add(self, episode: EpisodeToWrite) -> None:
         schema = Schema(episode.schema.values())
@@ -96,11 +92,15 @@ class OwnWriter(ForeignWriter):
             if name != free and name in schema:
                 self.changed(f"field {name!r} is called {free!r}", episode)
         writer, size = self._opened(), max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
-        for start in range(0, episode.length, size):
-            stop = min(start + size, episode.length)
-            writer.add_rollout(**self._steps(episode, start, stop))
-        if not (episode.terminated or episode.truncated):
+        try:
+            for start in range(0, episode.length, size):
+                writer.add_rollout(**self._steps(episode, start, min(start + size, episode.length)))
+        except BaseException:  # Ctrl-C too: no part of an episode is published
+            writer.discard([0])
+            raise
+        if self._is_open:
             writer.discard([0], leave_open=True)
+            self._is_open = False
         self._num_bytes += episode.length * self._layout.frame_bytes
         if self._num_bytes >= _PUBLISHED_BYTES:
             writer.flush()
@@ -120,14 +120,17 @@ class OwnWriter(ForeignWriter):
         given = unflatten(flat)
         for name in episode.texts:
             given[_free_name(name)] = [[text] for text in episode.read(name, start, stop)]
-        ends = {"terminated": episode.terminated, "truncated": episode.truncated}
+        final = self._final(episode) if is_last else None
+        # A block has final observations of ends only; the note tells that this one is none.
+        ends = {"terminated": episode.terminated, "truncated": episode.truncated or _needs_end(episode, final)}
         for name, is_so in ends.items():
             given[name] = np.zeros((count, 1), bool)
             given[name][-1] = bool(is_last and is_so)
         if is_last:
             given["episode"] = [[None]] * (count - 1) + [[self._said(episode)]]
-            if (episode.terminated or episode.truncated) and (final := self._final(episode)) is not None:
-                given["final_observation"] = final
+            given |= {} if final is None else {"final_observation": final}
+            if not (ends["terminated"] or ends["truncated"]):
+                self._is_open = True
         return given
 
     def _final(self, episode: EpisodeToWrite) -> Any:
@@ -146,7 +149,7 @@ class OwnWriter(ForeignWriter):
     def _said(self, episode: EpisodeToWrite) -> dict[str, Any]:
         """Give what is noted of an episode; what is too large is left out."""
         said = {name: plain(value) for name, value in episode.metadata.items()}
-        said |= {SOURCE_ID: episode.id}
+        said |= {SOURCE_ID: episode.id, **({ENDS: UNKNOWN} if _is_unknown(episode) else {})}
         if absent := [name for name in self._names if name not in episode.schema]:
             said[ABSENT] = absent
         for name in sorted(said, key=lambda name: -len(json.dumps(said[name]))):
@@ -159,6 +162,14 @@ class OwnWriter(ForeignWriter):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _is_unknown(episode: EpisodeToWrite) -> bool:
+    return None in (episode.terminated, episode.truncated) and episode.metadata.get(ENDS) != "open"
+
+
+def _needs_end(episode: EpisodeToWrite, final: Any) -> bool:
+    return final is not None and not episode.terminated
 
 
 def _free_name(name: str) -> str:

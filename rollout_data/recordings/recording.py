@@ -17,7 +17,7 @@ from storage.core.fields import Schema
 from storage.errors import RolloutDataError, UsageError, nearest
 
 from ..foreign.formats import open_foreign
-from ..foreign.reader import ForeignReader
+from ..foreign.reader import EpisodeInfo, ForeignReader
 from ..format.header import DATA
 from ..frames.normalization import FieldStatistics, compute_statistics
 from ..frames.readers import Readers, chosen_episodes
@@ -94,6 +94,10 @@ class Recording(Sequence[Episode]):
     def table(self) -> np.ndarray[Any, Any]:
         """One row an episode, see `table.table_of`: id, env, length, return, ends, success, task, time, writer."""
         return table_of(self, [self._reader.episodes[number] for number in self._numbers.tolist()])
+
+    def info(self, place: int) -> EpisodeInfo:
+        """Give what is known of an episode without reading a row."""
+        return self._reader.episodes[int(self._numbers[place])]
 
     def __len__(self) -> int:
         return len(self._numbers)

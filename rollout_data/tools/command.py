@@ -7,6 +7,7 @@ its line in `COMMANDS` is all that makes it a subcommand, and its docstring is i
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,15 +15,47 @@ from typing import Any
 
 from storage.errors import RolloutDataError, UsageError
 
+from ..foreign.formats import WRITERS
+from ..recordings.converting import convert as convert_recording
+from ..recordings.own_writer import OWN
 from ..remote.publish import push as push_folder
 from ..writing.retention import LIMITS
 from ..writing.retention import prune as prune_folder
-from .info import as_text, describe, strict_json
+from .info import as_text, describe, listing, listing_as_text, strict_json
 from .rewrite import DAMAGED_FOLDER, FolderReport, check_folder, pack_dataset, repair_folder
 
 
+def ls(options: argparse.Namespace) -> int:
+    """List the episodes of a recording of any format."""
+    rows = listing(options.data_dir)
+    if options.json:
+        print(strict_json(rows))
+    else:
+        _print(*listing_as_text(rows))
+    return 0
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Write a recording of any format in another one; goes on where it was stopped."""
+    given = dict(pair.partition("=")[::2] for pair in options.option)
+    chosen = {name: _value(text) for name, text in given.items()}
+    done = convert_recording(options.data_dir, options.target, options.to, progress=sys.stderr.isatty(), **chosen)
+    for what, ids in done.changes.items():
+        _print(f"{what}: {len(ids):,} episodes ({', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''})")
+    _print(*map(str, done.problems), f"{done.num_episodes:,} episodes, {done.num_present:,} of them were there")
+    return 1 if done.problems else 0
+
+
+def _value(text: str) -> Any:
+    """Read an option as JSON, or as text where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def info(options: argparse.Namespace) -> int:
-    """Say what a data folder holds."""
+    """Say what a recording of any format holds."""
     about = describe(options.data_dir)
     if options.json:
         print(strict_json(about))
@@ -75,6 +108,20 @@ COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], Mapping[str, M
         info,
         {"--json": {"action": "store_true", "help": "print one JSON object; null where a number is not finite"}},
     ),
+    "ls": (ls, {"--json": {"action": "store_true", "help": "print a JSON list of objects"}}),
+    "convert": (
+        convert,
+        {
+            "target": {"help": "the new file or folder, or that of a conversion that was stopped"},
+            "--to": {"default": OWN, "help": f"the format: {', '.join((OWN, *WRITERS))} (default: %(default)s)"},
+            "--option": {
+                "action": "append",
+                "default": [],
+                "metavar": "NAME=VALUE",
+                "help": "an option of the format that is written; may be given several times",
+            },
+        },
+    ),
     "verify": (
         verify,
         {
@@ -113,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (function, further) in COMMANDS.items():
         command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-        command.add_argument("data_dir", help="the data folder")
+        command.add_argument("data_dir", help="the data folder; of ls, info and convert a file or folder of any format")
         for argument, about in further.items():
             command.add_argument(argument, **about)
     options = parser.parse_args(arguments)

@@ -1,17 +1,25 @@
-"""What a data folder holds, as a dict and as text; only headers are read."""
+"""What a recording holds, as a dict and as text; only descriptions and rewards are read."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..format.header import DATA, OPEN, TERMINATED, TRUNCATED, read_header
+from ..format.header import DATA, FORMAT_NAME, OPEN, TERMINATED, TRUNCATED, read_header
+from ..frames.blocks import Blocks
+from ..frames.source import kind_of
 from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata
+from ..recordings.opening import open as open_recording
+from ..recordings.own_writer import plain
+from ..recordings.table import COLUMNS, end_of
+from ..remote.access import origins_of
 from .rewrite import open_folder
 
 #: How trajectories end: name -> flag.
@@ -19,7 +27,59 @@ ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
 
 
 def describe(data_dir: str) -> dict[str, Any]:
-    """Collect counts, fields, codecs, metadata and problems of a data folder."""
+    """Collect counts, fields, metadata and problems of a recording of any format; of our own, blocks and codecs too."""
+    kind = kind_of(origins_of(data_dir)[0])
+    return _describe_blocks(data_dir) if kind in (Blocks, None) else _describe_recording(data_dir)
+
+
+def _describe_recording(data_dir: str) -> dict[str, Any]:
+    recording = open_recording(data_dir)
+    infos = [recording.info(number) for number in range(len(recording))]
+    ends = Counter(end_of(info) for info in infos)
+    return {
+        "data_dir": str(data_dir),
+        "format": recording.format,
+        "total_trajectories": len(infos),
+        "total_timesteps": sum(info.length for info in infos),
+        "ends": dict(ends),
+        "lengths": _lengths(np.array([info.length for info in infos], np.int64)),
+        "with_final_observation": sum(len(info.final) > 0 for info in infos),
+        "fields": recording.schema.to_json(),
+        "metadata": plain(recording.metadata),
+        "problems": {str(number): str(problem) for number, problem in enumerate(recording.problems)},
+    }
+
+
+def listing(data_dir: str) -> list[dict[str, Any]]:
+    """Give the table of episodes of a recording of any format as plain dicts; None stands for what is unknown."""
+    table, success = open_recording(data_dir).table, {1: True, 0: False}
+    times = [None if np.isnat(time) else str(time) for time in table["time"]]
+    columns = {name: table[name].tolist() for name in COLUMNS} | {"time": times}
+    columns["success"] = [success.get(value) for value in columns["success"]]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def listing_as_text(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lay `listing`'s answer out for people: a line for each episode."""
+    names = ["id", "length", "return", "ends", "success", "task"]
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+
+
+def _cell(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _lengths(lengths: np.ndarray) -> dict[str, Any]:
+    if not len(lengths):
+        return {}
+    return {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())}
+
+
+def _describe_blocks(data_dir: str) -> dict[str, Any]:
     folder = open_folder(data_dir)
     blocks = list(folder.blocks.values())
     index = TrajectoryIndex(blocks, built=folder.built)
@@ -28,15 +88,14 @@ def describe(data_dir: str) -> dict[str, Any]:
     ends = {name: int(((index.flags & flag) > 0).sum()) for name, flag in ENDS.items()}
     return {
         "data_dir": str(data_dir),
+        "format": FORMAT_NAME,
         "num_blocks": len(blocks),
         "num_bytes": sum(block.file_bytes for block in blocks),
         "num_writers": len(index.writers),
         "total_trajectories": len(index),
         "total_timesteps": index.num_frames,
         "ends": {**ends, "in_progress": int((~index.is_complete()).sum())},
-        "lengths": {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())}
-        if len(lengths)
-        else {},
+        "lengths": _lengths(lengths),
         "with_final_observation": int((index.final_block >= 0).sum()),
         "num_dropped": index.num_dropped,
         "num_broken": index.num_broken,
@@ -68,18 +127,21 @@ def as_text(about: dict[str, Any]) -> list[str]:
     ends = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in about["ends"].items() if count)
     lines = [
         f"{about['data_dir']}: {about['total_trajectories']:,} trajectories, {about['total_timesteps']:,} frames",
-        f"  in {about['num_blocks']:,} blocks of {about['num_writers']:,} writers, {about['num_bytes'] / 1e6:,.1f} MB",
+        f"  format: {about['format']}",
         f"  ends: {ends or 'none'}; {about['with_final_observation']:,} with a final observation",
     ]
+    if "num_blocks" in about:
+        blocks = f"{about['num_blocks']:,} blocks of {about['num_writers']:,} writers"
+        lines[1] = f"  in {blocks}, {about['num_bytes'] / 1e6:,.1f} MB"
     if about["lengths"]:
         lines.append("  length: {min:,} to {max:,} frames, median {median:,.0f}".format(**about["lengths"]))
-    if about["num_dropped"] or about["num_broken"]:
+    if about.get("num_dropped") or about.get("num_broken"):
         lines.append(f"  left out: {about['num_dropped']:,} dropped, {about['num_broken']:,} with a missing part")
     lines.append("  fields:")
     width = max((len(field["name"]) for field in about["fields"]), default=0)
     for field in about["fields"]:
         codec = "" if field["codec"] == "raw" else f"  {field['codec']}"
-        if one := about["coded"].get(field["name"]):
+        if one := about.get("coded", {}).get(field["name"]):
             used = "" if one["codecs"] == [field["codec"]] else f" ({', '.join(one['codecs'])})"
             error = f", error up to {one['max_error']:.3g}" if one["max_error"] else ", lossless"
             codec += f"{used}: {one['num_bytes'] / max(1, one['num_raw_bytes']):.1%} of its size{error}"
@@ -88,8 +150,10 @@ def as_text(about: dict[str, Any]) -> list[str]:
         lines.append("  metadata:")
         lines += [f"    {key}: {_short(value)}" for key, value in about["metadata"].items()]
     if about["problems"]:
-        lines.append(f"  {len(about['problems'])} files left out; `rollout-data verify` says why:")
-        lines += [f"    {name}" for name in about["problems"]]
+        is_own = "num_blocks" in about
+        said = "files left out; `rollout-data verify` says why" if is_own else "problems"
+        lines.append(f"  {len(about['problems'])} {said}:")
+        lines += [f"    {name if is_own else problem}" for name, problem in about["problems"].items()]
     return lines
 
 

@@ -1,0 +1,6 @@
+"""`python -m rollout_data` is the command `rollout-data`."""
+
+import runpy
+
+if __name__ == "__main__":
+    runpy.run_module("rollout_data.tools", run_name="__main__", alter_sys=True)
