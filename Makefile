@@ -4,7 +4,7 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
-INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt
+INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt tests/formats/readers.txt
 SOAK_S ?= 1800
 NAMES ?=
 
@@ -26,8 +26,8 @@ help:
 $(READY): $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,fast,formats,plot,remote,test,video,zarr]"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r tests/remote/s3.txt \
-		|| echo "the tests against a local S3 server will be skipped"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r tests/remote/s3.txt -r tests/formats/readers.txt \
+		|| echo "the tests against a local S3 server and other systems' readers will be skipped"
 	@touch $@
 
 # Peers have wishes of their own about other packages, so they live apart and one by one.

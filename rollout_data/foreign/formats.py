@@ -29,7 +29,14 @@ FORMATS: dict[str, str] = {
 }
 
 #: Format -> the module of this folder with its class `Writer`.
-WRITERS: dict[str, str] = {}
+WRITERS: dict[str, str] = {
+    "robomimic": "writers.robomimic",
+    "isaaclab": "writers.isaaclab",
+    "minari": "writers.minari",
+    "d4rl": "writers.d4rl",
+    "rlinf": "writers.rlinf",
+    "trajectory-folders": "writers.trajectory_folders",
+}
 
 
 def reader_class(name: str) -> type[ForeignReader]:

@@ -1,0 +1,56 @@
+"""Writing Isaac Lab's recorder files, which are robomimic's with other attributes.
+
+One rule: quaternions are written as the recording has them, and the file says in which order that is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from storage.core.fields import Field
+
+from ..writer import EpisodeToWrite
+from . import robomimic
+from .hdf5_file import Array
+
+#: Isaac Lab's number for its own environments.
+_ISAAC = 2
+_INITIAL = "initial_state/"
+
+
+class Writer(robomimic.Writer):
+    """Demos with `success`, `seed` and other plain metadata as attributes.
+
+    Options:
+        env_name: Of `env_args`, where the recording does not say it.
+    """
+
+    format = "isaaclab"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"env_name": ""}
+
+    def about_root(self) -> dict[str, Any]:
+        return {"format_version": int(self.metadata.get("quaternion_order") == "xyzw")}
+
+    def about(self) -> dict[str, Any]:
+        given = self.metadata.get("env_args")
+        name = (given.get("env_name") if isinstance(given, dict) else "") or self.options["env_name"]
+        env_args = {"env_name": name or str(self.metadata.get("env", "")), "type": _ISAAC}
+        return {"total": sum(episode.length for episode in self.episodes), "env_args": json.dumps(env_args)}
+
+    def about_episode(self, episode: EpisodeToWrite) -> dict[str, Any]:
+        plain = {name: value for name, value in episode.metadata.items() if isinstance(value, (str, int, float))}
+        told = {"task": episode.task or None, "success": episode.success}
+        return {**plain, **{name: value for name, value in told.items() if value is not None}}
+
+    def made(self, episode: EpisodeToWrite) -> dict[str, Array]:
+        found = {at: values for at, values in super().made(episode).items() if at != "dones"}
+        kept = {name: np.asarray(value) for name, value in episode.metadata.items() if name.startswith(_INITIAL)}
+        return found | {name: value for name, value in kept.items() if value.dtype.kind in "fiub"}
+
+    def columns(self, episode: EpisodeToWrite) -> Iterator[tuple[str, Field, str]]:
+        for name, field, at in super().columns(episode):
+            yield name, field, "obs" if name == "observation" else at

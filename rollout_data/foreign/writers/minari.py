@@ -1,0 +1,148 @@
+"""Writing Minari's HDF5 datasets: `data/main_data.hdf5` with T + 1 observations of each episode, and `metadata.json`.
+
+One rule: nothing is made up. Where the observation after the last step is not known, the last step is left out and its
+observation takes that place; rewards that are missing are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from storage.core.durable import sync_path
+from storage.core.fields import Field, unflatten
+from storage.errors import UsageError
+
+from ..writer import EpisodeToWrite, ForeignWriter
+from .hdf5_file import EpisodeFile, parts, written_dtype
+from .robomimic import finals_of
+
+_HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}
+_FLAGS = ("terminations", "truncations")
+
+
+class Writer(ForeignWriter):
+    """A dataset of Minari; a `path` such as ".../door/human-v0" is its id.
+
+    Options:
+        dataset_id: Of Minari; None takes the last two parts of the path.
+        missing_reward: What episodes without rewards get; None refuses them.
+    """
+
+    format = "minari"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"dataset_id": None, "missing_reward": None}
+
+    def begin(self) -> set[str]:
+        datasets: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        attributes: dict[str, dict[str, Any]] = {}
+        self._groups = {episode.id: f"episode_{number}" for number, episode in enumerate(self.episodes)}
+        for episode in self.episodes:
+            group, length = self._groups[episode.id], self._length(episode)
+            if "reward" not in episode.schema and self.options["missing_reward"] is None:
+                advice = "Say missing_reward=, or select episodes with one reward a step"
+                raise UsageError("write", f"episode {episode.id!r} as Minari", "a field 'reward'", "none", advice)
+            datasets |= {f"{group}/{name}": (np.dtype(bool), (length,)) for name in _FLAGS}
+            datasets[f"{group}/rewards"] = np.dtype("<f8"), (length,)
+            for name, field in episode.schema.items():
+                if (at := _place(name)) and at != "rewards":
+                    rows = length if at.split("/")[0] == "actions" else length + 1
+                    datasets[f"{group}/{at}"] = written_dtype(field), (rows, *field.shape)
+            seed = episode.metadata.get("seed")
+            attributes[group] = {"id": len(attributes), "total_steps": length}
+            attributes[group] |= {"seed": int(seed)} if isinstance(seed, (int, np.integer)) else {}
+        self._file = EpisodeFile(self.path / "data" / "main_data.hdf5", datasets, {}, attributes)
+        return self._file.written
+
+    def _length(self, episode: EpisodeToWrite) -> int:
+        """Steps that are written: without the last one where what follows it is not known."""
+        has_final = finals_of(episode).keys() == episode.schema.below("observation").keys()
+        if not has_final and episode.length == 1:
+            advice = "Select episodes of two steps or more"
+            where, expected = f"episode {episode.id!r} as Minari", "the observation after its only step"
+            raise UsageError("write", where, expected, "none", advice)
+        return episode.length if has_final else episode.length - 1
+
+    def add(self, episode: EpisodeToWrite) -> None:
+        group, length, finals = self._groups[episode.id], self._length(episode), finals_of(episode)
+        for name in episode.schema:
+            if not (at := _place(name)):
+                self.changed(
+                    "fields besides observation, action and reward are left out, unless they are infos", episode
+                )
+                continue
+            rows_written = length + 1 if at.split("/")[0] in ("observations", "infos") else length
+            for start, rows in parts(episode, name):
+                rows = rows.reshape(len(rows)) if at == "rewards" else rows
+                self._file.write(f"{group}/{at}", rows[: max(0, rows_written - start)], start)
+            if length == episode.length and name in finals:
+                self._file.write(f"{group}/{at}", finals[name][None], length)
+        if "reward" not in episode.schema:
+            self._file.write(f"{group}/rewards", np.full(length, self.options["missing_reward"]))
+            self.changed("rewards are made up by missing_reward", episode)
+        if length < episode.length:
+            self.changed("the last step is left out, as the observation after it is not known", episode)
+        self._write_ends(episode, length)
+        self._file.note(episode.id)
+
+    def _write_ends(self, episode: EpisodeToWrite, length: int) -> None:
+        is_last = np.arange(length) == length - 1
+        is_whole = length == episode.length
+        for at, flag in zip(_FLAGS, (episode.terminated, episode.truncated), strict=True):
+            self._file.write(f"{self._groups[episode.id]}/{at}", is_last & (bool(flag) and is_whole))
+        if not is_whole or (episode.terminated is None and episode.truncated is None):
+            self.changed("neither terminated nor truncated, as the end is not known", episode)
+        if episode.texts or episode.task or episode.metadata.keys() - {"seed"}:
+            self.changed("texts and metadata of episodes are left out, but for the seed", episode)
+
+    def close(self) -> None:
+        is_complete = len(self.written) == len(self.episodes)
+        self._file.close(is_complete)
+        if is_complete and self.episodes:
+            first = self.episodes[0]
+            parts_of_path = [one for one in self.path.parts[-2:] if one != os.sep]
+            about = {
+                "dataset_id": self.options["dataset_id"] or "/".join(parts_of_path),
+                "data_format": "hdf5",
+                "minari_version": "0.5.4",
+                "jpeg_encoding": False,
+                "total_episodes": len(self.episodes),
+                "total_steps": sum(map(self._length, self.episodes)),
+                "observation_space": json.dumps(_space(first.schema.below("observation"))),
+                "action_space": json.dumps(_space(first.schema.below("action"))),
+            }
+            temporary = self.path / "data" / ".metadata.json"
+            temporary.write_text(json.dumps(about, indent=2), "utf-8")
+            os.replace(temporary, self.path / "data" / "metadata.json")
+            sync_path(self.path / "data")
+
+
+def _place(name: str) -> str:
+    """Where a field goes in an episode's group; "" if nowhere."""
+    head, _, rest = name.partition("/")
+    if head == "reward":
+        return "" if rest else "rewards"
+    return f"{_HEADS.get(head, head)}/{rest}".rstrip("/") if head in _HEADS or head == "infos" else ""
+
+
+def _space(fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Describe fields as Minari writes a gymnasium space: a box of all numbers of the dtype, or a dict of boxes."""
+    if len(fields) == 1 and "/" not in next(iter(fields)):
+        return _box(next(iter(fields.values())))
+    return _dict_space(unflatten({name.partition("/")[2]: field for name, field in fields.items()}))
+
+
+def _dict_space(tree: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: _dict_space(below) if isinstance(below, Mapping) else _box(below) for name, below in tree.items()}
+    return {"type": "Dict", "subspaces": found}
+
+
+def _box(field: Field) -> dict[str, Any]:
+    dtype = written_dtype(field)
+    whole = np.iinfo(dtype) if dtype.kind in "iu" else None
+    low, high = (whole.min, whole.max) if whole is not None else (0, 1) if dtype.kind == "b" else (-np.inf, np.inf)
+    bounds = {name: np.full(field.shape, bound).tolist() for name, bound in (("low", low), ("high", high))}
+    return {"type": "Box", "dtype": str(dtype), "shape": list(field.shape), **bounds}

@@ -1,0 +1,150 @@
+"""Writing the older layout: `trajectory_K/traj_START_END.pickle` beside `metadata.json`.
+
+One rule: the original reader lists every file of a trajectory and orders trajectories by the times of their folders, so
+that chunks are made outside and renamed, and times are set in the order of the episodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from storage.core.durable import sync_path
+from storage.errors import UsageError
+
+from ..writer import EpisodeToWrite, ForeignWriter
+from .hdf5_file import widened
+
+_KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
+#: Folders are this many seconds apart.
+_STEP_S = 1
+
+
+class Writer(ForeignWriter):
+    """Trajectory folders of float32 arrays; parts of an observation become coded components' keys `obs_<name>`.
+
+    Options:
+        env, policy: Names for `metadata.json`.
+        missing_reward: What episodes without rewards get; None refuses them.
+    """
+
+    format = "trajectory-folders"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"env": "", "policy": "", "missing_reward": None}
+
+    def begin(self) -> set[str]:
+        if (self.path / "metadata.json").exists():
+            raise UsageError("write", repr(str(self.path)), "a new folder", "a complete set", "Choose another one")
+        self._folders = {one.id: self.path / f"trajectory_{number}" for number, one in enumerate(self.episodes)}
+        for episode in self.episodes:
+            if "action" not in episode.schema or not episode.schema.below("observation"):
+                expected = "an observation and an action"
+                raise UsageError(
+                    "write", f"episode {episode.id!r} as a trajectory folder", expected, repr(episode.schema)
+                )
+            if not episode.schema.below("reward") and self.options["missing_reward"] is None:
+                where, advice = f"episode {episode.id!r} as a trajectory folder", "Say missing_reward="
+                raise UsageError("write", where, "a reward", "none", advice)
+        self.path.mkdir(parents=True, exist_ok=True)
+        for left in self.path.glob(".tmp_*"):
+            left.unlink()
+        return {name for name, folder in self._folders.items() if folder.is_dir() and any(folder.iterdir())}
+
+    def add(self, episode: EpisodeToWrite) -> None:
+        folder, length = self._folders[episode.id], episode.length
+        temporary = self.path / f".tmp_{folder.name}.pickle"
+        with open(temporary, "wb") as out:
+            pickle.dump(self._chunk(episode), out, protocol=4)
+            out.flush()
+            os.fsync(out.fileno())
+        folder.mkdir(exist_ok=True)
+        os.rename(temporary, folder / f"traj_{0:06d}_{length:06d}.pickle")
+        self.written.add(episode.id)
+        if episode.texts or episode.task or episode.metadata:
+            self.changed("texts and metadata of episodes are left out", episode)
+        if episode.final_observation is not None:
+            self.changed("the observation after the last step is left out", episode)
+
+    def _chunk(self, episode: EpisodeToWrite) -> dict[str, Any]:
+        length = episode.length
+        chunk: dict[str, Any] = {}
+        for name, field in episode.schema.items():
+            head, _, rest = name.partition("/")
+            values = np.array(episode.read(name))
+            values = widened(values) if field.dtype == "bfloat16" else values
+            flat = values.reshape(length, -1)
+            if head == "observation" and rest:
+                chunk[f"obs_{_component(rest)}"] = self._narrowed(flat, episode, keeps_bytes=True)
+                if field.dtype == "uint8":
+                    self.changed(f"{name!r} is read as float32, a 255th of each value", episode)
+                if "/" in rest:
+                    self.changed(f"{name!r} is called {_component(rest)!r}", episode)
+            elif name in _KEYS:
+                chunk[_KEYS[name]] = self._narrowed(flat, episode)
+            elif name != "reward":
+                self.changed(f"the field {name!r} is left out", episode)
+        if "reward" in episode.schema:
+            chunk["rewards"] = self._narrowed(np.array(episode.read("reward")).reshape(length, -1), episode)
+        else:
+            chunk["rewards"] = np.full((length, 1), self.options["missing_reward"], np.float32)
+            self.changed("rewards are made up by missing_reward", episode)
+        chunk["values"] = np.zeros_like(chunk["rewards"])
+        is_last = np.arange(length) == length - 1
+        has_end = bool(episode.terminated) or bool(episode.truncated)
+        chunk["dones"] = (is_last & has_end).astype(np.uint8)[:, None]
+        chunk["timeouts"] = is_last & bool(episode.truncated)
+        return chunk
+
+    def _narrowed(self, values: np.ndarray[Any, Any], episode: EpisodeToWrite, keeps_bytes: bool = False) -> Any:
+        """Give what the original reader takes: float32, or bytes of a coded component."""
+        if values.dtype == np.float32 or (keeps_bytes and values.dtype == np.uint8):
+            return values
+        narrow = values.astype(np.float32)
+        if not np.array_equal(narrow.astype(values.dtype), values, equal_nan=values.dtype.kind == "f"):
+            self.changed("numbers are rounded to float32", episode)
+        return narrow
+
+    def close(self) -> None:
+        if len(self.written) < len(self.episodes):
+            return
+        first = self.episodes[0].schema if self.episodes else {}
+        components = {
+            _component(name.partition("/")[2]): field
+            for name, field in first.items()
+            if name.startswith("observation/")
+        }
+        about = {
+            "config": self.metadata.get("config"),
+            "env": self.options["env"] or str(self.metadata.get("env", "")),
+            "policy": self.options["policy"] or str(self.metadata.get("policy", "")),
+            "rollout_storage_length": max((one.length for one in self.episodes), default=0),
+            "success_traj_only": False,
+            "min_timesteps": 0,
+            "min_episodes": 0,
+            "use_critic_obs": "privileged_observation" in first,
+            "total_timesteps": sum(one.length for one in self.episodes),
+            "total_trajectories": len(self.episodes),
+        }
+        if components:
+            about["obs_segments"] = {name: list(field.shape) for name, field in components.items()}
+            coded = {name: "normalized_image" for name, field in components.items() if field.dtype == "uint8"}
+            about["obs_disassemble_mapping"] = coded
+        last_s = max((folder.stat().st_mtime for folder in self._folders.values()), default=0)
+        for number, folder in enumerate(self._folders.values()):
+            time_s = last_s - _STEP_S * (len(self._folders) - number)
+            os.utime(folder, (time_s, time_s))
+            for file in folder.iterdir():
+                os.utime(file, (time_s, time_s))
+        temporary = self.path / ".tmp_metadata.json"
+        temporary.write_text(json.dumps(about, indent=1), "utf-8")
+        os.replace(temporary, self.path / "metadata.json")
+        sync_path(self.path)
+
+
+def _component(name: str) -> str:
+    """Name a part of an observation: the layout has no nested ones."""
+    return name.replace("/", "_")

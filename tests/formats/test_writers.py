@@ -1,0 +1,168 @@
+"""What is written in the formats of other systems comes back by their readers, in every field that they can hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import rollout_data
+from rollout_data import RolloutWriter
+from rollout_data.foreign.formats import FORMATS, WRITERS, writer_class
+from storage.errors import UsageError
+
+LENGTHS = [5, 1, 3, 12]
+#: What makes a format take what it would refuse.
+OPTIONS: dict[str, dict[str, Any]] = {"minari": {}, "d4rl": {}, "robomimic": {"next_obs": True}}
+
+
+def record(folder: Path, is_nested: bool = True, with_reward: bool = True, dtype: torch.dtype = torch.float64) -> Any:
+    """Record episodes whose values tell episode, frame and column: 1000 * episode + 10 * frame + column."""
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        for episode, length in enumerate(LENGTHS):
+            for frame in range(length + 1):
+                state = torch.tensor([[1000 * episode + 10 * frame + column for column in range(3)]], dtype=dtype)
+                picture = torch.full((1, 4, 5, 3), (10 * episode + frame) % 256, dtype=torch.uint8)
+                observation = {"state": state, "images": {"left": picture}} if is_nested else state
+                if frame == length:
+                    break
+                is_last = frame == length - 1
+                final = torch.tensor([[1000 * episode + 10 * (frame + 1) + column for column in range(3)]], dtype=dtype)
+                following = {
+                    "state": final,
+                    "images": {"left": torch.full_like(picture, (10 * episode + frame + 1) % 256)},
+                }
+                ends = episode % 2 == 0
+                writer.add(
+                    observation=observation,
+                    action=-state[:, :2].float(),
+                    **({"reward": torch.tensor([100.0 * episode + frame + 0.25])} if with_reward else {}),
+                    terminated=torch.tensor([is_last and ends]),
+                    truncated=torch.tensor([is_last and not ends]),
+                    **({"final_observation": following if is_nested else final} if is_last else {}),
+                )
+    return rollout_data.open(folder)
+
+
+def write(recording: Any, path: Path, name: str, **options: Any) -> Any:
+    writer = writer_class(name)(path, recording, recording.metadata, options)
+    for episode in recording:
+        if episode.id not in writer.written:
+            writer.add(episode)
+    writer.close()
+    return writer
+
+
+def arrays(fields: Any) -> dict[str, np.ndarray]:
+    return {"": fields} if not isinstance(fields, dict) else {name: np.asarray(value) for name, value in fields.items()}
+
+
+def same(mine: Any, theirs: Any) -> None:
+    expected, found = arrays(mine), arrays(theirs)
+    if len(expected) == len(found) == 1:
+        expected, found = {"": next(iter(expected.values()))}, {"": next(iter(found.values()))}
+    assert expected.keys() == found.keys()
+    for name, values in expected.items():
+        assert np.array_equal(np.asarray(values), np.asarray(found[name])), name
+        assert np.asarray(values).dtype == np.asarray(found[name]).dtype, name
+
+
+@pytest.mark.parametrize("is_nested", [True, False], ids=["parts", "one array"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_episodes_come_back_from_every_format(tmp_path, name, is_nested):
+    if name not in FORMATS and name != "trajectory-folders":
+        pytest.skip(f"{name} is not read yet")
+    source = record(tmp_path / "ours", is_nested, dtype=torch.float32)
+    target = tmp_path / ("file.hdf5" if name in ("robomimic", "isaaclab", "d4rl") else "folder")
+    writer = write(source, target, name, **OPTIONS.get(name, {}))
+    back = rollout_data.open(target)
+    assert back.format == name and [len(one) for one in back] == LENGTHS
+    for mine, theirs in zip(source, back, strict=True):
+        if is_nested and name == "trajectory-folders":
+            pictures = np.asarray(theirs.observation["images_left"]) * 255
+            same(
+                mine.observation,
+                {"state": theirs.observation["state"], "images/left": pictures.round().astype(np.uint8)},
+            )
+        elif not (name == "d4rl" and is_nested):
+            same(mine.observation, theirs.observation)
+        same(mine.action, theirs.action)
+        assert np.array_equal(np.asarray(mine.reward).reshape(-1), np.asarray(theirs.reward).reshape(-1))
+        if "how an episode ended" not in " ".join(writer.report) and name not in ("isaaclab",):
+            assert (mine.terminated, mine.truncated) == (theirs.terminated, theirs.truncated)
+        if "after the last step" not in " ".join(writer.report) and not (name == "d4rl" and is_nested):
+            same(mine.final_observation, theirs.final_observation)
+    with pytest.raises(UsageError, match="cannot write"):
+        write(source, target, name, **OPTIONS.get(name, {}))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_writer_that_stopped_is_taken_up(tmp_path, name):
+    source = record(tmp_path / "ours", dtype=torch.float32)
+    target, whole = tmp_path / "stopped" / "set.hdf5", tmp_path / "whole" / "set.hdf5"
+    writer = writer_class(name)(target, source, source.metadata, {})
+    writer.add(source[0])
+    writer.add(source[1])
+    writer.close()
+    again = write(source, target, name)
+    assert again.written == {one.id for one in source}
+    write(source, whole, name)
+    files = [
+        sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path] for path in (target, whole)
+    ]
+    assert [one.name for one in files[0]] == [one.name for one in files[1]]
+    for one, other in zip(*files, strict=True):
+        if one.suffix in (".hdf5", ".pickle"):
+            assert one.read_bytes() == other.read_bytes()
+    assert not [one for one in tmp_path.rglob(".*") if one.parent.name != "ours"], "nothing is left beside it"
+
+
+def test_what_a_format_needs_and_an_episode_lacks_is_refused_or_said(tmp_path):
+    source = record(tmp_path / "ours", with_reward=False)
+    for name in ("minari", "d4rl", "trajectory-folders"):
+        with pytest.raises(UsageError, match="missing_reward"):
+            write(source, tmp_path / name, name)
+        report = write(source, tmp_path / name, name, missing_reward=0.0).report
+        assert report["rewards are made up by missing_reward"] == [one.id for one in source]
+    with (
+        h5py.File(tmp_path / "robomimic.hdf5")
+        if write(source, tmp_path / "robomimic.hdf5", "robomimic")
+        else None as file
+    ):
+        assert "rewards" not in file["data/demo_0"] and json.loads(file["data"].attrs["env_args"])["env_kwargs"] == {}
+
+
+def test_minari_reads_what_is_written(tmp_path, monkeypatch):
+    minari = pytest.importorskip("minari", reason="its tests need the package minari")
+    source = record(tmp_path / "ours", dtype=torch.float32)
+    write(source, tmp_path / "root" / "tests" / "walk-v0", "minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
+    read = minari.load_dataset("tests/walk-v0")
+    assert (read.total_episodes, read.total_steps) == (len(LENGTHS), sum(LENGTHS))
+    for theirs, mine in zip(read.iterate_episodes(), source, strict=True):
+        assert np.array_equal(theirs.observations["state"][:-1], mine.observation["state"])
+        assert np.array_equal(theirs.observations["images"]["left"][-1], mine.final_observation["images/left"])
+        assert np.array_equal(theirs.actions, mine.action)
+        assert np.array_equal(theirs.rewards, np.asarray(mine.reward).reshape(-1))
+        assert (theirs.terminations[-1], theirs.truncations[-1]) == (mine.terminated, mine.truncated)
+
+
+def test_robomimic_reads_what_is_written(tmp_path):
+    dataset = pytest.importorskip("robomimic.utils.dataset", reason="its tests need the package robomimic")
+    from robomimic.utils import obs_utils
+
+    source = record(tmp_path / "ours", dtype=torch.float32)
+    write(source, tmp_path / "set.hdf5", "robomimic", next_obs=True)
+    obs_utils.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": ["state"]}})
+    keys = {"obs_keys": ["state"], "dataset_keys": ["actions", "rewards", "dones"], "load_next_obs": True}
+    read = dataset.SequenceDataset(
+        str(tmp_path / "set.hdf5"), frame_stack=1, seq_length=1, hdf5_cache_mode=None, **keys
+    )
+    assert len(read) == sum(LENGTHS)
+    assert read[5]["obs"]["state"].tolist() == [[1000, 1001, 1002]]
+    assert read[5]["next_obs"]["state"].tolist() == [[1010, 1011, 1012]]
