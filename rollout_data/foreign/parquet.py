@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,8 @@ class ParquetFile:
         self.types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
         sizes = [self._footer.row_group(number).num_rows for number in range(self._footer.num_row_groups)]
         self._starts = np.cumsum([0, *sizes])
-        self._leaves: dict[str, range] = {}
-        for name, kind in self.types.items():
-            first = max((leaves.stop for leaves in self._leaves.values()), default=0)
-            self._leaves[name] = range(first, first + _num_leaves(kind))
+        ends = list(accumulate(map(_num_leaves, self.types.values()), initial=0))
+        self._leaves = {name: range(*bounds) for name, bounds in zip(self.types, pairwise(ends), strict=True)}
         if len(self.types) != len(schema.names) or min(sizes, default=0) < 0 or self._starts[-1] != self.num_rows:
             raise self._damaged("columns with names of their own, and the rows of all row groups", "others")
         if self.num_rows > (most := self._num_bytes * _ROWS_PER_BYTE):
@@ -104,6 +103,14 @@ class ParquetFile:
             parts = {name: table.column(name).chunks for name in names}
         where = f"of {str(self.path)!r}"
         return {name: as_rows(parts[name], (), f"{name!r} {where}").astype(np.int64) for name in names}
+
+    def bounds(self, name: str) -> tuple[int, int] | None:
+        """Give the least and the largest number of a column of integers, as the footer says; None if it does not."""
+        if self._footer.num_row_groups != 1 or len(self._leaves.get(name, ())) != 1:
+            return None
+        found = self._footer.row_group(0).column(self._leaves[name][0]).statistics
+        is_told = found is not None and found.has_min_max and isinstance(found.min, int) and not found.null_count
+        return (int(found.min), int(found.max)) if is_told else None
 
     def _batch_rows(self, name: str, width: int | None, groups: range) -> int:
         """Say how many rows of a column to decode at a time, after comparing what it declares."""

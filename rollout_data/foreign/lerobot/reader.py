@@ -39,6 +39,7 @@ from .description import (
 from .index import Entry, Index, Run
 
 MODALITY_NAME = "meta/modality.json"
+_FRAME = "frame_index"
 _CHOICES = ("refuse", "rebuild")
 #: Kinds of features that are delivered as texts.
 _TEXTS = ("text", "language", "annotation")
@@ -88,10 +89,9 @@ class Reader(ForeignReader):
         }
         if components:
             self.metadata["components"] = {
-                group: {name: {"field": one.name.rpartition("." + name)[0] or one.name, "columns": one.part}
-                        for name, one in listed.items()}
+                group: {name: _place(name, feature) for name, feature in listed.items()}
                 for group, listed in components.items()
-            }  # fmt: skip
+            }
         self.splits = _splits(info, list(index.runs))
         self._fields = self._fields_without(())
         missing = self._missing_videos(info, index)
@@ -229,6 +229,7 @@ class Reader(ForeignReader):
         in_columns = [one for one in features if one.kind != "video"]
         at = 0
         for batch in self._batches(source.runs, in_columns, start, stop):
+            self._check_frames(batch[_FRAME], start + at, self.episodes[number].name)
             for one in in_columns:
                 where = f"{one.source!r}, frames from {start + at} of episode {self.episodes[number].name!r}"
                 values = self._values(one, batch[one.source], f"{where} of {str(self.path)!r}")
@@ -236,11 +237,18 @@ class Reader(ForeignReader):
                     found[one.name] += values
                 else:
                     found[one.name][at : at + len(values)] = values
-            at += len(next(iter(batch.values())))
+            at += len(batch[_FRAME])
         return found
+
+    def _check_frames(self, array: Any, first: int, episode: str) -> None:
+        frames = as_rows([array], (), repr(_FRAME))
+        if (frames != np.arange(first, first + len(frames))).any():
+            where = f"episode {episode} of {str(self.path)!r}"
+            raise CorruptFileError("read", where, f"rows of the frames from {first} on", "others", "Open it again")
 
     def _batches(self, runs: Sequence[Run], features: list[Feature], start: int, stop: int) -> Iterator[dict[str, Any]]:
         widths = {one.source: int(np.prod(one.shape)) if one.kind == "number" else None for one in features}
+        widths[_FRAME] = 1
         before = 0
         for run in runs if features else ():
             low, high = max(start - before, 0), min(stop - before, run.length)
@@ -266,6 +274,13 @@ class Reader(ForeignReader):
         if feature.kind == "annotation":
             return [self._tasks.get(number, "") for number in rows.tolist()]
         return rows if feature.part is None else rows[:, slice(*feature.part)]
+
+
+def _place(name: str, feature: Feature) -> dict[str, Any]:
+    """Say of which field a named part is, and which of its columns; None if all."""
+    if feature.part is None:
+        return {"field": feature.name, "columns": None}
+    return {"field": feature.name.removesuffix(f".{name}"), "columns": list(feature.part)}
 
 
 def _is_range(low: Any, high: Any, size: int) -> bool:
