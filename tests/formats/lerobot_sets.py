@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import rollout_data
 from tests.formats.values import action, reward, state
 
 FIRST = 50
@@ -137,3 +138,19 @@ class LeRobotSet:
             path = self.path / DATA_2.format(episode_chunk=number // self.info["chunks_size"], episode_index=number)
             path.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(table, path)
+
+
+def check(recording: rollout_data.Recording, lengths: list[int], numbers: list[int] | None = None) -> None:
+    """Compare vectors, reward, task and end of every episode."""
+    numbers = list(range(len(lengths))) if numbers is None else numbers
+    assert [episode.id for episode in recording] == [str(number) for number in numbers]
+    for number, episode in zip(numbers, recording, strict=True):
+        length = lengths[number]
+        np.testing.assert_array_equal(episode.observation["state"], state(FIRST + number, length))
+        np.testing.assert_array_equal(episode.action, action(FIRST + number, length))
+        np.testing.assert_array_equal(episode.reward, reward(FIRST + number, length))
+        np.testing.assert_array_equal(episode["next.done"], np.arange(length) == length - 1)
+        assert episode.task == TASKS[number % 2]
+        assert (episode.terminated, episode.truncated, episode.final_observation) == (None, None, None)
+        for start in range(length + 1):
+            np.testing.assert_array_equal(episode.read("action", start, length), action(FIRST + number, length)[start:])

@@ -1,0 +1,260 @@
+"""LeRobot datasets: indices that disagree with the rows, and files made to harm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow", reason="the extra `formats` is missing")
+import pyarrow.parquet as pq  # noqa: E402
+
+import rollout_data  # noqa: E402
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError  # noqa: E402
+from tests.formats.lerobot_sets import FIRST, TASKS, LeRobotSet, check  # noqa: E402
+from tests.formats.values import state  # noqa: E402
+
+LENGTHS = [3, 1, 4, 2]
+
+
+def entry(number: int, **changes: Any) -> Callable[[LeRobotSet], None]:
+    def change(made: LeRobotSet) -> None:
+        made.entries[number] |= {name.replace("data_", "data/"): value for name, value in changes.items()}
+
+    return change
+
+
+def column(number: int, name: str, values: Any) -> Callable[[LeRobotSet], None]:
+    def change(made: LeRobotSet) -> None:
+        table = made.tables[number]
+        made.tables[number] = table.set_column(table.column_names.index(name), name, pa.array(values))
+
+    return change
+
+
+def told(**changes: Any) -> Callable[[LeRobotSet], None]:
+    return lambda made: made.info.update(changes)
+
+
+WRONG_3 = {
+    "old file at a roll-over": (entry(2, data_file_index=0), "episode 2"),
+    "scrambled ranges": (entry(1, dataset_from_index=4, dataset_to_index=5), "episode 1"),
+    "length and range": (entry(1, length=2), "an episode"),
+    "one range over another": (entry(1, length=2, dataset_to_index=5), "episode 2"),
+    "an episode twice": (entry(2, episode_index=1), "index"),
+    "a gap in the numbers": (entry(3, episode_index=5), "episode 3"),
+    "wrong position": (column(2, "index", [5, 6, 7, 8]), "episode 2"),
+    "frames in another order": (column(2, "frame_index", [0, 2, 1, 3]), "episode 2"),
+    "frames from 1 on": (column(2, "frame_index", [1, 2, 3, 4]), "episode 2"),
+    "rows of another episode": (column(3, "episode_index", [7, 7]), "episode 7"),
+    "number of episodes": (told(total_episodes=5), "total_episodes 5"),
+    "number of frames": (told(total_frames=11), "total_frames 11"),
+    "no number": (entry(1, data_file_index=None), "data/file_index"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_3)
+def test_an_index_of_version_3_that_disagrees_is_refused_and_rebuilt(tmp_path: Path, name: str) -> None:
+    change, named = WRONG_3[name]
+    made = LeRobotSet(tmp_path / "set", LENGTHS, files=[0, 0, 1, 1])
+    change(made)
+    path = made.write(1000)
+    with pytest.raises(CorruptFileError, match=named) as caught:
+        rollout_data.open(path)
+    assert 'on_bad_index="rebuild"' in str(caught.value)
+    recording = rollout_data.open(path, on_bad_index="rebuild")
+    assert recording.problems
+    if name == "frames from 1 on":
+        check(recording, LENGTHS, [0, 1, 3])
+    elif name == "rows of another episode":
+        assert [episode.id for episode in recording] == ["0", "1", "2", "7"]
+    elif name == "frames in another order":
+        np.testing.assert_array_equal(recording[2].observation["state"], state(FIRST + 2, 4)[[0, 2, 1, 3]])
+    else:
+        check(recording, LENGTHS)
+
+
+WRONG_2 = {
+    "a longer index": (entry(1, length=2), "episode 1"),
+    "a gap in the numbers": (entry(3, episode_index=5), "episode 3"),
+    "an episode twice": (entry(2, episode_index=1), "index"),
+    "rows of another episode": (column(2, "episode_index", [3, 3, 3, 3]), "episode 3"),
+    "number of episodes": (told(total_episodes=3), "total_episodes 3"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_2)
+def test_an_index_of_version_2_that_disagrees_is_refused(tmp_path: Path, name: str) -> None:
+    change, named = WRONG_2[name]
+    made = LeRobotSet(tmp_path / "set", LENGTHS, "v2.1")
+    del made.info["total_frames"]
+    change(made)
+    with pytest.raises(CorruptFileError, match=named):
+        rollout_data.open(made.write())
+    recording = rollout_data.open(tmp_path / "set", on_bad_index="rebuild")
+    assert recording.problems
+    assert {"0", "1"} <= {episode.id for episode in recording}
+
+
+def test_orphan_rows_are_refused_and_left_out_when_the_index_is_rebuilt(tmp_path: Path) -> None:
+    made = LeRobotSet(tmp_path / "set", LENGTHS)
+    path = made.write()
+    orphan = LeRobotSet(tmp_path / "other", [3, 5]).tables[1]
+    pq.write_table(orphan, path / "data" / "chunk-000" / "file-001.parquet")
+    with pytest.raises(CorruptFileError, match="episode 1"):
+        rollout_data.open(path)
+    recording = rollout_data.open(path, on_bad_index="rebuild")
+    check(recording, LENGTHS)
+    assert any("does not name are left out" in str(problem) for problem in recording.problems)
+
+
+def test_a_set_without_an_index_can_be_rebuilt(tmp_path: Path) -> None:
+    path = LeRobotSet(tmp_path / "set", LENGTHS, files=[0, 0, 1, 1]).write()
+    shutil.rmtree(path / "meta" / "episodes")
+    with pytest.raises(CorruptFileError, match="rebuild"):
+        rollout_data.open(path)
+    check(rollout_data.open(path, on_bad_index="rebuild"), LENGTHS)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
+def test_a_damaged_file_of_one_episode_costs_that_episode(tmp_path: Path, damage: str) -> None:
+    path = LeRobotSet(tmp_path / "set", LENGTHS, "v2.1").write()
+    file = path / "data" / "chunk-000" / "episode_000002.parquet"
+    data = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(data[: len(data) // 2 if damage == "cut" else 0])
+    recording = rollout_data.open(path)
+    check(recording, LENGTHS, [0, 1, 3])
+    assert "episode_000002" in str(recording.problems[0])
+
+
+def test_a_task_that_rows_and_index_tell_differently_is_reported(tmp_path: Path) -> None:
+    made = LeRobotSet(tmp_path / "set", LENGTHS)
+    made.entries[1]["tasks"] = ["another"]
+    recording = rollout_data.open(made.write())
+    assert recording[1].task == TASKS[1]
+    assert "episode 1" in str(recording.problems[0])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "../data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "/data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "data/{chunk_index.__class__}/file-{file_index:03d}.parquet",
+        "data/{chunk_index!r}/file-{file_index:03d}.parquet",
+        "data/{chunk_index[0]}/file.parquet",
+        "data/{chunk_index:0999999999d}/file.parquet",
+        "data/{0}/file.parquet",
+        "data/{other}/file.parquet",
+        "data/{video_key}/file.parquet",
+        "data/{chunk_index",
+        "data/{chunk_index:{file_index}}.parquet",
+    ],
+)
+def test_a_template_makes_names_inside_the_folder_and_nothing_else(tmp_path: Path, template: str) -> None:
+    made = LeRobotSet(tmp_path / "set", [2])
+    made.info["data_path"] = template
+    path = made.write()
+    outside = tmp_path / "data" / "chunk-000" / "file-000.parquet"
+    outside.parent.mkdir(parents=True)
+    shutil.copy(path / "data" / "chunk-000" / "file-000.parquet", outside)
+    with pytest.raises((CorruptFileError, UnsafeFileError)):
+        rollout_data.open(path)
+
+
+def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
+    path = LeRobotSet(tmp_path / "set", [2]).write()
+    file = path / "data" / "chunk-000" / "file-000.parquet"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataFileError, match="leads out"):
+        rollout_data.open(path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(DataFileError):
+        rollout_data.open(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"storage_format": "lance", "codebase_version": "v9"}, ForeignFileError),
+        ({"codebase_version": "v1.6"}, ForeignFileError),
+        ({"codebase_version": None}, ForeignFileError),
+        ({"fps": 0}, CorruptFileError),
+        ({"fps": "30"}, CorruptFileError),
+        ({"fps": None}, CorruptFileError),
+        ({"features": [1]}, CorruptFileError),
+        ({"features": {"action": 1}}, CorruptFileError),
+        ({"total_frames": 1e400}, CorruptFileError),
+        ({"total_episodes": 10**30}, CorruptFileError),
+        ({"data_path": 3}, CorruptFileError),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(tmp_path: Path, change: dict, error: type[Exception]) -> None:
+    made = LeRobotSet(tmp_path / "set", [2])
+    made.info |= change
+    with pytest.raises(error):
+        rollout_data.open(made.write())
+
+
+def test_declared_shapes_cost_nothing_and_the_data_are_believed(tmp_path: Path) -> None:
+    made = LeRobotSet(tmp_path / "set", [2])
+    made.info["features"]["observation.state"]["shape"] = [1 << 30, 1 << 30]
+    made.info["features"]["action"]["shape"] = [-1, "x"]
+    made.info["features"]["next.reward"]["shape"] = None
+    check(rollout_data.open(made.write()), [2])
+
+
+def test_a_row_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
+    zeros = pa.array(np.zeros(1 << 24, "float32"))
+    made = LeRobotSet(tmp_path / "set", [2])
+    bomb = pa.ListArray.from_arrays(pa.array([0, 3, 1 << 24], pa.int32()), zeros)
+    made.tables[0] = made.tables[0].set_column(0, "observation.state", bomb)
+    path = made.write()
+    with pytest.raises(CorruptFileError, match=r"values|bytes"):
+        rollout_data.open(path)[0].read("observation/state")
+
+
+@pytest.mark.parametrize("kind", ["ragged", "null", "other"])
+def test_rows_of_another_shape_or_without_a_value_are_refused_by_their_episode(tmp_path: Path, kind: str) -> None:
+    made = LeRobotSet(tmp_path / "set", [2, 2])
+    values = {"ragged": [[1.0], [2.0, 3.0, 4.0]], "null": [[1.0, 2.0, 3.0], None], "other": [[1.0, 2.0]] * 2}[kind]
+    for number, rows in enumerate((state(FIRST, 2).tolist(), values)):
+        made.tables[number] = made.tables[number].set_column(
+            0, "observation.state", pa.array(rows, pa.list_(pa.float32()))
+        )
+    recording = rollout_data.open(made.write())
+    assert recording[0].observation["state"].shape == (2, 3)
+    with pytest.raises(CorruptFileError, match="episode '1'"):
+        recording[1].read("observation/state")
+    assert recording[1].action.shape == (2, 2)
+
+
+def test_every_truncated_or_changed_file_is_refused_or_gives_the_same(tmp_path: Path) -> None:
+    path = LeRobotSet(tmp_path / "set", [3, 2]).write()
+    expected = [episode.action for episode in rollout_data.open(path)]
+    random = np.random.default_rng(0)
+    for file in (path / "data/chunk-000/file-000.parquet", path / "meta/tasks.parquet", path / "meta/info.json"):
+        data = file.read_bytes()
+        for number in range(60):
+            changed = bytearray(data[: len(data) * number // 30] if number < 30 else data)
+            if number >= 30:
+                changed[random.integers(len(data))] ^= 1 << random.integers(8)
+            file.write_bytes(changed)
+            try:
+                got = [episode.action for episode in rollout_data.open(path)]
+            except DataFileError:
+                continue
+            assert [one.shape for one in got] == [one.shape for one in expected]
+        file.write_bytes(data)
