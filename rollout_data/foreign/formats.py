@@ -19,6 +19,7 @@ FORMATS: dict[str, str] = {
     "lerobot": "lerobot.reader",
     "rlds": "records.rlds",
     "zarr": "arrays.zarr_files",
+    "mcap": "records.mcap_files",
     "libero": "hdf5.libero",
     "isaaclab": "hdf5.isaaclab",
     "robomimic": "hdf5.robomimic",

@@ -1,0 +1,238 @@
+"""MCAP recordings: a file is an episode; topics are brought to the steps of one clock.
+
+One rule: at each message of the clock every topic holds its last message at or before that time; nothing is
+interpolated. Messages are JSON; other encodings are named with the package that reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from storage.core.fields import Field, Schema
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
+
+from ..guards import damage_named, file_inside, natural
+from ..reader import EpisodeInfo, ForeignReader
+from .mcap_log import MAGIC, Log, Topic
+from .tfrecord import Array, open_map
+
+_PACKAGES = {"cdr": "mcap-ros2-support", "ros1": "mcap-ros1-support", "protobuf": "mcap-protobuf-support"}
+_TEXT, _MAX_DEPTH, _MAX_TEXTS = "text", 16, 4096
+_TIME = "log_time"
+_TASKS, _TRUTHS = ("task", "language_instruction"), {"true": True, "false": False}
+#: Dtype -> kinds of numpy that JSON gives for it.
+_KINDS = {"float64": "iuf", "int64": "iu", "bool": "b", _TEXT: "U"}
+_DAMAGE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
+
+
+class _Leaf(NamedTuple):
+    """A value of each message of a topic: the keys that lead to it, and what it is."""
+
+    topic: str
+    keys: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Source(NamedTuple):
+    """How the fields of an episode are found: the leaf of each, and the message of each topic at each step."""
+
+    log: Log
+    leaves: dict[str, _Leaf]
+    messages: dict[str, Array]
+
+
+class Reader(ForeignReader):
+    """Reads a file, or a folder of them in the order of the numbers in their names.
+
+    Option `action`: the topic of actions, or several. Option `clock`: the topic whose messages are the steps; None is
+    the first of the actions.
+    """
+
+    format = "mcap"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"action": None, "clock": None}
+
+    @classmethod
+    def detect(cls, path: Path) -> bool:
+        try:
+            paths = _paths(path)
+            return bool(paths) and bytes(open_map(paths[0])[: len(MAGIC)]) == MAGIC
+        except (OSError, RolloutDataError):
+            return False
+
+    def scan(self) -> Sequence[EpisodeInfo]:
+        action = self.options["action"]
+        self._actions = [action] if isinstance(action, str) else list(action or ())
+        self._clock: Any = self.options["clock"] or next(iter(self._actions), None)
+        self._latest: tuple[Any, dict[Any, Any]] = (None, {})
+        episodes, refused = [], list[RolloutDataError]()
+        for path in _paths(self.path):
+            try:
+                log = Log(path)
+                if not log.is_whole:
+                    advice = "What is whole is read"
+                    self.problem("find the end of", repr(str(path)), "a whole file", "one that breaks off", advice)
+                episodes.append(self._episode(log))
+            except (DataFileError, UsageError) as error:
+                refused.append(error)
+        if refused and not episodes:
+            raise refused[0]
+        self.problems += refused
+        return episodes
+
+    def _episode(self, log: Log) -> EpisodeInfo:
+        self._check_topics(log)
+        clock, where = log.topics[self._clock].times, repr(str(log.path))
+        topics, metadata = self._described_topics(log)
+        first = max(int(np.searchsorted(clock, log.topics[name].times[0])) for name in topics)
+        if first == len(clock):
+            raise CorruptFileError(
+                "read", where, f"a message of every topic before the last of {self._clock!r}", "none"
+            )
+        if first:
+            got, advice = f"{first} before the first message of another topic", "They are left out"
+            self.problem("make steps of", f"{self._clock!r} of {where}", "messages after all others", got, advice)
+        times = clock[first:]
+        messages = {name: np.searchsorted(log.topics[name].times, times, "right") - 1 for name in topics}
+        leaves = {self._name(leaf, len(listed)): leaf for listed in topics.values() for leaf in listed}
+        fields = [Field(name, leaf.shape, leaf.dtype) for name, leaf in leaves.items() if leaf.dtype != _TEXT]
+        return EpisodeInfo(
+            log.path.stem,
+            len(times),
+            Schema([*fields, Field(_TIME, (), "int64")]),
+            tuple(name for name, leaf in leaves.items() if leaf.dtype == _TEXT),
+            success=_TRUTHS.get(str(metadata.get("success")).lower()),
+            task=next((str(metadata[key]) for key in _TASKS if key in metadata), ""),
+            metadata=metadata,
+            source=_Source(log, leaves, {**messages, _TIME: times}),
+        )
+
+    def _check_topics(self, log: Log) -> None:
+        for name in (*self._actions, self._clock):
+            if name not in log.topics or not len(log.topics[name].times):
+                listed = "; ".join(map(_about, log.topics.values())) or "none"
+                expected, advice = "a topic as action= or clock=", f"The topics are: {listed}"
+                raise UsageError("choose the steps of", repr(str(log.path)), expected, repr(name), advice)
+            if log.topics[name].encoding != "json":
+                raise _other_encoding(log, log.topics[name])
+
+    def _described_topics(self, log: Log) -> tuple[dict[str, list[_Leaf]], dict[str, Any]]:
+        """Give the leaves of the topics that become fields, and as metadata those of texts alone and the records."""
+        metadata: dict[str, Any] = {key: value for _, record in log.metadata for key, value in record.items()}
+        found: dict[str, list[_Leaf]] = {}
+        for name, topic in sorted(log.topics.items()):
+            if topic.encoding != "json" and len(topic.times):
+                self.problems.append(_other_encoding(log, topic))
+            elif len(topic.times):
+                where = f"{name!r} of {str(log.path)!r}"
+                with damage_named("read the first message", f"of {where}", "a JSON object", *_DAMAGE):
+                    value = json.loads(next(log.messages(topic, slice(1))))
+                    leaves = [_Leaf(name, *one) for one in _leaves(value, _schema(topic))]
+                known = [leaf for leaf in leaves if leaf.dtype]
+                if len(known) < len(leaves):
+                    got = ", ".join("/".join(leaf.keys) for leaf in leaves if not leaf.dtype)
+                    self.problem("read", where, "numbers, texts and arrays of numbers", got[:200], "They are left out")
+                if name not in self._actions and all(leaf.dtype == _TEXT for leaf in known):
+                    metadata |= {f"{name.strip('/')}/{'/'.join(leaf.keys)}": self._texts(log, leaf) for leaf in known}
+                else:
+                    found[name] = known
+        return {**found, self._clock: found.get(self._clock, [])}, metadata
+
+    def _texts(self, log: Log, leaf: _Leaf) -> Any:
+        topic = log.topics[leaf.topic]
+        texts = _columns(log, [leaf], np.arange(min(len(topic.times), _MAX_TEXTS)))[leaf.keys]
+        return texts[0] if len(texts) == 1 else texts
+
+    def _name(self, leaf: _Leaf, num_leaves: int) -> str:
+        key = "/".join(leaf.keys)
+        if self._actions == [leaf.topic]:
+            return "action" if num_leaves == 1 else f"action/{key}"
+        parts = (part for part in leaf.topic.split("/") if part)
+        return "/".join(("action" if leaf.topic in self._actions else "observation", *parts, key))
+
+    def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        source: _Source = self.episodes[number].source
+        if name == _TIME:
+            return source.messages[_TIME][start:stop].copy()
+        leaf = source.leaves[name]
+        # The fields of a topic lie in the same messages, and are mostly asked for one after the other.
+        wanted = (number, leaf.topic, start, stop)
+        if self._latest[0] != wanted:
+            leaves = [one for one in source.leaves.values() if one.topic == leaf.topic]
+            self._latest = wanted, _columns(source.log, leaves, source.messages[leaf.topic][start:stop])
+        found = self._latest[1][leaf.keys]
+        return found.copy()
+
+
+def _columns(log: Log, leaves: Sequence[_Leaf], rows: Array) -> dict[Any, Any]:
+    """Read the leaves of one topic from messages: keys -> `[len(rows), ...]`, or a list of texts."""
+    columns: dict[Any, Any] = {
+        leaf.keys: [""] * len(rows) if leaf.dtype == _TEXT else np.empty((len(rows), *leaf.shape), leaf.dtype)
+        for leaf in leaves
+    }
+    where = f"messages of {leaves[0].topic!r} of {str(log.path)!r}"
+    with damage_named("read", where, f"JSON with {', '.join('/'.join(leaf.keys) for leaf in leaves)}", *_DAMAGE):
+        numbers, starts = np.unique(rows, return_index=True)
+        stops = [*starts[1:].tolist(), len(rows)]
+        for text, start, stop in zip(log.messages(log.topics[leaves[0].topic], numbers), starts, stops, strict=True):
+            message = json.loads(text)
+            for leaf in leaves:
+                value = message
+                for key in leaf.keys:
+                    value = value[key]
+                array = np.asarray(value)
+                if (array.size and array.dtype.kind not in _KINDS[leaf.dtype]) or array.shape != leaf.shape:
+                    raise ValueError(f"{'/'.join(leaf.keys)} of another kind or shape than in the first message")
+                columns[leaf.keys][start:stop] = [value] * (stop - start) if leaf.dtype == _TEXT else array
+    return columns
+
+
+def _leaves(
+    value: Any, schema: Any, keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str, tuple[int, ...]]]:
+    """Yield keys, dtype and shape of what a message holds; "" as dtype of what no field can hold."""
+    if isinstance(value, dict) and (value or not keys) and len(keys) < _MAX_DEPTH:
+        for key, child in value.items():
+            inner = schema.get("properties", {}) if isinstance(schema, dict) else {}
+            yield from _leaves(child, inner.get(key) if isinstance(inner, dict) else None, (*keys, key))
+        return
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(None)
+    while isinstance(schema, dict) and "items" in schema:
+        schema = schema["items"]
+    is_integer = isinstance(schema, dict) and schema.get("type") == "integer"
+    found = {"b": "bool", "U": "" if array.ndim else _TEXT, "f": "float64"}
+    dtype = found.get(array.dtype.kind, "") if array.dtype.kind not in "iu" else "int64" if is_integer else "float64"
+    yield keys, dtype if all(key and "/" not in key for key in keys) and keys else "", array.shape
+
+
+def _schema(topic: Topic) -> Any:
+    try:
+        return json.loads(topic.schema)
+    except _DAMAGE:
+        return None  # it only tells integers apart
+
+
+def _paths(path: Path) -> list[Path]:
+    """List the files of a folder with nothing but such files; a file by itself."""
+    if not path.is_dir():
+        return [path]
+    names = sorted((one.name for one in path.iterdir() if not one.name.startswith(".")), key=natural)
+    return [file_inside(path, name) for name in names] if all(name.endswith(".mcap") for name in names) else []
+
+
+def _about(topic: Topic) -> str:
+    count, span = len(topic.times), float(topic.times[-1] - topic.times[0]) / 1e9 if len(topic.times) else 0.0
+    return f"{topic.name!r} ({topic.encoding}, {count} messages{f', {(count - 1) / span:.3g} Hz' if span else ''})"
+
+
+def _other_encoding(log: Log, topic: Topic) -> DataFileError:
+    where, package = f"{topic.name!r} of {str(log.path)!r}", _PACKAGES.get(topic.encoding, "another package")
+    return DataFileError("read", where, "messages of JSON", repr(topic.encoding), f"They need {package}; convert them")
