@@ -40,6 +40,8 @@ class Transition(NamedTuple):
         extras: Further recorded fields by name, or None if there are none.
         is_last: bool. The last frame of a trajectory, whatever `mark_first_frame` says; None if the reader does not
             tell, as readers of your own need not.
+        end_unknown: bool. The last frame of a trajectory whose file does not tell how it ended, as files of other
+            systems may: `done` is true there and `timeout` false. None where all ends are known.
     """
 
     observation: Observation
@@ -55,6 +57,7 @@ class Transition(NamedTuple):
     stream_id: int = 0
     extras: dict[str, Any] | None = None
     is_last: torch.Tensor | None = None
+    end_unknown: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, Any]:
         """Give a plain dict of what was recorded and of the flags: no None, extras beside the other fields."""

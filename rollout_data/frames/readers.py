@@ -80,7 +80,7 @@ class Readers(Kind):
         chosen = [
             (number, episode)
             for number, (origin, reader) in enumerate(zip(self._source.origins, self._readers, strict=True))
-            for episode in chosen_episodes(reader, origin.ids)
+            for episode in sorted(chosen_episodes(reader, origin.ids))
         ]
         infos = [self._readers[number].episodes[episode] for number, episode in chosen]
         fit = common_fields([info.schema for info in infos])
@@ -149,7 +149,7 @@ def _opened(origin: Origin) -> ForeignReader:
 
 
 def chosen_episodes(reader: ForeignReader, ids: Sequence[str] | None) -> list[int]:
-    """Give the numbers of episodes by their names, in the order of the file; None is all.
+    """Give the numbers of episodes by their names, in this order; None is all.
 
     Raises:
         UsageError: There is none of a name.
@@ -161,7 +161,7 @@ def chosen_episodes(reader: ForeignReader, ids: Sequence[str] | None) -> list[in
         if name not in number_of:
             expected = f"one of {len(number_of)} names, such as {nearest(name, list(number_of)[:4])}"
             raise UsageError("find the episode", f"in {str(reader.path)!r}", expected, repr(name))
-    return sorted({number_of[name] for name in ids})
+    return [number_of[name] for name in ids]
 
 
 def end_flags(info: EpisodeInfo) -> int:

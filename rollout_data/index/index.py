@@ -295,6 +295,11 @@ class TrajectoryIndex:
         is_timeout: np.ndarray = (self.end[trajectories] != _TERMINATED) & ~self.is_end_unknown(trajectories)
         return is_timeout
 
+    @cached_property
+    def has_unknown_ends(self) -> bool:
+        """Whether there is a trajectory whose file does not tell how it ended."""
+        return bool(self.is_end_unknown().any())
+
     def is_end_unknown(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
         """bool, for each of these: its file does not tell how it ended."""
         is_unknown: np.ndarray = (self.flags[trajectories] & END_UNKNOWN) > 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -122,10 +123,14 @@ class RolloutFileBase(IterableDataset[Any], ABC):
         return self.fill_rollout(buffer, steps)
 
     def get_transition_batch(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Give `(transition, infos)` of one step, with `{"time_outs": ...}` where timeouts are known."""
+        """Give `(transition, infos)` of one step; infos are those flags of it that it has.
+
+        These are `time_outs`, where timeouts are known, and `end_unknown`, where some ends are not.
+        """
         transition = self.get_batch()
-        timeout = transition.get("timeout") if isinstance(transition, Mapping) else getattr(transition, "timeout", None)
-        return transition, {} if timeout is None else {"time_outs": timeout}
+        look = transition.get if isinstance(transition, Mapping) else partial(getattr, transition)
+        found = {"time_outs": look("timeout", None), "end_unknown": look("end_unknown", None)}
+        return transition, {name: flag for name, flag in found.items() if flag is not None}
 
     def __iter__(self) -> Iterator[Any]:
         """Reset all envs to the first pass and give this object, whose cursors all iterators share.

@@ -29,7 +29,8 @@ from .cursor import Bools, Deal, DealPart, Pieces, Plan, StreamState, plan_steps
 OBSERVATION, PRIVILEGED = "observation", "privileged_observation"
 #: Fields that have a place of their own in a `Transition`; all others are extras.
 _NAMED = (OBSERVATION, PRIVILEGED, "action", "reward")
-_FLAGS = ("done", "timeout", "is_first", "valid", "is_last")
+#: The last one only where an end may be unknown.
+_FLAGS = ("done", "timeout", "is_first", "valid", "is_last", "end_unknown")
 #: How much of a trajectory is read ahead at once.
 _STRETCH_BYTES = 256 * 1024
 #: How many rows are looked at to see whether the files are in memory, and how often.
@@ -155,7 +156,9 @@ class BatchReader:
             for name, column in store.layouts[DATA].columns.items()
         })  # fmt: skip
         own = {name: cut(rows, Grid(sizes, (0,) * len(sizes))) for name, cut in self._cuts.items()}
-        flags = torch.zeros((len(_FLAGS), *sizes), dtype=torch.bool, device=self.options.device)
+        flags = torch.zeros(
+            (len(_FLAGS) - (not store.index.has_unknown_ends), *sizes), dtype=torch.bool, device=self.options.device
+        )
         return map_batch(self._copied, _transition(own, {name: own[name] for name in self._final_cuts}, flags))
 
     def frames_at(self, deal: Deal, trajectory: Int64s, position: np.ndarray, linear: bool) -> Transition:
@@ -180,13 +183,16 @@ class BatchReader:
 
 
 def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
-    """The flags of a plan, bool `[len(_FLAGS), T, N]`."""
-    flags = np.zeros((len(_FLAGS), plan.num_steps, len(plan.num_valid)), bool)
-    done, timeout, is_first, valid, is_last = flags
+    """The flags of a plan, bool `[F, T, N]`, of the first F `_FLAGS`."""
+    has_unknown = any(part.deal.source.index.has_unknown_ends for part in plan.parts)
+    flags = np.zeros((len(_FLAGS) - (not has_unknown), plan.num_steps, len(plan.num_valid)), bool)
+    done, timeout, is_first, valid, is_last = flags[:5]
     for deal, _, (env, time, trajectory) in plan.parts:
         if len(env):
             done[time, env] = is_last[time, env] = True
             timeout[time, env] = deal.source.index.is_timeout(trajectory)
+            if has_unknown:
+                flags[5, time, env] = deal.source.index.is_end_unknown(trajectory)
     if len(plan.first_env):
         is_first[plan.first_time, plan.first_env] = True
         done[plan.first_time, plan.first_env] |= mark_first_frame
@@ -198,7 +204,7 @@ def _transition(own: Mapping[str, Any], nexts: Mapping[str, Any], flags: Iterabl
     tree, following = unflatten(own), unflatten(nexts)
     named: dict[str, Any] = {name: tree.pop(name, None) for name in _NAMED}
     named |= {f"next_{name}": following.get(name) for name in (OBSERVATION, PRIVILEGED)}
-    named |= zip(_FLAGS, flags, strict=True)
+    named |= zip(_FLAGS, flags, strict=False)
     return Transition(**named, stream_id=stream_id, extras=tree or None)
 
 

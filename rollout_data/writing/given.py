@@ -121,7 +121,7 @@ def _items_of(transition: Any) -> dict[str, Any]:
         return dict(transition)
     if isinstance(transition, Transition):
         values = {**transition._asdict(), "done": _recorded_done(transition)}
-        del values["stream_id"], values["is_last"]
+        del values["stream_id"], values["is_last"], values["end_unknown"]
         return {**(values.pop("extras") or {}), **values}
     if hasattr(transition, "_asdict"):
         return dict(transition._asdict())

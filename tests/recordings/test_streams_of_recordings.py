@@ -1,0 +1,195 @@
+"""Files of other systems stream as our own: the frames of the file, once each, for any number of envs and workers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rollout_data
+from rollout_data import RolloutDataset, WindowDataset, WindowMixture
+from storage.core.fields import flatten
+from storage.errors import RolloutDataWarning, UsageError
+from tests.formats.cases import CASES, expected_arrays, load, open_case
+from tests.recordings.sets import action, reward, state, write_demos
+from tests.recordings.test_recording import recorded
+
+LENGTHS = [3, 1, 4, 2, 6]
+EXACT = [path for path in CASES if "mcap" not in path.name]
+
+
+def demos(tmp_path: Path, **options: Any) -> Path:
+    return write_demos(tmp_path / "demos.hdf5", LENGTHS, **options)
+
+
+def stream(data: Any, num_envs: int = 1, **options: Any) -> RolloutDataset:
+    given = {"device": "cpu", "mark_first_frame": False, "flatten_observations": False, **options}
+    return RolloutDataset(data, num_envs, **given)
+
+
+def delivered(dataset: RolloutDataset, num_steps: int = 3) -> list[list[tuple[int, int]]]:
+    """Give the (episode, frame) of each trajectory that a stream delivers, checking all its fields."""
+    played: list[list[tuple[int, int]]] = []
+    running: dict[int, list[tuple[int, int]]] = {}
+    for batch in iter(lambda: next_batch(dataset, num_steps), None):
+        for step in range(num_steps):
+            for env in range(dataset.num_envs):
+                if batch.valid[step, env]:
+                    episode, frame = divmod(int(batch.observation["low"][step, env, 0]) // 10, 100)
+                    np.testing.assert_array_equal(batch.action[step, env], action(episode, frame + 1)[frame])
+                    np.testing.assert_array_equal(batch.reward[step, env], reward(episode, frame + 1)[frame])
+                    running.setdefault(env, []).append((episode, frame))
+                    if batch.done[step, env]:
+                        after = batch.next_observation["low"][step, env]
+                        np.testing.assert_array_equal(after, state(episode, frame + 2)[-1])
+                        played.append(running.pop(env))
+    assert not running
+    return played
+
+
+def next_batch(dataset: RolloutDataset, num_steps: int) -> Any:
+    try:
+        return dataset.get_batch(num_steps)
+    except StopIteration:
+        return None
+
+
+def whole(numbers: Any) -> list[list[tuple[int, int]]]:
+    return [[(number, frame) for frame in range(LENGTHS[number])] for number in numbers]
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_every_frame_is_delivered_once_and_in_order(tmp_path, num_envs, shuffles):
+    found = delivered(stream(demos(tmp_path), num_envs, random_shuffle_traj_order=shuffles))
+    assert sorted(found) == whole(range(len(LENGTHS)))
+    assert shuffles or num_envs > 1 or found == whole(range(len(LENGTHS)))
+
+
+def test_workers_deliver_what_one_process_does(tmp_path):
+    recording = rollout_data.open(demos(tmp_path))[1:]
+    one = [batch.action for batch in stream(recording, 2, num_transitions_per_env=2)]
+    many = [batch.action for batch in rollout_data.loader(stream(recording, 2, num_transitions_per_env=2), 2)]
+    assert len(one) == len(many) and all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+
+
+def test_a_stream_resumes_in_mid_episode(tmp_path):
+    path = demos(tmp_path)
+    straight, first, second = (stream(path, 2, random_shuffle_traj_order=True) for _ in range(3))
+    for _ in range(2):
+        straight.get_batch(2), first.get_batch(2)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(straight.get_batch(3).action, second.get_batch(3).action)
+
+
+@pytest.mark.parametrize("path", EXACT, ids=lambda path: path.name.removesuffix(".case.json"))
+def test_a_case_streams_as_its_expected_arrays(path):
+    case = load(path)
+    expected, recording = expected_arrays(case), open_case(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RolloutDataWarning)
+        batch = stream(recording).get_batch(sum(about["T"] for about in case["episodes"]))
+    assert bool(batch.valid.all()) and bool(batch.timeout.any()) == any(
+        about["end"] == "truncated" for about in case["episodes"]
+    )
+    first, tolerances = 0, {name.removeprefix("observation.") for name in case["tol"]}
+    observation = batch.observation if isinstance(batch.observation, Mapping) else None
+    for about, arrays in zip(case["episodes"], expected, strict=True):
+        rows = slice(first, first := first + about["T"])
+        assert batch.done[rows, 0].tolist() == [False] * (about["T"] - 1) + [True]
+        got = {f"observation/{name}": value for name, value in flatten(observation or {}).items()}
+        names = [name for name in arrays if name.partition("/")[0] == "observation"]
+        names = [name for name in names if name.partition("/")[2] not in tolerances]
+        for name in names:
+            values = got[name] if observation is not None else batch.observation
+            np.testing.assert_array_equal(values[rows, 0].numpy(), arrays[name], err_msg=name)
+        if "action" in arrays:
+            np.testing.assert_array_equal(batch.action[rows, 0].numpy(), arrays["action"])
+        if "reward" in arrays:
+            np.testing.assert_array_equal(batch.reward[rows, 0].numpy(), arrays["reward"])
+
+
+# Parts of recordings, and several
+
+
+def test_a_selection_is_respected_for_every_kind_of_data(tmp_path):
+    chosen = rollout_data.open(demos(tmp_path)).select(["demo_3", "demo_0"])
+    assert delivered(stream(chosen)) == whole([0, 3])
+    own = recorded(tmp_path / "own")
+    part = own.filter(ends="truncated")
+    batch = stream(part, flatten_observations=True).get_batch(4)
+    np.testing.assert_array_equal(batch.observation[:, 0], own[1].observation)
+    assert WindowDataset(part).num_frames == 4
+    chunks = rollout_data.open(Path(__file__).parents[1] / "data" / "trajectory_folders" / "components")[:1]
+    np.testing.assert_array_equal(WindowDataset(chunks)[0]["action"], chunks[0].action[:1])
+
+
+def test_windows_read_what_episodes_hold(tmp_path):
+    path = demos(tmp_path)
+    windows = WindowDataset(path, 2, delta={"observation": [-1, 0], "action": range(2)}, padding="repeat")
+    assert len(windows) == sum(LENGTHS)
+    found = windows.read(np.arange(len(windows)), lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    anchors = [(number, length, t) for number, length in enumerate(LENGTHS) for t in range(length)]
+    actions = [action(number, length)[[t, min(t + 1, length - 1)]] for number, length, t in anchors]
+    np.testing.assert_array_equal(found["action"], actions)
+
+
+def test_lists_and_mixtures_take_paths_and_recordings(tmp_path):
+    one = write_demos(tmp_path / "one.hdf5", [2, 3])
+    two = rollout_data.open(write_demos(tmp_path / "two.hdf5", {2: 4, 4: 6}))
+    batch = stream([one, two[1:]]).get_batch(11)
+    np.testing.assert_array_equal(
+        batch.action[:, 0, 0], [*action(0, 2)[:, 0], *action(1, 3)[:, 0], *action(4, 6)[:, 0]]
+    )
+    mixture = WindowMixture([WindowDataset(one), WindowDataset(two)])
+    assert len(mixture) == 15
+    recorded(tmp_path / "own")
+    with pytest.raises(UsageError, match="expected folders of one kind"):
+        stream([one, tmp_path / "own"]).get_batch()
+
+
+# Episodes that differ
+
+
+def test_an_episode_without_an_optional_field_reads_as_nan_and_is_named_once(tmp_path):
+    dataset = stream(demos(tmp_path, without_reward=[1, 3]))
+    with pytest.warns(RolloutDataWarning, match="Read as NaN") as told:
+        rewards = dataset.get_batch(sum(LENGTHS)).reward[:, 0].numpy()
+    parts = [np.full(n, np.nan) if number in (1, 3) else reward(number, n) for number, n in enumerate(LENGTHS)]
+    np.testing.assert_array_equal(rewards, np.concatenate(parts))
+    (problem,) = dataset.problems
+    assert len(told) == 1 and "episode 'demo_1', 'demo_3'" in problem.action and problem.got == "no 'reward'"
+
+
+def test_integers_that_some_episodes_lack_become_floats_and_pictures_have_to_be_in_all(tmp_path):
+    count, picture = np.arange(4, dtype=np.int16), np.zeros((4, 2, 2, 3), np.uint8)
+    path = demos(tmp_path, more={2: {"count": count, "obs/cam": picture}})
+    with pytest.warns(RolloutDataWarning):
+        batch = stream(path).get_batch(8)
+    assert batch.extras["count"].dtype == torch.float32
+    np.testing.assert_array_equal(batch.extras["count"][:, 0], [np.nan] * 4 + [0, 1, 2, 3])
+    assert set(batch.observation) == {"low"}
+
+
+def test_an_episode_that_contradicts_most_is_left_out_and_named(tmp_path):
+    path = demos(tmp_path, more={3: {"obs/low": np.zeros((2, 5)), "next_obs/low": np.zeros((2, 5))}})
+    dataset = stream(path)
+    with pytest.warns(RolloutDataWarning, match="'demo_3'.*Left out of streams"):
+        assert delivered(dataset) == whole([0, 1, 2, 4])
+    assert rollout_data.open(path)[3].observation["low"].shape == (2, 5)
+
+
+def test_an_unknown_end_is_done_but_no_timeout_and_batches_tell_it(tmp_path):
+    batch = stream(demos(tmp_path)).get_batch(4)
+    assert batch.done[:, 0].tolist() == [False, False, True, True]
+    assert not batch.timeout.any()
+    assert batch.end_unknown[:, 0].tolist() == [False, False, True, True]
+    own = stream(recorded(tmp_path / "own")).get_batch(12)
+    assert own.end_unknown is None and own.timeout.sum() == 3
+    transition, infos = stream(demos(tmp_path)).get_transition_batch()
+    assert not infos["time_outs"].any() and transition.end_unknown is not None and not infos["end_unknown"].any()
