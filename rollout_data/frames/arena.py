@@ -22,6 +22,8 @@ import torch
 
 from storage.errors import CorruptFileError, RolloutDataError, UsageError
 
+from ..index.index import Int64s
+
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED = 0x10
 _MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: addresses alone
@@ -132,9 +134,10 @@ class Arena:
         if num_rows:
             _map(*self._pages(first_row, num_rows), _MAP_NOTHING | _MAP_FIXED)
 
-    def will_need(self, first_row: int, num_rows: int) -> None:
-        """Ask the kernel to read rows from the disk in the background."""
-        _libc.madvise(*self._pages(first_row, num_rows), _MADV_WILLNEED)
+    def will_need(self, first_rows: Int64s, num_rows: Int64s) -> None:
+        """Ask the kernel to read runs of rows from the disk in the background."""
+        for first, count in zip(first_rows.tolist(), num_rows.tolist(), strict=True):
+            _libc.madvise(*self._pages(first, count), _MADV_WILLNEED)
 
     def is_resident(self, row: int) -> bool:
         """True if the page where a row begins is in memory, or the kernel does not tell."""

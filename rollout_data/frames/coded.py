@@ -133,8 +133,7 @@ class ChunkFiles:
         """Have the chunks of rows fetched from the disk in the background."""
         begin = np.searchsorted(self._rows, first, side="right") - 1
         last = np.searchsorted(self._rows, first + num_rows, side="left") - 1
-        for start, stop in zip(self._spots[1, begin].tolist(), self._spots[2, last].tolist(), strict=True):
-            self._mapped.will_need(start, stop - start)
+        self._mapped.will_need(self._spots[1, begin], self._spots[2, last] - self._spots[1, begin])
 
     def _cut(self, first: Int64s, runs: Runs) -> tuple[Int64s, list[tuple[int, int, int]]]:
         """Cut runs at the bounds of chunks: chunk of each piece, ascending, and (row in it, number of rows, target)."""

@@ -44,8 +44,8 @@ _scratch, _FEW_ROWS = BufferPool(2), 256
 _MAX_MAPPINGS = 50_000
 #: Threads that ask the kernel for pages while the disk is the limit.
 _NUM_ADVISERS = 4
-#: So few runs are asked for by the caller itself.
-_FEW_RUNS = 8
+#: So few runs are asked for by the caller itself; none where so many of them, evenly spread, are in memory.
+_FEW_RUNS, _NUM_PROBES = 8, 16
 
 
 def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: torch.Tensor) -> None:
@@ -264,21 +264,10 @@ class MappedFrames(FrameStore):
             super().copy(place, runs, length, out)
 
     def will_need(self, runs: Runs) -> None:
-        # Asking takes the kernel about 0.1 ms for 256 KiB that are not in memory: more threads, more in flight.
-        num_parts = 1 if len(runs.row) <= _FEW_RUNS else _NUM_ADVISERS
-        parts = [Runs(*(column[first::num_parts] for column in runs)) for first in range(num_parts)]
-        jobs = [(place, part) for place in self.files.places if place[0] == DATA for part in parts]
-        each(lambda job: self._advise(*job), jobs, num_parts)
-
-    def _advise(self, place: Place, runs: Runs) -> None:
-        if place in self.files.chunks:
-            self.files.chunks[place].will_need(self._first(place, runs), runs.num_rows)
-            return
-        mapped = self.files.arenas[place]
-        for first, num_rows in zip(self._first(place, runs).tolist(), runs.num_rows.tolist(), strict=True):
-            # The middle: pages at the ends are shared with rows that others have asked for.
-            if not mapped.is_resident(first + num_rows // 2):
-                mapped.will_need(first, num_rows)
+        for place in self.files.places:
+            if place[0] == DATA:
+                files = self.files.chunks.get(place) or self.files.arenas[place]
+                _advise(files, self._first(place, runs), runs.num_rows)
 
     def is_resident(self, runs: Runs) -> bool:
         """True if the first rows of runs are in memory, those that are stored as they are."""
@@ -290,6 +279,21 @@ class MappedFrames(FrameStore):
 
     def _first(self, place: Place, runs: Runs) -> Int64s:
         return self._first_rows[place][runs.block] + runs.row
+
+
+def _advise(files: Arena | ChunkFiles, first: Int64s, num_rows: Int64s) -> None:
+    """Ask the kernel for runs of rows, as far as they are not in memory."""
+    if isinstance(files, Arena):
+        # The middle: pages at the ends are shared with rows that others have asked for.
+        middle = (first + num_rows // 2).tolist()
+        if all(map(files.is_resident, middle[:: max(1, len(middle) // _NUM_PROBES)])):
+            return
+        is_away = [not files.is_resident(row) for row in middle]
+        first, num_rows = first[is_away], num_rows[is_away]
+    # Asking takes the kernel about 0.1 ms for 256 KiB that are not in memory: more threads, more in flight.
+    num_parts = 1 if len(first) <= _FEW_RUNS else _NUM_ADVISERS
+    parts = [(first[part::num_parts], num_rows[part::num_parts]) for part in range(num_parts)]
+    each(lambda part: files.will_need(*part), parts, num_parts)
 
 
 class FileFrames(FrameStore):

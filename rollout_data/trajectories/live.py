@@ -293,8 +293,7 @@ class LiveTrajectories:
             if name in columns:
                 mapped, rows = files.arenas[DATA, name], firsts[which, place] + row
                 if not all(map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())):
-                    for one in np.sort(rows).tolist():  # ask for all before waiting for the first
-                        mapped.will_need(one, 1)
+                    mapped.will_need(np.sort(rows), np.ones_like(rows))  # for all before waiting for the first
                 found[name] = self._taken(mapped.words_view, rows)
         return found
 
