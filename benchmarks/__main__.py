@@ -26,6 +26,7 @@ WORKLOADS = {
     "codecs": "decode image sequences, whole and in random windows",
     "windows": "draw windows of trajectories from a ring that is being written",
     "windows_disk": "read random windows of recorded trajectories in batches",
+    "formats": "open, read and convert sets of other systems",
     "remote": "read random windows of recorded trajectories behind a network",
     "buffer_files": "save a large buffer and load it again",
     "prioritized": "draw batches by priority and update them",

@@ -1,0 +1,167 @@
+"""Other systems' files: open a set, draw windows from it, convert it.
+
+The sets have 1,000 episodes of 100 frames of 32 + 8 + 1 floats (16 MB), written by our writers. The limit of opening is
+to list the episodes with h5py or to read the tables with pyarrow; that of windows is a gather of the same windows from
+memory into a reused output; that of converting is to read the same fields and to write as many bytes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+import rollout_data
+from rollout_data import WindowDataset
+
+from . import data, peers
+from .harness import LIMIT, OURS, PEER, Call, Case, Contender
+
+NUM_EPISODES, NUM_STEPS, WIDTHS = 1000, 100, {"observation": 32, "action": 8}
+LENGTH, BATCH = 10, 256
+#: What we promise: a set of 1,000 episodes opens within half a second.
+REACH_OPEN_S = 0.5
+#: Format -> the file or folder below its folder, and options of writing it.
+SETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rollout-data": ("set", {}),
+    "robomimic": ("set.hdf5", {"next_obs": True}),
+    "minari": ("bench/set-v0", {}),
+}
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Yield opening, windows and conversion for each format."""
+    num_episodes = 20 if quick else NUM_EPISODES
+    tag = "quick" if quick else "long"
+    rollout = data.generated(NUM_STEPS, num_episodes, WIDTHS)
+    source = data.made_once(f"formats-{tag}", lambda path: data.record(path, rollout))
+    sets = {name: _made(name, tag, source) for name in SETS if name in ("rollout-data", "robomimic")}
+    for name, path in sets.items():
+        yield _opening(name, path, num_episodes)
+    for name, path in sets.items():
+        yield _windows(name, path)
+    for name in sets:
+        yield _converting(name, source, num_episodes)
+
+
+def _made(name: str, tag: str, source: Path) -> Path:
+    below, options = SETS[name]
+
+    def make(folder: Path) -> None:
+        (folder / below).parent.mkdir(parents=True, exist_ok=True)
+        rollout_data.convert(source, folder / below, name, progress=False, **options)
+
+    return data.made_once(f"formats-{tag}-{name}", make) / below
+
+
+def _opening(name: str, path: Path, num_episodes: int) -> Case:
+    def opened() -> int:
+        found = rollout_data.open(path)
+        assert len(found) == num_episodes
+        return int(found[num_episodes // 2].length)
+
+    contenders = [
+        Contender("read the list", lambda: lambda: _listed(name, path), LIMIT),
+        Contender("rollout_data.open", lambda: opened, OURS, reach_s=REACH_OPEN_S),
+    ]
+    if name == "minari":
+        contenders.append(Contender("minari", lambda: lambda: _minari(path)[num_episodes // 2], PEER))
+    if name == "robomimic":
+        contenders.append(Contender("robomimic", lambda: lambda: _robomimic(path)[0], PEER))
+    return Case(f"open {num_episodes:,} episodes, {name}", tuple(contenders))
+
+
+def _listed(name: str, path: Path) -> int:
+    """Read which episodes there are, and how long, and nothing else."""
+    if name == "lerobot":
+        parquet = peers.load("pyarrow", "parquet")
+        return sum(parquet.read_table(file, columns=["length"]).num_rows for file in path.glob("meta/episodes/*/*"))
+    if name == "rollout-data":
+        return sum(len(file.read_bytes()) for file in path.glob(".index.npz"))
+    with h5py.File(path if name == "robomimic" else path / "data" / "main_data.hdf5") as file:
+        group = file["data"] if name == "robomimic" else file
+        key = "num_samples" if name == "robomimic" else "total_steps"
+        return sum(int(group[one].attrs[key]) for one in group)
+
+
+def _windows(name: str, path: Path) -> Case:
+    dataset = WindowDataset(path, LENGTH)
+    row_bytes = 4 * (sum(WIDTHS.values()) + 1)
+
+    def gathered() -> Call:
+        words = torch.ones(dataset.num_frames, row_bytes // 4)
+        windows = words.as_strided((len(words) - LENGTH + 1, LENGTH * words.shape[1]), (words.shape[1], 1))
+        out, rng = torch.empty(BATCH, windows.shape[1]), np.random.default_rng(0)
+        draws = [torch.from_numpy(rng.integers(0, len(windows), BATCH)) for _ in range(64)]
+        turns = _endless(lambda: draws)
+        return lambda: torch.index_select(windows, 0, next(turns), out=out)
+
+    contenders = [
+        Contender("gather from memory", gathered, LIMIT),
+        Contender("WindowDataset", lambda: _batches(lambda: _loader(dataset, dataset.collate)), OURS),
+    ]
+    if name == "robomimic":
+        contenders.append(Contender("robomimic", lambda: _batches(lambda: _loader(_robomimic(path))), PEER))
+    return Case(f"windows L={LENGTH} B={BATCH}, {name}", tuple(contenders), num_bytes=BATCH * LENGTH * row_bytes)
+
+
+def _endless(make: Callable[[], Any]) -> Iterator[Any]:
+    while True:
+        yield from make()
+
+
+def _batches(make: Callable[[], Any]) -> Call:
+    batches = _endless(make)
+    for _ in range(3):
+        next(batches)
+    return lambda: next(batches)
+
+
+def _loader(dataset: Any, collate: Any = None) -> Any:
+    return DataLoader(dataset, BATCH, shuffle=True, drop_last=True, collate_fn=collate)
+
+
+def _converting(name: str, source: Path, num_episodes: int) -> Case:
+    below, options = SETS[name]
+    target = data.DATA / "formats-converted"
+
+    def clear() -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        (target / below).parent.mkdir(parents=True)
+
+    def read_and_write() -> None:
+        with open(target / "raw", "wb", buffering=0) as out:
+            for episode in rollout_data.open(source):
+                for field in episode.schema:
+                    out.write(np.ascontiguousarray(episode.read(field)).data)
+
+    def convert() -> None:
+        rollout_data.convert(source, target / below, name, progress=False, **options)
+
+    return Case(
+        f"convert {num_episodes:,} episodes to {name}",
+        (
+            Contender("read and write each field", lambda: read_and_write, LIMIT, before=clear),
+            Contender("convert", lambda: convert, OURS, before=clear, reach=2.0),
+        ),
+        num_bytes=4 * num_episodes * NUM_STEPS * (sum(WIDTHS.values()) + 1),
+    )
+
+
+def _minari(path: Path) -> Any:
+    return peers.load("minari").MinariDataset(path / "data")
+
+
+def _robomimic(path: Path) -> Any:
+    module, observations = peers.load("robomimic", "utils.dataset"), peers.load("robomimic", "utils.obs_utils")
+    observations.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": ["state"]}})
+    return module.SequenceDataset(
+        hdf5_path=str(path), obs_keys=["state"], dataset_keys=("actions", "rewards"), frame_stack=1, seq_length=LENGTH,
+        pad_frame_stack=False, pad_seq_length=False, goal_mode=None, hdf5_cache_mode=None, load_next_obs=False,
+    )  # fmt: skip
