@@ -27,6 +27,7 @@ PAGES = {
     "rollout_data/TRAJECTORIES.md": "guides/trajectories.md",
     "storage/CHECKPOINTS.md": "guides/checkpoints.md",
     "rollout_data/CODECS.md": "guides/codecs.md",
+    "rollout_data/FORMATS.md": "guides/formats.md",
     "rollout_data/SCALING.md": "guides/scale.md",
     "benchmarks/README.md": "performance.md",
     "rollout_data/FORMAT.md": "design/format.md",
