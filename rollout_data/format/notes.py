@@ -17,6 +17,8 @@ from storage.errors import CorruptFileError
 
 #: The two kinds: JSON objects by number of the trajectory; texts by their `text_id`.
 EPISODES, TEXTS = "episodes", "texts"
+#: What is to be done in an episode, under this name in what is said of it.
+TASK = "task"
 #: The datasets of a kind, and the attribute of the file with the CRC-32 of both tables.
 TABLE, BYTES, NOTES_CRC = "table", "bytes", "notes_crc"
 NOTE_DTYPE = np.dtype([("key", "<i8"), ("num_bytes", "<u4"), ("checksum", "<u4")])

@@ -55,6 +55,7 @@ class CachedFrames(FrameStore):
     ) -> None:
         super().__init__(source.index, source.layouts, device)
         self.is_lost, is_there = source.is_lost, memory is not None
+        self.read_header, self.told_tasks = source.read_header, source.told_tasks
         trajectories = trajectories if is_there else trajectories[~self.is_lost[trajectories]]
         self._trajectories, lengths = trajectories, source.index.lengths[trajectories]
         self._first_row = np.full(len(source.index), -1, np.int64)

@@ -111,7 +111,9 @@ class Readers(Kind):
                 table[name] = _filled(block, name, values.get(name), table[name].shape)
             return table.view(np.uint8).reshape(len(table), column.row_bytes)
 
-        return FileFrames(TrajectoryIndex(blocks), layouts, read, (*GONE, DataFileError), _CACHE_BYTES)
+        store = FileFrames(TrajectoryIndex(blocks), layouts, read, (*GONE, DataFileError), _CACHE_BYTES)
+        store.told_tasks = [info.task for _, info in kept]
+        return store
 
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
         """Name the episodes that are left out, and the fields that are."""

@@ -19,9 +19,9 @@ from storage.core.memory import BufferPool
 from storage.errors import CorruptFileError
 
 from ..format.chunk_table import ChunkTable
-from ..format.header import DATA, FINAL, BlockHeader, corrupt
+from ..format.header import DATA, FINAL, corrupt
 from ..format.schema import RowLayout
-from ..index.index import Block, Int64s, Runs, TrajectoryIndex
+from ..index.index import Int64s, Runs, TrajectoryIndex
 from ..index.stand_ins import is_stand_in
 from ..remote.fetching import Request
 from ..remote.folder import RemoteFolder
@@ -129,7 +129,8 @@ class RemoteFrames(FrameStore):
         self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], folders: Sequence[RemoteFolder]
     ) -> None:
         super().__init__(index, layouts)
-        self._folders = {folder.data_dir: folder for folder in folders}
+        self._folders = by_path = {folder.data_dir: folder for folder in folders}
+        self.read_header = lambda block: by_path[block.path.parent].read_header(block.path, block.file_bytes)
         self.options = folders[0].files.options
         self.memory = BufferPool(8)
         self.routes: weakref.WeakSet[Stock] = weakref.WeakSet()
@@ -196,13 +197,10 @@ class RemoteFrames(FrameStore):
         """Where the chunks of a coded column are: read from the block's header, once."""
         if (block, place) not in self._tables:
             at = self.index.blocks[block]
-            header = self.header_of(at)
+            header = self.read_header(at)
             for table, chunks in header.chunks.items():
                 self._tables |= {(block, (table, name)): found for name, found in chunks.items()}
         return self._tables[block, place]
-
-    def header_of(self, block: Block) -> BlockHeader:
-        return self._folders[block.path.parent].read_header(block.path, block.file_bytes)
 
     def _keep(self, stock: Stock) -> None:
         self._kept.append(stock)

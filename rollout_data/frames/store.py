@@ -130,11 +130,15 @@ class FrameStore:
         layouts: Table -> row layout.
         device: Where the rows are.
         is_lost: bool `[M]`, trajectories that could not be read: their rows are asked for no more.
+        read_header: Gives the header of a block file of the index.
+        told_tasks: The task of each trajectory, where the files are no blocks; None where they are.
     """
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU) -> None:
         self.index, self.layouts, self.device = index, layouts, device
         self.is_lost = np.zeros(len(index), bool)
+        self.read_header: Callable[[Block], BlockHeader] = _header_of
+        self.told_tasks: Sequence[str] | None = None
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
         """Turn pieces of trajectories into runs of this store's rows (see `TrajectoryIndex.locate`)."""
@@ -156,15 +160,15 @@ class FrameStore:
     def will_need(self, runs: Runs) -> None:
         """Have rows fetched in the background, where that helps."""
 
-    def header_of(self, block: Block) -> BlockHeader:
-        """Read the header of a block file of the index."""
-        return read_header(block.path)
-
     def _words(self, place: Place) -> torch.Tensor:
         raise UsageError("read rows", f"of {type(self).__name__}", "a store that keeps rows as one tensor")
 
     def _first(self, place: Place, runs: Runs) -> Int64s:
         return runs.row
+
+
+def _header_of(block: Block) -> BlockHeader:
+    return read_header(block.path)
 
 
 class FileMap:

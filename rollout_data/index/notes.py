@@ -7,40 +7,53 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..format.header import BlockHeader, corrupt, read_header
-from ..format.notes import EPISODES, TEXTS, text_id
+from ..format.header import BlockHeader, corrupt
+from ..format.notes import EPISODES, TASK, TEXTS, text_id
 from .index import Block, Identity, Int64s, TrajectoryIndex
 from .stand_ins import is_stand_in
 
 
-class Notes:
-    """The notes of block files.
+class Noted(Protocol):
+    """What has notes: the blocks of an index, or other files, whose reader tells the tasks.
 
-    Args:
-        read: Gives the header of a block.
+    Attributes:
+        index: Which trajectories there are.
+        read_header: Gives the header of a block.
+        told_tasks: The task of each trajectory, of other files than blocks.
     """
 
-    def __init__(self, read: Callable[[Block], BlockHeader] = lambda block: read_header(block.path)) -> None:
-        self._read = read
+    index: TrajectoryIndex
+    read_header: Callable[[Block], BlockHeader]
+    told_tasks: Sequence[str] | None
+
+
+class Notes:
+    """The notes of block files; a copy asks them anew."""
+
+    def __init__(self) -> None:
         self._headers: dict[Identity, BlockHeader | None] = {}
         self._tasks: tuple[TrajectoryIndex | None, Int64s] = None, np.zeros(0, np.int64)
 
-    def of(self, index: TrajectoryIndex, trajectory: int) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Notes, ()
+
+    def of(self, noted: Noted, trajectory: int) -> dict[str, Any]:
         """Give what was said of an episode, the later over the earlier: a new dict.
 
         Raises:
             LostBlockError: One of its blocks is gone.
             CorruptFileError: A note is damaged.
         """
+        index = noted.index
         numbers = index.fragment_block[slice(*index.first_fragment[trajectory : trajectory + 2])]
         said: dict[str, Any] = {}
         for number in sorted(set(numbers.tolist()), key=lambda one: index.blocks[one].sequence):
             try:
-                if (header := self._header(index.blocks[number])) is None:
+                if (header := self._header(noted, index.blocks[number])) is None:
                     continue
             except FileNotFoundError:
                 raise index.lost_block(number, "none") from None
@@ -48,13 +61,14 @@ class Notes:
                 said |= parsed(header, text)
         return said
 
-    def column(self, index: TrajectoryIndex, name: str) -> list[Any]:
+    def column(self, noted: Noted, name: str) -> list[Any]:
         """Give what was said under a name, for each trajectory; None where nothing was, or the block is gone."""
+        index = noted.index
         found: list[Any] = [None] * len(index)
         order = np.lexsort((index.number, index.writer))
         bounds = np.searchsorted(index.writer[order], np.arange(len(index.writers) + 1))
         number_of = {writer: number for number, writer in enumerate(index.writers)}
-        for block, header in self._noted(index.blocks, EPISODES):
+        for block, header in self._noted(noted, EPISODES):
             writer = number_of[block.writer]
             mine = order[bounds[writer] : bounds[writer + 1]]
             keys = header.notes[EPISODES].keys
@@ -64,37 +78,41 @@ class Notes:
                     found[mine[place]] = said[name]
         return found
 
-    def tasks(self, index: TrajectoryIndex) -> Int64s:
+    def tasks(self, noted: Noted) -> Int64s:
         """Give the `text_id` of the task of each trajectory, int64 `[M]`; 0 where none is known."""
-        if self._tasks[0] is not index:
-            tasks = [task if isinstance(task, str) else "" for task in self.column(index, "task")]
-            self._tasks = index, np.array([text_id(task) for task in tasks], np.int64)
+        if self._tasks[0] is not noted.index:
+            self._tasks = noted.index, np.array([*map(text_id, self._told(noted))], np.int64)
         return self._tasks[1]
 
-    def texts(self, index: TrajectoryIndex) -> dict[int, str]:
+    def texts(self, noted: Noted) -> dict[int, str]:
         """Give all texts of frames and the tasks of all episodes, by their `text_id`; 0 is ""."""
         found = {0: ""}
-        for _, header in self._noted(index.blocks, TEXTS):
+        for _, header in self._noted(noted, TEXTS):
             found.update(header.read_notes(TEXTS))
-        tasks = {task for task in self.column(index, "task") if isinstance(task, str)}
-        return found | {text_id(task): task for task in tasks}
+        return found | {text_id(task): task for task in set(self._told(noted))}
 
-    def _noted(self, blocks: Sequence[Block], kind: str) -> Iterator[tuple[Block, BlockHeader]]:
+    def _told(self, noted: Noted) -> Sequence[str]:
+        """Give the task of each trajectory; "" where none is known."""
+        if noted.told_tasks is not None:
+            return noted.told_tasks
+        return [task if isinstance(task, str) else "" for task in self.column(noted, TASK)]
+
+    def _noted(self, noted: Noted, kind: str) -> Iterator[tuple[Block, BlockHeader]]:
         """Yield the blocks that have notes of a kind, each writer's in order; those that are gone are left out."""
-        for block in sorted(blocks, key=lambda one: one.sequence):
+        for block in sorted(noted.index.blocks, key=lambda one: one.sequence):
             try:
-                header = self._header(block)
+                header = self._header(noted, block)
             except FileNotFoundError:
                 continue
             if header is not None and len(header.notes[kind].keys):
                 yield block, header
 
-    def _header(self, block: Block) -> BlockHeader | None:
+    def _header(self, noted: Noted, block: Block) -> BlockHeader | None:
         """Give the header of a block; None if it has no notes."""
         if block.identity not in self._headers:
             if is_stand_in(block):
                 raise FileNotFoundError(str(block.path))
-            header = self._read(block) if block.places else None  # other systems' files have none
+            header = noted.read_header(block) if block.places else None  # other systems' files have none
             self._headers[block.identity] = header if header is not None and header.notes else None
         return self._headers[block.identity]
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from storage.core.fields import Schema
+from storage.errors import DataFileError
 
 from ..foreign.reader import NO_FIELDS, EpisodeInfo, ForeignReader
 from ..format.header import DATA, FINAL
@@ -53,8 +54,11 @@ class FolderReader(ForeignReader):
         if not self.store.layouts[DATA].schema[name].is_text:
             return values
         if self._texts is None:
-            self._texts = Notes().texts(self.store.index)
-        return [self._texts.get(one, "") for one in values.reshape(-1).tolist()]
+            self._texts = Notes().texts(self.store)
+        if lost := sorted(set(values.reshape(-1).tolist()) - self._texts.keys()):
+            where, expected = f"of {name!r} in {str(self.path)!r}", "the text of each number"
+            raise DataFileError("read the texts", where, expected, f"none of {lost[0]}", "It was damaged and set aside")
+        return [self._texts[one] for one in values.reshape(-1).tolist()]
 
     def _rows(self, number: int, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
         one = np.array([number])
@@ -82,7 +86,7 @@ class _Infos(Sequence[EpisodeInfo]):
     """Descriptions of trajectories, each made when it is asked for."""
 
     def __init__(self, store: FrameStore) -> None:
-        self._index, self._notes = store.index, Notes()
+        self._store, self._index, self._notes = store, store.index, Notes()
         fields = list(store.layouts[DATA].schema.values())
         self._schema = Schema(field for field in fields if not field.is_text)
         self._texts = tuple(field.name for field in fields if field.is_text)
@@ -103,7 +107,7 @@ class _Infos(Sequence[EpisodeInfo]):
         writer = labelled[labelled.find(":") + 1 :]
         end, final = index.end[number], self._final if index.final_row[number] >= 0 else NO_FIELDS
         is_known, is_open = end != End.UNKNOWN, not index.is_end_unknown(np.array([number]))[0]
-        said = self._notes.of(index, number)
+        said = self._notes.of(self._store, number)
         said.pop(ENDS, None)
         absent, task, success = said.pop(ABSENT, ()), said.pop("task", None), said.pop("success", None)
         about = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}

@@ -61,9 +61,9 @@ class OwnWriter(ForeignWriter):
         """
         source = Source(Origin(self.path, OWN))
         source.refresh()
-        index = source.snapshot().index
-        found = Notes().column(index, SOURCE_ID)
-        if any(not isinstance(one, str) for one in found) or not index.is_complete().all():
+        store = source.snapshot()
+        found = Notes().column(store, SOURCE_ID)
+        if any(not isinstance(one, str) for one in found) or not store.index.is_complete().all():
             expected, got = "an empty folder, or one of an earlier conversion", "other trajectories"
             raise UsageError("convert into", repr(str(self.path)), expected, got)
         return set(found)

@@ -19,10 +19,12 @@ from storage.core.memory import BufferPool
 from storage.errors import SchemaError
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
+from ..format.notes import TASK
 from ..format.schema import FrameRows, Grid, RowLayout, leaves_of, put
 from ..frames.remote import RemoteFrames
 from ..frames.store import FrameStore, MappedFrames
-from ..index.index import Int64s, TrajectoryIndex
+from ..index.index import Int64s, TrajectoryIndex, counted_from
+from ..index.notes import Notes
 from ..transition import Transition
 from .cursor import Bools, Deal, DealPart, Pieces, Plan, StreamState, plan_steps
 
@@ -45,6 +47,7 @@ class BatchOptions:
     flatten_observations: bool = True
     mark_first_frame: bool = True
     contiguous: bool = False
+    notes: Notes | None = None  # which tell the task of each frame
 
 
 class BatchReader:
@@ -74,6 +77,9 @@ class BatchReader:
         grid = Grid((len(plan.num_valid),), steps[1:]) if without_time else Grid(flags.shape[1:], steps)
         following = grid._replace(first=steps[0])
         own = {name: cut(rows, grid) for name, cut in self._cuts.items()}
+        if self.options.notes is not None:
+            tasks = _tasks(plan, self.options.notes)[..., 0] if without_time else _tasks(plan, self.options.notes).T
+            own.setdefault(TASK, torch.from_numpy(np.ascontiguousarray(tasks)).to(self.options.device))
         nexts = {name: self._cuts[name](rows, following) for name in self._final_cuts}
         has_own: set[str] = set()
         for part in plan.parts:
@@ -156,6 +162,8 @@ class BatchReader:
             for name, column in store.layouts[DATA].columns.items()
         })  # fmt: skip
         own = {name: cut(rows, Grid(sizes, (0,) * len(sizes))) for name, cut in self._cuts.items()}
+        if self.options.notes is not None:
+            own.setdefault(TASK, torch.zeros(sizes, dtype=torch.int64, device=self.options.device))
         flags = torch.zeros(
             (len(_FLAGS) - (not store.index.has_unknown_ends), *sizes), dtype=torch.bool, device=self.options.device
         )
@@ -198,6 +206,16 @@ def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
         done[plan.first_time, plan.first_env] |= mark_first_frame
     np.less(np.arange(plan.num_steps)[:, None], plan.num_valid, out=valid)
     return flags
+
+
+def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
+    """The `text_id` of the task of each transition of a plan, int64 `[N, T]`; 0 where nothing is played."""
+    num_envs, length = len(plan.num_valid), plan.num_steps + 1
+    found = np.zeros(num_envs * length, np.int64)
+    for part in plan.parts:
+        env, time, trajectory, _, count = part.pieces
+        found[counted_from(env * length + time, count)] = notes.tasks(part.deal.source)[trajectory].repeat(count)
+    return found.reshape(num_envs, length)[:, :-1]
 
 
 def _transition(own: Mapping[str, Any], nexts: Mapping[str, Any], flags: Iterable[Any], stream_id: int = 0) -> Any:

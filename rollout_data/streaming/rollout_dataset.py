@@ -19,6 +19,7 @@ from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.store import FrameStore
 from ..index.agreement import ShardChoice, checked_shard
 from ..index.index import Int64s
+from ..index.notes import Notes
 from ..remote.access import DataDirs, RemoteOptions, origins_of
 from ..transition import Transition
 from .batches import BatchOptions, BatchReader, write_into
@@ -80,6 +81,8 @@ class RolloutDataset(RolloutStream):
         refresh_s: Look for new trajectories within a pass too, so that those that were published are dealt within this
             many seconds, to envs that become free, before the rest of the pass. None looks between passes only. Reads
             complete trajectories only; waits for the first one, up to `wait_timeout_s`.
+        texts: Add `task` to the extras: the number of the task noted of the episode, int64 `[T, num_envs]`; see
+            the attribute `texts`.
         remote: How files behind a network are read: what envs need next is fetched ahead. Several ranks and workers
             fetch what they read, each for itself.
 
@@ -120,6 +123,7 @@ class RolloutDataset(RolloutStream):
         on_error: OnError = "raise",
         as_dict: bool = False,
         refresh_s: float | None = None,
+        texts: bool = False,
         remote: RemoteOptions | None = None,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
@@ -142,10 +146,12 @@ class RolloutDataset(RolloutStream):
             _real("wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
             refresh_s=None if refresh_s is None else _real("refresh_s", refresh_s, ">= 0 seconds", lambda s: s >= 0),
         )
+        self._notes = Notes()
         self._look = {
             "flatten_observations": _flag("flatten_observations", flatten_observations),
             "mark_first_frame": _flag("mark_first_frame", mark_first_frame),
             "contiguous": _flag("contiguous", contiguous),
+            "notes": self._notes if _flag("texts", texts) else None,
         }
         self._frame_rate_hz = None if frame_rate_hz is None else _frame_rate(frame_rate_hz)
         self._begin_unread(checked_shard(shard))
@@ -156,6 +162,11 @@ class RolloutDataset(RolloutStream):
     def metadata(self) -> dict[str, Any]:
         """Contents of metadata.json of the (first) folder."""
         return self.source.metadata
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """The texts that fields of texts and `task` have the numbers of; read from all files at each call."""
+        return self._notes.texts(self._store())
 
     @property
     def num_trajectories(self) -> int:

@@ -41,7 +41,7 @@ class RolloutStream(RolloutFileBase):
 
     _origins: list[Origin]
     _passes: PassOptions
-    _look: dict[str, bool]
+    _look: dict[str, Any]
     even: Even
     cache: str
     on_error: str

@@ -19,6 +19,7 @@ from storage.core.durable import crc32
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
 from ..format.header import DATA
+from ..format.notes import TASK
 from ..format.schema import Allocate
 from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.normalization import FieldStatistics, compute_statistics
@@ -27,6 +28,7 @@ from ..frames.shared import Spot
 from ..frames.source import Source
 from ..frames.store import FrameStore
 from ..index.index import Int64s
+from ..index.notes import Notes
 from ..remote.access import DataDirs, RemoteOptions, origins_of
 from .chunks import ChunkedOrder, Route
 from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
@@ -62,6 +64,7 @@ class WindowDataset(WindowBatches):
             `RolloutDataset` does, `[B, L, D]`; its masks are one then, and `delta` has to ask for the same frames of
             all of them. Statistics stay those of the components.
         contiguous: Give every field contiguous memory of its own, rather than a view of rows.
+        texts: Add `task`: the number of the task that was noted of the episode, int64 `[B]`; see the attribute `texts`.
         verify_on_open: Check every checksum when a block is first seen.
         chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
         remote: How files behind a network are read.
@@ -98,6 +101,7 @@ class WindowDataset(WindowBatches):
         next_observations: bool = False,
         flatten_observations: bool = False,
         contiguous: bool = False,
+        texts: bool = False,
         verify_on_open: bool = False,
         chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
         remote: RemoteOptions | None = None,
@@ -110,7 +114,7 @@ class WindowDataset(WindowBatches):
         self._fields = fields if fields is None or isinstance(fields, str) else list(fields)
         self._split = SplitOptions(split, validation_fraction, whole("open the dataset", "seed", seed, 0))
         self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
-        self._flatten_observations = bool(flatten_observations)
+        self._flatten_observations, self._has_texts, self._notes = bool(flatten_observations), bool(texts), Notes()
         self._verify_on_open, self._remote = verify_on_open, remote or RemoteOptions()
         self._chunk_cache_bytes = whole("open the dataset", "chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: list[Any] | None = None
@@ -215,6 +219,11 @@ class WindowDataset(WindowBatches):
         return self._source.metadata
 
     @property
+    def texts(self) -> dict[int, str]:
+        """The texts that fields of texts and `task` have the numbers of; read from all files at each call."""
+        return self._notes.texts(self._store)
+
+    @property
     def num_trajectories(self) -> int:
         """Trajectories of this split, those without a whole window included."""
         return len(self.trajectories)
@@ -234,6 +243,7 @@ class WindowDataset(WindowBatches):
         """The fields of a batch in words: equal for datasets whose batches can be put together."""
         schema = self._store.layouts[DATA].schema
         words = [f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"]
+        words += [f"with {TASK}"] if self._has_texts else []
         words += [f"{field.name} joined" for field in self.plan.fields if field.is_joined]
         for field in self.plan.fields:
             for source in field.sources:
@@ -295,7 +305,11 @@ class WindowDataset(WindowBatches):
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         place, anchor = self._windows.find(checked_windows(windows, len(self)))
-        return self._reader.read(place, anchor, allocate)
+        batch = self._reader.read(place, anchor, allocate)
+        if self._has_texts and TASK not in batch:
+            tasks = torch.from_numpy(self._notes.tasks(self._store)[self.trajectories[place]])
+            batch[TASK] = allocate(tasks.shape, tasks.dtype).copy_(tasks)
+        return batch
 
     def statistics(
         self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True

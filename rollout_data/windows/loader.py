@@ -84,6 +84,11 @@ class WindowMixture(WindowBatches):
         """Count the windows of all members."""
         return int(self._first[-1])
 
+    @property
+    def texts(self) -> dict[int, str]:
+        """The texts of all members by their numbers; see `WindowDataset`."""
+        return {number: text for dataset in self.datasets for number, text in dataset.texts.items()}
+
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         member, numbers = self.locate(windows)
         used = np.unique(member).tolist()

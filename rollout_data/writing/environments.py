@@ -34,6 +34,7 @@ class Simulator:
     Attributes:
         seen: Copies of what the env showed last: `observation` and, if there is one, `privileged_observation`.
         is_over: `[N]` bool: envs whose episode has ended and that are not reset yet.
+        infos: What a reset told beside its observation, `joined`.
     """
 
     def __init__(self, env: Any, autoreset: str | None = None) -> None:
@@ -46,7 +47,7 @@ class Simulator:
             raise UsageError("record", "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset))
         self.env, self.num_envs, self.seen = env, 1 if self._is_single else int(num_envs), dict[str, Any]()
         self.name = str(getattr(_attribute(env, "spec"), "id", None) or type(getattr(env, "unwrapped", env)).__name__)
-        self.is_over = np.zeros(self.num_envs, bool)
+        self.is_over, self.infos = np.zeros(self.num_envs, bool), dict[str, Any]()
         mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
         mode = _MODES.get(str(getattr(mode, "value", mode)).replace("_", "").lower())
         mode = autoreset or mode or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
@@ -76,6 +77,7 @@ class Simulator:
         """
         is_pair = isinstance(result, tuple) and len(result) == 2
         observation, beside = result if is_pair else (result, None)
+        self.infos = dict(joined(beside)) if isinstance(beside, (Mapping, list)) else {}
         privileged = _critic(beside) if hasattr(beside, "items") else beside
         if privileged is None and hasattr(self.env, "get_privileged_observations"):
             privileged = self.env.get_privileged_observations()

@@ -26,6 +26,7 @@ from storage.core.threads import Owned, Owner
 from storage.errors import RolloutDataWarning, UsageError
 
 from ..format.header import TERMINATED, TRUNCATED
+from ..format.notes import TASK
 from ..index.folder import BlockFolder
 from ..index.index import TrajectoryIndex
 from .environments import Simulator, joined, mapped, told
@@ -84,8 +85,9 @@ class RecordingWrapper(Owned):
     """An env whose resets and steps are recorded, for any loop, which sees exactly what the env returns.
 
     All other attributes and methods are the env's, and `isinstance` takes it for the env. A reset in the middle of an
-    episode leaves an open trajectory. Actions are recorded in the dtype of the env's space. `close()` closes
-    `rollout_writer`, the writer, then the env.
+    episode leaves an open trajectory. Actions are recorded in the dtype of the env's space. Noted of an episode are the
+    `seed` of its reset, as it was given, the first text that infos have as `task` beside one of its observations, and
+    the `success` that they tell of its last step. `close()` closes `rollout_writer`, the writer, then the env.
 
     Args:
         env: As for `record_demonstrations`.
@@ -191,6 +193,7 @@ def record_demonstrations(
     context = {"policy": policy_name, "min_timesteps": min_timesteps, "min_episodes": min_trajectories}
     context |= {"use_critic_obs": "privileged_observation" in simulator.seen, **(metadata or {})}
     recorder = _Recorder(simulator, data_dir, metadata=context, **options)
+    recorder.hear(seed, np.ones(simulator.num_envs, bool))
     num_steps, shown, unit = (0, 1, " trajectories") if goals[1] > 0 else (0, 0, " frames")
     bar = tqdm(total=goals[shown], desc="recording", unit=unit, disable=not show_progress)
     with recorder.writer as writer, bar:
@@ -253,6 +256,10 @@ class _Recorder:
         self._sum_of_rewards, self._num_ended, self._num_dropped_in_a_row = 0.0, 0, 0
         self._before, self._action = simulator.seen, None
         self._reset: Any = slice(None)
+        self._seed: Any = None
+        self._lacks_task = np.ones(num_envs, bool)
+        #: Env -> what is to be noted with its next frame.
+        self._said: dict[int, dict[str, Any]] = {}
 
     @property
     def mean_return(self) -> float:
@@ -267,6 +274,7 @@ class _Recorder:
             options = kwargs.get("options") or {}
             chosen = (options.get("reset_mask"), options.get("env_idx"), kwargs.get("env_ids"))
             self._reset = next((on_host(envs).copy() for envs in chosen if envs is not None), slice(None))
+            self._seed = kwargs.get("seed")
         result = getattr(self.simulator.env, name)(*args, **kwargs)
         if name in ("step", "step_wait"):
             self._add(result)
@@ -277,8 +285,35 @@ class _Recorder:
                 self.writer.discard(np.flatnonzero(cut), leave_open=True)
                 self._clear(cut)
             self.simulator.see(result, is_reset)
+            self.hear(self._seed, is_reset)
             self._before = self.simulator.seen
         return result
+
+    def hear(self, seed: Any, is_reset: np.ndarray) -> None:
+        """Keep what a reset of these envs, `[N]` bool, tells of the episodes that begin."""
+        for env in np.flatnonzero(is_reset).tolist():
+            own = seed[env] if isinstance(seed, (list, tuple, np.ndarray)) else seed
+            self._said[env] = {} if own is None else {"seed": own}
+        self._lacks_task |= is_reset
+        self._hear_tasks(self.simulator.infos)
+
+    def _hear_tasks(self, infos: Mapping[str, Any]) -> None:
+        """Keep the tasks that infos tell beside observations of episodes of which none is known."""
+        tasks: Any = infos.get(TASK)
+        is_listed = isinstance(tasks, (list, tuple, np.ndarray)) and len(tasks) == len(self._lacks_task)
+        if not (is_listed or isinstance(tasks, str)):
+            return
+        for env in np.flatnonzero(self._lacks_task & ~self.simulator.is_over).tolist():
+            task = tasks if isinstance(tasks, str) else tasks[env]
+            if isinstance(task, str):
+                self._said.setdefault(env, {})[TASK] = str(task)
+                self._lacks_task[env] = False
+
+    def _taken(self, present: Any) -> list[dict[str, Any] | None] | None:
+        """Give what is to be noted of the envs that have a frame now, `[N]` bool; None if nothing is."""
+        is_present = np.broadcast_to(present, self._lengths.shape)
+        taken = {env: self._said.pop(env) for env in [*self._said] if is_present[env]}
+        return [taken.get(env) for env in range(len(is_present))] if any(taken.values()) else None
 
     def _add(self, result: Any) -> None:
         before, self._before = self._before, {}  # so that after an error no frame is missing in the middle
@@ -290,24 +325,35 @@ class _Recorder:
         self._rewards += np.where(present, on_host(record["reward"]).reshape(len(done), -1)[:, 0], 0)
         self._sum_of_rewards += float(self._rewards[done].sum())
         self._num_ended += int(done.sum())
+        if self._is_choosing or done.any():
+            success, is_told = self._told_success(done, infos)
+            for env in np.flatnonzero(done & is_told).tolist():
+                self._said.setdefault(env, {})["success"] = bool(success[env])
         if self._is_choosing:
-            record["success"] = self._chosen(record, done, infos)
+            record["success"] = self._chosen(record, done, success, is_told)
         self._clear(done)
         if (lacking := record.pop("lacks_final", None)) is not None:  # a record has them of all its ends or of none
             without = {name: value for name, value in record.items() if not name.startswith("final_")}
-            self.writer.add(**before, action=self._action, **without, env_mask=lacking)
+            self.writer.add(**before, action=self._action, **without, env_mask=lacking, episode=self._taken(lacking))
             record["env_mask"] = ~lacking
-        self.writer.add(**before, action=self._action, **record)
+        self.writer.add(**before, action=self._action, **record, episode=self._taken(record.get("env_mask", True)))
+        self._hear_tasks(infos)
         self._before = self.simulator.seen
         if self._is_choosing and done.any():
             self._check_dropped(infos, 0 if record["success"].any() else int(done.sum()))
 
-    def _chosen(self, record: Mapping[str, Any], done: np.ndarray, infos: Mapping[str, Any]) -> np.ndarray:
-        """Tell which of the episodes that end in a step are kept: `[N]` bool."""
+    def _told_success(self, done: np.ndarray, infos: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Tell where infos of a step tell a success, and where they tell of it at all: `[N]` bool both."""
         success, is_told = told(infos, self._names, len(done))
         if (final := infos.get("final_info")) is not None:
             last, is_last_told = told(joined(final), self._names, len(done))  # the rest is of the next episode
             success, is_told = np.where(done, last, success), np.where(done, is_last_told, is_told)
+        return success, is_told
+
+    def _chosen(
+        self, record: Mapping[str, Any], done: np.ndarray, success: np.ndarray, is_told: np.ndarray
+    ) -> np.ndarray:
+        """Tell which of the episodes that end in a step are kept: `[N]` bool."""
         self._has_succeeded |= success & record.get("env_mask", True)
         self._is_success_told |= bool(is_told.any())
         columns = (self._lengths, self._rewards, record["terminated"], record["truncated"])
@@ -320,6 +366,7 @@ class _Recorder:
     def _clear(self, envs: np.ndarray) -> None:
         for running in (self._lengths, self._rewards, self._has_succeeded):
             running[envs] = 0
+        self._lacks_task[envs] = True
 
     def _check_dropped(self, infos: Mapping[str, Any], num_dropped: int) -> None:
         self._num_dropped_in_a_row = num_dropped and self._num_dropped_in_a_row + num_dropped

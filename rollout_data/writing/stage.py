@@ -175,10 +175,10 @@ class Staging:
             texts |= notes.texts
             said += [(env * self.num_steps + start + step, data) for step, env, data in notes.episodes]
         long = fragments[fragments["length"] > 0]
-        place = np.searchsorted(long["row"], [key for key, _ in said], "right") - 1
-        is_in = [n >= 0 and key < long["row"][n] + long["length"][n] for n, (key, _) in zip(place, said, strict=True)]
-        numbers = long["trajectory"][place].tolist()
-        kept = [(number, data) for number, (_, data), is_kept in zip(numbers, said, is_in, strict=True) if is_kept]
+        numbers, stops = long["trajectory"].tolist(), (long["row"] + long["length"]).tolist()
+        places = (long["row"].searchsorted([key for key, _ in said], "right") - 1).tolist()
+        found = zip(places, said, strict=True)
+        kept = [(numbers[place], data) for place, (key, data) in found if place >= 0 and key < stops[place]]
         return {EPISODES: kept, TEXTS: list(texts.items())}
 
     def _joined_finals(

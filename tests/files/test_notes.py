@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import zlib
 from pathlib import Path
@@ -14,11 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data import RolloutDataset, RolloutWriter, WindowDataset, prune
-from rollout_data.format.header import open_block, read_header
+import rollout_data
+from rollout_data import RolloutDataset, RolloutWriter, WindowDataset, WindowMixture, prune
+from rollout_data.format.header import layouts_of, open_block, read_header
 from rollout_data.format.notes import EPISODES, MAX_NOTE_BYTES, TEXTS, text_id
 from rollout_data.format.rows import BlockContent, gathered
 from rollout_data.format.write import write_block
+from rollout_data.frames.store import FrameStore
 from rollout_data.index.folder import BlockFolder
 from rollout_data.index.index import TrajectoryIndex
 from rollout_data.index.notes import Notes
@@ -35,18 +38,23 @@ def step(writer, t, num_envs=2, done=None, **more):
     writer.add(observation=frame, action=frame[:, :1], done=[False] * num_envs if done is None else done, **more)
 
 
-def said_in(folder: Path) -> dict[tuple[str, int], dict]:
-    """Give what was said of each trajectory that a reader gets, by its env and number among those of the env."""
+def notes_of(folder: Path) -> tuple[Notes, FrameStore]:
     opened = BlockFolder(folder)
     assert opened.refresh() and not opened.problems
-    index, notes, found = TrajectoryIndex(list(opened.blocks.values())), Notes(), {}
+    return Notes(), FrameStore(TrajectoryIndex(list(opened.blocks.values())), layouts_of(opened.schema))
+
+
+def said_in(folder: Path) -> dict[tuple[str, int], dict]:
+    """Give what was said of each trajectory that a reader gets, by its env and number among those of the env."""
+    (notes, store), found = notes_of(folder), {}
+    index = store.index
     for number in np.lexsort((index.number, index.env)).tolist():
         env = int(index.env[number])
-        found[env, sum(key[0] == env for key in found)] = notes.of(index, number)
-    columns = {name: notes.column(index, name) for name in ("task", "seed", "success")}
+        found[env, sum(key[0] == env for key in found)] = notes.of(store, number)
+    columns = {name: notes.column(store, name) for name in ("task", "seed", "success")}
     for number in range(len(index)):
         for name, column in columns.items():
-            assert column[number] == notes.of(index, number).get(name)
+            assert column[number] == notes.of(store, number).get(name)
     return found
 
 
@@ -93,6 +101,53 @@ def test_pack_and_repair_and_retention_keep_them(tmp_path):
     assert set(torch.cat([windows[i]["instruction"] for i in range(len(windows))]).tolist()) == numbers
     prune(tmp_path / "c", trajectories=2)
     assert 0 < len(said_in(tmp_path / "c")) < len(expected)
+
+
+def test_batches_have_the_number_of_the_task_on_demand(tmp_path):
+    record(tmp_path, 30, block_bytes=500)
+    task_of = {env: [TASKS[t // length % 3] for t in range(30)] for env, length in ((0, 3), (1, 5))}
+    windows = WindowDataset(tmp_path, 1, texts=True)
+    batch = windows.collate(windows.__getitems__(range(len(windows))))
+    assert batch["task"].shape == (60,) and "task" not in WindowDataset(tmp_path, 1)[0]
+    assert sorted(windows.texts[task] for task in batch["task"].tolist()) == sorted(task_of[0] + task_of[1])
+    dataset = RolloutDataset(tmp_path, 2, device="cpu", texts=True, cache="ram")
+    first = dataset.get_batch(4)
+    told = {text_id(text): text for text in [*TASKS, "stay", "slow", *(f"go to {t}" for t in range(30))]}
+    assert dataset.texts == windows.texts == WindowMixture([windows, windows]).texts == told
+    for t, n in np.ndindex(4, 2):
+        assert dataset.texts[int(first.extras["task"][t, n])] == task_of_frame(task_of, first, t, n)
+    buffer = dataset.get_buffer()
+    dataset.fill_transition(buffer)
+    assert buffer.extras["task"].shape == (2,) and int(buffer.extras["task"][0]) in told
+    loaded = pickle.loads(pickle.dumps(windows))
+    assert torch.equal(loaded.collate(loaded.__getitems__(range(60)))["task"], batch["task"])
+
+
+def task_of_frame(task_of, batch, t, n):
+    """Tell the task of a frame by its observation, which is its step, and by its instruction, which env 0 alone has."""
+    step = int(batch.observation[t, n, 0])
+    is_env_0 = int(batch.extras["instruction"][t, n]) != text_id("stay")
+    return task_of[0 if is_env_0 else 1][step]
+
+
+def test_batches_of_other_systems_files_have_the_number_of_the_task_too():
+    path = Path(__file__).parents[1] / "data/formats/libero/KITCHEN_SCENE_put_the_cube_demo.hdf5"
+    tasks = {episode.task for episode in rollout_data.open(path)}
+    windows = WindowDataset(path, 1, texts=True)
+    batch = RolloutDataset(path, 2, device="cpu", texts=True).get_batch(1)
+    assert {windows.texts[int(windows[n]["task"])] for n in range(len(windows))} == tasks != {""}
+    assert {windows.texts[task] for task in batch.extras["task"][0].tolist()} <= tasks
+
+
+def test_an_episode_of_a_recording_has_its_notes_and_texts(tmp_path):
+    expected = record(tmp_path, 15, block_bytes=500)
+    for episode in rollout_data.open(tmp_path):
+        said = next(one for one in expected.values() if one["seed"] == episode.metadata["seed"])
+        assert (episode.task, episode.success) == (said["task"], said.get("success"))
+        assert episode["mode"] == ["slow"] * len(episode) and "mode" not in episode.schema
+        first = int(episode.observation[0, 0])
+        one_by_one = [f"go to {first + t}" for t in range(len(episode))]
+        assert episode["instruction"] == (["stay"] * len(episode) if episode.metadata["env"] else one_by_one)
 
 
 def test_texts_are_stored_once_and_frames_have_their_numbers(tmp_path):
@@ -311,9 +366,8 @@ def test_notes_that_cannot_be_read_are_damage(block, tmp_path, data):
     tables, fragments = gathered([(header, fragment) for fragment in header.fragments])
     notes = {EPISODES: [(int(fragments["trajectory"][0]), data)]}
     content = BlockContent(header.schema, "w", 0, fragments, header.reward_sums, tables, notes=notes)
-    opened = BlockFolder(write_block(tmp_path, content, durable=False).parent)
-    assert opened.refresh()
-    index = TrajectoryIndex(list(opened.blocks.values()))
-    for read in (lambda: Notes().column(index, "task"), lambda: Notes().of(index, 0)):
+    write_block(tmp_path, content, durable=False)
+    notes, store = notes_of(tmp_path)
+    for read in (lambda: notes.column(store, "task"), lambda: notes.of(store, 0)):
         with pytest.raises(CorruptFileError, match=block.name):
             read()

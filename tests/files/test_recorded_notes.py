@@ -1,0 +1,64 @@
+"""What a recorded environment tells is noted of the episode that it belongs to, in every autoreset mode."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout_data.writing.recording import RecordingWrapper, record_demonstrations
+from tests.files.readback import end_of, trajectories_of
+from tests.files.test_notes import notes_of
+
+pytest.importorskip("gymnasium")
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from tests.files.test_recording import Counting, zeros
+
+
+class Telling(Counting):
+    """Tells its task when it is reset, and its success when an episode ends."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset()[0], {"task": f"{self.number} {self.episode}"}
+
+    def step(self, action):
+        *values, infos = super().step(action)
+        return *values, {**infos, "solved": self.episode % 3 == 1} if values[2] or values[3] else infos
+
+
+@pytest.mark.parametrize("mode", [*AutoresetMode, "single"])
+def test_task_success_and_seed_are_noted_of_the_episode_that_they_belong_to(tmp_path, mode):
+    envs = [lambda n=n: Telling(n) for n in range(3)]
+    env = Telling(1) if mode == "single" else SyncVectorEnv(envs, autoreset_mode=mode)
+    policy = (lambda _: np.zeros(2, np.float32)) if mode == "single" else zeros
+    options = {"show_progress": False, "success_key": "solved", "durable": False}
+    record_demonstrations(env, policy, tmp_path, min_trajectories=9, seed=7, **options)
+    notes, store = notes_of(tmp_path)
+    found = [(notes.of(store, number), one) for number, one in enumerate(trajectories_of_index(store, tmp_path))]
+    assert len(found) >= 9
+    for said, one in found:
+        number, episode, _ = one.column("observation")[0].astype(int).tolist()
+        expected = {"task": f"{number} {episode}"} | ({"seed": 7} if episode == 0 else {})
+        if end_of(one) != "open":
+            expected |= {"success": episode % 3 == 1}
+        assert said == expected
+
+
+def trajectories_of_index(store, folder):
+    found = {(one.writer, one.number): one for one in trajectories_of(folder)}
+    return [found[key] for key in store.index.keys(np.arange(len(store.index)))]
+
+
+def test_a_task_that_all_envs_share_and_one_told_later_are_noted(tmp_path):
+    env = Counting(2)
+    wrapped = RecordingWrapper(env, tmp_path, durable=False)
+    plain_step = env.step
+    env.step = lambda action: (*plain_step(action)[:4], {"task": "told by step", "success": True})
+    for _ in range(2):
+        wrapped.reset(seed=[3])
+        while not any(wrapped.step(np.zeros(2, np.float32))[2:4]):
+            pass
+    wrapped.reset()
+    wrapped.close()
+    notes, store = notes_of(tmp_path)
+    assert [notes.of(store, n) for n in range(2)] == [{"seed": 3, "task": "told by step", "success": True}] * 2
