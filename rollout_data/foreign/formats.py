@@ -17,6 +17,7 @@ from .writer import ForeignWriter
 #: Format -> the module of this folder with its class `Reader`; in the order in which they are tried.
 FORMATS: dict[str, str] = {
     "lerobot": "lerobot.reader",
+    "rlinf": "arrays.rlinf",
     "rlds": "records.rlds",
     "zarr": "arrays.zarr_files",
     "mcap": "records.mcap_files",

@@ -1,0 +1,307 @@
+"""RLinf's trajectory checkpoints: torch files of blocks `[T, B, ...]`, named by an index, perhaps one set per rank.
+
+One rule: tensors are mapped and loaded with weights only; pickle files are refused. An episode is what lies between two
+dones of a column; the last of a column mostly has an open end.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from storage.core.durable import open_regular
+from storage.core.fields import Field, Schema, dtype_name
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError
+
+from ..guards import damage_named, file_inside, natural, read_object
+from ..reader import NO_FIELDS, EpisodeInfo, ForeignReader
+from .npz import Array
+
+_INDICES = ("trajectory_index.json", "trajector_index.json")
+_FILE = re.compile(r"trajectory_(\d+)(_.*)?\.(pt|pkl)")
+_ENDS = ("dones", "terminations", "truncations")
+_TASKS = ("task", "task_description", "task_descriptions")
+_NEXT, _MAX_PICKLE_BYTES, _MAX_DEPTH = "next_observation", 16 << 20, 16
+_PICKLE_ADVICE = "A pickle can run code; save the trajectories as 'pt'"
+_DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, OSError, zipfile.BadZipFile)
+
+
+class _Place(NamedTuple):
+    """Where an episode lies: the file, and its column and first row."""
+
+    path: Path
+    column: int
+    first: int
+
+
+class Reader(ForeignReader):
+    """Reads a checkpoint folder, or one with a folder for each rank.
+
+    Option `on_bad_index`: "refuse" a set whose index tells other sizes than its files, or "rebuild" from the files.
+    Entries without a file are reported and left out.
+    """
+
+    format = "rlinf"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
+
+    @classmethod
+    def detect(cls, path: Path) -> bool:
+        return any(_index(folder) for folder in _folders(path))
+
+    def scan(self) -> Sequence[EpisodeInfo]:
+        if (choice := self.options["on_bad_index"]) not in ("refuse", "rebuild"):
+            raise UsageError("open", repr(str(self.path)), "on_bad_index='refuse' or 'rebuild'", repr(choice))
+        self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
+        episodes: list[EpisodeInfo] = []
+        for folder in _folders(self.path):
+            for number, entry, path in self._listed(folder):
+                try:
+                    block = self._load(path)
+                    shape = _shape(block, path)
+                    found = self._episodes(block, path, shape, number, entry)
+                except DataFileError as error:
+                    error.advice = error.advice or "The trajectory is left out"
+                    self.problems.append(error)
+                    continue
+                if entry.get("num_samples", shape[0] * shape[1]) != shape[0] * shape[1]:
+                    got, advice = f"{shape[0]} x {shape[1]}", "Pass on_bad_index='rebuild' to believe the files"
+                    told = f"{entry['num_samples']} samples, as the index tells"
+                    if choice == "refuse":
+                        raise CorruptFileError("open", repr(str(path)), told, got, advice)
+                    self.problem("agree with the index on", repr(str(path)), told, got, "The file is believed")
+                episodes += found
+        if not episodes and self.problems:
+            raise self.problems[0]
+        return episodes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": (None, {})}
+
+    def _listed(self, folder: Path) -> list[tuple[int, dict[str, Any], Path]]:
+        """List id, entry and file of each trajectory, in the order of the index."""
+        index, where = _index(folder), repr(str(folder))
+        if index is None:
+            return []
+        if (folder / "metadata.json").exists():
+            self.metadata |= read_object(file_inside(folder, "metadata.json"))
+        if (kind := self.metadata.get("trajectory_format", "pt")) != "pt":
+            raise UnsafeFileError("open", where, "trajectories as 'pt'", repr(kind)[:40], _PICKLE_ADVICE)
+        with damage_named("read the index of", where, "'trajectory_index' and 'trajectory_id_list'", *_DAMAGE):
+            about = read_object(file_inside(folder, index))
+            entries = [(int(one), dict(about["trajectory_index"][str(one)])) for one in about["trajectory_id_list"]]
+        files: dict[int, list[str]] = {}
+        for name in sorted(os.listdir(folder), key=natural):
+            if one := _FILE.fullmatch(name):
+                files.setdefault(int(one[1]), []).append(name)
+        found = []
+        for number, entry in entries:
+            named, there = f"trajectory_{number}_{entry.get('model_weights_id')}.pt", files.pop(number, [])
+            chosen = named if named in there else there[-1] if there else None
+            if chosen is None:
+                self.problem("read", f"trajectory {number} of {where}", repr(named), "no such file", "It is left out")
+            elif not chosen.endswith(".pt"):
+                at = f"trajectory {number} of {where}"
+                raise UnsafeFileError("read", at, "a file of 'pt'", repr(chosen), _PICKLE_ADVICE)
+            else:
+                found.append((number, entry, file_inside(folder, chosen)))
+        if files:
+            got = ", ".join(name for names in files.values() for name in names)
+            self.problem("find in the index of", where, "every file", f"not {got}"[:200], "They are left out")
+        return found
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        if self._latest[0] != path:
+            self._latest = path, _load(path)
+        return self._latest[1]
+
+    def _episodes(
+        self, block: dict[str, Any], path: Path, shape: tuple[int, int], number: int, entry: Mapping[str, Any]
+    ) -> list[EpisodeInfo]:
+        """Cut the columns of a block at their dones."""
+        prefix = f"{path.parent.name}_{number}" if path.parent != self.path else str(number)
+        metadata = {**entry, "trajectory_id": number}
+        ends = {name: _flags(block[name], shape, f"{name!r} of {str(path)!r}") for name in _ENDS if name in block}
+        dones = ends.get("dones", np.logical_or(*(ends.get(name, np.zeros(shape, bool)) for name in _ENDS[1:])))
+        fields, texts = [], []
+        for name, value in block.items():
+            if isinstance(value, torch.Tensor) and value.shape[:2] == shape:
+                fields.append(Field(name, tuple(value.shape[2:]), dtype_name(value.dtype)))
+            elif _is_texts(value, shape):
+                texts.append(name)
+            elif isinstance(value, (bool, int, float, str)):
+                metadata.setdefault(name, value)
+            elif name not in _ENDS:
+                self.problem(
+                    "read", f"{name!r} of {str(path)!r}", f"values {list(shape)}", "others", "They are left out"
+                )
+        fields = [field for field in fields if field.name not in _ENDS]
+        is_copy = _next_is_shifted(block, dones)
+        next_names = {field.name for field in fields if field.name.split("/")[0] == _NEXT}
+        final = Schema(
+            Field(field.name, field.shape, field.dtype)
+            for field in fields
+            if field.name.split("/")[0] == "observation" and f"next_{field.name}" in next_names
+        )
+        schema = Schema(field for field in fields if not (is_copy and field.name in next_names))
+        found = []
+        for column in range(shape[1]):
+            stops = [*(np.flatnonzero(dones[:, column]) + 1).tolist()]
+            stops += [shape[0]] if not stops or stops[-1] < shape[0] else []
+            for count, (start, stop) in enumerate(pairwise([0, *stops])):
+                flags = [
+                    bool(ends[name][stop - 1, column]) if name in ends and dones[stop - 1, column] else None
+                    for name in _ENDS[1:]
+                ]
+                is_known = any(flags)
+                found.append(
+                    EpisodeInfo(
+                        f"{prefix}_{column}_{count}",
+                        stop - start,
+                        schema,
+                        tuple(texts),
+                        NO_FIELDS if _is_reset(block, stop - 1, column, shape[0]) else final,
+                        terminated=flags[0] if is_known else None,
+                        truncated=flags[1] if is_known else None,
+                        task=next((block[name][start][column] for name in texts if name.split("/")[-1] in _TASKS), ""),
+                        metadata={**metadata, "env": column},
+                        source=_Place(path, column, start),
+                    )
+                )
+        return found
+
+    def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        path, column, first = self.episodes[number].source
+        value = self._load(path)[name]
+        if isinstance(value, torch.Tensor):
+            return _numpy(value[first + start : first + stop, column])
+        return [row[column] for row in value[first + start : first + stop]]
+
+    def read_final(self, number: int, name: str) -> Array:
+        info = self.episodes[number]
+        path, column, first = info.source
+        return _numpy(self._load(path)[f"next_{name}"][first + info.length - 1, column])
+
+
+def _folders(path: Path) -> list[Path]:
+    """List the folder with an index, or those of the ranks in it."""
+    if not path.is_dir():
+        return []
+    ranks = [one for one in path.iterdir() if re.fullmatch(r"rank_\d+", one.name) and one.is_dir()]
+    return [path] if _index(path) else [path / name for name in sorted((one.name for one in ranks), key=natural)]
+
+
+def _index(folder: Path) -> str | None:
+    return next((name for name in _INDICES if (folder / name).is_file()), None)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Map the tensors of a file: names in our words -> tensors, texts, and whatever else it holds."""
+    where = repr(str(path))
+    with damage_named("read", where, "a torch file of plain tensors", *_DAMAGE):
+        with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                most = _MAX_PICKLE_BYTES if member.filename.endswith(".pkl") else member.compress_size
+                if member.compress_type != zipfile.ZIP_STORED or member.file_size > most:
+                    raise ValueError(f"{member.filename[:80]!r} is packed or too large")
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as cause:
+            expected, got = "tensors and plain containers only", str(cause).split("\n")[0][:200]
+            raise UnsafeFileError("read", where, expected, got, "Nothing in the file was run") from cause
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__} instead of a dict")
+        found = {_renamed(content, name): value for name, value in _flat(content, ())}
+    reward = found.get("reward")
+    if isinstance(reward, torch.Tensor) and reward.shape[2:] == (1,):
+        found["reward"] = reward[..., 0]
+    return found
+
+
+def _flat(content: Any, keys: tuple[str, ...]) -> list[tuple[str, Any]]:
+    if not isinstance(content, dict) or len(keys) > _MAX_DEPTH:
+        return [("/".join(keys), content)]
+    return [one for key, value in content.items() for one in _flat(value, (*keys, str(key)))]
+
+
+def _renamed(content: dict[str, Any], name: str) -> str:
+    """Say how a field is called here; the only part of an observation goes without a name."""
+    head, _, rest = name.partition("/")
+    for stored, ours in (("curr_obs", "observation"), ("next_obs", _NEXT)):
+        if head == stored:
+            return f"{ours}/{rest}" if rest and (rest != "states" or len(content[stored]) > 1) else ours
+    return {"actions": "action", "rewards": "reward"}.get(name, name)
+
+
+def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
+    """Give T and B of a block."""
+    for name in ("prev_logprobs", "reward", "action"):
+        value = block.get(name)
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and min(value.shape[:2]) > 0:
+            return int(value.shape[0]), int(value.shape[1])
+    raise CorruptFileError("read", repr(str(path)), "'prev_logprobs' or 'rewards' of [T, B, ...]", "none")
+
+
+def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
+    """Give flags `[T, B]`; where there is a row more for each of e epochs, the first of each is before its steps."""
+    rows = len(value) if isinstance(value, torch.Tensor) and value.dim() >= 2 else 0
+    epochs = rows - shape[0]
+    if not rows or value.shape[1] != shape[1] or epochs < 0 or (epochs and shape[0] % epochs):
+        got = str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise CorruptFileError("read", where, f"flags {list(shape)}, or a row more for each epoch", got)
+    flags: Array = value.reshape(rows, shape[1], -1).bool().any(-1).numpy()
+    return flags if not epochs else flags.reshape(epochs, -1, shape[1])[:, 1:].reshape(shape)
+
+
+def _is_texts(value: Any, shape: tuple[int, int]) -> bool:
+    """True for a list of T lists of B texts."""
+    return (
+        isinstance(value, list)
+        and len(value) == shape[0]
+        and all(isinstance(row, (list, tuple)) and len(row) == shape[1] for row in value)
+        and all(isinstance(text, str) for row in value for text in row)
+    )
+
+
+def _pair(block: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Give the smallest part of the observation and of the one after the step; None if there is none."""
+    pairs = [(block[name.removeprefix("next_")], value) for name, value in block.items() if _is_next(block, name)]
+    return min(pairs, key=lambda pair: pair[1].nbytes, default=None)
+
+
+def _is_next(block: Mapping[str, Any], name: str) -> bool:
+    tensors = [block.get(one) for one in (name, name.removeprefix("next_"))]
+    is_pair = name.split("/")[0] == _NEXT and all(isinstance(one, torch.Tensor) for one in tensors)
+    return is_pair and tensors[0].shape == tensors[1].shape  # type: ignore[union-attr]
+
+
+def _next_is_shifted(block: Mapping[str, Any], dones: Array) -> bool:
+    """True if the observation after a step is the next one, but for dones; looks at the smallest part."""
+    pair = _pair(block)
+    if pair is None:
+        return False
+    same = (pair[0][1:] == pair[1][:-1]).reshape(len(dones) - 1, dones.shape[1], -1).all(-1).numpy()
+    return bool((same | dones[:-1]).all())
+
+
+def _is_reset(block: Mapping[str, Any], row: int, column: int, num_rows: int) -> bool:
+    """True if what is stored after a done is the first observation of the next episode."""
+    pair = _pair(block)
+    return pair is not None and row + 1 < num_rows and torch.equal(pair[0][row + 1, column], pair[1][row, column])
+
+
+def _numpy(tensor: torch.Tensor) -> Array:
+    """Copy a tensor; bfloat16 gives its bytes as uint16."""
+    copied = tensor.clone(memory_format=torch.contiguous_format)
+    if copied.dtype == torch.bfloat16:
+        return copied.view(torch.int16).numpy().view(np.uint16)
+    array: Array = copied.numpy()
+    return array
