@@ -30,7 +30,7 @@ from .store import GONE, FileFrames, FrameStore, Place
 #: Rows are read in pieces of about this size, and as much is kept.
 _PIECE_BYTES, _CACHE_BYTES = 4 << 20, 512 << 20
 #: What a batch has of its own.
-_RESERVED = (
+RESERVED = (
     "done", "timeout", "end_unknown", "is_first", "is_last", "valid", "mask", "next_mask", "stream_id", "extras",
     "next_observation", "next_privileged_observation",
 )  # fmt: skip
@@ -199,7 +199,7 @@ def common_fields(schemas: Iterable[Schema]) -> Fit:
     left_out: dict[Schema, str] = {}
     counts = Counter(schemas)
     there = dict.fromkeys(name for schema in counts for name in schema)
-    taken = [name for name in there if name.partition("/")[0] in _RESERVED]
+    taken = [name for name in there if name.partition("/")[0] in RESERVED]
     dropped = dict.fromkeys(taken, "a name that batches do not use themselves")
     for schema, _ in counts.most_common():
         mine = {name: item for name, item in schema.items() if item.num_elements and name not in dropped}

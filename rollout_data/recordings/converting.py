@@ -17,6 +17,7 @@ from ..foreign.writer import ForeignWriter
 from ..remote.access import DataDir
 from .opening import open
 from .own_writer import OWN, OwnWriter
+from .recording import Recording
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def convert(
     if unknown := [name for name in options if name not in kind.OPTIONS]:
         known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
         raise UsageError("convert", f"to {to!r}", known, repr(unknown[0]))
-    recording = open(source)
+    recording = source if isinstance(source, Recording) else open(source)
     path = arguments.path("convert", "", target).absolute()
     if path == recording.path:
         raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")

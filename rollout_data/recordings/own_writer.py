@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from storage.core.fields import DTYPES, Schema, unflatten
-from storage.errors import UsageError
+from storage.errors import RolloutDataWarning, UsageError
 
 from ..foreign.writer import EpisodeToWrite, ForeignWriter
 from ..format.header import DATA, layouts_of
 from ..format.notes import MAX_NOTE_BYTES
 from ..format.schema import RowLayout
 from ..frames.kind import ENDS, UNKNOWN
-from ..frames.readers import Fit, common_fields
+from ..frames.readers import RESERVED, Fit, common_fields
 from ..frames.source import Source
 from ..index.folder import block_entries
 from ..index.notes import Notes
@@ -48,9 +50,8 @@ class OwnWriter(ForeignWriter):
     def begin(self) -> set[str]:
         self._writer: RolloutWriter | None = None
         self._num_bytes, self._is_open = 0, False
-        fit: Fit = common_fields([episode.schema for episode in self.episodes])
-        self._fit, self._names = fit, {name: _free_name(name) for name in fit.schema}
-        self._layout: RowLayout = layouts_of(fit.schema)[DATA]
+        self._fit: Fit = common_fields([_renamed(episode.schema) for episode in self.episodes])
+        self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
         return self._there() if self.path.is_dir() and block_entries(self.path) else set()
 
     def _there(self) -> set[str]:
@@ -75,26 +76,34 @@ class OwnWriter(ForeignWriter):
                 context[ENDS] = UNKNOWN
             if "fps" in context:
                 context.setdefault("frame_rate_hz", context["fps"])
+            is_motion = not self._fit.schema.below("action")
             mapping = self.options["obs_disassemble_mapping"] or None
             self._writer = RolloutWriter(
-                self.path, 1, metadata=context, obs_disassemble_mapping=mapping, block_age_s=1e9
+                self.path,
+                1,
+                metadata=context,
+                obs_disassemble_mapping=mapping,
+                block_age_s=1e9,
+                without_action=is_motion,
             )
         return self._writer
 
     def add(self, episode: EpisodeToWrite) -> None:
-        schema = Schema(episode.schema.values())
+        schema = _renamed(episode.schema)
         if difference := self._fit.left_out.get(schema):
             self.changed(f"the episode is left out: {difference}", episode)
             return
         for name in self._fit.dropped.keys() & schema.keys():
             self.changed(f"field {name!r} is left out: expected {self._fit.dropped[name]}", episode)
-        for name, free in self._names.items():
-            if name != free and name in schema:
+        for name in episode.schema:
+            if (free := _free_name(name)) != name:
                 self.changed(f"field {name!r} is called {free!r}", episode)
         writer, size = self._opened(), max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
         try:
             for start in range(0, episode.length, size):
-                writer.add_rollout(**self._steps(episode, start, min(start + size, episode.length)))
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", ".*as an extra field", RolloutDataWarning)
+                    writer.add_rollout(**self._steps(episode, start, min(start + size, episode.length)))
         except BaseException:  # Ctrl-C too: no part of an episode is published
             writer.discard([0])
             raise
@@ -110,13 +119,13 @@ class OwnWriter(ForeignWriter):
         """Read steps as `add_rollout` takes them, `[T, 1, ...]`; with the last one, what is said of the episode."""
         count, is_last = stop - start, stop == episode.length
         flat: dict[str, Any] = {}
-        for name, free in self._names.items():
-            field = self._fit.schema[name]
-            values = episode.read(name, start, stop) if name in episode.schema else np.nan
+        names = {_free_name(name): name for name in episode.schema}
+        for name, field in self._fit.schema.items():
+            values = episode.read(names[name], start, stop) if name in names else np.nan
             whole = np.broadcast_to(np.asarray(values), (count, *field.shape))
             kind = torch.float32 if field.dtype == "bfloat16" else DTYPES[field.dtype][0]
             rows = torch.from_numpy(whole.astype(torch.empty(0, dtype=kind).numpy().dtype))
-            flat[free] = rows.to(field.torch_dtype)[:, None]
+            flat[name] = rows.to(field.torch_dtype)[:, None]
         given = unflatten(flat)
         for name in episode.texts:
             given[_free_name(name)] = [[text] for text in episode.read(name, start, stop)]
@@ -148,9 +157,13 @@ class OwnWriter(ForeignWriter):
 
     def _said(self, episode: EpisodeToWrite) -> dict[str, Any]:
         """Give what is noted of an episode; what is too large is left out."""
-        said = {name: plain(value) for name, value in episode.metadata.items()}
+        known = {"task": episode.task, "success": episode.success}
+        said = {
+            f"recorded_{name}" if known.get(name, value) is not value else name: plain(value)
+            for name, value in episode.metadata.items()
+        }
         said |= {SOURCE_ID: episode.id, **({ENDS: UNKNOWN} if _is_unknown(episode) else {})}
-        if absent := [name for name in self._names if name not in episode.schema]:
+        if absent := [name for name in self._fit.schema if name not in _renamed(episode.schema)]:
             said[ABSENT] = absent
         for name in sorted(said, key=lambda name: -len(json.dumps(said[name]))):
             if len(json.dumps(said)) <= MAX_NOTE_BYTES:
@@ -175,7 +188,12 @@ def _needs_end(episode: EpisodeToWrite, final: Any) -> bool:
 def _free_name(name: str) -> str:
     """Give the name that a field has in a record, where others than its own mean something else."""
     group, slash, rest = name.partition("/")
-    return f"recorded_{group}{slash}{rest}" if group not in _GROUPS and is_taken(group) else name
+    is_used = group not in _GROUPS and (is_taken(group) or group in RESERVED)
+    return f"recorded_{group}{slash}{rest}" if is_used else name
+
+
+def _renamed(schema: Schema) -> Schema:
+    return Schema(replace(field, name=_free_name(name)) for name, field in schema.items())
 
 
 def plain(value: Any) -> Any:

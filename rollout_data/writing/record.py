@@ -105,6 +105,7 @@ class RolloutReader:
         num_envs: N.
         obs_segments, obs_disassemble_mapping: As of `RolloutWriter`.
         success_only: Whether `success` tells which of the trajectories that end are kept.
+        without_action: Whether records may lack an action.
 
     Attributes:
         schema: What all records must have; None takes what the first one has. Set by the writer.
@@ -116,8 +117,10 @@ class RolloutReader:
         obs_segments: Mapping[str, Sequence[int]] | None,
         obs_disassemble_mapping: Mapping[str, str] | None,
         success_only: bool,
+        without_action: bool = False,
     ) -> None:
         self.schema: Schema | None = None
+        self._needed = (OBSERVATION,) if without_action else (OBSERVATION, "action")
         self._num_envs, self._success_only = num_envs, success_only
         self._segments = _checked_segments(obs_segments)
         self._codecs = _checked_codecs(obs_disassemble_mapping, self._segments)
@@ -146,7 +149,7 @@ class RolloutReader:
         flag_leaves = [(name, fields.pop(name)) for name in self._flags]
         finals = {name: fields.pop(name) for name in self._finals}
         if not is_known:
-            _check_whole(fields)
+            _check_whole(fields, self._needed)
         if self._segments:
             fields = self._split(fields, OBSERVATION, 1 if is_step else 2)
         lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
@@ -318,8 +321,8 @@ def _leaf(name: str, value: Any) -> Leaf:
         raise SchemaError("take the value of", repr(name), "an array", str(cause)) from cause
 
 
-def _check_whole(fields: Mapping[str, Leaf]) -> None:
-    for name in (OBSERVATION, "action"):
+def _check_whole(fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
+    for name in needed:
         if name not in {field.partition("/")[0] for field in fields}:
             where, got = f"without the field {name!r}", f"only {', '.join(fields) or 'nothing'}"
             advice = "Give it as a keyword or in the record"

@@ -68,6 +68,7 @@ class RolloutWriter(Owned):
         frames_per_chunk: How many frames of a coded component are decoded together at most: fewer make short
             windows faster and files larger. None is what suits the codec, at most 8 frames and 64 MiB.
         retention: After every block, the folder is pruned to these limits, as in `{"bytes": 10**9}` (see `prune`).
+        without_action: Records may lack an action, as those of motions do.
 
     Attributes:
         name: The writer's name, part of its file names.
@@ -98,6 +99,7 @@ class RolloutWriter(Owned):
         success_only: bool = False,
         frames_per_chunk: int | None = None,
         retention: Mapping[str, int] | None = None,
+        without_action: bool = False,
     ) -> None:
         self._closed, self._is_ended = True, False
         self.data_dir = arguments.path("record into", "", data_dir).absolute()  # whatever directory the process goes to
@@ -115,7 +117,7 @@ class RolloutWriter(Owned):
         chunk = None if frames_per_chunk is None else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
         limits = None if retention is None else checked_limits(retention)
         self._context = {"success_traj_only": success_only, **_checked_metadata(metadata)}
-        self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, success_only)
+        self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, success_only, without_action)
         self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)
         self._num_accepted = self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs

@@ -1,0 +1,147 @@
+"""Converting keeps every value of every episode, goes on where it was stopped, and says what it changed."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rollout_data
+from rollout_data import RolloutDataset
+from rollout_data.tools.command import main
+from storage.errors import RolloutDataWarning, UsageError
+from tests.formats.cases import CASES, load, open_case
+from tests.recordings.sets import write_demos
+from tests.recordings.test_recording import recorded
+
+LENGTHS = [3, 1, 4]
+
+
+def convert(source, target, **options):
+    return rollout_data.convert(source, target, progress=False, **options)
+
+
+def assert_same(mine: rollout_data.Episode, theirs: rollout_data.Episode) -> None:
+    """Compare an episode with what a conversion made of it, bit by bit; fields may have been renamed or reordered."""
+    about = [(one.length, one.terminated, one.truncated, one.success, one.task) for one in (mine, theirs)]
+    assert about[0] == about[1] and theirs.metadata["id"] == mine.id
+    called = {name: name if name in theirs else f"recorded_{name}" for name in [*mine.schema, *mine.texts]}
+    assert set(called.values()) == {*theirs.schema, *theirs.texts}
+    for name, other in called.items():
+        values, others = mine.read(name), theirs.read(other)
+        assert np.asarray(values).dtype == np.asarray(others).dtype
+        np.testing.assert_array_equal(values, others, err_msg=name)
+    finals = [one.final_observation for one in (mine, theirs)]
+    assert type(finals[0]) is type(finals[1])
+    if isinstance(finals[0], dict):
+        assert finals[0].keys() == finals[1].keys()
+    for name in finals[0] or () if isinstance(finals[0], dict) else ():
+        np.testing.assert_array_equal(finals[0][name], finals[1][name])
+    if isinstance(finals[0], np.ndarray):
+        np.testing.assert_array_equal(*finals)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.name.removesuffix(".case.json"))
+def test_every_case_survives_a_conversion_to_our_own_format(path, tmp_path):
+    recording = open_case(load(path))
+    done = convert(recording, tmp_path / "own")
+    ours = rollout_data.open(tmp_path / "own")
+    assert done.num_episodes == len(ours) == len(recording)
+    for mine, theirs in zip(recording, ours, strict=True):
+        assert_same(mine, theirs)
+        assert (mine.reward is None) == (theirs.reward is None)
+
+
+def test_our_own_converted_is_our_own_bit_by_bit_and_streams_alike(tmp_path):
+    ours = recorded(tmp_path / "a")
+    convert(ours, tmp_path / "b")
+    again = rollout_data.open(tmp_path / "b")
+    for mine, theirs in zip(ours, again, strict=True):
+        assert_same(mine, theirs)
+    for name in ("length", "return", "ends", "success", "task", "time", "env"):
+        np.testing.assert_array_equal(ours.table[name], again.table[name])
+    one, two = (RolloutDataset(tmp_path / name, 1, device="cpu").get_batch(12) for name in "ab")
+    for name in ("observation", "action", "reward", "done", "timeout", "next_observation"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+
+
+def test_unknown_ends_stay_unknown_in_streams_of_the_result(tmp_path):
+    source = write_demos(tmp_path / "demos.hdf5", LENGTHS, without_final=[0])
+    convert(source, tmp_path / "own")
+    batch = RolloutDataset(tmp_path / "own", 1, device="cpu").get_batch(8)
+    assert batch.end_unknown.sum() == 3 and not batch.timeout.any()
+    assert rollout_data.open(tmp_path / "own").table["ends"].tolist() == ["unknown"] * 3
+
+
+def test_a_conversion_goes_on_where_it_was_stopped(tmp_path):
+    source = write_demos(tmp_path / "demos.hdf5", LENGTHS)
+    convert(rollout_data.open(source)[:2], tmp_path / "own")
+    before = sorted((tmp_path / "own").glob("rollout_*.h5"))
+    done = convert(source, tmp_path / "own")
+    assert (done.num_episodes, done.num_present) == (3, 2)
+    ours = rollout_data.open(tmp_path / "own")
+    assert sorted(one.metadata["id"] for one in ours) == ["demo_0", "demo_1", "demo_2"]
+    assert convert(source, tmp_path / "own").num_present == 3
+    assert set(before) < set((tmp_path / "own").glob("rollout_*.h5"))
+
+
+def test_an_episode_that_cannot_be_read_costs_only_itself(tmp_path):
+    source = tmp_path / "chunks"
+    shutil.copytree(Path(__file__).parents[1] / "data" / "trajectory_folders" / "components", source)
+    recording = rollout_data.open(source)
+    victim = recording[0]
+    for chunk in (source / victim.id.rpartition(":")[0]).iterdir():
+        chunk.unlink()
+    done = convert(recording, tmp_path / "own")
+    assert done.num_episodes == 1 and victim.id.split(":")[0] in str(done.problems[-1])
+    (kept,) = rollout_data.open(tmp_path / "own")
+    assert kept.metadata["id"] == recording[1].id
+
+
+def test_what_is_changed_is_in_the_report(tmp_path):
+    picture = np.zeros((4, 2, 2, 3), np.uint8)
+    more = {1: {"obs/low": np.zeros((1, 7)), "next_obs/low": np.zeros((1, 7))}, 2: {"dones": np.ones(4, np.int64)}}
+    more[2]["obs/cam"] = picture
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RolloutDataWarning)
+        done = convert(write_demos(tmp_path / "demos.hdf5", LENGTHS, more=more), tmp_path / "own")
+    changes = {what: list(ids) for what, ids in done.changes.items()}
+    assert done.num_episodes == 2
+    assert changes["field 'dones' is called 'recorded_dones'"] == ["demo_2"]
+    assert changes["field 'observation/cam' is left out: expected a field of all episodes"] == ["demo_2"]
+    (left_out,) = [what for what in changes if what.startswith("the episode is left out")]
+    assert changes[left_out] == ["demo_1"] and "float64[7] instead of float64[3]" in left_out
+
+
+def test_a_conversion_refuses_what_is_not_its_own(tmp_path):
+    recorded(tmp_path / "own")
+    source = write_demos(tmp_path / "demos.hdf5", LENGTHS)
+    with pytest.raises(UsageError, match="expected an empty folder, or one of an earlier conversion"):
+        convert(source, tmp_path / "own")
+    with pytest.raises(UsageError, match="expected another place"):
+        convert(tmp_path / "own", tmp_path / "own")
+    with pytest.raises(UsageError, match="got 'rolloutdata'"):
+        convert(source, tmp_path / "x", to="rolloutdata")
+    with pytest.raises(UsageError, match="expected 'obs_disassemble_mapping', got 'codecs'"):
+        convert(source, tmp_path / "x", codecs={})
+
+
+def test_the_command_line_lists_describes_and_converts_any_format(tmp_path, capsys):
+    source = str(write_demos(tmp_path / "demos.hdf5", LENGTHS, without_reward=[1]))
+    assert main(["ls", source]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["id", "length", "return", "ends", "success", "task"]
+    assert lines[1].split() == ["demo_0", "3", "3.75", "unknown", "-"]
+    assert lines[2].split() == ["demo_1", "1", "-", "unknown", "-"]
+    assert main(["info", source]) == 0
+    told = capsys.readouterr().out
+    assert "3 trajectories, 8 frames" in told and "format: robomimic" in told and "float64[3]" in told
+    assert main(["convert", source, str(tmp_path / "own")]) == 0
+    assert "3 episodes, 0 of them were there" in capsys.readouterr().out
+    assert main(["ls", "--json", str(tmp_path / "own")]) == 0
+    assert '"return": null' in capsys.readouterr().out
+    assert main(["convert", source, str(tmp_path / "x"), "--option", "codecs=1"]) == 1
+    assert "got 'codecs'" in capsys.readouterr().err
