@@ -185,7 +185,7 @@ class BatchReader:
     def _single(self, deal: Deal, trajectory: Int64s, frame: np.ndarray) -> Transition:
         at = np.minimum(frame.astype(np.int64), deal.lengths[trajectory] - 1)
         none = np.zeros(0, np.int64)
-        state = StreamState(trajectory, at, at == 0, np.zeros(len(at), bool))
+        state = StreamState(trajectory, deal.lengths[trajectory] - at, at == 0, np.zeros(len(at), bool))
         only = Deal(deal.lengths, none, none, deal.number, deal.source)  # nothing comes after these
         return self.read(plan_steps(state, only, 1, lambda *_: None)[0], without_time=True)
 

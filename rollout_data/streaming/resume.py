@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..index.index import TrajectoryIndex
-from .cursor import Position, StreamState
+from ..index.index import Int64s, TrajectoryIndex
+from .cursor import Bools, Position, StreamState
 from .passes import Dealer, Name, PassOptions, Section, sections_at
 
 #: 1 was the state of one shard. 3 did not hold the lengths of what is played; it continues while that is there.
@@ -52,7 +52,7 @@ def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, 
         "writers": writers,
         "trajectory": [[writers.index(writer), number] for writer, number in keys],
         "length": index.lengths[state.trajectory].tolist(),
-        "frame": state.frame.tolist(),
+        "frame": state.frames(deal).tolist(),
         "is_first": state.is_first.tolist(),
         "is_exhausted": state.is_exhausted.tolist(),
         **({} if options.refresh_s is None else {"live": live}),
@@ -91,28 +91,25 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     turn, left = operator.index(live["turn"]), operator.index(live["left"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
     store = dealer.resumed(turn, saved["upto"], _played(saved, keys) if "length" in saved else {})
-    state = StreamState(
-        store.index.find(keys),
-        np.array(saved["frame"], np.int64),
-        np.array(saved["is_first"], bool),
-        np.array(saved["is_exhausted"], bool),
-    )
-    shapes = {column.shape for column in (state.trajectory, state.frame, state.is_first, state.is_exhausted)}
+    frame = np.array(saved["frame"], np.int64)
+    is_first, is_exhausted = (np.array(saved[name], bool) for name in ("is_first", "is_exhausted"))
+    trajectory = store.index.find(keys)
+    shapes = {column.shape for column in (trajectory, frame, is_first, is_exhausted)}
     if shapes != {(saved["settings"]["num_envs"],)}:
         raise Misfit(f"{saved['settings']['num_envs']} numbers of each kind", str(sorted(shapes)))
-    state = _without_the_gone(state, store.index, keys)
+    trajectory = _without_the_gone(trajectory, is_exhausted, store.index, keys)
     first, last = map(_name, saved["bounds"])
     rest, fresh = Section([first, last], _optional_name(saved["dealt"]), live["upto"]), None
     if live["fresh"] is not None:
         bounds, dealt, since = live["fresh"]
         fresh = Section(bounds and [_name(bound) for bound in bounds], _optional_name(dealt), since=since)
-    deal = dealer.dealt(int(saved["pass"]), turn, store, state.trajectory, (rest, fresh))
+    deal = dealer.dealt(int(saved["pass"]), turn, store, trajectory, (rest, fresh))
     if deal.number < 0 or not dealer.options.has_pass(deal.number):
         raise Misfit("a pass of this dataset", f"pass {deal.number}")
-    limit = deal.lengths[state.trajectory] - (~state.is_exhausted).astype(np.int64)
-    if ((state.frame < 0) | (state.frame > limit)).any():
-        raise Misfit("frames within their trajectories", str(state.frame.tolist()[:8]))
-    return Position(state, deal, left)
+    frames_left = np.where(is_exhausted, 0, deal.lengths[trajectory] - frame)
+    if ((frame < 0) | (frames_left < ~is_exhausted)).any():
+        raise Misfit("frames within their trajectories", str(frame.tolist()[:8]))
+    return Position(StreamState(trajectory, frames_left, is_first, is_exhausted), deal, left)
 
 
 def _played(saved: Mapping[str, Any], keys: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
@@ -133,14 +130,15 @@ def _optional_name(given: Any) -> Name | None:
     return None if given is None else _name(given)
 
 
-def _without_the_gone(state: StreamState, index: TrajectoryIndex, keys: list[tuple[str, int]]) -> StreamState:
+def _without_the_gone(
+    trajectory: Int64s, is_exhausted: Bools, index: TrajectoryIndex, keys: list[tuple[str, int]]
+) -> Int64s:
     """Let exhausted envs whose last trajectory is gone show the last frame of another one."""
-    is_gone = state.trajectory < 0
-    if (is_gone & ~state.is_exhausted).any() or not len(index):
-        writer, number = keys[int(np.argmax(is_gone & ~state.is_exhausted))]
+    is_gone = trajectory < 0
+    if (is_gone & ~is_exhausted).any() or not len(index):
+        writer, number = keys[int(np.argmax(is_gone & ~is_exhausted))]
         raise Misfit(f"trajectory {number} of writer {writer!r}", "it is not there any more")
-    shown = np.where(is_gone, len(index) - 1, state.trajectory)
-    return state._replace(trajectory=shown, frame=np.where(is_gone, index.lengths[shown], state.frame))
+    return np.where(is_gone, len(index) - 1, trajectory)
 
 
 def _settings(options: PassOptions) -> dict[str, Any]:

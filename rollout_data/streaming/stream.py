@@ -227,8 +227,7 @@ class RolloutStream(RolloutFileBase):
         following = self._dealer.following if after is None else self._undecided
         plan, state, deal = plan_steps(state, deal, num_steps, following, envs, self._mine)
         if self.drop_last and not plan.is_full:
-            left = (deal.lengths[state.trajectory] - state.frame) * ~state.is_exhausted
-            self.num_dropped_frames = int((plan.num_valid + left[self._mine]).sum())
+            self.num_dropped_frames = int((plan.num_valid + state.left[self._mine]).sum())
             got, advice = f"{self.num_dropped_frames} frames are left", "drop_last=False delivers them"
             raise DatasetExhausted("fill another batch", f"from {self.data_dir!r}", got=got, advice=advice)
         position = Position(state, deal, max(0, num_left - 1))

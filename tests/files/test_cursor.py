@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +82,19 @@ def dense(plan, num_envs):
 @settings(max_examples=300, deadline=None)
 @given(streams(), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.booleans())
 def test_any_cutting_into_calls_equals_stepping_one_frame_at_a_time(stream, calls, has_one_source):
-    num_envs, lengths, passes = stream
+    check_against_stepping(*stream, calls, has_one_source)
+
+
+@pytest.mark.parametrize("has_one_source", [True, False])
+@pytest.mark.parametrize("longest", [2, 6, 40])
+def test_many_trajectories_that_end_within_a_call_are_dealt_in_the_order_of_time_and_env(longest, has_one_source):
+    chance = np.random.default_rng(longest)
+    lengths = chance.integers(1, longest + 1, 500).tolist()
+    passes = [[(t, int(chance.integers(lengths[t]))) for t in chance.permutation(500).tolist()] for _ in range(3)]
+    check_against_stepping(70, lengths, passes, [30, 1, 7, 30, 500 * longest // 70], has_one_source)
+
+
+def check_against_stepping(num_envs, lengths, passes, calls, has_one_source):
     naive = NaiveStream(num_envs, lengths, passes)
     sources = ["one"] * len(passes) if has_one_source else [str(number) for number in range(len(passes))]
     deals = deals_of(lengths, passes, sources)
@@ -119,7 +132,7 @@ def test_advancing_some_envs_leaves_the_others_where_they_were(stream, data):
     others = np.setdiff1d(np.arange(num_envs), envs)
     plan, after, _ = plan_steps(before, deal, 3, next_pass, envs)
     assert {int(env) for part in plan.parts for env in part.pieces.env} == set(envs.tolist())
-    for name in ("trajectory", "frame", "is_first", "is_exhausted"):
+    for name in ("trajectory", "left", "is_first", "is_exhausted"):
         assert (getattr(after, name)[others] == getattr(before, name)[others]).all()
 
 
@@ -154,9 +167,9 @@ def test_the_plan_of_a_share_is_that_part_of_the_plan_of_all(stream, calls, num_
 def test_inputs_are_not_changed():
     deal = Deal(np.array([2, 2, 2]), np.array([0, 1, 2]), np.zeros(3, np.int64))
     state, _ = deal_next(StreamState.fresh(2), np.arange(2), deal, lambda deal, in_use: None)
-    kept = [state.trajectory.copy(), state.frame.copy(), state.is_first.copy(), state.is_exhausted.copy()]
+    kept = [state.trajectory.copy(), state.left.copy(), state.is_first.copy(), state.is_exhausted.copy()]
     plan_steps(state, deal, 5, lambda deal, in_use: None)
-    for array, old in zip((state.trajectory, state.frame, state.is_first, state.is_exhausted), kept, strict=True):
+    for array, old in zip((state.trajectory, state.left, state.is_first, state.is_exhausted), kept, strict=True):
         assert (array == old).all()
 
 
@@ -173,7 +186,7 @@ def test_an_env_whose_trajectory_is_gone_goes_on_with_another():
     assert [part.deal.source for part in plan.parts] == ["old", "new"]
     assert shown[0].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]]
     assert shown[1].tolist() == [[1, 0], [1, 1], [0, 0], [0, 1], [0, 2]]
-    assert state.trajectory.tolist() == [1, 0] and state.frame.tolist() == [2, 2]
+    assert state.trajectory.tolist() == [1, 0] and state.frames(deal).tolist() == [2, 2]
     assert sorted(zip(plan.first_env.tolist(), plan.first_time.tolist(), strict=True)) == [
         (0, 0),
         (0, 2),
