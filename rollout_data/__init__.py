@@ -31,6 +31,7 @@ from .trajectories.cache import TrajectoryCache
 from .transition import Transition
 from .windows.dataset import WindowDataset
 from .windows.loader import WindowLoader, WindowMixture
+from .windows.normalizer import Normalizer
 from .writing.recording import EpisodeSummary, RecordingSummary, RecordingWrapper, record_demonstrations
 from .writing.retention import prune
 from .writing.writer import RolloutWriter
@@ -40,6 +41,7 @@ __all__ = [
     "Episode",
     "EpisodeSummary",
     "FieldStatistics",
+    "Normalizer",
     "Recording",
     "RecordingSummary",
     "RecordingWrapper",

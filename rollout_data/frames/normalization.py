@@ -38,6 +38,8 @@ _EXACT_BYTES = 64 << 20
 #: Rows of a buffer of the sketch.
 _SKETCH_ROWS = 4096
 Array = np.ndarray[Any, Any]
+#: A store, and which of its trajectories.
+Frames = tuple[FrameStore, Int64s]
 _ARRAYS = ("mean", "std", "min", "max", "quantiles")
 
 
@@ -71,17 +73,16 @@ class FieldStatistics:
 
 
 def compute_statistics(
-    store: FrameStore,
+    parts: Sequence[Frames],
     folder: Path | None,
-    trajectories: Int64s,
     names: Sequence[str],
     levels: Sequence[float],
     use_cache: bool = True,
     progress: bool = True,
 ) -> dict[str, FieldStatistics]:
-    """Give the statistics of fields over all frames of some trajectories; see `WindowDataset.statistics`.
+    """Give the statistics of fields over all frames of some parts that have them; see `WindowDataset.statistics`.
 
-    The cache lies in `folder`, the data folder; None keeps it in the user's cache folder.
+    Fields of texts have none. The cache lies in `folder`, the data folder; None keeps it in the user's cache folder.
 
     Raises:
         UsageError: A level lies outside [0, 1], or there is no frame.
@@ -92,38 +93,44 @@ def compute_statistics(
         checked = (np.nan,)
     if not all(0 <= level <= 1 for level in checked):
         raise UsageError("compute quantiles", "", "a list of levels in [0, 1]", repr(levels))
-    if not store.index.lengths[trajectories].sum():
+    parts = [(store, trajectories) for store, trajectories in parts if store.index.lengths[trajectories].sum()]
+    if not parts:
         raise UsageError("compute statistics", "", "at least one frame", "none")
-    about = {"version": _CACHE_VERSION, "fields": [store.layouts[DATA].schema[name].to_json() for name in names]}
-    about |= {"levels": list(checked), "data": _fingerprint(store, trajectories)}
+    schema = parts[0][0].layouts[DATA].schema
+    names = [name for name in names if not schema[name].is_text]
+    about = {"version": _CACHE_VERSION, "fields": [schema[name].to_json() for name in names]}
+    about |= {"levels": list(checked), "data": [_fingerprint(*part) for part in parts]}
     # One file for each question, so that a training and a validation split do not take turns.
-    question = [about["fields"], about["levels"], crc32(trajectories.tobytes())]
+    question = [about["fields"], about["levels"], *(crc32(trajectories.tobytes()) for _, trajectories in parts)]
     if folder is None:  # data of other systems are left as they are
-        question.append([os.path.abspath(block.path.parent) for block in store.index.blocks[:1]])
+        question += [[os.path.abspath(block.path.parent) for block in store.index.blocks[:1]] for store, _ in parts]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data"
     path = folder / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
     found = _load(path, about, names, checked) if use_cache else None
     if found is None:
-        found = _compute(store, trajectories, names, checked, progress)
+        found = _compute(parts, names, checked, progress)
         if use_cache:
             _save(path, about, found)
     return found
 
 
 def _compute(
-    store: FrameStore, trajectories: Int64s, names: Sequence[str], levels: tuple[float, ...], progress: bool
+    parts: Sequence[Frames], names: Sequence[str], levels: tuple[float, ...], progress: bool
 ) -> dict[str, FieldStatistics]:
-    layout, num_frames = store.layouts[DATA], int(store.index.lengths[trajectories].sum())
-    summaries = {name: _Summary(layout.schema[name], num_frames) for name in names}
-    columns = {layout.column_of[name].name: layout.column_of[name] for name in names}
-    total = num_frames * len(columns)
-    with tqdm(total=total, desc="statistics", unit=" frames", unit_scale=True, disable=not progress) as bar:
-        for column in columns.values():
-            inside = [name for name in names if name in column.offsets]
-            for rows in _portions(store, trajectories, column.name, column.row_bytes):
-                for name in inside:
-                    summaries[name].add(layout.decoded(name, rows))
-                bar.update(len(rows))
+    num_frames = sum(int(store.index.lengths[trajectories].sum()) for store, trajectories in parts)
+    schema = parts[0][0].layouts[DATA].schema
+    summaries = {name: _Summary(schema[name], num_frames) for name in names}
+    with tqdm(desc="statistics", unit=" frames", unit_scale=True, disable=not progress) as bar:
+        for store, trajectories in parts:
+            layout = store.layouts[DATA]
+            columns = {layout.column_of[name].name: layout.column_of[name] for name in names}
+            bar.total = (bar.total or 0) + int(store.index.lengths[trajectories].sum()) * len(columns)
+            for column in columns.values():
+                inside = [name for name in names if name in column.offsets]
+                for rows in _portions(store, trajectories, column.name, column.row_bytes):
+                    for name in inside:
+                        summaries[name].add(layout.decoded(name, rows))
+                    bar.update(len(rows))
     return {name: summary.result(levels) for name, summary in summaries.items()}
 
 

@@ -194,7 +194,7 @@ class Recording(Sequence[Episode]):
         source.refresh()
         store = source.snapshot()
         names, chosen = list(store.layouts[DATA].schema), np.arange(len(store.index))
-        return compute_statistics(store, None, chosen, names, quantiles, **options)
+        return compute_statistics([(store, chosen)], None, names, quantiles, **options)
 
 
 def _some(name: str, there: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ One rule: arguments are checked here; the order of batches is in `stream.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -15,7 +16,10 @@ import torch
 from storage.core.arguments import choice, flag, real, whole
 from storage.errors import UsageError
 
+from ..format.header import DATA
 from ..frames.coded import CHUNK_CACHE_BYTES
+from ..frames.normalization import FieldStatistics, compute_statistics
+from ..frames.source import Source
 from ..frames.store import FrameStore
 from ..index.agreement import ShardChoice, checked_shard
 from ..index.index import Int64s
@@ -177,6 +181,16 @@ class RolloutDataset(RolloutStream):
     def num_frames(self) -> int:
         """Frames in the folders, as last seen."""
         return self._store().index.num_frames
+
+    def statistics(
+        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+    ) -> dict[str, FieldStatistics]:
+        """Summarize each recorded field over all frames that there are now; see `WindowDataset.statistics`."""
+        source = Source(self._origins, self.verify_on_open, self._chunk_cache_bytes, self._remote)
+        source.refresh()
+        store, folder = source.snapshot(), source.paths[0] if source.holds_blocks and not source.is_remote else None
+        parts, names = [(store, np.arange(len(store.index)))], list(store.layouts[DATA].schema)
+        return compute_statistics(parts, folder, names, quantiles, use_cache, progress)
 
     def _store(self) -> FrameStore:
         if self._position is not None:

@@ -22,7 +22,7 @@ from ..format.header import DATA
 from ..format.notes import TASK
 from ..format.schema import Allocate
 from ..frames.coded import CHUNK_CACHE_BYTES
-from ..frames.normalization import FieldStatistics, compute_statistics
+from ..frames.normalization import FieldStatistics, Frames, compute_statistics
 from ..frames.remote import RemoteFrames
 from ..frames.shared import Spot
 from ..frames.source import Source
@@ -322,10 +322,18 @@ class WindowDataset(WindowBatches):
         """
         is_beside = self._source.holds_blocks and not self._source.is_remote
         folder = self._source.paths[0] if is_beside else None
+        return compute_statistics([self.frames], folder, self.field_names, quantiles, use_cache, progress)
+
+    @property
+    def frames(self) -> Frames:
+        """The store of its frames, and which trajectories of it: what statistics are taken of."""
+        return self._store, self.trajectories
+
+    @property
+    def field_names(self) -> list[str]:
+        """Names of the recorded fields that a batch is made of."""
         read = [field for field in self.plan.fields if field.rows and not field.is_next]
-        schema = self._store.layouts[DATA].schema
-        names = [source for field in read for source in field.sources if not schema[source].is_text]
-        return compute_statistics(self._store, folder, self.trajectories, names, quantiles, use_cache, progress)
+        return [source for field in read for source in field.sources]
 
 
 def _fingerprint(store: FrameStore, trajectories: Int64s) -> int:

@@ -20,6 +20,7 @@ from storage.errors import RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
 
 from ..format.schema import Allocate
+from ..frames.normalization import FieldStatistics, compute_statistics
 from ..index.agreement import ShardChoice, agreement_of, checked_shard, current_shard
 from ..index.index import Int64s
 from .dataset import WindowDataset
@@ -88,6 +89,16 @@ class WindowMixture(WindowBatches):
     def texts(self) -> dict[int, str]:
         """The texts of all members by their numbers; see `WindowDataset`."""
         return {number: text for dataset in self.datasets for number, text in dataset.texts.items()}
+
+    def statistics(
+        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+    ) -> dict[str, FieldStatistics]:
+        """Summarize each recorded field over the frames of all members; each frame counts once, whatever the weights.
+
+        It is kept in a file of the user's cache folder; see `WindowDataset.statistics`.
+        """
+        parts, names = [dataset.frames for dataset in self.datasets], self.datasets[0].field_names
+        return compute_statistics(parts, None, names, quantiles, use_cache, progress)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         member, numbers = self.locate(windows)

@@ -1,0 +1,170 @@
+"""Normalizer: values of fields brought to a common scale by statistics, and back; its numbers travel in checkpoints.
+
+One rule: a field is shifted and scaled, nothing else, so that going back is exact up to rounding. A feature that does
+not vary is only shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+
+from storage.core.arguments import choice
+from storage.errors import MissingFieldError, UsageError, nearest
+
+from ..frames.normalization import FieldStatistics
+
+NormalizationMode = Literal["mean_std", "min_max", "quantiles"]
+#: A feature whose scale is at most this part of its offset is a constant with noise: float32 tells no less apart.
+_LEAST_PART = 1e-6
+_OFFSET, _SCALE, _NEXT = "offset:", "scale:", "next_"
+#: Modules do not take names with dots.
+_DOT = "%2E"
+Tensor = torch.Tensor
+
+
+class Normalizer(torch.nn.Module):
+    """Normalize fields of batches, `(x - offset) / scale`, and bring what a network gives back to their scale.
+
+    Args:
+        statistics: From `statistics()` of a dataset, a mixture or a recording.
+        modes: Field, or what its name begins with -> how it is normalized; other fields stay as they are. A mode alone
+            is that of all fields. "mean_std": mean 0 and standard deviation 1. "min_max": least and greatest value at
+            -1 and 1. "quantiles": the lowest and the highest of the quantiles at -1 and 1; nothing is clipped.
+
+    Each feature that has statistics of its own has an offset and a scale. They are buffers: `to(device)` moves them and
+    `state_dict()` holds them, from which `from_state_dict` makes a normalizer without any data.
+
+    Raises:
+        UsageError: A mode is not known; or statistics are not finite.
+        MissingFieldError: There are no statistics of a field.
+    """
+
+    def __init__(
+        self,
+        statistics: Mapping[str, FieldStatistics],
+        modes: NormalizationMode | Mapping[str, NormalizationMode] = "mean_std",
+    ) -> None:
+        super().__init__()
+        chosen = dict.fromkeys(statistics, modes) if isinstance(modes, str) else dict(modes)
+        for prefix, mode in chosen.items():
+            choice("normalize fields", "modes", mode, get_args(NormalizationMode))
+            names = [name for name in statistics if name == prefix or name.startswith(f"{prefix}/")]
+            if not names:
+                expected = nearest(prefix, statistics) if statistics else "statistics of it"
+                raise MissingFieldError("normalize the field", repr(prefix), expected, "none of that name")
+            for name in names:
+                self._keep(name, *_offset_and_scale(name, statistics[name], mode))
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> Normalizer:
+        """Make the normalizer that a `state_dict()` was taken of."""
+        made = cls({})
+        for key in state:
+            if key.startswith(_OFFSET):
+                name = key[len(_OFFSET) :].replace(_DOT, ".")
+                made._keep(name, state[key].clone(), state[_SCALE + key[len(_OFFSET) :]].clone())
+        return made
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of the fields that are normalized."""
+        names = [name for name, _ in self.named_buffers()]
+        return [name[len(_OFFSET) :].replace(_DOT, ".") for name in names if name.startswith(_OFFSET)]
+
+    def normalize(self, values: Any, name: str | None = None) -> Any:
+        """Normalize a tensor of the field `name`, or the fields in a batch; new tensors, the rest as it is.
+
+        Args:
+            values: `[..., *shape]`; or a nested mapping or named tuple of such tensors, by names of fields. Next
+                observations are observations, and extras fields. Components that were joined along the last axis are
+                normalized as one tensor if each is a vector or a scalar.
+            name: Of the field, if `values` is a tensor.
+
+        Returns:
+            Of the type of `values`; tensors of floats keep their dtype, others become float32.
+
+        Raises:
+            MissingFieldError: `name` is not normalized here.
+            UsageError: A tensor has another shape than the field; or neither a batch nor a name is given.
+        """
+        return self._applied(values, name, lambda x, offset, scale: (x - offset) / scale)
+
+    def unnormalize(self, values: Any, name: str | None = None) -> Any:
+        """Bring what was normalized back to its scale: the inverse of `normalize`, of the same form."""
+        return self._applied(values, name, lambda x, offset, scale: x * scale + offset)
+
+    forward = normalize
+
+    def _keep(self, name: str, offset: Tensor, scale: Tensor) -> None:
+        self.register_buffer(_OFFSET + name.replace(".", _DOT), offset)
+        self.register_buffer(_SCALE + name.replace(".", _DOT), scale)
+
+    def _applied(self, values: Any, name: str | None, function: Any) -> Any:
+        if not isinstance(values, Tensor):
+            if name is not None or not (hasattr(values, "items") or hasattr(values, "_asdict")):
+                got = type(values).__name__ if name is None else f"{type(values).__name__} and the name {name!r}"
+                raise UsageError("normalize", "", "a tensor and the name of its field, or a batch", got)
+            return self._of_batch(values, "", function)
+        if name is None or (found := self._numbers(name)) is None:
+            raise MissingFieldError("normalize", "", f"one of the fields {', '.join(self.fields)}", repr(name))
+        return _moved(values, name, *found, function)
+
+    def _of_batch(self, values: Any, prefix: str, function: Any) -> Any:
+        if hasattr(values, "_asdict"):  # what is named "extras" there stands beside the other fields
+            named = values._asdict()
+            extras = named.pop("extras", None)
+            moved = self._of_batch(named, prefix, function)
+            return values._replace(**moved, **({"extras": self._of_batch(extras, prefix, function)} if extras else {}))
+        out = values.copy()
+        for key in list(values.keys()):
+            value, name = values[key], f"{prefix}{key}"
+            if isinstance(value, Tensor) and (found := self._numbers(name)) is not None:
+                out[key] = _moved(value, name, *found, function)
+            elif hasattr(value, "items") and not isinstance(value, Tensor):
+                out[key] = self._of_batch(value, f"{name}/", function)
+        return out
+
+    def _numbers(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Give offset and scale of a field, of components that were joined, or of the field that it is the next of."""
+        names = self.fields
+        for own in (name, name.removeprefix(_NEXT)):
+            parts = [own] if own in names else [one for one in names if one.startswith(f"{own}/")]
+            found = [[getattr(self, kind + part.replace(".", _DOT)) for part in parts] for kind in (_OFFSET, _SCALE)]
+            if parts == [own]:
+                return found[0][0], found[1][0]
+            if parts and all(one.dim() <= 1 for one in found[0]):
+                offset, scale = (torch.cat([one.reshape(-1) for one in kind]) for kind in found)
+                return offset, scale
+        return None
+
+
+def _offset_and_scale(name: str, statistics: FieldStatistics, mode: str) -> tuple[Tensor, Tensor]:
+    offset, scale = statistics.mean, statistics.std
+    if mode != "mean_std":
+        levels = torch.tensor(statistics.levels)
+        if mode == "quantiles" and len(levels) < 2:
+            raise UsageError("normalize the field", repr(name), "at least two quantiles", str(statistics.levels))
+        low, high = statistics.min, statistics.max
+        if mode == "quantiles":
+            low, high = statistics.quantiles[levels.argmin()], statistics.quantiles[levels.argmax()]
+        offset, scale = low / 2 + high / 2, high / 2 - low / 2
+    if not (offset.isfinite().all() and scale.isfinite().all()):
+        advice = "Leave the field out, or the frames in which it is NaN or infinite"
+        raise UsageError("normalize the field", repr(name), "finite statistics", "NaN or infinite ones", advice)
+    is_constant = scale <= _LEAST_PART * offset.abs()
+    return offset.clone(), torch.where(is_constant, torch.ones_like(scale), scale)
+
+
+def _moved(values: Tensor, name: str, offset: Tensor, scale: Tensor, function: Any) -> Tensor:
+    """Shift and scale, in the dtype of the statistics if that is the wider one."""
+    sizes = zip(offset.shape[::-1], values.shape[::-1], strict=False)
+    may_repeat = offset.dim() > 1  # channels of pictures, or all elements together
+    if offset.dim() > values.dim() or any(mine != size and not (may_repeat and mine == 1) for mine, size in sizes):
+        expected = f"shape [..., {', '.join(map(str, offset.shape))}]" + ", or more where that is 1" * may_repeat
+        raise UsageError("normalize the field", repr(name), expected, str(tuple(values.shape)))
+    wide = values if values.is_floating_point() else values.to(offset.dtype)
+    moved: Tensor = function(wide, offset, scale)
+    return moved.to(values.dtype if values.is_floating_point() else torch.float32)
