@@ -32,6 +32,7 @@ FORMATS: dict[str, str] = {
 
 #: Format -> the module of this folder with its class `Writer`.
 WRITERS: dict[str, str] = {
+    "lerobot": "lerobot.writer",
     "robomimic": "writers.robomimic",
     "isaaclab": "writers.isaaclab",
     "minari": "writers.minari",

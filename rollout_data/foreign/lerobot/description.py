@@ -25,6 +25,8 @@ from ..video import DepthCoding
 INFO_NAME = "meta/info.json"
 #: Columns that number the rows; they are checked, and are no fields.
 INDEX_COLUMNS = ("episode_index", "frame_index", "index")
+#: True in the description of a set while it is written: its data files are the truth.
+UNFINISHED = "is_unfinished"
 _NUMBERS = ("chunk_index", "file_index", "episode_chunk", "episode_index")
 _DEFAULT_CHUNKS_SIZE = 1000
 _OBSERVATION = "observation"
@@ -56,9 +58,24 @@ class Info:
         """Names of the features in video files."""
         return [name for name, about in self.features.items() if about.get("dtype") == "video"]
 
-    def chunk_of(self, episode: int) -> int:
-        """Give the number of the folder of an episode, in version 2."""
-        return episode // int(self.content.get("chunks_size", _DEFAULT_CHUNKS_SIZE))
+    @property
+    def chunks_size(self) -> int:
+        """Episodes, or files in version 3, in a folder."""
+        return int(self.content.get("chunks_size", _DEFAULT_CHUNKS_SIZE))
+
+
+def data_template(version: str) -> str:
+    """Give the usual names of data files."""
+    if version == "v3.0":
+        return "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+    return "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
+
+
+def video_template(version: str) -> str:
+    """Give the usual names of video files."""
+    if version == "v3.0":
+        return "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+    return "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
 
 
 def read_info(path: Path) -> Info:
@@ -78,12 +95,11 @@ def read_info(path: Path) -> Info:
         raise ForeignFileError("open", repr(str(path)), "codebase_version v3.0, v2.1 or v2.0", repr(version[:40]))
     is_v3 = version.lstrip("v").startswith("3")
     features, fps = content.get("features"), content.get("fps")
-    chunk = "chunk-{chunk_index:03d}/file-{file_index:03d}" if is_v3 else "chunk-{episode_chunk:03d}"
-    defaults = {
-        "data_path": f"data/{chunk}.parquet" if is_v3 else f"data/{chunk}/episode_{{episode_index:06d}}.parquet",
-        "video_path": "",
+    name = "v3.0" if is_v3 else "v2.1"
+    paths = {
+        "data_path": content.get("data_path") or data_template(name),
+        "video_path": content.get("video_path") or "",
     }
-    paths = {name: content.get(name) or default for name, default in defaults.items()}
     checks = {
         "features": (features, isinstance(features, dict) and all(isinstance(one, dict) for one in features.values())),
         "fps": (fps, is_real(fps) and 0 < float(fps) < float("inf")),  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
 from ..guards import file_inside, parse_json
 from ..parquet import ParquetFile, ParquetFiles
-from .description import INDEX_COLUMNS, Info, file_name, name_pattern
+from .description import INDEX_COLUMNS, UNFINISHED, Info, file_name, name_pattern
 
 SUCCESS, TASK = "next.success", "task_index"
 _MAX_LINES_BYTES = 1 << 28
@@ -90,6 +90,8 @@ class Index:
         self.runs: dict[int, tuple[Run, ...]] = {}
         if not self._take(lambda: self.runs.update(self._as_indexed(runs))):
             self.runs = self._rebuilt(runs)
+            for episode in set(self.runs) - set(self.entries):
+                self._take(lambda episode=episode: self._add_usual(episode))  # type: ignore[misc]
 
     def _take(self, step: Callable[[], None]) -> bool:
         """Take a step; where it fails the dataset is refused, or the failure is reported and the step is False."""
@@ -116,6 +118,19 @@ class Index:
         if not is_whole(episode) or episode in self.entries:
             raise self.bad("the index", "one entry for each episode_index", f"another one for {episode!r}")
         self.entries[episode] = _entry_3(self._info, row) if self._info.major == 3 else _entry_2(self._info, row)
+
+    def _add_usual(self, episode: int) -> None:
+        """Add an entry for an episode without one where its video is known by its number."""
+        length = sum(run.length for run in self.runs[episode])
+        row: dict[str, Any] = {"episode_index": episode, "length": length, "dataset_from_index": 0}
+        if self._info.major == 2:
+            self.entries[episode] = _entry_2(self._info, row)
+        elif self._info.content.get(UNFINISHED) is True:
+            row["dataset_to_index"] = length
+            for place in ("data", *(f"videos/{camera}" for camera in self._info.cameras)):
+                chunk, file = divmod(episode, self._info.chunks_size)
+                row |= {f"{place}/chunk_index": chunk, f"{place}/file_index": file, f"{place}/from_timestamp": 0.0}
+            self.entries[episode] = _entry_3(self._info, row)
 
     def _check_entries(self) -> None:
         start = 0
@@ -279,18 +294,22 @@ def _texts(value: Any) -> tuple[str, ...]:
 def _rows_2(info: Info) -> list[dict[str, Any]]:
     rows = sorted(_read_lines(info, "meta/episodes.jsonl", "episode_index", "length"), key=itemgetter("episode_index"))
     starts = accumulate((row["length"] for row in rows), initial=0)
-    return [{**row, "start": start} for row, start in zip(rows, starts, strict=False)]
+    return [{**row, "dataset_from_index": start} for row, start in zip(rows, starts, strict=False)]
 
 
 def _entry_2(info: Info, row: dict[str, Any]) -> Entry:
     episode = row["episode_index"]
-    values = {"episode_chunk": info.chunk_of(episode), "episode_index": episode}
+    values = {"episode_chunk": episode // info.chunks_size, "episode_index": episode}
     videos = {}
     for camera in info.cameras:
         videos[camera] = (file_name(info.video_path, {**values, "video_key": camera}, info.path), 0.0)
-    other = {name: value for name, value in row.items() if name not in ("episode_index", "length", "tasks", "start")}
+    other = {
+        name: value
+        for name, value in row.items()
+        if name not in ("episode_index", "length", "tasks", "dataset_from_index")
+    }
     file = file_name(info.data_path, values, info.path)
-    return Entry(_texts(row.get("tasks")), row["length"], row["start"], file, videos, other)
+    return Entry(_texts(row.get("tasks")), row["length"], row["dataset_from_index"], file, videos, other)
 
 
 def _rows_3(info: Info) -> Iterator[dict[str, Any]]:

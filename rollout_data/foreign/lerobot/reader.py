@@ -28,6 +28,7 @@ from ..video import end_time, read_frames
 from .description import (
     INDEX_COLUMNS,
     INFO_NAME,
+    UNFINISHED,
     Feature,
     Info,
     column_feature,
@@ -73,7 +74,12 @@ class Reader(ForeignReader):
         choice = arguments.choice("open the dataset", "on_bad_index", self.options["on_bad_index"], _CHOICES)
         has_components = arguments.flag("open the dataset", "components", self.options["components"])
         info = read_info(self.path)
-        index = Index(info, rebuilds=choice == "rebuild")
+        self._rebuilds = choice == "rebuild"
+        if info.content.get(UNFINISHED) is True:
+            self._rebuilds = True
+            advice = "Its episodes are read as they are; write the rest"
+            self.problem("open", repr(str(self.path)), "a complete set", "one whose writer has stopped", advice)
+        index = Index(info, self._rebuilds)
         self.problems += index.problems
         self._files, self._tasks, self._fps = index.files, index.tasks, info.fps
         features = self._describe(info, index)
@@ -174,7 +180,7 @@ class Reader(ForeignReader):
                         expected = f"{length} frames of {camera!r} from {start_s:.3f} s on"
                         raise index.bad(f"episode {episode}", expected, f"a video that ends at {end_s:.3f} s")
                 except DataFileError as problem:
-                    if self.options["on_bad_index"] == "refuse":
+                    if not self._rebuilds:
                         raise
                     self.problems.append(problem)
                     missing.setdefault(episode, []).append(camera)

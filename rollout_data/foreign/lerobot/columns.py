@@ -1,0 +1,167 @@
+"""Fields as LeRobot's features: their descriptions, columns, pictures and statistics.
+
+One rule: numbers keep their dtype and pictures their pixels, unless video is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.core.fields import Field
+from storage.errors import UsageError
+
+from ..guards import optional
+from ..pictures import encode_picture
+
+SCALARS = {"timestamp": "float32", **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")}
+#: What the option `video` may be -> the encoder of ffmpeg, and its settings.
+ENCODERS = {"h264": ("libx264", {"crf": "23"}), "av1": ("libsvtav1", {"crf": "30"})}
+_KEY_FRAME_EVERY = 2
+_CHANNELS = (1, 3, 4)
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A field of ours and the feature that it becomes.
+
+    Attributes:
+        field: Ours.
+        name: The feature.
+        kind: "number", "string", "image", "depth" or "video".
+        unit: Of depth.
+    """
+
+    field: Field
+    name: str
+    kind: str
+    unit: str = ""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its numbers, as written: bfloat16 becomes float32."""
+        return np.dtype("<f4") if self.field.dtype == "bfloat16" else self.field.numpy_dtype
+
+    def feature(self, fps: float, video: str) -> dict[str, Any]:
+        """Describe it as `meta/info.json` does."""
+        shape, names = list(self.field.shape) or [1], None
+        if self.kind in ("image", "depth", "video"):
+            names = ["height", "width", "channels"]
+            shape = shape if len(shape) == 3 else [*shape, 1]
+        dtype = {"number": self.dtype.name, "depth": "image"}.get(self.kind, self.kind)
+        about: dict[str, Any] = {"dtype": dtype, "shape": shape, "names": names}
+        if self.kind == "depth":
+            about["info"] = {"is_depth_map": True, "depth_unit": self.unit}
+        elif self.kind == "video":
+            sizes = {f"video.{name}": size for name, size in zip(("height", "width", "channels"), shape, strict=True)}
+            coding = {"video.codec": video, "video.pix_fmt": "yuv420p", "video.is_depth_map": False}
+            about["info"] = {**sizes, **coding, "video.fps": fps, "has_audio": False}
+        return about
+
+
+def column_of(field: Field, units: Mapping[str, str], video: str) -> Column:
+    """Say what becomes of a field; `units` are those of depth."""
+    head, _, rest = field.name.partition("/")
+    name = {"observation": "observation.state", "reward": "next.reward"}.get(field.name, field.name.replace("/", "."))
+    is_picture = field.dtype == "uint8" and len(field.shape) == 3 and field.shape[2] in _CHANNELS
+    is_depth = field.name in units and len(field.shape) == 2 and field.dtype in ("uint16", "float32")
+    if (is_picture or is_depth) and head == "observation" and rest:
+        name = f"observation.images.{rest.removeprefix('images').lstrip('./').replace('/', '.') or 'camera'}"
+    if is_picture and not video:
+        return Column(field, name, "image")
+    if is_picture:
+        if field.shape[0] % 2 or field.shape[1] % 2 or field.shape[2] != 3:
+            expected = "pictures of even height and width, and three channels"
+            raise UsageError("write video", f"of {field.name!r}", expected, str(field.shape), "Write with video=''")
+        return Column(field, name, "video")
+    return Column(field, name, "depth" if is_depth else "number", units.get(field.name, ""))
+
+
+def arrow_column(column: Column, parts: Iterable[Array]) -> Any:
+    """Make the column of an episode of its rows; each part is freed before the next is read."""
+    pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
+    if column.kind in ("image", "depth"):
+        pictures = [encode_picture(row) for part in parts for row in part]
+        kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+        return pyarrow.array([(data, f"frame-{frame:06d}.png") for frame, data in enumerate(pictures)], kind)
+    rows = np.concatenate(list(parts))
+    shape = column.field.shape
+    values = pyarrow.array(rows.reshape(-1))
+    if prod(shape) == 1 and len(shape) < 2:
+        return values
+    if len(shape) == 1:
+        return pyarrow.FixedSizeListArray.from_arrays(values, shape[0])
+    for size in reversed(shape):
+        offsets = np.arange(0, len(values) + 1, size, dtype=np.int32)
+        values = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), values)
+    return values
+
+
+class Statistics:
+    """Least, largest, mean and standard deviation of a feature, part by part; of pictures by channel, from 0 to 1."""
+
+    def __init__(self, column: Column) -> None:
+        self._is_picture = column.kind in ("image", "video", "depth")
+        self._scale = 1 / 255 if column.field.dtype == "uint8" and self._is_picture else 1.0
+        self._has_channels = len(column.field.shape) == 3
+        self._num_frames = self._num_values = 0
+        self._low: Any = np.inf
+        self._high: Any = -np.inf
+        self._sum: Any = 0.0
+        self._squares: Any = 0.0
+
+    def add(self, rows: Array) -> None:
+        """Take more rows, `[n, *shape]`."""
+        values = rows.astype(np.float64)
+        values = values.reshape(-1, rows.shape[-1] if self._has_channels else 1) if self._is_picture else values
+        self._num_frames += len(rows)
+        self._num_values += len(values)
+        self._low, self._high = np.minimum(self._low, values.min(0)), np.maximum(self._high, values.max(0))
+        self._sum, self._squares = self._sum + values.sum(0), self._squares + (values**2).sum(0)
+
+    def result(self) -> dict[str, Any]:
+        """Give what LeRobot stores: name -> nested lists."""
+        mean = self._sum / self._num_values
+        std = np.sqrt(np.maximum(self._squares / self._num_values - mean**2, 0))
+        found = {"min": self._low, "max": self._high, "mean": mean, "std": std}
+        scaled = {name: np.atleast_1d(value * self._scale) for name, value in found.items()}
+        shaped = {name: value[:, None, None] if self._is_picture else value for name, value in scaled.items()}
+        return {**{name: value.tolist() for name, value in shaped.items()}, "count": [self._num_frames]}
+
+
+def joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Give the statistics of several episodes together."""
+    arrays = {name: np.array([one[name] for one in found]) for name in ("min", "max", "mean", "std")}
+    counts = np.array([one["count"][0] for one in found], np.float64)
+    shares = (counts / counts.sum()).reshape(-1, *[1] * (arrays["mean"].ndim - 1))
+    mean = (arrays["mean"] * shares).sum(0)
+    squares = ((arrays["std"] ** 2 + arrays["mean"] ** 2) * shares).sum(0)
+    std = np.sqrt(np.maximum(squares - mean**2, 0))
+    lists = {"min": arrays["min"].min(0), "max": arrays["max"].max(0), "mean": mean, "std": std}
+    return {**{name: value.tolist() for name, value in lists.items()}, "count": [int(counts.sum())]}
+
+
+def write_video(path: Path, parts: Iterable[Array], fps: float, video: str) -> None:
+    """Encode the pictures of an episode, `[n, H, W, 3]` each part, as MP4 with many key frames."""
+    av = optional("av", "av", "video", "video")
+    encoder, settings = ENCODERS[video]
+    rate = Fraction(fps).limit_denominator(1 << 16)
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream(encoder, rate=rate, options={**settings, "g": str(_KEY_FRAME_EVERY)})
+        stream.pix_fmt = "yuv420p"
+        number = 0
+        for part in parts:
+            stream.height, stream.width = part.shape[1:3]
+            for row in part:
+                frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(row), format="rgb24")
+                frame.pts, frame.time_base = number, 1 / rate
+                number += 1
+                container.mux(stream.encode(frame))
+        container.mux(stream.encode())

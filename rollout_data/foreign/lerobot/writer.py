@@ -1,0 +1,281 @@
+"""Writing LeRobot datasets of versions 3.0 and 2.1: a data file for each episode, which carries its description.
+
+One rule: until `close` the description of the set says `is_unfinished`, and the data files are the truth: a set whose
+writer was killed opens with the episodes that were written. Version 3 may hold several episodes in a file; one each
+survives a kill, and is read by lerobot alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from storage.core import arguments
+from storage.core.durable import replace_file
+from storage.errors import UsageError
+
+from ..guards import optional, read_object
+from ..writer import EpisodeToWrite, ForeignWriter
+from .columns import ENCODERS, SCALARS, Array, Column, Statistics, arrow_column, column_of, joined, write_video
+from .description import INFO_NAME, UNFINISHED, data_template, file_name, video_template
+
+_CHUNKS_SIZE = 1000
+_UNKNOWN_FPS = 30
+_PART_BYTES = 1 << 22
+#: Key of a data file's own metadata: id, task and statistics of its episode.
+_NOTE = b"rollout_data.episode"
+_MAX_LIST_DIMENSIONS = 5
+_ANNOTATION = "annotation.human.task_description"
+
+
+class Writer(ForeignWriter):
+    """A LeRobot dataset. Episodes are numbered in the order of writing; fields that not all have are left out.
+
+    Options:
+        version: "v3.0" or "v2.1".
+        fps: Frames in a second, where the recording does not say it; otherwise 30.
+        video: "h264" or "av1" for pictures as video, with loss; "" for PNG.
+        groot: Also write what GR00T asks for: `meta/modality.json` and a column of tasks. Version 2.1 only.
+    """
+
+    format = "lerobot"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": "", "groot": False}
+
+    def begin(self) -> set[str]:
+        action, options = "write a LeRobot dataset", self.options
+        self._version = arguments.choice(action, "version", options["version"], ("v3.0", "v2.1"))
+        self._video = arguments.choice(action, "video", options["video"], ("", *ENCODERS))
+        if arguments.flag(action, "groot", options["groot"]) and self._version != "v2.1":
+            raise UsageError(action, "", "version 'v2.1', which GR00T reads", repr(self._version))
+        given = options["fps"] if options["fps"] is not None else self.metadata.get("fps", _UNKNOWN_FPS)
+        self._fps = arguments.real(action, "fps", given, "> 0", lambda fps: 0 < fps < float("inf"))
+        self._columns, self._texts = self._choose(), self._shared_texts()
+        self._has_success = all(episode.success is not None for episode in self.episodes)
+        self._has_success &= all("next.success" not in episode.schema for episode in self.episodes)
+        self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
+        self._notes: list[dict[str, Any]] = []
+        info = self._info()
+        if not (self.path / INFO_NAME).exists():
+            if self.path.exists() and any(self.path.iterdir()):
+                raise UsageError("write", repr(str(self.path)), "a new folder", "one with files", "Choose another one")
+            self._write_tables()
+            self._write_json(INFO_NAME, {**info, UNFINISHED: True})
+            return set()
+        found = read_object(self.path / INFO_NAME)
+        if not found.get(UNFINISHED) or found.get("features") != json.loads(json.dumps(info["features"])):
+            got = "a set of other features" if found.get(UNFINISHED) else "a complete set"
+            raise UsageError("write", repr(str(self.path)), "a new folder", got, "Choose another one")
+        return self._take_up()
+
+    def _take_up(self) -> set[str]:
+        parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
+        while (path := self.path / self._file(len(self._notes))).exists():
+            self._notes.append(json.loads(parquet.read_schema(path).metadata[_NOTE]))
+        return {note["id"] for note in self._notes}
+
+    def _choose(self) -> list[Column]:
+        """Say what becomes of the fields that all episodes have."""
+        units, columns = self.metadata.get("units") or {}, dict[str, Column]()
+        schemas = [episode.schema for episode in self.episodes]
+        for name, field in (schemas[0] if schemas else {}).items():
+            have = [schema[name] for schema in schemas if name in schema]
+            is_same = all((one.shape, one.dtype) == (field.shape, field.dtype) for one in have)
+            if name in SCALARS or not field.num_elements or not is_same or len(have) < len(schemas):
+                continue
+            if len(field.shape) > _MAX_LIST_DIMENSIONS:
+                continue
+            column = column_of(field, units if self._version == "v3.0" else {}, self._video)
+            columns.setdefault(column.name, column)
+        if not any(column.name.startswith("action") for column in columns.values()):
+            expected = "actions of one shape and dtype in all episodes"
+            raise UsageError("write a LeRobot dataset", repr(str(self.path)), expected, "none, or several")
+        return list(columns.values())
+
+    def _shared_texts(self) -> list[str]:
+        shared = set.intersection(*(set(episode.texts) for episode in self.episodes)) if len(self.episodes) else set()
+        return sorted(name for name in shared if not name.startswith("language_"))
+
+    def _file(self, number: int, camera: str = "") -> str:
+        chunk, file = divmod(number, _CHUNKS_SIZE)
+        values: dict[str, int | str] = {"chunk_index": chunk, "file_index": file, "video_key": camera}
+        values |= {"episode_chunk": chunk, "episode_index": number}
+        template = video_template(self._version) if camera else data_template(self._version)
+        return file_name(template, values, self.path)
+
+    def _info(self) -> dict[str, Any]:
+        names = [column.name for column in self._columns if column.kind == "video"]
+        lengths = [note["length"] for note in self._notes]
+        texts = {name.replace("/", "."): {"dtype": "string", "shape": [1], "names": None} for name in self._texts}
+        added = {"next.success": "bool"} if self._has_success else {}
+        added |= {_ANNOTATION: "int64"} if self.options["groot"] else {}
+        scalars = {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in {**added, **SCALARS}.items()}
+        features = {column.name: column.feature(self._fps, self._video) for column in self._columns}
+        sizes: dict[str, Any] = {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
+        if self._version == "v2.1":
+            sizes = {"total_videos": len(names) * len(lengths), "total_chunks": -(-len(lengths) // _CHUNKS_SIZE)}
+        return {
+            "codebase_version": self._version,
+            "robot_type": self.metadata.get("robot_type"),
+            "total_episodes": len(lengths),
+            "total_frames": sum(lengths),
+            "total_tasks": len(self._tasks),
+            "chunks_size": _CHUNKS_SIZE,
+            **sizes,
+            "fps": int(self._fps) if self._fps == int(self._fps) else self._fps,
+            "splits": {"train": f"0:{len(lengths)}"},
+            "data_path": data_template(self._version),
+            "video_path": video_template(self._version) if names else None,
+            "features": {**features, **texts, **scalars},
+        }
+
+    def add(self, episode: EpisodeToWrite) -> None:
+        pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
+        parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
+        number, length = len(self._notes), episode.length
+        columns, statistics = {}, {}
+        for column in self._columns:
+            made = statistics[column.name] = Statistics(column)
+            if column.kind == "video":
+                with self._replaced(self._file(number, column.name)) as new:
+                    write_video(new, _parts(episode, column, made), self._fps, self._video)
+            else:
+                columns[column.name] = arrow_column(column, _parts(episode, column, made))
+        columns |= {name.replace("/", "."): pyarrow.array(episode.read(name)) for name in self._texts}
+        frames, task = np.arange(length), self._tasks.index(episode.task)
+        if self._has_success:
+            columns["next.success"] = pyarrow.array((frames == length - 1) & bool(episode.success))
+        if self.options["groot"]:
+            columns[_ANNOTATION] = pyarrow.array(np.full(length, task))
+        start = sum(note["length"] for note in self._notes)
+        rows = (frames / self._fps, frames, np.full(length, number), start + frames, np.full(length, task))
+        for (name, dtype), values in zip(SCALARS.items(), rows, strict=True):
+            columns[name] = pyarrow.array(values.astype(dtype))
+        stats = {name: made.result() for name, made in statistics.items()}
+        note = {"id": episode.id, "length": length, "task": episode.task, "stats": stats}
+        table = pyarrow.table(columns).replace_schema_metadata({_NOTE: json.dumps(note)})
+        with self._replaced(self._file(number)) as new:
+            parquet.write_table(table, new, row_group_size=length)
+        self._notes.append(note)
+        self.written.add(episode.id)
+        self._report(episode)
+
+    def _replaced(self, name: str) -> Any:
+        return replace_file(self.path / name)
+
+    def _report(self, episode: EpisodeToWrite) -> None:
+        kept = {column.field.name for column in self._columns} | set(SCALARS)
+        if lost := [name for name in episode.schema if name not in kept]:
+            self.changed(f"fields that not all episodes have alike are left out ({', '.join(lost)})", episode)
+        if lost := [name for name in episode.texts if name not in self._texts]:
+            self.changed(f"texts of steps are left out ({', '.join(lost)})", episode)
+        if any(column.kind == "video" for column in self._columns):
+            self.changed("pictures are stored as video, with loss", episode)
+        if episode.terminated is not None or episode.truncated is not None:
+            self.changed("how an episode ended is left out", episode)
+        if episode.final_observation is not None:
+            self.changed("the observation after the last step is left out", episode)
+        if any(column.field.dtype == "bfloat16" for column in self._columns):
+            self.changed("bfloat16 is written as float32", episode)
+        if self.options["fps"] is None and "fps" not in self.metadata:
+            self.changed(f"the rate is not known: {_UNKNOWN_FPS} frames a second are written", episode)
+        if set(episode.metadata) - {"task", "success", "tasks"}:
+            self.changed("metadata of episodes are left out, but for task and success", episode)
+
+    def close(self) -> None:
+        self._write_tables()
+        is_complete = len(self.written) == len(self.episodes)
+        self._write_json(INFO_NAME, {**self._info(), **({} if is_complete else {UNFINISHED: True})})
+
+    def _write_tables(self) -> None:
+        """Write what concerns all episodes, but for the description of the set."""
+        stats = [note["stats"] for note in self._notes]
+        if self._version == "v3.0":
+            self._write_tables_3()
+            if stats:
+                self._write_json("meta/stats.json", {name: joined([one[name] for one in stats]) for name in stats[0]})
+            return
+        episodes = [
+            {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
+            for number, note in enumerate(self._notes)
+        ]
+        self._write_lines("tasks", [{"task_index": number, "task": task} for number, task in enumerate(self._tasks)])
+        self._write_lines("episodes", episodes)
+        self._write_lines("episodes_stats", [{"episode_index": at, "stats": one} for at, one in enumerate(stats)])
+        if self.options["groot"]:
+            self._write_json("meta/modality.json", self._modality())
+
+    def _write_tables_3(self) -> None:
+        pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
+        parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
+        tasks = pyarrow.table({"task_index": np.arange(len(self._tasks)), "task": pyarrow.array(self._tasks, "string")})
+        # lerobot takes the text from the index of pandas; as a plain column it gives wrong tasks.
+        pandas = {
+            "index_columns": ["task"],
+            "columns": _PANDAS_COLUMNS,
+            "column_indexes": [],
+            "pandas_version": "2.0.0",
+        }
+        starts = np.cumsum([0, *(note["length"] for note in self._notes)]).tolist()
+        cameras = [column.name for column in self._columns if column.kind == "video"]
+        rows = []
+        for number, note in enumerate(self._notes):
+            place = {"chunk_index": number // _CHUNKS_SIZE, "file_index": number % _CHUNKS_SIZE}
+            row = {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
+            row |= {f"data/{name}": value for name, value in place.items()}
+            row |= {"dataset_from_index": starts[number], "dataset_to_index": starts[number + 1]}
+            for camera in cameras:
+                row |= {f"videos/{camera}/{name}": value for name, value in place.items()}
+                row |= {
+                    f"videos/{camera}/from_timestamp": 0.0,
+                    f"videos/{camera}/to_timestamp": note["length"] / self._fps,
+                }
+            rows.append({**row, "meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0})
+        for name, table in (
+            ("meta/tasks.parquet", tasks.replace_schema_metadata({b"pandas": json.dumps(pandas)})),
+            ("meta/episodes/chunk-000/file-000.parquet", pyarrow.Table.from_pylist(rows)),
+        ):
+            if table.num_columns:
+                with self._replaced(name) as new:
+                    parquet.write_table(table, new)
+
+    def _modality(self) -> dict[str, Any]:
+        """Say which columns GR00T reads: whole vectors, each camera, and the task."""
+        groups: dict[str, dict[str, Any]] = {"state": {}, "action": {}, "video": {}}
+        for column in self._columns:
+            head, _, rest = column.name.partition(".")
+            if column.kind == "video":
+                groups["video"][column.name.rpartition(".")[2]] = {"original_key": column.name}
+            elif len(column.field.shape) == 1 and head in ("observation", "action"):
+                about = {"start": 0, "end": column.field.shape[0], "original_key": column.name}
+                groups["action" if head == "action" else "state"][rest or head] = about
+        return {**groups, "annotation": {_ANNOTATION.partition(".")[2]: {}}}
+
+    def _write_lines(self, name: str, lines: list[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        with self._replaced(f"meta/{name}.jsonl") as new:
+            new.write_text(text, encoding="utf-8")
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        with self._replaced(name) as new:
+            new.write_text(json.dumps(content, indent=4, ensure_ascii=False), encoding="utf-8")
+
+
+#: What pandas writes of the columns of the table of tasks.
+_PANDAS_COLUMNS = [
+    {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
+    for name, kind, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+]
+
+
+def _parts(episode: EpisodeToWrite, column: Column, statistics: Statistics) -> Iterator[Array]:
+    """Read a field a few megabytes at a time, and take its statistics."""
+    step = max(1, _PART_BYTES // max(1, column.field.row_bytes))
+    for start in range(0, episode.length, step):
+        rows = np.asarray(episode.read(column.field.name, start, min(start + step, episode.length)))
+        if column.field.dtype == "bfloat16":
+            rows = (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        statistics.add(rows)
+        yield rows
