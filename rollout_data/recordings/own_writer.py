@@ -157,11 +157,12 @@ class OwnWriter(ForeignWriter):
 
     def _said(self, episode: EpisodeToWrite) -> dict[str, Any]:
         """Give what is noted of an episode; what is too large is left out."""
-        known = {"task": episode.task, "success": episode.success}
+        known: dict[str, Any] = {"task": episode.task or None, "success": episode.success}
         said = {
             f"recorded_{name}" if known.get(name, value) is not value else name: plain(value)
             for name, value in episode.metadata.items()
         }
+        said |= {name: value for name, value in known.items() if value is not None}
         said |= {SOURCE_ID: episode.id, **({ENDS: UNKNOWN} if _is_unknown(episode) else {})}
         if absent := [name for name in self._fit.schema if name not in _renamed(episode.schema)]:
             said[ABSENT] = absent

@@ -105,7 +105,7 @@ class RolloutReader:
         num_envs: N.
         obs_segments, obs_disassemble_mapping: As of `RolloutWriter`.
         success_only: Whether `success` tells which of the trajectories that end are kept.
-        without_action: Whether records may lack an action.
+        needed: Fields that records may not lack, or what their names begin with.
 
     Attributes:
         schema: What all records must have; None takes what the first one has. Set by the writer.
@@ -117,11 +117,10 @@ class RolloutReader:
         obs_segments: Mapping[str, Sequence[int]] | None,
         obs_disassemble_mapping: Mapping[str, str] | None,
         success_only: bool,
-        without_action: bool = False,
+        needed: Sequence[str] = (OBSERVATION, "action"),
     ) -> None:
         self.schema: Schema | None = None
-        self._needed = (OBSERVATION,) if without_action else (OBSERVATION, "action")
-        self._num_envs, self._success_only = num_envs, success_only
+        self._num_envs, self._success_only, self._needed = num_envs, success_only, needed
         self._segments = _checked_segments(obs_segments)
         self._codecs = _checked_codecs(obs_disassemble_mapping, self._segments)
         #: Of the last record that was read: its form, and names of its flags and of its final values.
@@ -322,19 +321,17 @@ def _leaf(name: str, value: Any) -> Leaf:
 
 
 def _check_whole(fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
-    for name in needed:
-        if name not in {field.partition("/")[0] for field in fields}:
-            where, got = f"without the field {name!r}", f"only {', '.join(fields) or 'nothing'}"
-            advice = "Give it as a keyword or in the record"
-            raise MissingFieldError(_ADD, where, f"a value for {name!r}", got, advice)
+    for name in (one for one in needed if one not in {field.partition("/")[0] for field in fields}):
+        where, got = f"without the field {name!r}", f"only {', '.join(fields) or 'nothing'}"
+        raise MissingFieldError(_ADD, where, f"a value for {name!r}", got, "Give it as a keyword or in the record")
 
 
 def _check_fields(schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]) -> None:
-    axes = "num_envs" if len(lead) == 1 else "time, num_envs"
     for name, leaf in fields.items():
         if leaf.shape[: len(lead)] != lead:
-            where = f"with the field {name!r}"
-            raise SchemaError(_ADD, where, f"leading size {lead} ({axes})", f"shape {tuple(leaf.shape)}")
+            axes = "num_envs" if len(lead) == 1 else "time, num_envs"
+            where, expected = f"with the field {name!r}", f"leading size {lead} ({axes})"
+            raise SchemaError(_ADD, where, expected, f"shape {tuple(leaf.shape)}")
     check_same_names(schema, fields, _ADD)
     for name, field in schema.items():
         _check_row(name, field, fields[name], len(lead))

@@ -117,7 +117,8 @@ class RolloutWriter(Owned):
         chunk = None if frames_per_chunk is None else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
         limits = None if retention is None else checked_limits(retention)
         self._context = {"success_traj_only": success_only, **_checked_metadata(metadata)}
-        self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, success_only, without_action)
+        needed = ("observation",) if without_action else ("observation", "action")
+        self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, success_only, needed)
         self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)
         self._num_accepted = self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
