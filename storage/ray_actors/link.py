@@ -152,5 +152,5 @@ class Link:
             if ack.due < self._next and ack.due not in self._kept:
                 got = f"push {ack.due} is due, which is not kept any more"
                 raise BackgroundError("send again", f"to {self.where}", "a checkpoint that holds what it did", got)
-        for number in [one for one in self._kept if one < (ack.unsaved if self._is_kept else ack.due)]:
-            self._kept_bytes -= self._kept.pop(number)[1]
+        while self._kept and (oldest := next(iter(self._kept))) < (ack.unsaved if self._is_kept else ack.due):
+            self._kept_bytes -= self._kept.pop(oldest)[1]

@@ -1,0 +1,68 @@
+"""`TransferQueueBuffer`: rows in a partition of TransferQueue, whose other clients read and write them field by field.
+
+One rule: a row is a key of its own, and a field a column, the levels of its name joined by "/". Where rows lie and how
+they travel is the queue's affair: only `storage.remote.RemoteBuffer` draws beside the data.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core import arguments
+from ..core.fields import flatten, unflatten
+from ..core.memory import as_given
+from ..errors import BufferEmptyError
+
+
+class TransferQueueBuffer:
+    """The rows of one partition, of all clients.
+
+    Args:
+        partition: Its name.
+        seed: Of the draws of this client; None for another one each time.
+
+    It joins the queue of the cluster of Ray that this process is connected to, or starts one as `transfer_queue.init()`
+    does, which waits for as long as the cluster lacks a processor for each of its actors.
+    """
+
+    def __init__(self, partition: str, seed: int | None = None) -> None:
+        import transfer_queue
+
+        self.partition, self._rng, self._queue = partition, np.random.default_rng(seed), transfer_queue
+        self._collector, self._num_added = secrets.token_hex(8), 0
+        self._queue.init()
+
+    def __len__(self) -> int:
+        return len(self._keys())
+
+    def extend(self, rows: Mapping[str, Any]) -> None:
+        """Add a nested mapping of `[n, *event]` tensors or arrays."""
+        from tensordict import TensorDict
+
+        columns = {name: as_given(leaf) for name, leaf in flatten(rows).items()}
+        first, num_rows = self._num_added, len(next(iter(columns.values())))
+        keys = [f"{self._collector}_{number}" for number in range(first, first + num_rows)]
+        self._queue.kv_batch_put(keys, self.partition, TensorDict(columns, [num_rows]))
+        self._num_added += num_rows
+
+    def sample(self, batch_size: int) -> dict[str, Any]:
+        """Draw rows uniformly with replacement: a nested dict of `[batch_size, *event]` new tensors."""
+        keys, size = self._keys(), arguments.whole("sample", "batch_size", batch_size, 1)
+        if not keys:
+            raise BufferEmptyError("sample", f"from the partition {self.partition!r}", "rows", "none")
+        drawn, rows = np.unique(self._rng.integers(len(keys), size=size), return_inverse=True)
+        found = self._queue.kv_batch_get([keys[number] for number in drawn], self.partition)
+        return unflatten({name: torch.stack(leaf.unbind())[rows] for name, leaf in found.items()})
+
+    def clear(self) -> None:
+        """Forget the rows of all clients."""
+        if keys := self._keys():
+            self._queue.kv_clear(keys, self.partition)
+
+    def _keys(self) -> list[str]:
+        return list(self._queue.kv_list(self.partition).get(self.partition, ()))
