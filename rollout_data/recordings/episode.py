@@ -21,9 +21,14 @@ OBSERVATION = "observation"
 
 
 class Fields(dict[str, Any]):
-    """Arrays by flat names, "images/left"; a name above others, "images", gives those below it."""
+    """Arrays by flat names, "images/left"; a name above others, "images", gives those below it.
 
-    def __missing__(self, name: str) -> Fields:
+    A name may begin with "/", as topics do.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        if name.startswith("/"):
+            return self[name[1:]]
         below = {key[len(name) + 1 :]: value for key, value in self.items() if key.startswith(f"{name}/")}
         if not below:
             raise KeyError(name)

@@ -94,6 +94,7 @@ def check(episode: Any, number: int, length: int, first: int = 0) -> None:
     assert len(episode) == length - first
     np.testing.assert_array_equal(episode.action, action(number, length)[first:])
     np.testing.assert_array_equal(episode.observation["arm/state/position"], state(number, 2 * length)[::2][first:])
+    assert episode.observation["/arm/state/position"] is episode.observation["arm"]["state"]["position"]
     np.testing.assert_array_equal(episode["log_time"], np.arange(first, length) * 20_000_000)
     assert (episode.reward, episode.terminated, episode.truncated) == (None, None, None)
 

@@ -259,15 +259,17 @@ def test_pictures_texts_and_metadata(tmp_path: Path) -> None:
 
 def test_what_cannot_be_held_is_reported_and_left_out(tmp_path: Path) -> None:
     ragged = {"sequence": {"feature": tensor("float32", 2), "length": "-1"}, "pythonClassName": "Sequence"}
-    features = tree(steps=steps(**USUAL, points=ragged, fine=tensor("float64", 1)))
+    box = {"pythonClassName": "BBoxFeature", "boundingBox": {}}
+    features = tree(steps=steps(**USUAL, points=ragged, box=box, fine=tensor("float64", 1)))
     values = usual_steps(50, 2) | {
         "steps/points/ragged_flat_values": np.zeros(6),
         "steps/points/ragged_row_lengths_0": np.array([1, 2]),
+        "steps/box": np.zeros(8),
         "steps/fine": np.array([[0.5], [1.5]]),
     }
     recording = rollout_data.open(write_set(tmp_path, {"train": [[values]]}, features))
-    assert "points" not in recording[0] and recording[0]["fine"].dtype == np.float32
-    assert ["ragged" in str(one) or "float32" in str(one) for one in recording.problems] == [True, True]
+    assert "points" not in recording[0] and "box" not in recording[0] and recording[0]["fine"].dtype == np.float32
+    assert ["ragged" in str(one) or "float32" in str(one) for one in recording.problems] == [True] * 3
     assert recording.metadata["lossy"] == ["fine"]
 
 
@@ -328,9 +330,7 @@ def test_changed_bytes_are_refused_or_told_when_they_are_read(tmp_path: Path) ->
         shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
         try:
             recording = rollout_data.open(folder)
-            found = [
-                (episode.observation, episode.action, episode.reward, episode["is_first"]) for episode in recording
-            ]
+            found = [(episode.observation, episode.action, episode.reward) for episode in recording]
         except RolloutDataError as error:
             assert isinstance(error, DataFileError)
         else:

@@ -53,6 +53,7 @@ class Reader(ForeignReader):
                 continue
             info = EpisodeInfo(str(number), end - start, schema, final=final, metadata={"split": split}, source=start)
             episodes.append(info)
+        self.splits = {split: [info.name for info in episodes]}
         return episodes
 
     def _check_rows(self, arrays: dict[str, NpzArray]) -> int:

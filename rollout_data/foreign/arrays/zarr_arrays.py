@@ -129,7 +129,7 @@ class ZarrArray:
         return out
 
     def _chunk(self, store: Store, place: tuple[int, ...]) -> Array | None:
-        """Decode a chunk; None if it was not written. The latest is kept: the next rows are often in it."""
+        """Decode a chunk; None if it was not written. Those of the latest rows are kept: the next are often in them."""
         if place not in self._latest:
             num_bytes = prod(self.chunks) * self.dtype.itemsize
             packed = self._packed(store, place, 2 * num_bytes + (1 << 16))
@@ -137,7 +137,8 @@ class ZarrArray:
             if packed is not None:
                 data = _decode(packed, self.codecs, num_bytes)
                 found = np.frombuffer(data, self.dtype, prod(self.chunks)).reshape(self.chunks, order=self.order)
-            self._latest.clear()
+            if place[0] != next(iter(self._latest), place)[0]:
+                self._latest.clear()
             self._latest[place] = found
             return found
         return self._latest[place]
@@ -266,8 +267,8 @@ def _check_sizes(array: ZarrArray, store: Store) -> None:
     num_bytes = prod(array.chunks) * array.dtype.itemsize
     of_row = prod(-(-size // chunk) for size, chunk in zip(array.shape[1:], array.chunks[1:], strict=True))
     within = prod(array.pieces) // prod(array.chunks)
-    if num_bytes > _MAX_CHUNK_BYTES or max(of_row, within) > _MAX_CHUNKS:
-        raise ValueError(f"chunks of {num_bytes} bytes, {of_row} for a row, {within} in a shard")
+    if num_bytes * of_row > _MAX_CHUNK_BYTES or max(of_row, within) > _MAX_CHUNKS:
+        raise ValueError(f"{of_row} chunks of {num_bytes} bytes for a row, {within} in a shard")
     declared = prod(-(-size // piece) for size, piece in zip(array.shape, array.pieces, strict=True))
     there = sum(name.startswith(array.key[0]) for name in store.names)
     if there < declared * _MIN_WRITTEN and prod(array.shape) * array.dtype.itemsize > _MAX_UNWRITTEN_BYTES:

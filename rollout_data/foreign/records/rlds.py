@@ -27,6 +27,8 @@ from .tfrecord import records as read_records
 _INFO, _FEATURES, _STEPS, _METADATA = "dataset_info.json", "features.json", "steps/", "episode_metadata/"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _TASKS = ("language_instruction", "natural_language_instruction")
+#: Flags of steps that say no more than where the episode begins and stops.
+_BOUNDS = ("is_first", "is_last")
 _MAX_METADATA_BYTES = 1 << 16
 _CHOICES = {"last_step": ("keep", "final"), "on_bad_index": ("refuse", "rebuild")}
 _Stored = Mapping[str, Feature]
@@ -150,7 +152,7 @@ class Reader(ForeignReader):
                 metadata |= {key.rpartition("/")[2]: text(told.pop())} if len(told) == 1 else {}
             elif leaf.kind == "picture" and feature.stop - feature.start == 2 * length:
                 self.problem("read", f"{key!r} of {name!r}", "pictures", "empty ones", "They are left out")
-            else:
+            elif key not in _BOUNDS:
                 shape = self._picture_shape(data, feature, key) if leaf.kind == "picture" else leaf.shape
                 fields.append(Field(key, shape, leaf.dtype))
         final: Schema = NO_FIELDS

@@ -121,7 +121,9 @@ def declared_leaves(
 def _leaf(node: Mapping[str, Any], outer: tuple[int, ...]) -> Leaf:
     if "text" in node:
         return Leaf("text", outer, "string")
-    about = node.get("image") or node.get("tensor") or {"dtype": "int64"}  # a class label is a number
+    if not node.keys() & {"image", "tensor", "classLabel"}:
+        return Leaf("numbers", (-1,), "int64")  # of an unknown kind: left out, as what is ragged
+    about = node.get("image") or node.get("tensor") or {"dtype": "int64"}
     dtype = about.get("dtype") or "uint8"
     shape = (*outer, *(int(size) for size in about.get("shape", {}).get("dimensions", ())))
     if dtype == "string":
