@@ -276,6 +276,7 @@ def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, 
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    settings.set_obj_track_times(False)
     links.set_create_intermediate_group(True)
     space, kind = h5py.h5s.create_simple(shape), kind_of(dtype)
     return h5py.h5d.create(file.id, name.encode(), kind, space, settings, lcpl=links).get_offset() or 0

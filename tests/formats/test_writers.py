@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def test_a_writer_that_stopped_is_taken_up(tmp_path, name):
     writer.add(source[0])
     writer.add(source[1])
     writer.close()
+    time.sleep(1.1)  # HDF5 counts times in seconds
     again = write(source, target, name)
     assert again.written == {one.id for one in source}
     write(source, whole, name)

@@ -6,6 +6,7 @@ dones of a column; the last of a column mostly has an open end.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
@@ -288,7 +289,8 @@ def _next_is_shifted(block: Mapping[str, Any], dones: Array) -> bool:
     pair = _pair(block)
     if pair is None:
         return False
-    same = (pair[0][1:] == pair[1][:-1]).reshape(len(dones) - 1, dones.shape[1], -1).all(-1).numpy()
+    form = len(dones) - 1, dones.shape[1], math.prod(pair[0].shape[2:])
+    same = (pair[0][1:] == pair[1][:-1]).reshape(form).all(-1).numpy()
     return bool((same | dones[:-1]).all())
 
 

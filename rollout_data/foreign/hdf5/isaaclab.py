@@ -34,7 +34,7 @@ class Reader(RobomimicReader):
 
     format = "isaaclab"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"quaternions": None}
-    KNOWN = (NUM_SAMPLES, "success")
+    KNOWN = (NUM_SAMPLES, "success", "task")
 
     @classmethod
     def detect(cls, path: Path) -> bool:
@@ -60,7 +60,8 @@ class Reader(RobomimicReader):
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         success = file.attribute(node, "success")
-        return {"success": None if success is None else bool(success)}
+        task = file.attribute(node, "task")  # not Isaac Lab's, but what our writer adds
+        return {"success": None if success is None else bool(success), "task": task if isinstance(task, str) else ""}
 
     def aside(self, source: Source) -> dict[str, Any]:
         told = super().aside(source)

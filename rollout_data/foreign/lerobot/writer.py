@@ -177,6 +177,8 @@ class Writer(ForeignWriter):
             self.changed("how an episode ended is left out", episode)
         if episode.final_observation is not None:
             self.changed("the observation after the last step is left out", episode)
+        if any("/" in name.partition("/")[2] for name in episode.schema):
+            self.changed("the parts of nested names are joined by dots", episode)
         if any(column.field.dtype == "bfloat16" for column in self._columns):
             self.changed("bfloat16 is written as float32", episode)
         if self.options["fps"] is None and "fps" not in self.metadata:

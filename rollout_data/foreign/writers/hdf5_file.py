@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from storage.core.durable import sync_path
@@ -55,6 +56,8 @@ class EpisodeFile:
         self._partial = path.with_name(f".{path.name}.partial")
         self._list = path.with_name(f".{path.name}.written")
         with begin_file(header, _ALIGNMENT, keeps_order=True) as file:
+            for name in sorted({parent for one in (*datasets, *contents) for parent in _parents(one)}):
+                _make_group(file, name)
             self._offsets = {name: reserve(file, name, dtype, shape) for name, (dtype, shape) in datasets.items()}
             for name, content in contents.items():
                 file.create_dataset(name, data=content)
@@ -103,6 +106,18 @@ class EpisodeFile:
             sync_path(self.path.parent)
         os.close(self._file)
         self._file = -1
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split("/")[:-1]
+    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _make_group(file: h5py.File, name: str) -> None:
+    """Create a group without the time of its making, so that the same episodes make the same bytes."""
+    settings = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    settings.set_obj_track_times(False)
+    h5py.h5g.create(file.id, name.encode(), gcpl=settings)
 
 
 def _last(header: SparseFile) -> Iterator[tuple[int, bytes]]:

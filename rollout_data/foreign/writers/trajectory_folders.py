@@ -104,8 +104,8 @@ class Writer(ForeignWriter):
         if values.dtype == np.float32 or (keeps_bytes and values.dtype == np.uint8):
             return values
         narrow = values.astype(np.float32)
-        if not np.array_equal(narrow.astype(values.dtype), values, equal_nan=values.dtype.kind == "f"):
-            self.changed("numbers are rounded to float32", episode)
+        is_exact = np.array_equal(narrow.astype(values.dtype), values, equal_nan=values.dtype.kind == "f")
+        self.changed(f"{values.dtype} is written as float32{'' if is_exact else ' and rounded'}", episode)
         return narrow
 
     def close(self) -> None:
