@@ -210,6 +210,27 @@ def test_a_packed_archive_is_refused(tmp_path: Path) -> None:
         rollout_data.open(folder)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(1, 1, 1).expand(1 << 40, 2, 1), torch.zeros(6, 2, 1, device="meta"), torch.zeros(6, 2).to_sparse()],
+    ids=["repeated", "meta", "sparse"],
+)
+@pytest.mark.parametrize("name", ["dones", "prev_logprobs"])
+def test_tensors_without_values_of_their_own_are_refused(tmp_path: Path, name: str, value: torch.Tensor) -> None:
+    folder = write(tmp_path / "a", {0: block(0)})
+    torch.save(block(0) | {name: value}, folder / "trajectory_0_w0.pt")
+    with pytest.raises(DataFileError):
+        rollout_data.open(folder)
+
+
+def test_dicts_in_dicts_that_never_end_take_no_time(tmp_path: Path) -> None:
+    folder, nested = write(tmp_path / "a", {0: block(0)}), {"a": 1}
+    for _ in range(60):
+        nested = {"a": nested, "b": nested}
+    torch.save(block(0) | {"curr_obs": nested}, folder / "trajectory_0_w0.pt")
+    assert len(rollout_data.open(folder)) == 4
+
+
 def test_a_link_to_another_place_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {0: block(0)})
     (folder / "trajectory_0_w0.pt").rename(tmp_path / "elsewhere.pt")

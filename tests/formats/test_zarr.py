@@ -288,6 +288,14 @@ def test_changed_and_cut_chunks_raise_nothing_else(tmp_path: Path) -> None:
     assert num_refused > 50
 
 
+def test_very_many_arrays_are_refused(tmp_path: Path) -> None:
+    folder = write_2(tmp_path / "a.zarr", arrays())
+    for number in range(300):
+        shutil.copytree(folder / "meta" / "episode_ends", folder / "data" / str(number))
+    with pytest.raises(CorruptFileError, match="at most 256 arrays"):
+        rollout_data.open(folder)
+
+
 def test_a_set_that_lacks_its_ends_or_data_is_refused(tmp_path: Path) -> None:
     folder = write_2(tmp_path / "a.zarr", arrays())
     shutil.rmtree(folder / "data")

@@ -17,7 +17,7 @@ from ..reader import EpisodeInfo, ForeignReader
 from .npz import Array, NpzArray, is_zip, read_npz
 
 _NAMES = {"observations": "observation", "actions": "action"}
-_MAX_ROWS, _MAX_EPISODES, _ROWS_AT_ONCE = 1 << 32, 1 << 20, 1 << 20
+_MAX_ROWS, _MAX_EPISODES, _ROWS_AT_ONCE = 1 << 32, 1 << 18, 1 << 20
 
 
 class Reader(ForeignReader):
@@ -51,7 +51,7 @@ class Reader(ForeignReader):
             if start == end:
                 self.problem("read the trajectory", self._where(number), "two rows or more", "one", "It is left out")
                 continue
-            info = EpisodeInfo(str(number), end - start, schema, final=final, metadata={"split": split}, source=start)
+            info = EpisodeInfo(str(number), end - start, schema, final=final, metadata=self.metadata, source=start)
             episodes.append(info)
         self.splits = {split: [info.name for info in episodes]}
         return episodes

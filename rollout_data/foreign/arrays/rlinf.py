@@ -11,8 +11,8 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from storage.core.durable import open_regular
-from storage.core.fields import Field, Schema, dtype_name
+from storage.core.fields import MAX_FIELDS, Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError
 
 from ..guards import damage_named, file_inside, natural, read_object
@@ -31,7 +31,7 @@ _INDICES = ("trajectory_index.json", "trajector_index.json")
 _FILE = re.compile(r"trajectory_(\d+)(_.*)?\.(pt|pkl)")
 _ENDS = ("dones", "terminations", "truncations")
 _TASKS = ("task", "task_description", "task_descriptions")
-_NEXT, _MAX_PICKLE_BYTES, _MAX_DEPTH = "next_observation", 16 << 20, 16
+_NEXT, _MAX_PICKLE_BYTES, _MAX_JSON_BYTES, _MAX_DEPTH = "next_observation", 1 << 24, 1 << 24, 16
 _PICKLE_ADVICE = "A pickle can run code; save the trajectories as 'pt'"
 _DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, OSError, zipfile.BadZipFile)
 
@@ -93,11 +93,11 @@ class Reader(ForeignReader):
         if index is None:
             return []
         if (folder / "metadata.json").exists():
-            self.metadata |= read_object(file_inside(folder, "metadata.json"))
+            self.metadata |= read_object(file_inside(folder, "metadata.json"), _MAX_JSON_BYTES)
         if (kind := self.metadata.get("trajectory_format", "pt")) != "pt":
             raise UnsafeFileError("open", where, "trajectories as 'pt'", repr(kind)[:40], _PICKLE_ADVICE)
         with damage_named("read the index of", where, "'trajectory_index' and 'trajectory_id_list'", *_DAMAGE):
-            about = read_object(file_inside(folder, index))
+            about = read_object(file_inside(folder, index), _MAX_JSON_BYTES)
             entries = [(int(one), dict(about["trajectory_index"][str(one)])) for one in about["trajectory_id_list"]]
         files: dict[int, list[str]] = {}
         for name in sorted(os.listdir(folder), key=natural):
@@ -220,17 +220,29 @@ def _load(path: Path) -> dict[str, Any]:
             raise UnsafeFileError("read", where, expected, got, "Nothing in the file was run") from cause
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__} instead of a dict")
-        found = {_renamed(content, name): value for name, value in _flat(content, ())}
+        found = {_renamed(content, name): value for name, value in islice(_flat(content, ()), MAX_FIELDS)}
+        for name, value in found.items():
+            if isinstance(value, torch.Tensor):
+                _check_tensor(name, value, path)
     reward = found.get("reward")
     if isinstance(reward, torch.Tensor) and reward.shape[2:] == (1,):
         found["reward"] = reward[..., 0]
     return found
 
 
-def _flat(content: Any, keys: tuple[str, ...]) -> list[tuple[str, Any]]:
+def _check_tensor(name: str, tensor: torch.Tensor, path: Path) -> None:
+    """Refuse what has no values of its own in the file: a tensor may repeat one value for ever."""
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+    if not is_plain or tensor.nbytes > path.stat().st_size:
+        raise ValueError(f"{name[:80]!r} is no plain tensor")
+
+
+def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if not isinstance(content, dict) or len(keys) > _MAX_DEPTH:
-        return [("/".join(keys), content)]
-    return [one for key, value in content.items() for one in _flat(value, (*keys, str(key)))]
+        yield "/".join(keys), content
+    else:
+        for key, value in content.items():
+            yield from _flat(value, (*keys, str(key)))
 
 
 def _renamed(content: dict[str, Any], name: str) -> str:

@@ -20,13 +20,13 @@ import numpy as np
 
 from storage.core.durable import open_regular
 from storage.core.fields import DTYPES, MAX_DIMENSIONS
-from storage.errors import DataFileError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ..guards import damage_named, file_inside, optional, parse_json
 from ..records.tfrecord import crc32c
 from .npz import Array, member_begin
 
-MAX_META_BYTES, _MAX_CHUNK_BYTES, _MAX_CHUNKS = 1 << 20, 1 << 28, 1 << 16
+MAX_META_BYTES, _MAX_CHUNK_BYTES, _MAX_CHUNKS, _MAX_ARRAYS = 1 << 20, 1 << 28, 1 << 16, 256
 #: Chunks that were never written, and so take no bytes of a file, are few unless the array is small.
 _MAX_UNWRITTEN_BYTES, _MIN_WRITTEN = 1 << 26, 1 / 16
 _COMPRESSORS = ("blosc", "zstd", "lz4", "gzip", "zlib", "imagecodecs_jpegxl")
@@ -201,10 +201,12 @@ def find_arrays(store: Store) -> dict[str, ZarrArray]:
         CorruptFileError: A description is damaged, or declares more than there is.
         UnsafeFileError: An array holds objects.
     """
-    found = {}
+    found: dict[str, ZarrArray] = {}
     for name in sorted(store.names):
         folder, _, last = name.rpartition("/")
         about = store.json(name) if last in (".zarray", "zarr.json") else None
+        if len(found) == _MAX_ARRAYS:
+            raise CorruptFileError("read", repr(name), f"at most {_MAX_ARRAYS} arrays", "more")
         if isinstance(about, dict) and (last == ".zarray" or about.get("node_type") == "array"):
             with damage_named("read", repr(name), "the description of an array", *_DAMAGE):
                 found[folder] = _of_format_2(folder, about) if last == ".zarray" else _of_format_3(folder, about)

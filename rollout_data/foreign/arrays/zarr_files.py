@@ -19,7 +19,7 @@ from ..reader import EpisodeInfo, ForeignReader
 from .npz import Array, is_zip
 from .zarr_arrays import MAX_META_BYTES, Store, ZarrArray, find_arrays
 
-_ENDS, _MAX_EPISODES = "meta/episode_ends", 1 << 20
+_ENDS, _MAX_EPISODES = "meta/episode_ends", 1 << 18
 _NAMES = {"action": "action", "actions": "action", "reward": "reward", "rewards": "reward"}
 
 

@@ -29,7 +29,7 @@ _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _TASKS = ("language_instruction", "natural_language_instruction")
 #: Flags of steps that say no more than where the episode begins and stops.
 _BOUNDS = ("is_first", "is_last")
-_MAX_METADATA_BYTES = 1 << 16
+_MAX_METADATA_BYTES, _MAX_JSON_BYTES = 1 << 16, 1 << 24
 _CHOICES = {"last_step": ("keep", "final"), "on_bad_index": ("refuse", "rebuild")}
 _Stored = Mapping[str, Feature]
 
@@ -61,7 +61,7 @@ class Reader(ForeignReader):
             got = ", ".join(folder.name for folder in folders) or "none"
             raise ForeignFileError("open", repr(str(self.path)), "one version", got, "Open the folder of a version")
         self._folder, self._checked, self._numbers = folders[0], set[int](), Counter[str]()
-        info, tree = (read_object(file_inside(self._folder, name)) for name in (_INFO, _FEATURES))
+        info, tree = (read_object(file_inside(self._folder, name), _MAX_JSON_BYTES) for name in (_INFO, _FEATURES))
         try:
             self._leaves = dict(declared_leaves(tree))
             shards = list(self._shards(info))
