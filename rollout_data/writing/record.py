@@ -7,24 +7,22 @@ of the same form (names, dtypes, shapes) as the one before it is not checked aga
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from storage.codecs.codecs import check_codec, check_writable, codec_of
+from storage.codecs.codecs import check_codec, codec_of
 from storage.codecs.stages import image_error
-from storage.core.arguments import is_whole
 from storage.core.fields import Field, Schema, check_same_names, dtype_name, flatten
 from storage.core.memory import as_given, on_host
 from storage.core.records import dense
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 
 from ..format.header import DROPPED, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED
+from .components import checked_codecs, checked_segments, split_components
 from .notes import NO_NOTES, StepNotes, as_ids, check_kinds, episode_notes, is_texts
 
 OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
@@ -35,7 +33,7 @@ _NUMERIC = {OBSERVATION, PRIVILEGED, "action", REWARD, *FINALS, *FLAGS}
 PRESENT = 128
 #: A value as it was given: an array, or a tensor where numpy has no such memory or dtype.
 Leaf = np.ndarray | torch.Tensor
-_ADD, _MAKE = "add a record", "make a RolloutWriter"
+_ADD = "add a record"
 
 
 @dataclass(eq=False)
@@ -121,8 +119,8 @@ class RolloutReader:
     ) -> None:
         self.schema: Schema | None = None
         self._num_envs, self._success_only, self._needed = num_envs, success_only, needed
-        self._segments = _checked_segments(obs_segments)
-        self._codecs = _checked_codecs(obs_disassemble_mapping, self._segments)
+        self._segments = checked_segments(obs_segments)
+        self._codecs = checked_codecs(obs_disassemble_mapping, self._segments)
         #: Of the last record that was read: its form, and names of its flags and of its final values.
         self._form: object = None
         self._flags, self._finals = list[str](), list[str]()
@@ -150,7 +148,7 @@ class RolloutReader:
         if not is_known:
             _check_whole(fields, self._needed)
         if self._segments:
-            fields = self._split(fields, OBSERVATION, 1 if is_step else 2)
+            fields = split_components(fields, OBSERVATION, self._segments, 1 if is_step else 2)
         lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
         found: dict[int, bytes] = {}
         fields |= {name: as_ids(name, value, lead, found) for name, value in texts.items()}
@@ -184,36 +182,6 @@ class RolloutReader:
         self._form = form
         return rollout
 
-    def _split(self, leaves: dict[str, Any], head: str, *num_leads: int) -> dict[str, Any]:
-        """Replace a flat observation by a view for each segment; check components that were given one by one.
-
-        `num_leads` are the numbers of axes that may stand before a component's shape, the likelier one first.
-        """
-        wanted = {f"{head}/{name}": shape for name, shape in self._segments.items()}
-        parts = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] == head}
-        others = {name: leaf for name, leaf in leaves.items() if name not in parts}
-        if head in parts:
-            flat, width = parts[head], sum(map(prod, wanted.values()))
-            if flat.ndim < 2 or flat.shape[-1] != width:
-                expected = f"{width} values in the last dimension, as obs_segments add up to"
-                raise SchemaError("split", repr(head), expected, f"shape {tuple(flat.shape)}")
-            parts, start = {}, 0
-            for name, shape in wanted.items():
-                stop = start + prod(shape)
-                parts[name] = flat[..., start:stop].reshape(*flat.shape[:-1], *shape)
-                start = stop
-        elif parts:
-            check_same_names(wanted, parts, "take the observation")
-            for name, shape in wanted.items():
-                leaf, forms = parts[name], (shape, (prod(shape),))
-                leads = [num for num in num_leads if leaf.ndim >= num and leaf.shape[num:] in forms]
-                if not leads:
-                    expected = f"shape [..., {shape}] as in obs_segments"
-                    raise SchemaError("take the component", repr(name), expected, str(tuple(leaf.shape)))
-                parts[name] = leaf.reshape(*leaf.shape[: leads[0]], *shape)
-            parts = {name: parts[name] for name in wanted}
-        return {**parts, **others}
-
     def _declared(self, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]) -> Schema:
         """Declare the schema that a first record has: observation, privileged, action, reward, extras."""
         order = [OBSERVATION, PRIVILEGED, "action", REWARD]
@@ -239,7 +207,7 @@ class RolloutReader:
         if self._segments:
             is_whole_record = all(leaf.shape[: len(lead)] == lead for leaf in leaves.values())
             num_leads = (len(lead), 1) if is_whole_record else (1, len(lead))
-            leaves = self._split(leaves, "final_observation", *num_leads)
+            leaves = split_components(leaves, "final_observation", self._segments, *num_leads)
         rows = {}
         for name, leaf in leaves.items():
             head, slash, rest = name.partition("/")
@@ -253,40 +221,6 @@ class RolloutReader:
                 expected, got = "all observation fields", ", ".join(leaves)
                 raise MissingFieldError(_ADD, f"without the final value of {name!r}", expected, got)
         return rows
-
-
-def _checked_components(what: str, given: Any) -> dict[str, Any]:
-    if not (given is None or isinstance(given, Mapping)):
-        raise UsageError(_MAKE, f"with {what}", "a mapping of component names", repr(given))
-    return dict(given or {})
-
-
-def _checked_segments(given: Any) -> dict[str, tuple[int, ...]]:
-    """Check `obs_segments`; empty takes the observation as it comes."""
-    shapes = _checked_components("obs_segments", given)
-    for name, shape in shapes.items():
-        try:
-            shapes[name] = (int(shape),) if is_whole(shape) else tuple(map(operator.index, shape))
-        except (TypeError, ValueError):
-            raise UsageError(_MAKE, "with obs_segments", "a shape for each component", repr(given)) from None
-        if not name or min(shapes[name], default=1) < 1:
-            raise UsageError(_MAKE, "with obs_segments", "named, non-empty shapes", f"{name!r}: {shapes[name]}")
-    return shapes
-
-
-def _checked_codecs(given: Any, segments: Mapping[str, Any]) -> dict[str, str]:
-    """Check `obs_disassemble_mapping` as far as that goes without data."""
-    codecs = _checked_components("obs_disassemble_mapping", given)
-    for name, codec in codecs.items():
-        try:
-            check_writable(str(codec))
-        except UsageError as error:
-            where = f"with the codec of {name!r}"
-            raise UsageError(_MAKE, where, error.expected, repr(codec), error.advice) from error
-        if segments and name not in segments:
-            expected = f"names of obs_segments ({nearest(name, segments)})"
-            raise UsageError(_MAKE, "with obs_disassemble_mapping", expected, repr(name))
-    return codecs
 
 
 def _leaves(values: Mapping[str, Any]) -> dict[str, Leaf]:

@@ -1,0 +1,85 @@
+"""Components: the options of a writer that name the parts of an observation, and how a flat one is cut into them.
+
+One rule: `obs_segments` gives the order and the shapes; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from storage.codecs.codecs import check_writable
+from storage.core.arguments import is_whole
+from storage.core.fields import check_same_names
+from storage.errors import SchemaError, UsageError, nearest
+
+_MAKE = "make a RolloutWriter"
+
+
+def _checked_components(what: str, given: Any) -> dict[str, Any]:
+    if not (given is None or isinstance(given, Mapping)):
+        raise UsageError(_MAKE, f"with {what}", "a mapping of component names", repr(given))
+    return dict(given or {})
+
+
+def checked_segments(given: Any) -> dict[str, tuple[int, ...]]:
+    """Check `obs_segments`; empty takes the observation as it comes."""
+    shapes = _checked_components("obs_segments", given)
+    for name, shape in shapes.items():
+        try:
+            shapes[name] = (int(shape),) if is_whole(shape) else tuple(map(operator.index, shape))
+        except (TypeError, ValueError):
+            raise UsageError(_MAKE, "with obs_segments", "a shape for each component", repr(given)) from None
+        if not name or min(shapes[name], default=1) < 1:
+            raise UsageError(_MAKE, "with obs_segments", "named, non-empty shapes", f"{name!r}: {shapes[name]}")
+    return shapes
+
+
+def checked_codecs(given: Any, segments: Mapping[str, Any]) -> dict[str, str]:
+    """Check `obs_disassemble_mapping` as far as that goes without data."""
+    codecs = _checked_components("obs_disassemble_mapping", given)
+    for name, codec in codecs.items():
+        try:
+            check_writable(str(codec))
+        except UsageError as error:
+            where = f"with the codec of {name!r}"
+            raise UsageError(_MAKE, where, error.expected, repr(codec), error.advice) from error
+        if segments and name not in segments:
+            expected = f"names of obs_segments ({nearest(name, segments)})"
+            raise UsageError(_MAKE, "with obs_disassemble_mapping", expected, repr(name))
+    return codecs
+
+
+def split_components(
+    leaves: dict[str, Any], head: str, segments: Mapping[str, tuple[int, ...]], *num_leads: int
+) -> dict[str, Any]:
+    """Replace a flat observation by a view for each segment; check components that were given one by one.
+
+    `num_leads` are the numbers of axes that may stand before a component's shape, the likelier one first.
+    """
+    wanted = {f"{head}/{name}": shape for name, shape in segments.items()}
+    parts = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] == head}
+    others = {name: leaf for name, leaf in leaves.items() if name not in parts}
+    if head in parts:
+        flat, width = parts[head], sum(map(prod, wanted.values()))
+        if flat.ndim < 2 or flat.shape[-1] != width:
+            expected = f"{width} values in the last dimension, as obs_segments add up to"
+            raise SchemaError("split", repr(head), expected, f"shape {tuple(flat.shape)}")
+        parts, start = {}, 0
+        for name, shape in wanted.items():
+            stop = start + prod(shape)
+            parts[name] = flat[..., start:stop].reshape(*flat.shape[:-1], *shape)
+            start = stop
+    elif parts:
+        check_same_names(wanted, parts, "take the observation")
+        for name, shape in wanted.items():
+            leaf, forms = parts[name], (shape, (prod(shape),))
+            leads = [num for num in num_leads if leaf.ndim >= num and leaf.shape[num:] in forms]
+            if not leads:
+                expected = f"shape [..., {shape}] as in obs_segments"
+                raise SchemaError("take the component", repr(name), expected, str(tuple(leaf.shape)))
+            parts[name] = leaf.reshape(*leaf.shape[: leads[0]], *shape)
+        parts = {name: parts[name] for name in wanted}
+    return {**parts, **others}
