@@ -316,8 +316,10 @@ class LayoutMaker:
             raise CorruptFileError("read", self.where, expected, f"shape {shape}")
 
     def add_after(self, name: str, path: str) -> None:
-        """Make a dataset of T + 1 rows an observation; the last row is the final one."""
-        if self.add(name, path, rows=1):
+        """Make a dataset of T + 1 rows an observation; the last row is the final one, of texts metadata."""
+        if self.add(name, path, rows=1) and self.found[path].kind == "text":
+            self.layout.aside[path] = -1
+        elif name in self.layout.columns:
             self.add_final(name, path, 0)
 
     def add_pictures(self, file: OpenFile, group: str, name: str, path: str, rows: int = 0) -> None:

@@ -183,25 +183,36 @@ class OpenFile:
             `[stop - start, *shape]`, perhaps a read-only map of the file; of texts a list of str, of "bytes" of bytes.
         """
         kind, stored, offset = found.kind, found.stored, found.offset
+        shape = (stop - start, *found.shape[1:])
         if offset is not None and stored is not None:
             row_bytes = prod(found.shape[1:]) * stored.itemsize
-            shape = (stop - start, *found.shape[1:])
             rows: Any = np.ndarray(shape, stored, buffer=self._map, offset=offset + start * row_bytes)
         else:
             node = h5d.open(self._file.id, path.encode()) if node is None else node
-            if stored is None and kind in ("text", "bytes"):
-                self._check_lengths(node, found, start, stop)
-            rows = h5py.Dataset(node)[start:stop]
+            rows = self._read(node, found, start, shape)
         if kind == "text":
             return [bytes(item).decode() for item in rows]
         if kind == "bytes":
             return [row.tobytes() for row in rows]
-        return np.require(rows, DTYPES[kind][1], ["C", "A"])
+        return rows != 0 if kind == "bool" else np.require(rows, DTYPES[kind][1], ["C", "A"])
+
+    def _read(self, node: h5d.DatasetID, found: Found, start: int, shape: tuple[int, ...]) -> Any:
+        """Read rows by HDF5, as they are stored where numpy knows that; in a fifth of the time of `h5py.Dataset`."""
+        if found.stored is None:
+            if found.kind in ("text", "bytes"):
+                self._check_lengths(node, found, start, start + shape[0])
+            return h5py.Dataset(node)[start : start + shape[0]]
+        rows = np.empty(shape, found.stored)
+        if rows.size:
+            space = node.get_space()
+            space.select_hyperslab((start, *[0] * (len(shape) - 1)), shape)
+            node.read(h5s.create_simple(shape), space, rows, node.get_type())
+        return rows
 
     def whole(self, path: str, found: Found, max_bytes: int = _MAX_ATTRIBUTE_BYTES) -> Any:
         """Read a small dataset: an array, a Python value or a list of texts; None if it is large, or not read."""
         row_bytes = _TEXT_BYTES if found.stored is None else found.stored.itemsize
-        is_listed = len(found.shape) == 1 or found.kind != "text"
+        is_listed = len(found.shape) < 2 or found.kind != "text"
         if found.kind in ("", "bytes") or prod(found.shape) * row_bytes > max_bytes or not is_listed:
             return None
         if found.shape:
@@ -221,10 +232,11 @@ class OpenFile:
             settings = node.get_create_plist()
             filters = [settings.get_filter(number)[0] for number in range(settings.get_nfilters())]
             rows = settings.get_chunk()[0]
-            described = [
-                _unpacked(node.read_direct_chunk((first,))[1], filters, rows * _TEXT_BYTES)
-                for first in range(start // rows * rows, stop, rows)
-            ]
+            described = []
+            for first in range(start // rows * rows, stop, rows):
+                skipped, data = node.read_direct_chunk((first,))
+                used = [one for number, one in enumerate(filters) if not skipped >> number & 1]
+                described.append(_unpacked(data, used, rows * _TEXT_BYTES))
         for one in described:
             lengths = np.frombuffer(one, "<u4")[:: _TEXT_BYTES // 4]
             if len(lengths) and lengths.max() > MAX_HEAP_BYTES:
@@ -345,8 +357,8 @@ def _kind(sort: h5t.TypeID) -> tuple[str, np.dtype[Any] | None]:
     with suppress(FieldTypeError, TypeError, ValueError):
         dtype = np.dtype(sort.dtype.str)
         name = dtype_name(dtype)
-        is_plain = name != "bool" and (family == h5t.ENUM or sort.equal(h5t.py_create(dtype)))
-        return name, dtype if is_plain else None
+        is_plain = family == h5t.ENUM or sort.equal(h5t.py_create(dtype))
+        return name, (np.dtype("u1") if name == "bool" else dtype) if is_plain else None
     return "", None
 
 

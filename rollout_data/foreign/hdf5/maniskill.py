@@ -58,7 +58,10 @@ class Reader(Hdf5Reader):
         rows = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         found = {f"{_TRAJECTORY}{one.get('episode_id')}": one for one in rows}
         if set(found) != set(names) or len(found) != len(rows):
-            where, got = f"the episodes of {str(path)!r}", f"{len(rows)}, of which {len(set(found) & set(names))} are"
+            where, got = (
+                f"the episodes of {str(path)!r}",
+                f"{len(rows)}, of which {len(set(found) & set(names))} are there",
+            )
             advice = 'Open it with on_bad_index="rebuild" to read those of the file'
             error = CorruptFileError(
                 "believe", where, f"the {len(names)} trajectories of {self.path.name!r}", got, advice

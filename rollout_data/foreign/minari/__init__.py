@@ -1,0 +1,1 @@
+"""Minari datasets, in their three kinds of files."""

@@ -1,0 +1,232 @@
+"""Minari's Arrow and Parquet files: `<id>/part-0.*`, one folder an episode.
+
+One rule: every column has T + 1 rows; the last ones of actions, rewards and ends are nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from storage.core.fields import Field, Schema, dtype_name
+from storage.errors import CorruptFileError, DataFileError, FieldTypeError, UnsafeFileError
+
+from ..guards import file_inside, read_object
+from ..hdf5.episodes import Told
+from ..hdf5.files import numbered
+from ..parquet import ParquetFile, as_rows
+from ..pictures import decode_picture, picture_shape
+from ..reader import NO_FIELDS, EpisodeInfo, ForeignReader
+from .arrow import ArrowFile
+from .description import ENDS, INFOS, METADATA, STEP_FIELDS, check_totals, data_folder, describe
+
+_KINDS: dict[str, type[Any]] = {".arrow": ArrowFile, ".parquet": ParquetFile}
+_OBSERVATION, _TEXT, _PICTURE = "observation", "text", "picture"
+
+
+class Leaf(NamedTuple):
+    """A column, or a part of a structure in it.
+
+    Attributes:
+        column: Its name.
+        parts: Names of the structures below it.
+        width: Numbers in a row.
+        shape: Of a row as it is given.
+        dtype: Key of `DTYPES`, "text" or "picture".
+    """
+
+    column: str
+    parts: tuple[str, ...]
+    width: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TableReader(ForeignReader):
+    """Reads a dataset whose data are tables; the files are opened for each read."""
+
+    format = "minari"
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
+
+    @classmethod
+    def detect(cls, path: Path) -> bool:
+        return path.is_dir() and (folder := data_folder(path)) is not None and any(folder.glob("*/part-*"))
+
+    def scan(self) -> Sequence[EpisodeInfo]:
+        folder = data_folder(self.path)
+        assert folder is not None, "as it was detected"
+        self._about = describe(folder)
+        self.metadata.update({**self._about.metadata, "lossy": []})
+        self._leaves: dict[tuple[Any, ...], dict[str, Leaf]] = {}
+        episodes: list[EpisodeInfo] = []
+        with os.scandir(folder) as listed:
+            is_folder = {one.name: one.is_dir(follow_symlinks=False) for one in listed}
+        for name in numbered(list(is_folder), ""):
+            try:
+                if not is_folder[name]:
+                    raise UnsafeFileError("read", repr(str(folder / name)), "a folder", "a link or a file")
+                episodes.append(self._describe(folder / name))
+            except DataFileError as cause:
+                self.problems.append(cause)
+        if not episodes:
+            raise (self.problems or [CorruptFileError("read", repr(str(self.path)), "an episode", "none")])[0]
+        if not self.problems:
+            check_totals(self, self.metadata, len(episodes), sum(one.length for one in episodes))
+        return episodes
+
+    def _describe(self, folder: Path) -> EpisodeInfo:
+        entries = _entries(folder)
+        if METADATA not in entries:
+            raise CorruptFileError("read", repr(str(folder)), METADATA, "nothing of that name")
+        told, files = read_object(entries[METADATA]), self._files(folder, entries)
+        rows = sum(file.num_rows for file in files)
+        if rows < 2 or told.get("total_steps", rows - 1) != rows - 1:
+            expected = f"{told.get('total_steps', 1)} steps, of a row each, and one more"
+            raise CorruptFileError("read", repr(str(folder)), expected, f"{rows} rows")
+        parts = [file.integers(list(ENDS)) for file in files]
+        found = self._leaves_of(files[0])
+        if any(file.types != files[0].types for file in files):
+            raise CorruptFileError("read", repr(str(folder)), "parts with the same columns", "others")
+        schema = _schema(found)
+        flags = {name: np.concatenate([part[name] for part in parts]) for name in ENDS}
+        about: dict[str, Any] = {ours: bool(flags[name][-2]) for name, ours in ENDS.items()}
+        return EpisodeInfo(
+            folder.name,
+            rows - 1,
+            schema,
+            tuple(name for name, leaf in found.items() if leaf.dtype == _TEXT),
+            Schema(schema.below(_OBSERVATION).values()) if schema.below(_OBSERVATION) else NO_FIELDS,
+            metadata=Told(told, partial(self._last_infos, folder, found, rows)),
+            source=(folder, found),
+            **about,
+        )
+
+    def _files(self, folder: Path, entries: Mapping[str, Path]) -> list[Any]:
+        """Open the parts of an episode's table."""
+        names = [name for name, path in entries.items() if path.suffix in _KINDS]
+        suffix = entries[names[0]].suffix if names else ".parquet"
+        parts = numbered([name.removesuffix(suffix) for name in names], "part-")
+        if not parts or len(parts) != len(names):
+            raise CorruptFileError("read", repr(str(folder)), "files part-<n>.arrow or .parquet", f"{sorted(names)}")
+        return [_KINDS[suffix](entries[f"{part}{suffix}"]) for part in parts]
+
+    def _leaves_of(self, file: Any) -> dict[str, Leaf]:
+        """Say what the columns hold, once for all files with the same columns."""
+        same = tuple((name, str(kind)) for name, kind in file.types.items())
+        if same not in self._leaves:
+            found: dict[str, Leaf] = {}
+            for column, kind in file.types.items():
+                if column in STEP_FIELDS or column == INFOS:
+                    for parts, leaf in _walk(kind, ()):
+                        name = "/".join((STEP_FIELDS.get(column, column), *parts))
+                        if (made := self._leaf(file, column, parts, leaf, name)) is not None:
+                            found[name] = made
+            self._leaves[same] = found
+        return self._leaves[same]
+
+    def _leaf(self, file: Any, column: str, parts: tuple[str, ...], kind: Any, name: str) -> Leaf | None:
+        where = f"{name!r} of {str(file.path)!r}"
+        if str(kind) in ("string", "large_string"):
+            return Leaf(column, parts, 1, (), _TEXT)
+        if str(kind) in ("binary", "large_binary"):
+            first = _of(next(file.batches({column: None}, 0, 1))[column], parts)
+            self.metadata["lossy"].append(name)
+            return Leaf(column, parts, 1, picture_shape(first[0].as_py() or b"", where), _PICTURE)
+        width, is_listed = 1, "list" in str(kind).partition("<")[0]
+        while "list" in str(kind).partition("<")[0]:
+            sizes = getattr(kind, "list_size", None)
+            if sizes is None:
+                first = _of(next(file.batches({column: None}, 0, 1))[column], parts)
+                sizes = len(first[0]) if first[0].is_valid else 0
+                width, kind = width * sizes, kind.value_type
+                break
+            width, kind = width * sizes, kind.value_type
+        try:
+            dtype = dtype_name(np.dtype(kind.to_pandas_dtype()))
+        except (FieldTypeError, NotImplementedError, TypeError):
+            self.problem("read the column", where, "numbers, texts or pictures", str(kind), "It is left out")
+            return None
+        shape = self._about.shape(name)
+        if shape is None or prod(shape) != width:
+            shape = (width,) if is_listed else ()
+        return Leaf(column, parts, width, shape, dtype)
+
+    def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        folder, leaves = self.episodes[number].source
+        return self._rows(folder, leaves[name], name, start, stop)
+
+    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
+        info = self.episodes[number]
+        folder, leaves = info.source
+        return np.asarray(self._rows(folder, leaves[name], name, info.length, info.length + 1)[0])
+
+    def _rows(self, folder: Path, leaf: Leaf, name: str, start: int, stop: int) -> Any:
+        found: list[Any] = []
+        where = f"{name!r} of {str(folder)!r}"
+        for file in self._files(folder, _entries(folder)):
+            # A structure may have parts of several widths: the largest is a bound for all.
+            widths = [one.width for one in self._leaves_of(file).values() if one.column == leaf.column]
+            width = None if leaf.dtype in (_TEXT, _PICTURE) else max(widths)
+            low, high = max(start, 0), min(stop, file.num_rows)
+            for batch in file.batches({leaf.column: width}, low, high) if low < high else ():
+                found.append(_taken(_of(batch[leaf.column], leaf.parts), leaf, where))
+            start, stop = start - file.num_rows, stop - file.num_rows
+        if leaf.dtype == _TEXT:
+            return [text for part in found for text in part]
+        dtype = np.uint8 if leaf.dtype == _PICTURE else leaf.dtype
+        return np.concatenate(found) if found else np.empty((0, *leaf.shape), dtype)
+
+    def _last_infos(self, folder: Path, leaves: Mapping[str, Leaf], rows: int) -> dict[str, Any]:
+        """Read the last row of the infos, and of texts that were observed."""
+        found = {}
+        for name, leaf in leaves.items():
+            if leaf.column == INFOS or (leaf.dtype == _TEXT and leaf.column == "observations"):
+                found[f"final/{'/'.join((leaf.column, *leaf.parts))}"] = self._rows(folder, leaf, name, rows - 1, rows)[
+                    0
+                ]
+        return found
+
+
+def _entries(folder: Path) -> dict[str, Path]:
+    """List the files of a folder; links must lead to files in it."""
+    with os.scandir(folder) as listed:
+        return {
+            one.name: folder / one.name if one.is_file(follow_symlinks=False) else file_inside(folder, one.name)
+            for one in listed
+            if not one.name.startswith(".")
+        }
+
+
+def _walk(kind: Any, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Give the parts of structures in a column, and what they hold."""
+    if str(kind).startswith("struct<"):
+        for number in range(kind.num_fields):
+            yield from _walk(kind.field(number).type, (*parts, kind.field(number).name))
+    else:
+        yield parts, kind
+
+
+def _of(array: Any, parts: Sequence[str]) -> Any:
+    for part in parts:
+        array = array.field(part)
+    return array
+
+
+def _taken(array: Any, leaf: Leaf, where: str) -> Any:
+    """Turn an arrow array into rows as they are given."""
+    if leaf.dtype == _TEXT:
+        return ["" if text is None else text for text in array.to_pylist()]
+    if leaf.dtype == _PICTURE:
+        return np.stack([decode_picture(data or b"", where, leaf.shape) for data in array.to_pylist()])
+    return as_rows([array], leaf.shape, where)
+
+
+def _schema(leaves: Mapping[str, Leaf]) -> Schema:
+    kinds = {name: "uint8" if leaf.dtype == _PICTURE else leaf.dtype for name, leaf in leaves.items()}
+    return Schema(Field(name, leaf.shape, kinds[name]) for name, leaf in leaves.items() if leaf.dtype != _TEXT)
