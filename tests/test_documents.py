@@ -22,13 +22,13 @@ MAX_RECIPE_LINES = 15
 EXTRAS = {"accelerate", "lightning", "rsl_rl", "tensordict"}
 
 
-def test_the_two_commands_are_the_first_and_there_are_five_recipes() -> None:
+def test_the_two_commands_are_the_first_and_there_are_six_recipes() -> None:
     first_block = re.search(r"^```\w*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert first_block and [line.split("#")[0].strip() for line in first_block[1].splitlines()] == [
         "make demo",
         "make test",
     ]
-    assert len(BLOCKS["README.md"]) == 5
+    assert len(BLOCKS["README.md"]) == 6
     assert max(len(block.splitlines()) for block in BLOCKS["README.md"]) <= MAX_RECIPE_LINES
 
 

@@ -46,6 +46,7 @@ class FolderReader(ForeignReader):
         source.refresh()
         self.store: FrameStore = source.snapshot()
         self._texts: dict[int, str] | None = None
+        self._last: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
         self.metadata, self.problems = source.metadata, source.problems
         return _Infos(self.store)
 
@@ -61,13 +62,17 @@ class FolderReader(ForeignReader):
         return [self._texts[one] for one in values.reshape(-1).tolist()]
 
     def _rows(self, number: int, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
-        one = np.array([number])
-        runs = self.store.locate(one, one * 0 + start, one * 0 + stop - start, one * 0)
-        layout = self.store.layouts[DATA]
-        rows = torch.zeros((stop - start, layout.column_of[name].row_bytes // 4), dtype=torch.int32)
-        if stop > start:
-            self.store.copy((DATA, layout.column_of[name].name), runs, 0, rows)
-        return _array(self.store, (DATA, name), rows.view(torch.uint8))
+        column = self.store.layouts[DATA].column_of[name]
+        wanted = number, column.name, start, stop
+        if self._last is None or self._last[0] != wanted:  # the fields of one row are asked for one after the other
+            one = np.array([number])
+            runs = self.store.locate(one, one * 0 + start, one * 0 + stop - start, one * 0)
+            rows = torch.zeros((stop - start, column.row_bytes // 4), dtype=torch.int32)
+            if stop > start:
+                self.store.copy((DATA, column.name), runs, 0, rows)
+            self._last = wanted, rows.view(torch.uint8)
+        found: np.ndarray[Any, Any] = _array(self.store, (DATA, name), self._last[1]).copy()
+        return found
 
     def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
         column = self.store.layouts[FINAL].column_of[name].name
@@ -115,7 +120,7 @@ class _Infos(Sequence[EpisodeInfo]):
         return EpisodeInfo(
             name=f"{writer}:{within}",
             length=int(index.lengths[number]),
-            schema=Schema(field for name, field in self._schema.items() if name not in absent),
+            schema=Schema(one for one in self._schema.values() if one.name not in absent) if absent else self._schema,
             texts=self._texts,
             final=final,
             terminated=bool(end == End.TERMINATED) if is_known else None,

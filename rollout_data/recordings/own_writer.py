@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -50,7 +51,9 @@ class OwnWriter(ForeignWriter):
     def begin(self) -> set[str]:
         self._writer: RolloutWriter | None = None
         self._num_bytes, self._is_open = 0, False
-        self._fit: Fit = common_fields([_renamed(episode.schema) for episode in self.episodes])
+        about = [(_renamed(episode.schema), _is_unknown(episode)) for episode in self.episodes]
+        self._fit: Fit = common_fields([schema for schema, _ in about])
+        self._has_unknown_ends = any(is_unknown for _, is_unknown in about)
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
         return self._there() if self.path.is_dir() and block_entries(self.path) else set()
 
@@ -72,7 +75,7 @@ class OwnWriter(ForeignWriter):
     def _opened(self) -> RolloutWriter:
         if self._writer is None:
             context = {name: plain(value) for name, value in self.metadata.items()}
-            if any(_is_unknown(episode) for episode in self.episodes):
+            if self._has_unknown_ends:
                 context[ENDS] = UNKNOWN
             if "fps" in context:
                 context.setdefault("frame_rate_hz", context["fps"])
@@ -136,7 +139,7 @@ class OwnWriter(ForeignWriter):
             given[name] = np.zeros((count, 1), bool)
             given[name][-1] = bool(is_last and is_so)
         if is_last:
-            given["episode"] = [[None]] * (count - 1) + [[self._said(episode)]]
+            given["episode"] = [None] * (count - 1) + [[self._said(episode)]]
             given |= {} if final is None else {"final_observation": final}
             if not (ends["terminated"] or ends["truncated"]):
                 self._is_open = True
@@ -193,6 +196,7 @@ def _free_name(name: str) -> str:
     return f"recorded_{group}{slash}{rest}" if is_used else name
 
 
+@lru_cache(maxsize=64)
 def _renamed(schema: Schema) -> Schema:
     return Schema(replace(field, name=_free_name(name)) for name, field in schema.items())
 

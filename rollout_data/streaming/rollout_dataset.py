@@ -42,11 +42,11 @@ class RolloutDataset(RolloutStream):
     """Stream recorded trajectories into `num_envs` parallel streams, in order, with random starts.
 
     Every env plays one trajectory after the other; when one ends, that env alone takes the next
-    unused one. Reads block files, and folders of the older `trajectory_*/traj_*_*.pickle` layout.
-    Nothing is read before the first batch.
+    unused one. Reads block files, and files of other systems (see FORMATS.md). Nothing is read before the first batch.
 
     Args:
-        data_dir: A folder or a list of folders; or URLs of folders of block files, see `remote`.
+        data_dir: A folder, a file of any format that `rollout_data.open` knows, a `Recording`, or a list of them of
+            one kind; or URLs of folders of block files, see `remote`.
         num_envs: Parallel streams of each rank. Those of all ranks are one stream, planned alike in every process and
             the same for any number of ranks and workers; workers of a rank read its batches in turns.
         dataset_loops: How often all trajectories are delivered; below 1 without end.

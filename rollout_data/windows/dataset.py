@@ -44,8 +44,8 @@ class WindowDataset(WindowBatches):
     what was in the folders when it was opened; pickled copies (spawned workers) open the same files anew.
 
     Args:
-        data_dir: A folder or a list of folders: block files, or the older `trajectory_*/traj_*_*.pickle` layout. Or
-            URLs of folders of block files, such as "s3://bucket/walk"; see `remote`.
+        data_dir: A folder, a file of any format that `rollout_data.open` knows, a `Recording`, or a list of them of
+            one kind. Or URLs of folders of block files, such as "s3://bucket/walk"; see `remote`.
         length: L: fields without an entry in `delta` have the frames `t .. t + L - 1`.
         stride: Frames between the anchors of a trajectory.
         delta: Field, or what its name begins with -> frames relative to the anchor, in this order: for example
