@@ -5,6 +5,7 @@ One rule: numbers keep their dtype and pictures their pixels, unless video is as
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -66,14 +67,16 @@ class Column:
         return about
 
 
-def column_of(field: Field, units: Mapping[str, str], video: str) -> Column:
-    """Say what becomes of a field; `units` are those of depth."""
+def column_of(field: Field, units: Mapping[str, str], video: str, is_v3: bool) -> Column:
+    """Say what becomes of a field; `units` are those of depth, which version 2 has no pictures for."""
     head, _, rest = field.name.partition("/")
     name = {"observation": "observation.state", "reward": "next.reward"}.get(field.name, field.name.replace("/", "."))
     is_picture = field.dtype == "uint8" and len(field.shape) == 3 and field.shape[2] in _CHANNELS
-    is_depth = field.name in units and len(field.shape) == 2 and field.dtype in ("uint16", "float32")
+    is_depth = is_v3 and field.name in units and len(field.shape) == 2 and field.dtype in ("uint16", "float32")
     if (is_picture or is_depth) and head == "observation" and rest:
         name = f"observation.images.{rest.removeprefix('images').lstrip('./').replace('/', '.') or 'camera'}"
+    elif not is_v3 and not is_picture:  # whose readers take every feature with "image" in its name for pictures
+        name = name.replace("images.", "").replace("image", "picture")
     if is_picture and not video:
         return Column(field, name, "image")
     if is_picture:
@@ -104,10 +107,30 @@ def arrow_column(column: Column, parts: Iterable[Array]) -> Any:
     return values
 
 
+def hub_features(features: Mapping[str, Mapping[str, Any]]) -> str:
+    """Describe columns as the package `datasets` does, in types that its old releases know.
+
+    lerobot up to 0.3 takes pictures for pictures only where a file says so.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, about in features.items():
+        shape, value = tuple(about["shape"]), {"dtype": about["dtype"], "_type": "Value"}
+        if about["dtype"] == "image":
+            found[name] = {"_type": "Image"}
+        elif shape == (1,):
+            found[name] = value
+        elif len(shape) == 1:
+            found[name] = {"feature": value, "length": shape[0], "_type": "Sequence"}
+        else:
+            found[name] = {"shape": shape, "dtype": about["dtype"], "_type": f"Array{len(shape)}D"}
+    return json.dumps({"info": {"features": found}})
+
+
 class Statistics:
     """Least, largest, mean and standard deviation of a feature, part by part; of pictures by channel, from 0 to 1."""
 
-    def __init__(self, column: Column) -> None:
+    def __init__(self, column: Column, is_v3: bool) -> None:
+        self._is_v3 = is_v3
         self._is_picture = column.kind in ("image", "video", "depth")
         self._scale = 1 / 255 if column.field.dtype == "uint8" and self._is_picture else 1.0
         self._has_channels = len(column.field.shape) == 3
@@ -132,6 +155,8 @@ class Statistics:
         std = np.sqrt(np.maximum(self._squares / self._num_values - mean**2, 0))
         found = {"min": self._low, "max": self._high, "mean": mean, "std": std}
         scaled = {name: np.atleast_1d(value * self._scale) for name, value in found.items()}
+        if self._is_picture and not self._is_v3:  # whose readers ask for three channels
+            scaled = {name: np.resize(value, 3) for name, value in scaled.items()}
         shaped = {name: value[:, None, None] if self._is_picture else value for name, value in scaled.items()}
         return {**{name: value.tolist() for name, value in shaped.items()}, "count": [self._num_frames]}
 

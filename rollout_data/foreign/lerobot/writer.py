@@ -19,7 +19,18 @@ from storage.errors import UsageError
 
 from ..guards import optional, read_object
 from ..writer import EpisodeToWrite, ForeignWriter
-from .columns import ENCODERS, SCALARS, Array, Column, Statistics, arrow_column, column_of, joined, write_video
+from .columns import (
+    ENCODERS,
+    SCALARS,
+    Array,
+    Column,
+    Statistics,
+    arrow_column,
+    column_of,
+    hub_features,
+    joined,
+    write_video,
+)
 from .description import INFO_NAME, UNFINISHED, data_template, file_name, video_template
 
 _CHUNKS_SIZE = 1000
@@ -87,7 +98,7 @@ class Writer(ForeignWriter):
                 continue
             if len(field.shape) > _MAX_LIST_DIMENSIONS:
                 continue
-            column = column_of(field, units if self._version == "v3.0" else {}, self._video)
+            column = column_of(field, units, self._video, self._version == "v3.0")
             columns.setdefault(column.name, column)
         if not any(column.name.startswith("action") for column in columns.values()):
             expected = "actions of one shape and dtype in all episodes"
@@ -137,7 +148,7 @@ class Writer(ForeignWriter):
         number, length = len(self._notes), episode.length
         columns, statistics = {}, {}
         for column in self._columns:
-            made = statistics[column.name] = Statistics(column)
+            made = statistics[column.name] = Statistics(column, self._version == "v3.0")
             if column.kind == "video":
                 with self._replaced(self._file(number, column.name)) as new:
                     write_video(new, _parts(episode, column, made), self._fps, self._video)
@@ -155,7 +166,11 @@ class Writer(ForeignWriter):
             columns[name] = pyarrow.array(values.astype(dtype))
         stats = {name: made.result() for name, made in statistics.items()}
         note = {"id": episode.id, "length": length, "task": episode.task, "stats": stats}
-        table = pyarrow.table(columns).replace_schema_metadata({_NOTE: json.dumps(note)})
+        about = {_NOTE: json.dumps(note)}
+        if self._version == "v2.1":
+            features = self._info()["features"]
+            about[b"huggingface"] = hub_features({name: features[name] for name in columns})
+        table = pyarrow.table(columns).replace_schema_metadata(about)
         with self._replaced(self._file(number)) as new:
             parquet.write_table(table, new, row_group_size=length)
         self._notes.append(note)
@@ -171,6 +186,8 @@ class Writer(ForeignWriter):
             self.changed(f"fields that not all episodes have alike are left out ({', '.join(lost)})", episode)
         if lost := [name for name in episode.texts if name not in self._texts]:
             self.changed(f"texts of steps are left out ({', '.join(lost)})", episode)
+        if renamed := [column.field.name for column in self._columns if _is_renamed(column)]:
+            self.changed(f"depth is written as numbers, without 'image' in its name ({', '.join(renamed)})", episode)
         if any(column.kind == "video" for column in self._columns):
             self.changed("pictures are stored as video, with loss", episode)
         if episode.terminated is not None or episode.truncated is not None:
@@ -263,6 +280,10 @@ class Writer(ForeignWriter):
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         with self._replaced(name) as new:
             new.write_text(json.dumps(content, indent=4, ensure_ascii=False), encoding="utf-8")
+
+
+def _is_renamed(column: Column) -> bool:
+    return column.kind == "number" and "image" in column.field.name and "image" not in column.name
 
 
 #: What pandas writes of the columns of the table of tasks.
