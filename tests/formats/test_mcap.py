@@ -97,6 +97,7 @@ def check(episode: Any, number: int, length: int, first: int = 0) -> None:
     assert episode.observation["/arm/state/position"] is episode.observation["arm"]["state"]["position"]
     np.testing.assert_array_equal(episode["log_time"], np.arange(first, length) * 20_000_000)
     assert (episode.reward, episode.terminated, episode.truncated) == (None, None, None)
+    assert episode.metadata["end_time_ns"] == 20_000_000 * (length - 1)
 
 
 @pytest.mark.parametrize("compression", [None, "", "lz4", "zstd"])

@@ -12,6 +12,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -124,59 +125,60 @@ class Reader(ForeignReader):
             self._latest = path, _load(path)
         return self._latest[1]
 
+    def _fields(
+        self, block: dict[str, Any], path: Path, shape: tuple[int, int]
+    ) -> tuple[dict[str, Field], list[str], dict[str, Any]]:
+        """Sort what a block holds into fields, names of texts, and plain values."""
+        fields, texts, plain = {}, [], {}
+        for name, value in block.items():
+            if name in _ENDS:
+                continue
+            if isinstance(value, torch.Tensor) and value.shape[:2] == shape:
+                fields[name] = Field(name, tuple(value.shape[2:]), dtype_name(value.dtype))
+            elif _is_texts(value, shape):
+                texts.append(name)
+            elif isinstance(value, (bool, int, float, str)):
+                plain[name] = value
+            else:
+                where = f"{name!r} of {str(path)!r}"
+                self.problem("read", where, f"values {list(shape)}", "others", "They are left out")
+        return fields, texts, plain
+
     def _episodes(
         self, block: dict[str, Any], path: Path, shape: tuple[int, int], number: int, entry: Mapping[str, Any]
     ) -> list[EpisodeInfo]:
         """Cut the columns of a block at their dones."""
         prefix = f"{path.parent.name}_{number}" if path.parent != self.path else str(number)
-        metadata = {**entry, "trajectory_id": number}
         ends = {name: _flags(block[name], shape, f"{name!r} of {str(path)!r}") for name in _ENDS if name in block}
         dones = ends.get("dones", np.logical_or(*(ends.get(name, np.zeros(shape, bool)) for name in _ENDS[1:])))
-        fields, texts = [], []
-        for name, value in block.items():
-            if isinstance(value, torch.Tensor) and value.shape[:2] == shape:
-                fields.append(Field(name, tuple(value.shape[2:]), dtype_name(value.dtype)))
-            elif _is_texts(value, shape):
-                texts.append(name)
-            elif isinstance(value, (bool, int, float, str)):
-                metadata.setdefault(name, value)
-            elif name not in _ENDS:
-                self.problem(
-                    "read", f"{name!r} of {str(path)!r}", f"values {list(shape)}", "others", "They are left out"
-                )
-        fields = [field for field in fields if field.name not in _ENDS]
-        is_copy = _next_is_shifted(block, dones)
-        next_names = {field.name for field in fields if field.name.split("/")[0] == _NEXT}
+        fields, texts, plain = self._fields(block, path, shape)
+        follows, tasks = _follows(block), [name for name in texts if name.split("/")[-1] in _TASKS]
+        is_copy = follows is not None and bool((follows | dones[:-1]).all())
+        schema = Schema(one for name, one in fields.items() if not (is_copy and name.split("/")[0] == _NEXT))
+        with_next = (one for name, one in fields.items() if name.split("/")[0] == "observation")
         final = Schema(
-            Field(field.name, field.shape, field.dtype)
-            for field in fields
-            if field.name.split("/")[0] == "observation" and f"next_{field.name}" in next_names
+            one for one in with_next if fields.get(f"next_{one.name}") == replace(one, name=f"next_{one.name}")
         )
-        schema = Schema(field for field in fields if not (is_copy and field.name in next_names))
         found = []
-        for column in range(shape[1]):
-            stops = [*(np.flatnonzero(dones[:, column]) + 1).tolist()]
-            stops += [shape[0]] if not stops or stops[-1] < shape[0] else []
-            for count, (start, stop) in enumerate(pairwise([0, *stops])):
-                flags = [
-                    bool(ends[name][stop - 1, column]) if name in ends and dones[stop - 1, column] else None
-                    for name in _ENDS[1:]
-                ]
-                is_known = any(flags)
-                found.append(
-                    EpisodeInfo(
-                        f"{prefix}_{column}_{count}",
-                        stop - start,
-                        schema,
-                        tuple(texts),
-                        NO_FIELDS if _is_reset(block, stop - 1, column, shape[0]) else final,
-                        terminated=flags[0] if is_known else None,
-                        truncated=flags[1] if is_known else None,
-                        task=next((block[name][start][column] for name in texts if name.split("/")[-1] in _TASKS), ""),
-                        metadata={**metadata, "env": column},
-                        source=_Place(path, column, start),
-                    )
+        for column, run, start, stop in _runs(dones):
+            flags = [bool(ends[name][stop - 1, column]) if name in ends else False for name in _ENDS[1:]]
+            is_known = any(flags) and bool(dones[stop - 1, column])
+            # A simulator that starts again at once stores the next episode's observation after a done.
+            is_reset = follows is not None and stop < shape[0] and bool(follows[stop - 1, column])
+            found.append(
+                EpisodeInfo(
+                    f"{prefix}_{column}_{run}",
+                    stop - start,
+                    schema,
+                    tuple(texts),
+                    NO_FIELDS if is_reset else final,
+                    terminated=flags[0] if is_known else None,
+                    truncated=flags[1] if is_known else None,
+                    task=block[tasks[0]][start][column] if tasks else "",
+                    metadata={**plain, **entry, "trajectory_id": number, "env": column},
+                    source=_Place(path, column, start),
                 )
+            )
         return found
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
@@ -274,6 +276,14 @@ def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
     return flags if not epochs else flags.reshape(epochs, -1, shape[1])[:, 1:].reshape(shape)
 
 
+def _runs(dones: Array) -> Iterator[tuple[int, int, int, int]]:
+    """Yield column, number, start and stop of what lies between dones; the last of a column stops with the block."""
+    for column in range(dones.shape[1]):
+        stops = (np.flatnonzero(dones[:, column]) + 1).tolist()
+        for number, (start, stop) in enumerate(pairwise(sorted({0, *stops, len(dones)}))):
+            yield column, number, start, stop
+
+
 def _is_texts(value: Any, shape: tuple[int, int]) -> bool:
     """True for a list of T lists of B texts."""
     return (
@@ -284,32 +294,23 @@ def _is_texts(value: Any, shape: tuple[int, int]) -> bool:
     )
 
 
-def _pair(block: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Give the smallest part of the observation and of the one after the step; None if there is none."""
-    pairs = [(block[name.removeprefix("next_")], value) for name, value in block.items() if _is_next(block, name)]
-    return min(pairs, key=lambda pair: pair[1].nbytes, default=None)
+def _follows(block: Mapping[str, Any]) -> Array | None:
+    """Tell at which steps what comes after is the observation of the next one: `[T - 1, B]`, by its smallest part.
 
-
-def _is_next(block: Mapping[str, Any], name: str) -> bool:
-    tensors = [block.get(one) for one in (name, name.removeprefix("next_"))]
-    is_pair = name.split("/")[0] == _NEXT and all(isinstance(one, torch.Tensor) for one in tensors)
-    return is_pair and tensors[0].shape == tensors[1].shape  # type: ignore[union-attr]
-
-
-def _next_is_shifted(block: Mapping[str, Any], dones: Array) -> bool:
-    """True if the observation after a step is the next one, but for dones; looks at the smallest part."""
-    pair = _pair(block)
-    if pair is None:
-        return False
-    form = len(dones) - 1, dones.shape[1], math.prod(pair[0].shape[2:])
-    same = (pair[0][1:] == pair[1][:-1]).reshape(form).all(-1).numpy()
-    return bool((same | dones[:-1]).all())
-
-
-def _is_reset(block: Mapping[str, Any], row: int, column: int, num_rows: int) -> bool:
-    """True if what is stored after a done is the first observation of the next episode."""
-    pair = _pair(block)
-    return pair is not None and row + 1 < num_rows and torch.equal(pair[0][row + 1, column], pair[1][row, column])
+    None where the observations after steps are not stored.
+    """
+    pairs = [(block.get(name.removeprefix("next_")), one) for name, one in block.items() if name.split("/")[0] == _NEXT]
+    same = [
+        (now, after)
+        for now, after in pairs
+        if isinstance(now, torch.Tensor) and isinstance(after, torch.Tensor) and now.shape == after.shape
+    ]
+    if not same:
+        return None
+    now, after = min(same, key=lambda pair: pair[1].nbytes)
+    form = len(now) - 1, now.shape[1], math.prod(now.shape[2:])
+    found: Array = (now[1:] == after[:-1]).reshape(form).all(-1).numpy()
+    return found
 
 
 def _numpy(tensor: torch.Tensor) -> Array:

@@ -108,7 +108,7 @@ class Reader(ForeignReader):
             tuple(name for name, leaf in leaves.items() if leaf.dtype == _TEXT),
             success=_TRUTHS.get(str(metadata.get("success")).lower()),
             task=next((str(metadata[key]) for key in _TASKS if key in metadata), ""),
-            metadata=metadata,
+            metadata={**metadata, "end_time_ns": int(times[-1])},
             source=_Source(log, leaves, {**messages, _TIME: times}),
         )
 
