@@ -109,12 +109,15 @@ def _kind_of_all(origins: Sequence[Origin]) -> type[Kind] | None:
     kinds = {origin.path: kind for origin in origins if (kind := kind_of(origin)) is not None}
     if len(set(kinds.values())) > 1:
         got = "; ".join(f"{kind.about} in {path}" for path, kind in kinds.items())
-        raise UsageError("open the folders together", "", "folders of one kind", got)
+        advice = "Convert one of them, or mix windows of both by a WindowMixture"
+        raise UsageError("open the folders together", "", "folders of one kind", got, advice)
     return next(iter(kinds.values()), None)
 
 
 def kind_of(origin: Origin) -> type[Kind] | None:
     """Tell how a path is read: by its format, or by its content; None if it is not there yet, or holds nothing."""
+    if arguments.is_url(origin.path):
+        return Blocks
     if origin.format is not None:
         return {kind.format: kind for kind in (Blocks, Chunks)}.get(origin.format, Readers)
     if origin.path.is_file():

@@ -26,7 +26,7 @@ from ..index.index import Int64s, name_keys, random_keys
 from ..remote.access import Origin
 from .episode import Episode
 from .own import FolderReader
-from .table import kept_rows, table_of
+from .table import kept_rows, table_of, with_returns
 
 _NUM_SHOWN = 5
 
@@ -92,8 +92,15 @@ class Recording(Sequence[Episode]):
 
     @cached_property
     def table(self) -> np.ndarray[Any, Any]:
-        """One row an episode, see `table.table_of`: id, env, length, return, ends, success, task, time, writer."""
-        return table_of(self, [self._reader.episodes[number] for number in self._numbers.tolist()])
+        """A row for each episode: id, env, length, return, ends, success, task, time, writer; see `table_of`.
+
+        Reads the rewards of all episodes, the first time.
+        """
+        return with_returns(self._descriptions, self)
+
+    @cached_property
+    def _descriptions(self) -> np.ndarray[Any, Any]:
+        return table_of([self.info(place) for place in range(len(self))])
 
     def info(self, place: int) -> EpisodeInfo:
         """Give what is known of an episode without reading a row."""
@@ -149,7 +156,7 @@ class Recording(Sequence[Episode]):
         Raises:
             UsageError: There is no such column.
         """
-        kept = kept_rows(self.table, columns) if columns else np.ones(len(self), bool)
+        kept = kept_rows(self.table if "return" in columns else self._descriptions, columns)
         if keeps is not None:
             kept &= np.array([bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool)
         return self._of(self._numbers[kept])
@@ -193,7 +200,8 @@ class Recording(Sequence[Episode]):
         source = Source(self.origin)
         source.refresh()
         store = source.snapshot()
-        names, chosen = list(store.layouts[DATA].schema), np.arange(len(store.index))
+        names = [name for name, field in store.layouts[DATA].schema.items() if not field.is_text]
+        chosen = np.arange(len(store.index))
         return compute_statistics([(store, chosen)], None, names, quantiles, **options)
 
 

@@ -25,27 +25,32 @@ def end_of(info: EpisodeInfo) -> str:
     return "open" if is_known else "unknown"
 
 
-def table_of(episodes: Sequence[Episode], infos: Sequence[EpisodeInfo]) -> np.ndarray[Any, Any]:
-    """Make the table; reads the rewards of all episodes.
+def table_of(infos: Sequence[EpisodeInfo]) -> np.ndarray[Any, Any]:
+    """Make the table without returns, which are NaN: nothing is read.
 
     Returns:
-        Structured array `[num_episodes]`: `id` text; `env` int64, -1 if unknown; `length` int64; `return` float64, the
-        sum of all rewards, NaN without; `ends` text, see `end_of`; `success` int8, 1, 0 or -1 if unknown; `task` text;
-        `time` datetime64[ns] of the end, NaT if unknown; `writer` text.
+        Structured array `[num_episodes]`: `id` text; `env` int64, -1 if unknown; `length` int64; `return` float64;
+        `ends` text, see `end_of`; `success` int8, 1, 0 or -1 if unknown; `task` text; `time` datetime64[ns] of the
+        end, NaT if unknown; `writer` text.
     """
     rows = []
-    for episode, info in zip(episodes, infos, strict=True):
+    for info in infos:
         about: dict[str, Any] = dict(_FROM_METADATA)
         about |= {name: told for name, none in about.items() if type(told := info.metadata.get(name)) is type(none)}
         success = -1 if info.success is None else int(info.success)
-        time = np.datetime64(int(about["end_time_ns"]) or "NaT", "ns")
-        rows.append(
-            (info.name, about["env"], info.length, _return(episode), end_of(info), success, info.task, time,
-             str(about["writer"]))
-        )  # fmt: skip
+        time = np.datetime64(about["end_time_ns"] or "NaT", "ns")
+        ends = end_of(info)
+        rows.append((info.name, about["env"], info.length, np.nan, ends, success, info.task, time, about["writer"]))
     texts = [np.array([row[place] for row in rows] or [""], str).dtype for place in (0, 4, 6, 8)]
     kinds = [texts[0], np.int64, np.int64, np.float64, texts[1], np.int8, texts[2], "datetime64[ns]", texts[3]]
     return np.array(rows, np.dtype(list(zip(COLUMNS, kinds, strict=True))))
+
+
+def with_returns(table: np.ndarray[Any, Any], episodes: Sequence[Episode]) -> np.ndarray[Any, Any]:
+    """Give a copy of a table with the sum of the rewards of each episode, NaN without; reads all rewards."""
+    found: np.ndarray[Any, Any] = table.copy()
+    found["return"] = [_return(episode) for episode in episodes]
+    return found
 
 
 def _return(episode: Episode) -> float:

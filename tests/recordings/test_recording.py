@@ -88,6 +88,26 @@ def test_filters_are_those_of_a_naive_model(demos):
         demos.filter(lenght=3)
 
 
+def test_a_filter_reads_rewards_only_for_returns(demos):
+    returns = {"return": lambda value: value > 1000}
+    assert demos.filter(**returns).ids == ["demo_10", "demo_11", "demo_30"]
+    again = rollout_data.open(demos)
+    demos.path.unlink()
+    assert again.filter(length=4, task="", ends="unknown").ids == ["demo_10"]
+    assert not again.filter(**returns).ids
+
+
+def test_a_recording_may_lie_behind_a_url(tmp_path):
+    local = recorded(tmp_path)
+    pytest.importorskip("fsspec")
+    rollout_data.push(tmp_path, f"memory://{tmp_path.name}/own")
+    remote = rollout_data.open(f"memory://{tmp_path.name}/own")
+    np.testing.assert_array_equal(remote.table, local.table)
+    for mine, theirs in zip(local, remote, strict=True):
+        np.testing.assert_array_equal(mine.observation, theirs.observation)
+        assert mine.metadata == theirs.metadata and mine["words"] == theirs["words"]
+
+
 def test_selected_names_come_in_the_order_of_the_file(demos):
     assert demos.select(["demo_11", "demo_0"]).ids == ["demo_0", "demo_11"]
     assert demos.select("demo_10").ids == ["demo_10"]
