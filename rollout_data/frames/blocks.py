@@ -80,6 +80,11 @@ class Blocks(Kind):
     def shared(self, store: FrameStore) -> Spot | None:
         if self._shared[0] is not store.index:
             self._shared = store.index, share((self._sight_of(store), store.index))
+            found, _ = shared_at(self._shared[1].spot if self._shared[1] is not None else None)
+            if found is not None:  # what this process has of its own is given up, but for its blocks
+                vars(store.index).update({**vars(found[1]), "blocks": store.index.blocks})
+                for folder in self._folders:
+                    folder.built = None
         memory = self._shared[1]
         return None if memory is None else memory.spot
 
