@@ -205,9 +205,11 @@ class RolloutStream(RolloutFileBase):
             raise UsageError(action, f"of {self.data_dir!r}", "one process that plays it", got, advice)
 
     def plan_next(
-        self, num_steps: int, envs: Int64s | None = None, after: Position | None = None
+        self, num_steps: int, envs: Int64s | None = None, after: Position | None = None, is_read: bool = True
     ) -> tuple[Plan, Position]:
         """Plan the next steps of `envs` (None: all) of this process: what to read, and where the stream stands then.
+
+        Where another process reads what was planned (`is_read` False), the plan is of no env.
 
         Raises:
             DatasetExhausted: There is no further batch.
@@ -225,13 +227,13 @@ class RolloutStream(RolloutFileBase):
                 "read another batch", f"from {self.data_dir!r}", got=got, advice="reset() starts again"
             )
         following = self._dealer.following if after is None else self._undecided
-        plan, state, deal = plan_steps(state, deal, num_steps, following, envs, self._mine)
+        share = self._mine if is_read or self.drop_last else slice(0)
+        plan, state, deal = plan_steps(state, deal, num_steps, following, envs, share)
         if self.drop_last and not plan.is_full:
             self.num_dropped_frames = int((plan.num_valid + state.left[self._mine]).sum())
             got, advice = f"{self.num_dropped_frames} frames are left", "drop_last=False delivers them"
             raise DatasetExhausted("fill another batch", f"from {self.data_dir!r}", got=got, advice=advice)
-        position = Position(state, deal, max(0, num_left - 1))
-        return plan, position
+        return plan, Position(state, deal, max(0, num_left - 1))
 
     def _is_over(self, state: StreamState) -> bool:
         """True if this rank has nothing more to deliver in this epoch."""
@@ -296,7 +298,7 @@ class RolloutStream(RolloutFileBase):
         """Plan the next batch of iteration without reading it: the position behind it, None if there is none."""
         self._ensure_started()
         try:
-            return self.plan_next(self.num_transitions_per_env or 1)[1]
+            return self.plan_next(self.num_transitions_per_env or 1, is_read=False)[1]
         except DatasetExhausted:
             return None
 
