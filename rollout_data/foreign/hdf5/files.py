@@ -75,12 +75,13 @@ class OpenFile:
 
     def links(self, group: h5g.GroupID) -> dict[str, bool]:
         """Name the members of a group, and whether each is in it by a hard link."""
-        found: dict[str, bool] = {}
+        listed: list[tuple[bytes, bool]] = []
 
-        def take(name: bytes, link: Any) -> None:
-            found[name.decode()] = link.type == h5l.TYPE_HARD
+        def take(name: bytes, link: Any) -> None:  # nothing here may raise
+            listed.append((name, link.type == h5l.TYPE_HARD))
 
         group.links.iterate(take, info=True)
+        found = {name.decode(): is_hard for name, is_hard in listed}
         self._num_links_left -= len(found)
         if self._num_links_left < 0:
             raise CorruptFileError("read", self.place(group), "groups in a tree", "links in circles")
@@ -264,9 +265,9 @@ class OpenFile:
 
     def attributes(self, node: Any, without: Sequence[str] = ()) -> dict[str, Any]:
         """Give all attributes of a group or dataset that are texts or numbers."""
-        names: list[str] = []
-        h5a.iterate(node, lambda name, *_: names.append(name.decode()))
-        found = {name: self.attribute(node, name) for name in names if name not in without}
+        names: list[bytes] = []
+        h5a.iterate(node, lambda name, *_: names.append(name))
+        found = {name: self.attribute(node, name) for name in map(bytes.decode, names) if name not in without}
         return {name: value for name, value in found.items() if value is not None}
 
 

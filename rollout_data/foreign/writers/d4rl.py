@@ -85,6 +85,8 @@ class Writer(ForeignWriter):
             elif names:
                 for start, rows in parts(episode, names[0]):
                     self._file.write(at, rows, first + start)
+                if names[0] != head:
+                    self.changed(f"{names[0]!r} is called {at!r}", episode)
             else:
                 self._file.write(at, np.full(length, self.options["missing_reward"]), first)
                 self.changed("rewards are made up by missing_reward", episode)
