@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from storage.core.shown import described
+
 #: A tensor, or a (nested) dict of tensors by component.
 Observation = torch.Tensor | dict[str, Any]
 
@@ -57,6 +59,10 @@ class Transition(NamedTuple):
     stream_id: int = 0
     extras: dict[str, Any] | None = None
     is_last: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return described(self)
+
     end_unknown: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 
 from storage.core import arguments
 from storage.core.arguments import whole
+from storage.core.shown import Shown
 from storage.errors import UsageError
 
 from ..index.agreement import is_in_worker
@@ -28,7 +29,7 @@ _MAX_ENVS = 1 << 24
 EnvIds = Sequence[int] | torch.Tensor | None
 
 
-class RolloutFileBase(IterableDataset[Any], ABC):
+class RolloutFileBase(Shown, IterableDataset[Any], ABC):
     """An endless or finite stream of `[T, num_envs, ...]` batches from files.
 
     A subclass implements `reset_all`, `refresh_handlers`, `get_buffer` and `fill_transition`; a

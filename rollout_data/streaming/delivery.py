@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from storage.core.arguments import whole
+from storage.core.shown import Shown
 from storage.core.threads import Unique
 from storage.errors import DatasetExhausted, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
@@ -120,7 +121,7 @@ def _collated(collate: Callable[[Any], Any], item: tuple[Any, Any]) -> tuple[Any
     return collate(item[0]), item[1]
 
 
-class RolloutLoader:
+class RolloutLoader(Shown):
     """Read a dataset with worker processes, and know where it stands; one iteration is one epoch.
 
     The batches are those of `iter(dataset)`, in that order, for any number of workers, also beside live writers.

@@ -17,6 +17,7 @@ import torch
 from storage.core import arguments
 from storage.core.fields import unflatten
 from storage.core.records import Key
+from storage.core.shown import Shown
 from storage.core.threads import OwnCondition, Owned, Owner
 from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.live.monitors import PerformanceMonitor
@@ -30,7 +31,7 @@ from .rows import Leaves, layout_of, pack, take_apart, unpack
 from .saver import TrajectorySaver
 
 
-class TrajectoryReplayBuffer(Owned):
+class TrajectoryReplayBuffer(Shown, Owned):
     """Keep trajectories of `[T, B, ...]` tensors and sample their steps, from any thread.
 
     Args:

@@ -15,6 +15,7 @@ import torch
 from storage.core.arguments import whole
 from storage.core.fields import flatten, unflatten
 from storage.core.memory import BufferPool, as_given, lasting
+from storage.core.shown import Shown
 from storage.errors import MissingFieldError, UsageError
 
 from ..format.schema import RowLayout
@@ -94,7 +95,7 @@ class Cached(NamedTuple):
     first: int
 
 
-class TrajectoryCache:
+class TrajectoryCache(Shown):
     """Keep the newest trajectories in memory, first in, first out.
 
     Args:

@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 
 from storage.core.arguments import choice, whole
 from storage.core.fields import flatten, unflatten
+from storage.core.shown import Shown
 from storage.errors import RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
 
@@ -218,7 +219,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-class WindowLoader:
+class WindowLoader(Shown):
     """Iterate over the windows of a dataset in batches; one iteration is one epoch.
 
     A gather takes less time than handing its result from a worker process over, so a thread reads ahead instead.

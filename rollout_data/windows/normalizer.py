@@ -98,6 +98,9 @@ class Normalizer(torch.nn.Module):
 
     forward = normalize
 
+    def extra_repr(self) -> str:
+        return ", ".join(self.fields)
+
     def _keep(self, name: str, offset: Tensor, scale: Tensor) -> None:
         self.register_buffer(_OFFSET + name.replace(".", _DOT), offset)
         self.register_buffer(_SCALE + name.replace(".", _DOT), scale)

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from storage.core.arguments import is_whole
 from storage.core.fields import flatten, map_leaves, unflatten
 from storage.core.memory import BufferPool
+from storage.core.shown import Shown, described
 from storage.errors import MissingFieldError, UsageError
 
 from ..format.schema import Allocate
@@ -56,12 +57,14 @@ class WindowBatch(dict[str, Any]):
         advice = "" if isinstance(key, str) else "Give the DataLoader collate_fn=dataset.collate"
         raise MissingFieldError("read the field", f"{key!r} of a batch", ", ".join(self), "no such field", advice)
 
+    __repr__ = described
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is a plain dict."""
         return dict, (dict(self),)
 
 
-class WindowBatches(Dataset[dict[str, Any]], ABC):
+class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
     """A map-style dataset that reads whole batches at once, into memory which a pickled copy makes anew."""
 
     #: Attributes that are not pickled, but made by `_open`.

@@ -23,6 +23,7 @@ import torch
 from storage.core import arguments
 from storage.core.fields import Schema
 from storage.core.memory import BufferPool
+from storage.core.shown import Shown
 from storage.core.threads import Owned
 from storage.errors import ClosedError, DataFileError, RolloutDataWarning, UsageError
 
@@ -43,7 +44,7 @@ MAX_STEPS_WITHOUT_END = 2000
 _MAKE = "make a RolloutWriter"
 
 
-class RolloutWriter(Owned):
+class RolloutWriter(Shown, Owned):
     """Record `[num_envs, ...]` steps or `[T, num_envs, ...]` rollouts into a data folder.
 
     Args:

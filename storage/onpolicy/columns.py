@@ -17,6 +17,7 @@ import torch
 
 from ..core.arguments import is_whole
 from ..core.fields import Field, dtype_name, unflatten
+from ..core.shown import described
 from ..errors import SchemaError
 
 #: `(48,)`, 48, or a nested dict whose leaves are shapes or pairs of shape and dtype.
@@ -262,6 +263,9 @@ class MiniBatch(NamedTuple):
     hidden_states: Any = None
     masks: Any = None
     policy_outputs: Any = None
+
+    def __repr__(self) -> str:
+        return described(self)
 
 
 class HiddenStates(NamedTuple):

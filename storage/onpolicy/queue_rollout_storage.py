@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import real
+from ..core.shown import described
 from ..errors import SchemaError
 from ..saving.store import State
 from .columns import Column, MiniBatch, ShapeLike, Transition, batch_type, brought, replaced
@@ -130,6 +131,7 @@ class ActionLabelMiniBatch(_Labelled):  # type: ignore[misc]
     """A `MiniBatch` that ends with `action_labels`, `[M, *A]` like the actions; returns are None if not computed."""
 
     __slots__ = ()
+    __repr__ = described
 
 
 class ActionLabelRollout(QueueRolloutStorage):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.fields import Field, check_same_names, signed
+from ..core.shown import described
 from ..errors import MissingFieldError, SchemaError, UsageError
 from ..saving.store import State, checked_tensor
 from .columns import Column, MiniBatch, Transition, batch_type, replaced, rollout_columns
@@ -57,6 +58,7 @@ class SarsaMiniBatch(_Fields):  # type: ignore[misc]
     """
 
     __slots__ = ()
+    __repr__ = described
 
 
 class SarsaRolloutStorage(RolloutStorage):

@@ -20,6 +20,7 @@ import torch
 from ..core.arguments import is_whole
 from ..core.durable import existing_folder
 from ..core.memory import lasting
+from ..core.shown import Shown
 from ..errors import CorruptFileError, ForeignFileError, MissingFieldError, RolloutDataError, SchemaError, nearest
 from .columns import SAVE_ID, name_of, open_columns
 from .folder import COLUMNS, CONFIG_NAME, NONSENSE, check_version, device_for, load_one_save, read_config, write_folder
@@ -55,7 +56,7 @@ class State:
     tensors: dict[str, torch.Tensor]
 
 
-class Store(ABC):
+class Store(Shown, ABC):
     """Gives a store `state_dict`, `load_state_dict`, `save`, `load`, pickling and copies.
 
     A subclass has the attributes below and implements `_get_state` and `_set_state`; the lock is held during both.

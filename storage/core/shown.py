@@ -1,0 +1,85 @@
+"""What `repr` says of stores, datasets and batches: what it is, how large and how full, where, and its fields.
+
+One rule: `Shown` looks at the attributes that a thing has, so that no class says it again; it reads no data, opens no
+file and copies nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ..errors import RolloutDataError
+from .fields import Schema
+
+#: Attributes that say how much fits, and what else is shown of properties.
+_CAPACITIES, _PROPERTIES = ("capacity", "replay_buffer_size", "buffer_size", "max_size"), ("num_transitions_per_env",)
+_MAX_FIELDS, _MAX_FACTS = 16, 10
+#: How deep the fields of what a thing is made of are looked for.
+_DEPTH = 3
+
+
+class Shown:
+    """Gives a class a `repr` of a few lines."""
+
+    def __repr__(self) -> str:
+        return described(self)
+
+
+def described(thing: Any) -> str:
+    """Describe a store, dataset or batch: a line of facts, and a line for each field."""
+    batch = dict(thing) if isinstance(thing, Mapping) else thing._asdict() if hasattr(thing, "_asdict") else None
+    facts = [
+        f"{name}={value}" for name, value in (_facts(thing) if batch is None else batch.items()) if _is_fact(value)
+    ]
+    lines = list(_tensors(batch or {}))
+    if batch is None and (schema := _schema_of(thing, _DEPTH)) is not None:
+        lines = [f"{name}: {'texts' if one.is_text else _words(one.dtype, one.shape)}" for name, one in schema.items()]
+    left_out = len(lines) - _MAX_FIELDS
+    lines = [*lines[:_MAX_FIELDS], *([f"and {left_out} more"] if left_out > 0 else [])]
+    return "\n  ".join([f"{type(thing).__name__}({', '.join(facts[:_MAX_FACTS])})", *lines])
+
+
+def _facts(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Give how full a thing is, and its public attributes."""
+    most = next((name for name in _CAPACITIES if isinstance(getattr(thing, name, None), int)), "")
+    with suppress(RolloutDataError, TypeError):  # of a thing that is closed, or has no length
+        yield "len", f"{len(thing):,} of {getattr(thing, most):,}" if most else f"{len(thing):,}"
+    yield from ((name, getattr(thing, name)) for name in _PROPERTIES if name in dir(type(thing)))
+    yield from ((name, one) for name, one in vars(thing).items() if name[0] != "_" and name not in (most, *_PROPERTIES))
+
+
+def _is_fact(value: Any) -> bool:
+    """Whether a value is worth a word: no flag that is not set."""
+    if isinstance(value, (list, tuple)):
+        return 0 < len(value) <= 4 and all(isinstance(one, (int, str, os.PathLike)) for one in value)
+    return isinstance(value, (int, float, str, torch.device, os.PathLike)) and value is not False and value != ""
+
+
+def _tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}: {_words(str(value.dtype).removeprefix('torch.'), value.shape)}"
+        elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            yield from _tensors(value, f"{prefix}{name}/")
+
+
+def _words(dtype: str, shape: Any) -> str:
+    return f"{dtype}{list(shape)}"
+
+
+def _schema_of(thing: Any, depth: int) -> Schema | None:
+    """Find the fields that a thing, or what it is made of, has declared; the nearest ones."""
+    attributes = getattr(thing, "__dict__", {})
+    if isinstance(found := attributes.get("schema"), Schema) and len(found):
+        return found
+    parts = [one for value in attributes.values() for one in (value[:1] if isinstance(value, list) else [value])]
+    inner = [one for one in parts if type(one).__module__.startswith(("storage.", "rollout_data."))]
+    for value in inner if depth else ():
+        if (deeper := _schema_of(value, depth - 1)) is not None:
+            return deeper
+    return None
