@@ -237,6 +237,12 @@ class TestMotion:
         np.testing.assert_array_equal(episode["contact"], np.arange(5))
         assert episode.metadata["dof_names"] == ["hip", "knee", "ankle"] and episode.metadata["weight_kg"] == 31.5
 
+    def test_joints_alone_are_a_clip(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "a.npz", dof_positions=state(50, 4, 2), body_names=["root", "arm"], dof_names=["a", "b"])
+        episode = rollout_data.open(tmp_path / "a.npz")[0]
+        np.testing.assert_array_equal(episode.observation["dof_positions"], state(50, 4, 2))
+        assert (episode.metadata["body_order"], episode.metadata["body_names"]) == ("names", ["root", "arm"])
+
     def test_json_clips_give_poses_and_how_long_each_lasts(self) -> None:
         for folder in ("deepmimic_humanoid", "motion_imitation_keyframed"):
             recording = rollout_data.open(CLIPS / folder)

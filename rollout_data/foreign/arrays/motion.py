@@ -92,17 +92,17 @@ class Reader(ForeignReader):
         self.metadata["quaternion_order"] = "wxyz"
         fields = {f"observation/{name}": arrays.pop(name) for name in layout if name in arrays}
         self._check_poses(path, list(layout), fields, sizes)
-        metadata: dict[str, Any] = {"fps": _fps(path, arrays.pop("fps"))} if "fps" in arrays else {}
+        metadata: dict[str, Any] = {"fps": _fps(arrays.pop("fps"))} if "fps" in arrays else {}
         for name, one in arrays.items():
             if name == _BODY_NAMES or name in _JOINT_NAMES:
-                metadata[name] = _names(path, one, sizes["B" if name == _BODY_NAMES else "J"])
+                metadata[name] = _names(one, sizes.get("B" if name == _BODY_NAMES else "J"))
             elif one.dtype.kind in "biuf" and one.shape[:1] == (sizes["T"],):
                 fields[name] = one
             elif one.dtype.kind in "biufU" and prod(one.shape) * one.dtype.itemsize <= _MAX_NAMES_BYTES:
                 metadata[name] = one.read().tolist()
             else:
                 self.problem("read the array", one.where, "numbers", str(one.dtype), "It is left out")
-        metadata["body_order"] = self._body_order(path, metadata, sizes["B"])
+        metadata["body_order"] = self._body_order(path, metadata, sizes.get("B", 0))
         schema = Schema(Field(name, one.shape[1:], dtype_name(one.dtype, name)) for name, one in fields.items())
         return EpisodeInfo(path.stem, sizes["T"], schema, metadata=metadata, source=fields)
 
@@ -185,7 +185,7 @@ def _sizes(path: Path, layout: dict[str, str], arrays: Mapping[str, NpzArray]) -
     return sizes
 
 
-def _fps(path: Path, stored: NpzArray) -> int | float:
+def _fps(stored: NpzArray) -> int | float:
     values = stored.read().reshape(-1) if prod(stored.shape) == 1 and stored.dtype.kind in "iuf" else np.zeros(1)
     rate = float(values[0])
     if not 0 < rate < float("inf"):
@@ -193,9 +193,11 @@ def _fps(path: Path, stored: NpzArray) -> int | float:
     return int(rate) if rate.is_integer() else rate
 
 
-def _names(path: Path, stored: NpzArray, num_names: int) -> list[str]:
-    if stored.dtype.kind not in "US" or stored.shape != (num_names,) or stored.dtype.itemsize > _HEAD_BYTES:
-        raise CorruptFileError("read", stored.where, f"{num_names} names", f"{stored.dtype}{list(stored.shape)}")
+def _names(stored: NpzArray, num_names: int | None) -> list[str]:
+    is_long = prod(stored.shape) * stored.dtype.itemsize > _MAX_NAMES_BYTES
+    if stored.dtype.kind not in "US" or stored.shape[1:] or (num_names or len(stored)) != len(stored) or is_long:
+        expected = f"{num_names} names" if num_names else "names"
+        raise CorruptFileError("read", stored.where, expected, f"{stored.dtype}{list(stored.shape)}")
     return [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored.read().tolist()]
 
 

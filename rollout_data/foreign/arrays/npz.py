@@ -123,6 +123,9 @@ class NpzArray:
     offset: int
     packed: Unpacking | None
 
+    def __len__(self) -> int:
+        return self.shape[0] if self.shape else 0
+
     def read(self, start: int = 0, stop: int | None = None) -> Array:
         """Give the rows `start:stop`, little-endian: a read-only map of the file if they lie aligned, else a copy."""
         if not self.shape:
