@@ -30,7 +30,7 @@ NUM_IN_REPLY, PUSH_ROWS = 32, 1024
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Yield batches at two sizes, many batches in a reply, pushes, and sampling under pressure."""
+    """Yield batches at two sizes, many batches in a reply, pushes, and sampling and pushes at once."""
     ray = peers.load("ray")
     if not ray.is_initialized():
         ray.init(
@@ -42,6 +42,7 @@ def cases(quick: bool) -> Iterator[Case]:
     yield replies(capacity)
     yield pushes(ray, capacity)
     yield pressed(ray, capacity, 0.5 if quick else 3.0)
+    yield beside_draws(ray, capacity, 0.5 if quick else 3.0)
 
 
 def rows(num_rows: int) -> dict[str, torch.Tensor]:
@@ -204,5 +205,32 @@ def pressed(ray: Any, capacity: int, seconds: float) -> Case:
         contenders=(
             Contender("none", **closing(partial(drawing, 0)), role=LIMIT, own_clock=True),
             Contender("two that press", **closing(partial(drawing, 2)), role=OURS, own_clock=True, reach=1 / 0.4),
+        ),
+    )
+
+
+def beside_draws(ray: Any, capacity: int, seconds: float) -> Case:
+    """A push of two collectors while nobody draws, and while a learner draws as fast as it can."""
+
+    def pushing(draws: bool) -> tuple[Call, Call]:
+        buffer = remote(capacity, prefetch=0)
+        push = ray.remote(push_for).options(num_cpus=0)
+        ray.get([push.remote(buffer, 0.0) for _ in range(2)])
+
+        def press() -> float:
+            collectors = [push.remote(buffer, seconds) for _ in range(2)]
+            while len(ray.wait(collectors, num_returns=2, timeout=0 if draws else seconds)[0]) < 2:
+                if draws:
+                    buffer.sample(256)
+            return seconds / sum(ray.get(collectors))
+
+        return press, buffer.close
+
+    return Case(
+        f"a push of {PUSH_ROWS} rows by two collectors",
+        num_bytes=PUSH_ROWS * ROW_BYTES,
+        contenders=(
+            Contender("nobody draws", **closing(partial(pushing, False)), role=LIMIT, own_clock=True),
+            Contender("beside a learner", **closing(partial(pushing, True)), role=OURS, own_clock=True, reach=1 / 0.4),
         ),
     )
