@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import BackgroundError, WaitTimeoutError
 from ..live.rates import RateLimitedError
 from .packed import pack
-from .shard import Ack, RemoteOptions
+from .shard import UPDATES, Ack, RemoteOptions
 
 _PAUSE_S = 0.05
 
@@ -30,8 +30,8 @@ class Link:
         self.actor, self.where, self._collector, self._options = actor, where, collector, options
         self._is_kept = options.checkpoint_dir is not None
         self.told: Ack | None = None
-        #: Number -> (reference to what was pushed, its bytes), oldest first; and the bytes of all.
-        self._kept: dict[int, tuple[Any, int]] = {}
+        #: Number -> (method of the shard, reference to what was pushed, its bytes), oldest first; and the bytes of all.
+        self._kept: dict[int, tuple[str, Any, int]] = {}
         self._kept_bytes = 0
         #: The numbers of the next push that is made, and that is sent; below 0 the shard has to be asked for it.
         self._next = self._sent = 0
@@ -93,7 +93,8 @@ class Link:
         self._pump(self._options.max_pending - 1)
         if self._is_kept and self._kept_bytes + num_bytes > self._options.max_unsaved_bytes:
             self.checkpoint(is_anew=False)
-        self._kept[self._next] = ray.put((name, packed)), num_bytes
+        method = "tell" if name in UPDATES else "push"
+        self._kept[self._next] = method, ray.put((name, packed)), num_bytes
         self._kept_bytes += num_bytes
         self._next += 1
         self._pump(self._options.max_pending)
@@ -123,8 +124,8 @@ class Link:
             if self._sent < 0:
                 self._note(self.answer(self.start("hello", self._collector)), is_back=True)
             elif self._sent < self._next and len(self._pending) < self._options.max_pending:
-                given = self._kept[self._sent][0]
-                self._pending.append((self._sent, self.start("push", self._collector, self._sent, given)))
+                method, given, _ = self._kept[self._sent]
+                self._pending.append((self._sent, self.start(method, self._collector, self._sent, given)))
                 self._sent += 1
             else:
                 self._end_push()
@@ -140,7 +141,7 @@ class Link:
         self._note(ack, is_back=ack.due <= number)
         if error is not None:
             if number in self._kept:  # it was counted, and is to be counted again after a restart
-                self._kept[number] = ("", None), self._kept[number][1]
+                self._kept[number] = "push", ("", None), self._kept[number][2]
             raise error
 
     def _note(self, ack: Ack, is_back: bool = False) -> None:
@@ -153,4 +154,4 @@ class Link:
                 got = f"push {ack.due} is due, which is not kept any more"
                 raise BackgroundError("send again", f"to {self.where}", "a checkpoint that holds what it did", got)
         while self._kept and (oldest := next(iter(self._kept))) < (ack.unsaved if self._is_kept else ack.due):
-            self._kept_bytes -= self._kept.pop(oldest)[1]
+            self._kept_bytes -= self._kept.pop(oldest)[2]

@@ -30,7 +30,7 @@ from ..live.rates import RateLimitedError, RateLimiter
 from .packed import Packed, is_numbers, join, map_tree, pack, unpack
 
 #: Method -> thread of the actor that runs it; others run in its main thread.
-GROUPS = {"draw": "drawing", "push": "pushing"}
+GROUPS = {"draw": "drawing", "tell": "drawing", "push": "pushing"}
 #: What a learner found; other pushes are rows.
 UPDATES = ("update", "update_priorities")
 #: So often rows are drawn anew to fill a batch with rows that are not too old.
@@ -143,14 +143,13 @@ class Shard:
         """
         name, sizes, args, options, version = asked
         method, found, limiter = getattr(self._buffer, name), [], self._limiter
+        unit = unit_of(self._traits, name, args, options)
         for size in filter(None, sizes):
             num_rows, one = sum(size.values()) if isinstance(size, Mapping) else size, None
             if limiter is not None and not limiter.sample(num_rows):
                 raise RateLimitedError(f"draw {num_rows} rows", "", "more pushes", str(limiter.snapshot()))
             try:
-                one = self._fresh(
-                    partial(method, size, *args, **options), unit_of(self._traits, name, args, options), version
-                )
+                one = self._fresh(partial(method, size, *args, **options), unit, version)
             finally:
                 if one is None and limiter is not None:
                     limiter.undo(num_sampled=num_rows)
@@ -205,6 +204,10 @@ class Shard:
                     limiter.undo(num_inserted=num_rows)
             self._due[collector] = due + 1
         return self.hello(collector), error
+
+    def tell(self, collector: str, number: int, given: tuple[str, Packed | None]) -> tuple[Ack, Exception | None]:
+        """Do as `push` in the thread of draws: an update does not wait for pushes that the limiter makes wait."""
+        return self.push(collector, number, given)
 
     def _check_alone(self, collector: str) -> None:
         """Refuse rows that would seem to follow those of another collector, in between those of this one."""

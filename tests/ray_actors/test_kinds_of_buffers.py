@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from storage import (
 from storage.errors import UsageError
 from storage.managed.items import UnknownNameError
 from storage.remote import RemoteBuffer
-from tests.ray_actors.actors import NO_CPUS
+from tests.ray_actors.actors import NO_CPUS, rows
 
 NOW = {"prefetch": 0, **NO_CPUS}
 
@@ -75,6 +76,23 @@ def test_items_of_several_shards_have_ids_of_their_own_and_updates_find_them(clu
         prioritized.update({"replay_unique_id": ["other_3"], "priority": [1.0]})
         with pytest.raises(UnknownNameError, match="'other_3'"):
             prioritized.flush()
+
+
+def test_updates_pass_pushes_that_wait_for_draws(cluster: Any) -> None:
+    make = partial(AdvancedReplayBuffer, 1000, min_sample_ratio=0)
+    limiter = {"samples_per_insert": 1.0, "tolerance": 40.0, "min_inserts": 10}
+    with RemoteBuffer(make, rate_limiter=limiter, timeout_s=20.0, **NOW) as learner:
+        learner.extend_tensors(rows(0, 20))
+        learner.flush()
+        collector = copy.copy(learner)
+        collector.extend_tensors(rows(20, 20))
+        collector.flush()
+        collector.extend_tensors(rows(40, 50))  # waits in the actor
+        for _ in range(10):
+            _, weights, ids = learner.sample_tensors(10)
+            learner.update_priorities(ids, weights)
+        learner.flush()
+        assert len(collector) == 90
 
 
 def test_episodes_stay_whole_and_count_once(cluster: Any) -> None:
