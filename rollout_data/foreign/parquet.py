@@ -21,10 +21,10 @@ from .guards import damage_named, file_inside, optional
 
 #: Decoded at a time; one row may be larger.
 _BATCH_BYTES, _BATCH_ROWS = 1 << 25, 1 << 16
-#: No row takes less than a thousandth of a byte; no column of a row group unpacks to more than these.
-_ROWS_PER_BYTE, _MAX_COLUMN_BYTES, _MAX_EXPANSION = 1 << 10, 1 << 27, 4
-#: Index columns of as many rows are read at once, in two thirds of the time.
-_MANY_ROWS = 1 << 22
+#: No row takes less than a sixteenth of a byte; no column of a row group unpacks to more than these.
+_ROWS_PER_BYTE, _MAX_COLUMN_BYTES, _MAX_EXPANSION = 1 << 4, 1 << 27, 4
+#: Columns of integers are read as a whole: 64 MiB each.
+_MAX_WHOLE_ROWS = 1 << 23
 #: Of columns in lists of unknown lengths.
 _VALUES_PER_BYTE = 1 << 5
 _MAX_FOOTERS = 64
@@ -94,13 +94,11 @@ class ParquetFile:
             kind = str(self.types.get(name, "none"))
             if kind != "bool" and not kind.startswith(("int", "uint")):
                 raise self._damaged(f"the column {name!r} of integers", kind)
-        if self.num_rows > _MANY_ROWS:
-            found = list(self.batches(dict.fromkeys(names, 1), 0, self.num_rows))
-            parts = {name: [batch[name] for batch in found] for name in names}
-        else:
-            with self._opened() as file:
-                table = file.read(columns=list(names), use_threads=False)
-            parts = {name: table.column(name).chunks for name in names}
+        if self.num_rows > _MAX_WHOLE_ROWS:
+            raise self._damaged(f"at most {_MAX_WHOLE_ROWS} rows", str(self.num_rows))
+        with self._opened() as file:
+            table = file.read(columns=list(names), use_threads=False)
+        parts = {name: table.column(name).chunks for name in names}
         where = f"of {str(self.path)!r}"
         return {name: as_rows(parts[name], (), f"{name!r} {where}").astype(np.int64) for name in names}
 

@@ -258,3 +258,28 @@ def test_every_truncated_or_changed_file_is_refused_or_gives_the_same(tmp_path: 
                 continue
             assert [one.shape for one in got] == [one.shape for one in expected]
         file.write_bytes(data)
+
+
+@pytest.mark.parametrize("choice", ["refuse", "rebuild"])
+def test_more_rows_than_a_file_can_hold_are_refused_before_they_are_read(tmp_path: Path, choice: str) -> None:
+    path = LeRobotSet(tmp_path / "set", [2]).write()
+    zeros = pa.array(np.zeros(1 << 21, "int64"))
+    table = pa.table(dict.fromkeys(("action", "frame_index", "episode_index", "index", "task_index"), zeros))
+    pq.write_table(table, path / "data" / "chunk-000" / "file-000.parquet", compression="zstd", row_group_size=1 << 21)
+    if choice == "refuse":
+        with pytest.raises(CorruptFileError, match="rows in"):
+            rollout_data.open(path)
+    else:
+        recording = rollout_data.open(path, on_bad_index=choice)
+        assert len(recording) == 0
+        assert any("rows in" in str(problem) for problem in recording.problems)
+
+
+def test_a_picture_that_unpacks_to_more_than_its_file_is_refused(tmp_path: Path) -> None:
+    data = b"\x89PNG\r\n\x1a\n" + bytes(136 << 20)
+    made = LeRobotSet(tmp_path / "set", [1])
+    path = made.write()
+    bomb = made.tables[0].append_column("observation.images.a", pa.array([{"bytes": data, "path": ""}]))
+    pq.write_table(bomb, path / "data" / "chunk-000" / "file-000.parquet", compression="zstd")
+    with pytest.raises(CorruptFileError, match=r"bytes of 'observation\.images\.a'"):
+        rollout_data.open(path)

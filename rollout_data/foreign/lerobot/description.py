@@ -23,6 +23,8 @@ from ..pictures import picture_format
 from ..video import DepthCoding
 
 INFO_NAME = "meta/info.json"
+#: As objects they take twenty times as much.
+MAX_OBJECT_BYTES = 1 << 24
 #: Columns that number the rows; they are checked, and are no fields.
 INDEX_COLUMNS = ("episode_index", "frame_index", "index")
 #: True in the description of a set while it is written: its data files are the truth.
@@ -86,7 +88,7 @@ def read_info(path: Path) -> Info:
         DataFileError: It is damaged.
     """
     file = file_inside(path, INFO_NAME)
-    content = read_object(file)
+    content = read_object(file, MAX_OBJECT_BYTES)
     version = str(content.get("codebase_version"))
     if content.get("storage_format") == "lance":
         advice = "Convert it with lerobot to storage_format 'parquet'; the extra for Lance is not part of this release"

@@ -25,7 +25,10 @@ from ..parquet import ParquetFile, ParquetFiles
 from .description import INDEX_COLUMNS, UNFINISHED, Info, file_name, name_pattern
 
 SUCCESS, TASK = "next.success", "task_index"
-_MAX_LINES_BYTES = 1 << 28
+#: As objects they take twenty times as much.
+_MAX_LINES_BYTES = 1 << 24
+#: More parts of episodes than this in a file, besides those of the index, are no recording.
+_MAX_RUNS = 1 << 16
 _ADVICE = 'Open it with on_bad_index="rebuild" to group the rows by their episode_index'
 
 
@@ -163,8 +166,11 @@ class Index:
 
     def _runs_of(self, name: str) -> list[Run]:
         file = self.files[name]
-        if self._info.major == 2 and not self._rebuilds and (run := _run_of_footer(name, file)):
+        if not self._rebuilds and (run := _run_of_footer(name, file)):
             return [run]
+        total = sum(entry.length for entry in self.entries.values())
+        if not self._rebuilds and file.num_rows > total + _MAX_RUNS:
+            raise self.bad(f"the data {name!r}", f"at most {total} rows", str(file.num_rows))
         told = [one for one in (TASK, SUCCESS) if str(file.types.get(one)) in ("int64", "bool")]
         rows = file.integers([*INDEX_COLUMNS, *told])
         if not file.num_rows:
@@ -172,6 +178,8 @@ class Index:
         episode, frame, index = (rows[column] for column in INDEX_COLUMNS)
         is_next = (np.diff(episode) == 0) & (np.diff(frame) == 1) & (np.diff(index) == 1)
         starts = np.flatnonzero(np.concatenate([[True], ~is_next]))
+        if len(starts) > len(self.entries) + _MAX_RUNS:
+            raise self.bad(f"the data {name!r}", "rows of an episode one after the other", f"{len(starts)} parts")
         tasks = rows[TASK][starts].tolist() if TASK in told else [-1] * len(starts)
         wins = np.logical_or.reduceat(rows[SUCCESS], starts).tolist() if SUCCESS in told else [None] * len(starts)
         numbers = zip(

@@ -28,6 +28,7 @@ from ..video import end_time, read_frames
 from .description import (
     INDEX_COLUMNS,
     INFO_NAME,
+    MAX_OBJECT_BYTES,
     UNFINISHED,
     Feature,
     Info,
@@ -144,7 +145,7 @@ class Reader(ForeignReader):
 
     def _components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
         """Give the named parts of state, action and cameras; columns of annotations become texts in `features`."""
-        content = read_object(file_inside(self.path, MODALITY_NAME))
+        content = read_object(file_inside(self.path, MODALITY_NAME), MAX_OBJECT_BYTES)
         sources = {feature.source: number for number, feature in enumerate(features)}
         found: dict[str, dict[str, Feature]] = {}
         for group, default in (("state", "observation.state"), ("action", "action"), ("video", ""), ("annotation", "")):
