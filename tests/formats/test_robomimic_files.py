@@ -368,3 +368,14 @@ def test_real_demos_without_next_observations_have_no_final_one(tmp_path: Path) 
     recording = rollout_data.open(tmp_path / "layout_no_next_obs.hdf5")
     assert [one.final_observation for one in recording] == [None, None, None]
     assert os.listdir(tmp_path) == ["layout_no_next_obs.hdf5"]
+
+
+def test_groups_that_are_linked_again_and_again_are_refused_soon(tmp_path: Path) -> None:
+    def change(file: h5py.File) -> None:
+        for number in range(1000):
+            file[f"data/demo_2/obs/k{number}"] = h5py.Empty("f4")
+        for number in range(100, 400):
+            file[f"data/demo_{number}"] = file["data/demo_2"]
+
+    with pytest.raises(CorruptFileError, match="links in circles"):
+        rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), change))

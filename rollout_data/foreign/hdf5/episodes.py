@@ -188,6 +188,8 @@ class Hdf5Reader(ForeignReader):
                             length, layout = self.length(file, node), known[same]
                         episodes.append(self._info(file, node, name, Source(path, group, layout), length))
                 except DataFileError as cause:
+                    if file.num_links_left < 0:
+                        raise
                     self.problems.append(cause)
         return episodes
 

@@ -62,7 +62,12 @@ class OpenFile:
         self._map = mmap.mmap(guarded.fileno(), 0, access=mmap.ACCESS_READ)
         self._surveys: OrderedDict[str, dict[str, Found]] = OrderedDict()
         self.checked: set[str] = set()  # what its users have looked at
-        self._num_links_left = self.num_bytes // _LINK_BYTES
+        self.num_links_left = 0  # that are listed before the groups are taken for no tree
+        self.allow_links()
+
+    def allow_links(self) -> None:
+        """Allow as many links to be listed as the file can hold."""
+        self.num_links_left = max(self.num_bytes // _LINK_BYTES, MAX_FIELDS)
 
     def name(self, node: Any) -> str:
         """Give the path of a group or dataset in the file; "" for the whole."""
@@ -82,8 +87,8 @@ class OpenFile:
 
         group.links.iterate(take, info=True)
         found = {name.decode(): is_hard for name, is_hard in listed}
-        self._num_links_left -= len(found)
-        if self._num_links_left < 0:
+        self.num_links_left -= len(found)
+        if self.num_links_left < 0:
             raise CorruptFileError("read", self.place(group), "groups in a tree", "links in circles")
         return found
 
@@ -129,7 +134,6 @@ class OpenFile:
             CorruptFileError: One is larger than the file can hold, or the groups are not in a tree.
         """
         if path not in self._surveys:
-            self._num_links_left = max(self._num_links_left, MAX_FIELDS)
             self._surveys[path] = dict(self._walk(self.group(path), "", 0))
             if len(self._surveys) > _MAX_SURVEYS:
                 self._surveys.popitem(last=False)
@@ -308,6 +312,7 @@ class Files:
                 if len(self._open) > _MAX_OPEN_FILES:
                     self._open.popitem(last=False)[1][0].close()
             self._open.move_to_end(path)
+            self._open[path][1].allow_links()
             yield self._open[path][1]
 
     def _opened(self, path: Path) -> tuple[ExitStack, OpenFile]:
