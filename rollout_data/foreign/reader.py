@@ -98,7 +98,8 @@ class ForeignReader(ABC):
         """Read the steps `start:stop` of one field of episode `number`, which is in range.
 
         Returns:
-            `[stop - start, *shape]` of the field's dtype; may be a read-only map of the file. Texts: a list of str.
+            `[stop - start, *shape]` of the field's dtype, bfloat16 as float32; may be a read-only map of the file. Of
+            texts a list of str.
 
         Raises:
             DataFileError: They cannot be read.

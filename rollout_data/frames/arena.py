@@ -27,7 +27,7 @@ from ..index.index import Int64s
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED = 0x10
 _MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: addresses alone
-_MADV_RANDOM, _MADV_WILLNEED = 1, 3
+_MADV_RANDOM, _MADV_WILLNEED, _MADV_DONTNEED = 1, 3, 4
 #: Address space costs nothing, but a process has only 128 TiB of it: room for growth, not for everything.
 _MIN_RESERVED_BYTES = 1 << 36
 _GROWTH = 4
@@ -138,6 +138,10 @@ class Arena:
         """Ask the kernel to read runs of rows from the disk in the background."""
         for first, count in zip(first_rows.tolist(), num_rows.tolist(), strict=True):
             _libc.madvise(*self._pages(first, count), _MADV_WILLNEED)
+
+    def forget(self, first_row: int, num_rows: int) -> None:
+        """Let go of the memory of a run of rows; they are mapped again, from the page cache, when they are read."""
+        _libc.madvise(*self._pages(first_row, num_rows), _MADV_DONTNEED)
 
     def is_resident(self, row: int) -> bool:
         """True if the page where a row begins is in memory, or the kernel does not tell."""

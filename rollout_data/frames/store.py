@@ -160,6 +160,9 @@ class FrameStore:
     def will_need(self, runs: Runs) -> None:
         """Have rows fetched in the background, where that helps."""
 
+    def forget(self, place: Place, runs: Runs) -> None:
+        """Let go of the memory of rows that are read once."""
+
     def _words(self, place: Place) -> torch.Tensor:
         raise UsageError("read rows", f"of {type(self).__name__}", "a store that keeps rows as one tensor")
 
@@ -272,6 +275,11 @@ class MappedFrames(FrameStore):
             if place[0] == DATA:
                 files = self.files.chunks.get(place) or self.files.arenas[place]
                 _advise(files, self._first(place, runs), runs.num_rows)
+
+    def forget(self, place: Place, runs: Runs) -> None:
+        if (mapped := self.files.arenas.get(place)) is not None:
+            for first, num_rows in zip(self._first(place, runs).tolist(), runs.num_rows.tolist(), strict=True):
+                mapped.forget(first, num_rows)
 
     def is_resident(self, runs: Runs) -> bool:
         """True if the first rows of runs are in memory, those that are stored as they are."""

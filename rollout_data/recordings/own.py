@@ -23,6 +23,8 @@ from ..remote.access import Origin
 
 #: What is noted of a converted episode besides its metadata: its id in the source, and names of fields that it lacks.
 SOURCE_ID, ABSENT = "id", "absent_fields"
+#: Pages of larger pieces are not kept mapped behind their reading: a conversion would map all it has read.
+_MAX_MAPPED_BYTES = 1 << 20
 
 
 class FolderReader(ForeignReader):
@@ -70,6 +72,8 @@ class FolderReader(ForeignReader):
             rows = torch.zeros((stop - start, column.row_bytes // 4), dtype=torch.int32)
             if stop > start:
                 self.store.copy((DATA, column.name), runs, 0, rows)
+                if rows.nbytes > _MAX_MAPPED_BYTES:
+                    self.store.forget((DATA, column.name), runs)
             self._last = wanted, rows.view(torch.uint8)
         found: np.ndarray[Any, Any] = _array(self.store, (DATA, name), self._last[1]).copy()
         return found

@@ -19,7 +19,16 @@ from rollout_data.foreign.formats import FORMATS, WRITERS
 OURS = "rollout-data"
 OPTIONS: dict[str, dict[str, Any]] = {"robomimic": {"next_obs": True}}
 READ_BACK = [name for name in (OURS, *WRITERS) if name in (*FORMATS, OURS, "trajectory-folders")]
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int16, torch.int64, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.bool,
+)
 TASKS = ("", "pick up the cube", "поднять куб", "立方体を拾う")
 
 

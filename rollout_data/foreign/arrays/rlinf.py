@@ -134,7 +134,8 @@ class Reader(ForeignReader):
             if name in _ENDS:
                 continue
             if isinstance(value, torch.Tensor) and value.shape[:2] == shape:
-                fields[name] = Field(name, tuple(value.shape[2:]), dtype_name(value.dtype))
+                dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype  # numpy has no bfloat16
+                fields[name] = Field(name, tuple(value.shape[2:]), dtype_name(dtype))
             elif _is_texts(value, shape):
                 texts.append(name)
             elif isinstance(value, (bool, int, float, str)):
@@ -314,9 +315,7 @@ def _follows(block: Mapping[str, Any]) -> Array | None:
 
 
 def _numpy(tensor: torch.Tensor) -> Array:
-    """Copy a tensor; bfloat16 gives its bytes as uint16."""
+    """Copy a tensor; bfloat16 as float32."""
     copied = tensor.clone(memory_format=torch.contiguous_format)
-    if copied.dtype == torch.bfloat16:
-        return copied.view(torch.int16).numpy().view(np.uint16)
-    array: Array = copied.numpy()
+    array: Array = (copied.float() if copied.dtype == torch.bfloat16 else copied).numpy()
     return array

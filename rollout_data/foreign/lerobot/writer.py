@@ -172,7 +172,9 @@ class Writer(ForeignWriter):
             about[b"huggingface"] = hub_features({name: features[name] for name in columns})
         table = pyarrow.table(columns).replace_schema_metadata(about)
         with self._replaced(self._file(number)) as new:
-            parquet.write_table(table, new, row_group_size=length)
+            parquet.write_table(
+                table, new, row_group_size=length, use_dictionary=[name.replace("/", ".") for name in self._texts]
+            )
         self._notes.append(note)
         self.written.add(episode.id)
         self._report(episode)
@@ -298,7 +300,5 @@ def _parts(episode: EpisodeToWrite, column: Column, statistics: Statistics) -> I
     step = max(1, _PART_BYTES // max(1, column.field.row_bytes))
     for start in range(0, episode.length, step):
         rows = np.asarray(episode.read(column.field.name, start, min(start + step, episode.length)))
-        if column.field.dtype == "bfloat16":
-            rows = (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
         statistics.add(rows)
         yield rows

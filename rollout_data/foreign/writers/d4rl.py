@@ -114,7 +114,7 @@ class Writer(ForeignWriter):
             self.changed("the observation after the last step is left out, as not all episodes have one", episode)
         if episode.terminated is None and episode.truncated is None:
             self.changed("the end, which is unknown, is written as a timeout", episode)
-        if len(names) > 1:
+        if names != ["observation"]:
             self.changed(f"the parts of the observation are joined: {', '.join(names)}", episode)
         if episode.texts or episode.metadata or episode.task:
             self.changed("texts and metadata of episodes are left out", episode)

@@ -135,18 +135,12 @@ def row_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 
 
 def parts(episode: EpisodeToWrite, name: str) -> Iterator[tuple[int, Array]]:
-    """Read a field a few megabytes at a time: (first step, rows); bfloat16 as float32."""
+    """Read a field a few megabytes at a time: (first step, rows)."""
     field = episode.schema[name]
     step = max(1, _PART_BYTES // max(1, field.row_bytes))
     for start in range(0, episode.length, step):
         rows = np.asarray(episode.read(name, start, min(start + step, episode.length)))
-        yield start, widened(rows) if field.dtype == "bfloat16" else rows
-
-
-def widened(values: Array) -> Array:
-    """Give bfloat16 numbers, kept as uint16, as float32."""
-    wide: Array = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return wide
+        yield start, rows
 
 
 def written_dtype(field: Field) -> np.dtype[Any]:

@@ -56,7 +56,7 @@ class Writer(ForeignWriter):
         for name, field in episode.schema.items():
             head, _, rest = name.partition("/")
             values = torch.from_numpy(np.array(episode.read(name)))
-            values = values.view(field.torch_dtype) if field.dtype == "bfloat16" else values
+            values = values.to(field.torch_dtype)
             if head == "observation":
                 content.setdefault("curr_obs", {})[rest or "states"] = values[:, None]
                 if name in finals:

@@ -15,7 +15,7 @@ import numpy as np
 from storage.core.fields import Field
 
 from ..writer import EpisodeToWrite, ForeignWriter
-from .hdf5_file import Array, EpisodeFile, parts, widened, written_dtype
+from .hdf5_file import Array, EpisodeFile, parts, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")
 #: Our name of a group of fields -> its group in a demo.
@@ -158,8 +158,7 @@ def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
         return {}
     named = {f"observation/{name}": value for name, value in final.items()} if isinstance(final, dict) else None
     found = named if named is not None else {"observation": final}
-    is_wide = {name: episode.schema[name].dtype == "bfloat16" for name in found if name in episode.schema}
-    return {name: widened(found[name]) if wide else np.asarray(found[name]) for name, wide in is_wide.items()}
+    return {name: np.asarray(value) for name, value in found.items() if name in episode.schema}
 
 
 def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from storage.core.durable import sync_path
 from storage.errors import UsageError
 
 from ..writer import EpisodeToWrite, ForeignWriter
-from .hdf5_file import widened
 
 _KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
 #: Folders are this many seconds apart.
@@ -75,7 +74,6 @@ class Writer(ForeignWriter):
         for name, field in episode.schema.items():
             head, _, rest = name.partition("/")
             values = np.array(episode.read(name))
-            values = widened(values) if field.dtype == "bfloat16" else values
             flat = values.reshape(length, -1)
             if head == "observation" and rest:
                 chunk[f"obs_{_component(rest)}"] = self._narrowed(flat, episode, keeps_bytes=True)
