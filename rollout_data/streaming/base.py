@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +27,11 @@ from ..remote.access import DataDirs
 _MAX_ENVS = 1 << 24
 
 EnvIds = Sequence[int] | torch.Tensor | None
+#: What a stream gives: for `RolloutDataset` a `Transition`.
+Batch = TypeVar("Batch")
 
 
-class RolloutFileBase(Shown, IterableDataset[Any], ABC):
+class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     """An endless or finite stream of `[T, num_envs, ...]` batches from files.
 
     A subclass implements `reset_all`, `refresh_handlers`, `get_buffer` and `fill_transition`; a
@@ -83,14 +85,14 @@ class RolloutFileBase(Shown, IterableDataset[Any], ABC):
         """Give each of `env_ids` (int64, unique, in range) the next trajectory; the others are not disturbed."""
 
     @abstractmethod
-    def get_buffer(self, num_transitions_per_env: int | None = None) -> Any:
+    def get_buffer(self, num_transitions_per_env: int | None = None) -> Batch:
         """Allocate a batch, a named tuple or a mapping of tensors: `[T, num_envs, ...]`; `[num_envs, ...]` for None."""
 
     @abstractmethod
-    def fill_transition(self, buffer: Any, env_ids: torch.Tensor | None = None) -> Any:
+    def fill_transition(self, buffer: Batch, env_ids: torch.Tensor | None = None) -> Batch:
         """Write the next step of `env_ids` (None: all) into rows of a `[num_envs, ...]` buffer and move on."""
 
-    def fill_rollout(self, buffer: Any, num_transitions_per_env: int) -> Any:
+    def fill_rollout(self, buffer: Batch, num_transitions_per_env: int) -> Batch:
         """Write the next T steps of all envs into a `[T, num_envs, ...]` buffer; gives the buffer."""
         for step in range(num_transitions_per_env):
             self.fill_transition(_at_step(buffer, step))
@@ -109,7 +111,7 @@ class RolloutFileBase(Shown, IterableDataset[Any], ABC):
         else:
             self.refresh_handlers(ids)
 
-    def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
+    def get_batch(self, num_transitions_per_env: int | None = None) -> Batch:
         """Give the next batch, `[T, num_envs, ...]`, or `[num_envs, ...]` without T; resets lazily.
 
         Raises:
@@ -123,7 +125,7 @@ class RolloutFileBase(Shown, IterableDataset[Any], ABC):
             return buffer if filled is None else filled
         return self.fill_rollout(buffer, steps)
 
-    def get_transition_batch(self) -> tuple[Any, dict[str, torch.Tensor]]:
+    def get_transition_batch(self) -> tuple[Batch, dict[str, torch.Tensor]]:
         """Give `(transition, infos)` of one step; infos are those flags of it that it has.
 
         These are `time_outs`, where timeouts are known, and `end_unknown`, where some ends are not.
@@ -133,7 +135,7 @@ class RolloutFileBase(Shown, IterableDataset[Any], ABC):
         found = {"time_outs": look("timeout", None), "end_unknown": look("end_unknown", None)}
         return transition, {name: flag for name, flag in found.items() if flag is not None}
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         """Reset all envs to the first pass and give this object, whose cursors all iterators share.
 
         For a look that does not disturb a stream use another dataset; `get_batch` goes on without a reset.
@@ -141,7 +143,7 @@ class RolloutFileBase(Shown, IterableDataset[Any], ABC):
         self.reset()
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         return self.get_batch(self.num_transitions_per_env)
 
     def get_batch_by_time(

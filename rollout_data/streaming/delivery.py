@@ -11,7 +11,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_convert
@@ -24,6 +24,7 @@ from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
 from ..frames.cached import CachedFrames
 from ..index.agreement import Board, Look
+from ..transition import Transition
 from .cursor import Plan, Position
 from .losses import count_lost
 from .passes import Undecided
@@ -57,7 +58,7 @@ class PrefetchedBatches(Unique):
             yield batch.tensors() if batch is not None and dataset.as_dict else batch
             del batch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Transition]:
         dataset, collector = self.dataset, self._collector
         if dataset.lent_to is not None:
             dataset.lent_to.check()
@@ -84,7 +85,7 @@ class PrefetchedBatches(Unique):
                         return
                     if batch is not None:
                         dataset.commit(ahead.popleft())
-                        yield batch
+                        yield cast(Transition, batch)
         finally:
             self._give_back(items)
 
@@ -152,7 +153,7 @@ class RolloutLoader(Shown):
         """Continue where `state_dict` was taken, by this or any other number of workers and ranks."""
         self.dataset.load_state_dict(state)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Transition]:
         stream = iter(self.dataset)
         yield from stream if self.num_workers == 0 else self._read()
 

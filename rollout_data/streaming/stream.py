@@ -10,7 +10,7 @@ import secrets
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from .resume import Misfit, check_settings, position_in, state_at
 Even = Literal["pad", "drop", "none"]
 
 
-class RolloutStream(RolloutFileBase):
+class RolloutStream(RolloutFileBase[Transition]):
     """What `RolloutDataset` delivers, and in which order; made and documented there."""
 
     _origins: list[Origin]
@@ -243,7 +243,7 @@ class RolloutStream(RolloutFileBase):
         shares = [Shard(rank, self._shard.total).part_of(len(state.is_exhausted)) for rank in ranks]
         return any(bool(state.is_exhausted[share].all()) for share in shares)
 
-    def get_batch(self, num_transitions_per_env: int | None = None) -> Any:
+    def get_batch(self, num_transitions_per_env: int | None = None) -> Transition:
         """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
 
         It lies in memory time first, so that `flatten(0, 1)` is a view. With `as_dict`, a dict of its tensors.
@@ -256,7 +256,7 @@ class RolloutStream(RolloutFileBase):
         plan, position = self.plan_next(steps or 1)
         batch = self.read(plan, position, without_time=steps is None)
         self.commit(position)
-        return batch.tensors() if self.as_dict else batch
+        return cast(Transition, batch.tensors()) if self.as_dict else batch
 
     def read(
         self, plan: Plan, position: Position, envs: Int64s | None = None, without_time: bool = False
@@ -302,7 +302,7 @@ class RolloutStream(RolloutFileBase):
         except DatasetExhausted:
             return None
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Transition:
         """Give the next batch; in a DataLoader worker the next one that is its turn."""
         self._is_continued = False  # torchdata may load a state behind `iter`
         worker = current_worker()
@@ -387,7 +387,7 @@ class RolloutStream(RolloutFileBase):
         self._is_used, self._skip = True, skip
         self._go_to(position)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Transition]:
         if is_in_worker():
             return self._begin_in_worker()
         noted = self._noted()
@@ -416,7 +416,7 @@ class RolloutStream(RolloutFileBase):
         worker: Any = get_worker_info()
         return f"{self._rank().number}_{worker.seed - worker.id}_{self._num_iterations}"
 
-    def _begin_in_worker(self) -> Iterator[Any]:
+    def _begin_in_worker(self) -> Iterator[Transition]:
         """Begin the epoch that the workers of this loader agree on."""
         if self._is_continued:
             self._ensure_started()
