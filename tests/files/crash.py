@@ -14,6 +14,7 @@ import numpy as np
 
 from rollout_data.writing.writer import RolloutWriter
 from tests import killed
+from tests.files.notes_there import notes_of
 from tests.files.readback import blocks_of, end_of, trajectories_of
 from tests.killed import Counter
 
@@ -42,7 +43,8 @@ def record_until_killed(folder: Path, seed: int) -> None:
     count = 0
     with RolloutWriter(folder / "data", num_envs, **options) as writer:
         while True:
-            writer.add(**step_of(rng, num_envs, ages, numbers))
+            said = [{"number": int(n)} if age == 0 else None for n, age in zip(numbers, ages, strict=True)]
+            writer.add(**step_of(rng, num_envs, ages, numbers), episode=said, mode="slow")
             count += num_envs
             added.set(count)
             if seed % 4 == 0:
@@ -89,7 +91,9 @@ def check_what_is_left(folder: Path, added: int) -> dict[str, int]:
 
 def check_recording(folder: Path) -> int:
     """Check every value of every frame; give the number of frames."""
-    num_frames = 0
+    num_frames, (notes, store) = 0, notes_of(folder)
+    keys = store.index.keys(np.arange(len(store.index)))
+    said = dict(zip(keys, notes.column(store, "number"), strict=True))
     for one in trajectories_of(folder):
         observation = one.column("observation")
         assert (observation[:, 0] == one.env).all() and (observation[:, 1] == observation[0, 1]).all()
@@ -97,5 +101,6 @@ def check_recording(folder: Path) -> int:
         assert one.column("action").tolist() == (observation[:, 2] * 2).tolist()
         if end_of(one) not in ("", "open"):
             assert one.finals["observation"].tolist() == [one.env, observation[0, 1], one.length]
+        assert said[one.writer, one.number] == observation[0, 1], "what was said is there with the first frame"
         num_frames += one.length
     return num_frames

@@ -17,16 +17,13 @@ from hypothesis import strategies as st
 
 import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset, WindowMixture, prune
-from rollout_data.format.header import layouts_of, open_block, read_header
+from rollout_data.format.header import open_block, read_header
 from rollout_data.format.notes import EPISODES, MAX_NOTE_BYTES, TEXTS, text_id
 from rollout_data.format.rows import BlockContent, gathered
 from rollout_data.format.write import write_block
-from rollout_data.frames.store import FrameStore
-from rollout_data.index.folder import BlockFolder
-from rollout_data.index.index import TrajectoryIndex
-from rollout_data.index.notes import Notes
 from rollout_data.tools.rewrite import check_folder, pack_dataset, repair_folder
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
+from tests.files.notes_there import notes_of
 from tests.files.test_block_file_damage import used_bytes
 from tests.files.test_block_file_format import reference_reader
 
@@ -36,12 +33,6 @@ TASKS = ("pick the cube", "öffne die Tür \N{DOOR}", "")
 def step(writer, t, num_envs=2, done=None, **more):
     frame = np.full((num_envs, 3), t, np.float32)
     writer.add(observation=frame, action=frame[:, :1], done=[False] * num_envs if done is None else done, **more)
-
-
-def notes_of(folder: Path) -> tuple[Notes, FrameStore]:
-    opened = BlockFolder(folder)
-    assert opened.refresh() and not opened.problems
-    return Notes(), FrameStore(TrajectoryIndex(list(opened.blocks.values())), layouts_of(opened.schema))
 
 
 def said_in(folder: Path) -> dict[tuple[str, int], dict]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rollout_data.writing.recording import RecordingWrapper, record_demonstrations
+from tests.files.notes_there import notes_of
 from tests.files.readback import end_of, trajectories_of
-from tests.files.test_notes import notes_of
 
 pytest.importorskip("gymnasium")
 from gymnasium.vector import AutoresetMode, SyncVectorEnv

@@ -1,0 +1,20 @@
+"""The notes of a folder of blocks, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollout_data.format.header import layouts_of
+from rollout_data.frames.store import FrameStore
+from rollout_data.index.folder import BlockFolder
+from rollout_data.index.index import TrajectoryIndex
+from rollout_data.index.notes import Notes
+from storage.core.fields import Schema
+
+
+def notes_of(folder: Path) -> tuple[Notes, FrameStore]:
+    """Give the notes of what a folder holds now, and a store of its index."""
+    opened = BlockFolder(folder)
+    opened.refresh()
+    assert not opened.problems
+    return Notes(), FrameStore(TrajectoryIndex(list(opened.blocks.values())), layouts_of(opened.schema or Schema([])))
