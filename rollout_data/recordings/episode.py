@@ -34,6 +34,16 @@ class Fields(dict[str, Any]):
             raise KeyError(name)
         return Fields(below)
 
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and self.get(name) is not None)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Give what `fields[name]` does, or `default`."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
 
 class Episode:
     """T steps from reset to end; a field is read when it is first asked for, and then kept by this object.

@@ -95,6 +95,7 @@ def check(episode: Any, number: int, length: int, first: int = 0) -> None:
     np.testing.assert_array_equal(episode.action, action(number, length)[first:])
     np.testing.assert_array_equal(episode.observation["arm/state/position"], state(number, 2 * length)[::2][first:])
     assert episode.observation["/arm/state/position"] is episode.observation["arm"]["state"]["position"]
+    assert "/arm/state/position" in episode.observation and episode.observation.get("arm/nothing") is None
     np.testing.assert_array_equal(episode["log_time"], np.arange(first, length) * 20_000_000)
     assert (episode.reward, episode.terminated, episode.truncated) == (None, None, None)
     assert episode.metadata["end_time_ns"] == 20_000_000 * (length - 1)
