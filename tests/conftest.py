@@ -1,5 +1,9 @@
 """What all tests share: profiles for the property tests, and GPU tests that skip themselves."""
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -26,3 +30,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # A method's attributes are its function's.
             test = getattr(item.obj, "__func__", item.obj)
             setattr(test, ASKED, settings(asked, max_examples=FUZZ_FACTOR * asked.max_examples, derandomize=False))
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for `TMPDIR`: sockets below it have names of at most 107 bytes, for which `tmp_path` leaves no room."""
+    with tempfile.TemporaryDirectory(prefix="rd_") as name:
+        yield Path(name)

@@ -31,9 +31,8 @@ def sequence(folder: Path) -> dict[int, list[str]]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="ranks are forked")
-def test_killed_ranks_go_on_with_the_same_batches_on_two_ranks_and_on_one(tmp_path: Path) -> None:
-    (tmp_path / "tmp").mkdir()
-    text = run(tmp_path, "distributed.py", "--quick", TMPDIR=str(tmp_path / "tmp"))
+def test_killed_ranks_go_on_with_the_same_batches_on_two_ranks_and_on_one(tmp_path: Path, short_folder: Path) -> None:
+    text = run(tmp_path, "distributed.py", "--quick", TMPDIR=str(short_folder))
     found = re.search(r"killed at step (\d+); the checkpoint holds step (\d+)", text)
     assert found and 0 <= int(found[2]) <= int(found[1]) < NUM_STEPS
     for num_ranks in (2, 1):

@@ -127,9 +127,8 @@ def is_alive(process_id):
         ("all", "spawn", "loader"),
     ],
 )
-def test_nothing_is_left_where_a_process_is_killed(tmp_path, victim, context, plain):
-    data_dir, temporary = tmp_path / "data", tmp_path / "tmp"
-    temporary.mkdir()
+def test_nothing_is_left_where_a_process_is_killed(tmp_path, short_folder, victim, context, plain):
+    data_dir, temporary = tmp_path / "data", short_folder
     record_much(data_dir)
     script = tmp_path / "read.py"
     script.write_text(READ)
