@@ -32,6 +32,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "rollout-data": ("set", {}),
     "robomimic": ("set.hdf5", {"next_obs": True}),
     "minari": ("bench/set-v0", {}),
+    "lerobot": ("set", {}),
 }
 
 
@@ -41,7 +42,7 @@ def cases(quick: bool) -> Iterator[Case]:
     tag = "quick" if quick else "long"
     rollout = data.generated(NUM_STEPS, num_episodes, WIDTHS)
     source = data.made_once(f"formats-{tag}", lambda path: data.record(path, rollout))
-    sets = {name: _made(name, tag, source) for name in SETS if name in ("rollout-data", "robomimic")}
+    sets = {name: _made(name, tag, source) for name in SETS}
     for name, path in sets.items():
         yield _opening(name, path, num_episodes)
     for name, path in sets.items():
