@@ -34,6 +34,8 @@ _TEXT_BYTES = 16
 _MAX_DEPTH, _MAX_OPEN_FILES, _MAX_SURVEYS = 12, 8, 256
 #: No link takes fewer bytes of a file.
 _LINK_BYTES = 16
+#: Pages of so much are mapped at most, about.
+_MAX_SHOWN_BYTES = 1 << 26
 
 
 class Found(NamedTuple):
@@ -60,6 +62,7 @@ class OpenFile:
         #: How errors name it.
         self.num_bytes, self.where = guarded.num_bytes, repr(str(path))
         self._map = mmap.mmap(guarded.fileno(), 0, access=mmap.ACCESS_READ)
+        self._num_shown_bytes = 0
         self._surveys: OrderedDict[str, dict[str, Found]] = OrderedDict()
         self.checked: set[str] = set()  # what its users have looked at
         self.num_links_left = 0  # that are listed before the groups are taken for no tree
@@ -68,6 +71,13 @@ class OpenFile:
     def allow_links(self) -> None:
         """Allow as many links to be listed as the file can hold."""
         self.num_links_left = max(self.num_bytes // _LINK_BYTES, MAX_FIELDS)
+
+    def _let_go(self, num_bytes: int) -> None:
+        """Unmap pages of what was shown, now and then; they come back from the page cache if they are read again."""
+        self._num_shown_bytes += num_bytes
+        if self._num_shown_bytes > _MAX_SHOWN_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._num_shown_bytes = 0
 
     def name(self, node: Any) -> str:
         """Give the path of a group or dataset in the file; "" for the whole."""
@@ -191,6 +201,7 @@ class OpenFile:
         shape = (stop - start, *found.shape[1:])
         if offset is not None and stored is not None:
             row_bytes = prod(found.shape[1:]) * stored.itemsize
+            self._let_go((stop - start) * row_bytes)
             rows: Any = np.ndarray(shape, stored, buffer=self._map, offset=offset + start * row_bytes)
         else:
             node = h5d.open(self._file.id, path.encode()) if node is None else node
