@@ -11,8 +11,9 @@ NAMES ?=
 .PHONY: demo test test-ray lint docs bench soak fuzz clean help
 
 help:
-	@echo "make demo    learn, record, stream, clone: the whole library in a few minutes (report: demo/report.png)"
-	@echo "make test    all tests"
+	@echo "make demo    learn, record, stream, clone: the whole library in a few minutes (open demo/report.html first)"
+	@echo "make test    all tests; those of the report page skip without a browser, on Debian:"
+	@echo "             apt-get install --no-install-recommends chromium fonts-dejavu-core"
 	@echo "make test-ray  install Ray (500 MB) and run the tests that need it; make test skips them without it"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the site of README, guides and docstrings in out/site"
@@ -25,7 +26,7 @@ help:
 # The stamp is written last, so an interrupted installation is taken up again.
 $(READY): $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,fast,formats,plot,remote,test,video,zarr]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,fast,formats,plot,remote,report,test,video,zarr]"
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r tests/remote/s3.txt -r tests/formats/readers.txt \
 		|| echo "the tests against a local S3 server and other systems' readers will be skipped"
 	@touch $@

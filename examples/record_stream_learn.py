@@ -1,7 +1,8 @@
 """The main job, end to end: learn a task, record it, stream it back, learn from the recording.
 
 `make demo` runs it; `--quick` runs all of it in seconds, to see that it works, without learning much.
-Everything is written below `--out`: `data/` is the recording, `report.png` the picture.
+Everything is written below `--out`: `data/` is the recording, `report.html` the page about it, to be opened first, and
+`report.png` the picture of what was learned.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from rollout_data import RolloutDataset, RolloutWriter, Transition, record_demonstrations
+from rollout_data import RolloutDataError, RolloutDataset, RolloutWriter, Transition, record_demonstrations
+from rollout_data import report as write_report
 from rollout_data.tools.command import main as command_line
 
 TASK = "InvertedDoublePendulum-v5"
@@ -166,6 +168,14 @@ def write_raw(path: Path, data: torch.Tensor) -> None:
         os.fsync(file.fileno())
 
 
+def page_about(data_dir: Path, out: Path) -> str:
+    """(f) Write the page that shows the recording, and say where it is."""
+    try:
+        return f"written {write_report(data_dir, out)}: open it first, in a browser; it shows what was recorded"
+    except RolloutDataError as missing:
+        return f"no page about the recording: {missing}"
+
+
 def timed(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
@@ -217,6 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
         report.episodes[name] = evaluate(players[name], plan.num_episodes)
     print(report.tables())
     print(f"written {report.draw(options.out / 'report.png')}")
+    print(page_about(data_dir, options.out / "report.html"))
     if options.quick:
         return 0
     random, best, copy = (episodes.returns.mean() for episodes in report.episodes.values())

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
+
+_Self = TypeVar("_Self", bound="RolloutDataError")
 
 
 class RolloutDataError(Exception):
@@ -21,7 +24,13 @@ class RolloutDataError(Exception):
         got: What was found instead.
         advice: What the user can do about it, a sentence without the full stop.
         message: The whole text instead of its parts; `DataLoader` gives it, to tell what happened in a worker.
+
+    Attributes:
+        kind: What is wrong in a word, as in "gap", for those who sort errors; "" if nobody said.
+        episode: Name of the episode that is concerned, or of its folder; "" if it is none, or several.
     """
+
+    kind = episode = ""
 
     def __init__(
         self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
@@ -33,6 +42,11 @@ class RolloutDataError(Exception):
         self.advice = advice
         self._message = message
         super().__init__(action, where, expected, got, advice, *([message] if message else []))
+
+    def of(self: _Self, kind: str, episode: str = "") -> _Self:
+        """Say what `kind` of defect it is, and in which `episode`, unless that was said before; gives itself."""
+        self.kind, self.episode = self.kind or kind, self.episode or episode
+        return self
 
     @property
     def message(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .core.arguments import path, whole
-from .errors import BufferEmptyError, UsageError
+from .errors import BufferEmptyError, ClosedError, UsageError
 from .ray_actors.link import Link, LostActorError
 from .ray_actors.packed import join, unpack
 from .ray_actors.shard import GROUPS, UPDATES, Ack, RemoteOptions, Shard, Traits, unit_of
@@ -91,6 +91,8 @@ class RemoteBuffer:
     def __getattr__(self, name: str) -> Any:
         if name not in _ACTS:
             raise AttributeError(f"a RemoteBuffer has no {name!r}; call({name!r}, ...) calls it of each buffer")
+        if not self._links:
+            raise ClosedError(f"call {name!r}", "", "an open RemoteBuffer", "a closed one", "Make a new one")
         return lambda *args, **options: getattr(self, _ACTS[name])(name, args, options)
 
     def __len__(self) -> int:

@@ -45,6 +45,9 @@ WRITERS: dict[str, str] = {
     "trajectory-folders": "writers.trajectory_folders",
 }
 
+#: The same, of formats that are written to be looked at, and are not read.
+EXPORTS: dict[str, str] = {"rerun": "writers.rerun"}
+
 
 def reader_class(name: str) -> type[ForeignReader]:
     """Give the reader of a format."""
@@ -56,9 +59,10 @@ def reader_class(name: str) -> type[ForeignReader]:
 
 def writer_class(name: str) -> type[ForeignWriter]:
     """Give the writer of a format."""
-    if name not in WRITERS:
-        raise UsageError("write", "", f"format {nearest(name, WRITERS)}", repr(name))
-    found: type[ForeignWriter] = import_module(f".{WRITERS[name]}", __package__).Writer
+    known = {**WRITERS, **EXPORTS}
+    if name not in known:
+        raise UsageError("write", "", f"format {nearest(name, known)}", repr(name))
+    found: type[ForeignWriter] = import_module(f".{known[name]}", __package__).Writer
     return found
 
 
@@ -83,4 +87,6 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> Forei
     if unknown := [name for name in options if name not in kind.OPTIONS]:
         known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
         raise UsageError("open", repr(str(path)), f"{known} (of {chosen})", repr(unknown[0]))
-    return kind(path, options)
+    reader = kind(path, options)
+    reader.look_for_copies()
+    return reader

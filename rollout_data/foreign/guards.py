@@ -64,9 +64,9 @@ def natural(name: str) -> list[tuple[int, str]]:
 def parse_json(text: str, path: Path) -> Any:
     """Parse JSON; infinities and NaN, as Python writes them, are numbers."""
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as cause:
-        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)[:200]) from cause
+        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)[:200]).of("metadata") from cause
 
 
 def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -77,8 +77,18 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """
     found = parse_json(read_text(path, max_bytes=max_bytes), path)
     if not isinstance(found, dict):
-        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__)
+        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__).of("metadata")
     return found
+
+
+@contextmanager
+def of_kind(kind: str) -> Iterator[None]:
+    """Say what kind of defect it is that is found within; also a decorator."""
+    try:
+        yield
+    except DataFileError as problem:
+        problem.of(kind)
+        raise
 
 
 @contextmanager

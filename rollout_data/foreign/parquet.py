@@ -28,6 +28,8 @@ _MAX_WHOLE_ROWS = 1 << 23
 #: Of columns in lists of unknown lengths.
 _VALUES_PER_BYTE = 1 << 5
 _MAX_FOOTERS = 64
+#: Arrow's names -> ours.
+_KINDS = {"halffloat": "float16", "float": "float32", "double": "float64", "string": "text", "string_view": "text"}
 Array = np.ndarray[Any, Any]
 
 
@@ -175,12 +177,17 @@ def is_list(array: Any) -> bool:
 
 
 def first_row(array: Any) -> tuple[tuple[int, ...], str]:
-    """Give the sizes of the nested lists in the first row of an arrow array, and the type of what they hold."""
+    """Give the sizes of the nested lists in the first row of an arrow array, and what they hold.
+
+    Returns:
+        Sizes, and a key of `DTYPES`, "text", "binary" or arrow's own name.
+    """
     sizes = []
     while is_list(array) and len(array) and array[0].is_valid:
         array = array[0].values
         sizes.append(len(array))
-    return tuple(sizes), str(array.type)
+    name = str(array.type).removeprefix("dictionary<values=").partition(",")[0].removeprefix("large_")
+    return tuple(sizes), _KINDS.get(name, name if array.type.num_fields == 0 else str(array.type))
 
 
 def as_rows(arrays: Sequence[Any], shape: tuple[int, ...], where: str) -> Array:

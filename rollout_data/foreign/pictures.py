@@ -6,13 +6,14 @@ One rule: the header is compared with what is expected before a pixel is decoded
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from storage.errors import CorruptFileError
 
-from .guards import damage_named, optional
+from .guards import damage_named, of_kind, optional
 
 #: 8192 x 8192: 192 MiB of RGB.
 MAX_PIXELS = 1 << 26
@@ -24,6 +25,16 @@ _COMPRESSION_TAG, _UNCOMPRESSED = 259, 1
 #: What damage makes pillow raise; its errors of the system are `OSError`, and of values `ValueError`.
 _DAMAGE = (OSError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, AttributeError)
 Pixels = np.ndarray[Any, Any]
+#: What an array that holds pictures has.
+_MIN_SIDE, _NUM_CHANNELS = 8, (1, 3, 4)
+
+
+def axes_of(shape: Sequence[int]) -> str:
+    """Name the axes of pictures: "HW", "HWC" or "CHW"; "" if these are none."""
+    axes = "HW" if len(shape) == 2 else "HWC" if shape[-1:] and shape[-1] in _NUM_CHANNELS else "CHW"
+    sides = dict(zip(axes, shape, strict=False))
+    fits = len(shape) == len(axes) and min(sides["H"], sides["W"]) >= _MIN_SIDE and sides.get("C", 1) in _NUM_CHANNELS
+    return axes if fits else ""
 
 
 def picture_format(data: bytes | memoryview) -> str:
@@ -36,6 +47,7 @@ def picture_format(data: bytes | memoryview) -> str:
     return "TIFF" if head[:4] in (b"II*\0", b"MM\0*") else ""
 
 
+@of_kind("undecodable")
 def decode_picture(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None = None) -> Pixels:
     """Decode a picture.
 
@@ -75,6 +87,7 @@ def decode_picture(data: bytes | memoryview, where: str, shape: tuple[int, ...] 
     return found
 
 
+@of_kind("undecodable")
 def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
     """Give the shape that `decode_picture` gives, from the header alone; deep pictures are refused.
 

@@ -17,7 +17,7 @@ import numpy as np
 from storage.core.durable import open_regular
 from storage.errors import CorruptFileError
 
-from .guards import damage_named, optional
+from .guards import damage_named, of_kind, optional
 
 #: How far the nearest frame may be from the time that is asked for, inclusive.
 TOLERANCE_S = 1e-4
@@ -75,6 +75,7 @@ class DepthCoding:
         return scaled.astype(self.dtype)
 
 
+@of_kind("undecodable")
 def read_frames(path: Path, times_s: Array, shape: tuple[int, ...], depth: DepthCoding | None = None) -> Array:
     """Read the frames nearest to some times.
 
@@ -116,6 +117,7 @@ def _read_from(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...
     return out
 
 
+@of_kind("undecodable")
 def end_time(path: Path) -> float:
     """Give when the video ends, in seconds; 0 if it has no frame."""
     with _opened(path) as (_, stream):

@@ -23,6 +23,7 @@ from storage.errors import CorruptFileError, DataFileError, ForeignFileError, Ro
 from storage.saving.hdf5 import Guarded, attribute, member, open_hdf5
 
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, check_sum, read_codings
+from .damage import DamagedRowsError, located
 from .notes import BYTES, EPISODES, NOTE_DTYPE, NOTES_CRC, TABLE, TEXTS, NoteTable, tables_crc
 from .schema import RowLayout
 
@@ -202,16 +203,16 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
     except CorruptFileError as cause:
         if "signature not found" in cause.got:
             raise ForeignFileError("read the block", repr(str(path)), "an HDF5 file", "another format") from cause
-        raise corrupt(path, cause.expected, cause.got) from cause
+        raise corrupt(path, cause.expected, cause.got).of(cause.kind, cause.episode) from cause
     except DataFileError:  # it could not be fetched
         raise
     except RolloutDataError as cause:  # a schema that cannot be is the file's fault here, not the caller's
-        raise corrupt(path, "an intact schema", str(cause)) from cause
+        raise corrupt(path, "an intact schema", str(cause)).of("header") from cause
 
 
 def _wrong(expected: str, got: object) -> CorruptFileError:
     """Build an error without the place, which `read_header` knows."""
-    return CorruptFileError("read", "", expected, str(got))
+    return CorruptFileError("read", "", expected, str(got)).of("header")
 
 
 def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeader:
@@ -244,7 +245,9 @@ def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeade
     num_rows, num_finals = (next(iter(sizes[table]), 0) for table in (DATA, FINAL))
     check_fragments(fragments, num_rows, num_finals)
     if (num_frames := int(fragments["length"].sum())) > num_rows:
-        raise _wrong(f"each of {num_rows} rows in one fragment", f"{num_frames} frames")
+        wrong = _wrong(f"each of {num_rows} rows in one fragment", f"{num_frames} frames")
+        wrong.kind = "shared"
+        raise wrong
     return BlockHeader(
         path=path,
         schema=schema,
@@ -354,9 +357,8 @@ def check_contents(header: BlockHeader) -> None:
             pass
 
 
-def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileError]]:
+def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, DamagedRowsError]]:
     """Check every checksum of a block; yield (fragment number, error) for each that is wrong."""
-    advice = f"Run 'rollout-data verify --repair {header.path.parent}' to keep the intact trajectories"
     for table, columns in header.locations.items():
         ranges = list(zip(*(bound.tolist() for bound in row_ranges(table, header.fragments)), strict=True))
         for column, sums in zip(columns, header.checksums[table].T, strict=True):
@@ -365,12 +367,27 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, CorruptFileErr
                     if start < stop:
                         _check_rows(header, table, column, start, stop, expected)
                 except CorruptFileError as wrong:
-                    fragment = header.fragments[number]
-                    first = int(fragment["start"])
-                    frames = f"{first}:{first + int(fragment['length'])}" if table == DATA else "after the last"
-                    action = f"read frames {frames} of trajectory {int(fragment['trajectory'])}"
-                    where = f"in {str(header.path)!r}, column {table}/{column}"
-                    yield number, CorruptFileError(action, where, wrong.expected, wrong.got, advice)
+                    yield number, _damage(header, table, column, number, wrong)
+
+
+def _damage(header: BlockHeader, table: str, column: str, number: int, wrong: CorruptFileError) -> DamagedRowsError:
+    """Build the error for damaged rows of a fragment; it names the field and the frame if one byte explains it."""
+    advice = f"Run 'rollout-data verify --repair {header.path.parent}' to keep the intact trajectories"
+    fragment, stored = header.fragments[number], header.layouts[table].columns[column]
+    low, stop = (int(bound[number]) for bound in row_ranges(table, header.fragments))
+    difference = 0
+    if column not in header.chunks[table]:
+        expected = int(header.checksums[table][number, list(header.locations[table]).index(column)])
+        difference = crc32(header.read_rows(table, column, low, stop)) ^ expected
+    fields, first, last = located(stored, difference, low, stop)
+    start = int(fragment["start"]) - low if table == DATA else int(fragment["start"] + fragment["length"]) - low
+    frames = f"{first + start}:{last + start}" if table == DATA else "after the last"
+    action = f"read frames {frames} of trajectory {int(fragment['trajectory'])}"
+    where = f"in {str(header.path)!r}, field {' or '.join(map(repr, fields))}, column {table}/{column}"
+    found = DamagedRowsError(action, where, wrong.expected, wrong.got, advice)
+    found.trajectory, found.fields = int(fragment["trajectory"]), fields
+    found.frames = (first + start, last + start) if table == DATA else (start + low, start + low)
+    return found
 
 
 def _check_rows(header: BlockHeader, table: str, column: str, start: int, stop: int, expected: int) -> None:
@@ -416,8 +433,10 @@ def check_fragments(fragments: np.ndarray, num_rows: int | np.ndarray, num_final
         CorruptFileError: Without the place.
     """
     row, length, final = fragments["row"], fragments["length"], fragments["final_row"]
-    is_wrong = (row < 0) | (length < 0) | (row > num_rows - length) | (final < -1) | (final >= num_finals)
-    is_wrong |= (fragments["start"] < 0) | (fragments["env"] < 0) | (fragments["trajectory"] < 0)
+    signs = row | length | (final + 1) | fragments["start"] | fragments["env"] | fragments["trajectory"]
+    is_wrong = (signs < 0) | (row > num_rows - length) | (final >= num_finals)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
-        raise _wrong("fragments within the rows of their block", f"{fragments[first]} at {first}")
+        what = "fragments within the rows of their block"
+        wrong = CorruptFileError("read", "", what, f"{fragments[first]} at {first}")
+        raise wrong.of("outside", str(fragments["trajectory"][first]))

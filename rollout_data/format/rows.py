@@ -92,6 +92,7 @@ class BlockContent:
             mapping decides; the writer keeps it.
         frames_per_chunk: Frames of a chunk at most, where columns are coded; None is what suits the codec.
         notes: What was said of episodes, by number of the trajectory, and the texts of frames.
+        created_ns: When it was made; None is now.
     """
 
     schema: Schema
@@ -104,6 +105,7 @@ class BlockContent:
     codecs: MutableMapping[str, str] = field(default_factory=dict)
     frames_per_chunk: int | None = None
     notes: Notes = field(default_factory=dict)
+    created_ns: int | None = None
 
 
 def code_tables(

@@ -207,7 +207,8 @@ def _write_tables(
     file: h5py.File, content: BlockContent, codings: Mapping[str, Coding], plain: Mapping[str, np.ndarray]
 ) -> None:
     """Write what describes the rows: attributes and tables of chunks."""
-    values = (json.dumps(content.schema.to_json()), content.writer, content.sequence, time.time_ns())
+    created_ns = time.time_ns() if content.created_ns is None else content.created_ns
+    values = (json.dumps(content.schema.to_json()), content.writer, content.sequence, created_ns)
     about: dict[str, str | int] = dict(zip(ABOUT, values, strict=True))
     about |= {CODECS: codings_text(codings)} if codings else {}
     offsets = _write_offsets(file, content, codings)

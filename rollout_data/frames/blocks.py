@@ -17,13 +17,13 @@ from storage.errors import DataFileError, RolloutDataError
 
 from ..format.header import layouts_of
 from ..format.schema import RowLayout
+from ..index.block import Block
 from ..index.folder import LOOK_SHARE, BlockFolder, block_entries, read_metadata
-from ..index.index import Block, TrajectoryIndex
-from ..index.metadata import load_metadata
+from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
 from ..remote.access import RemoteFiles
 from ..remote.folder import RemoteFolder
-from .kind import ENDS, UNKNOWN, BlocksInUse, Choice, Kind, Origins
+from .kind import BlocksInUse, Choice, Kind, Origins
 from .remote import RemoteFrames
 from .shared import SharedMemory, Spot, share, shared_at
 from .store import FileFrames, FileMap, FrameStore, MappedFrames, can_map, read_block
@@ -46,7 +46,6 @@ class Blocks(Kind):
         self._sight: tuple[FrameStore | None, Any] = None, None
         self._shared: tuple[TrajectoryIndex | None, SharedMemory | None] = None, None
         self._broken: DataFileError | None = None
-        self._known: list[BlockFolder] = []  # whose metadata was read
         self._look_due_s = 0.0
 
     @staticmethod
@@ -141,10 +140,7 @@ class Blocks(Kind):
         if self._adopted is not None:
             return self._adopted
         for folder, choice in zip(self._folders, self._choices, strict=True):
-            if folder.blocks and folder not in self._known and not self._source.is_remote:
-                self._known.append(folder)
-                metadata = load_metadata(folder.data_dir)
-                choice.has_unknown_ends = metadata is not None and metadata.context.get(ENDS) == UNKNOWN
+            choice.has_unknown_ends = folder.has_unknown_ends and not self._source.is_remote
         listed = [[folder.blocks[name] for name in sorted(folder.blocks)] for folder in self._folders]
         return [block for choice, blocks in zip(self._choices, listed, strict=True) for block in choice.of(blocks)]
 
@@ -161,7 +157,7 @@ class Blocks(Kind):
         layouts = layouts_of(self._source.schema or self._folders[0].schema or Schema([]))
         blocks = self._blocks()
         if upto is not None:
-            blocks = [block for block in blocks if block.sequence <= upto.get(block.writer, -1)]
+            blocks = [block for block in blocks if block.is_edit or block.sequence <= upto.get(block.writer, -1)]
         store = self._frames(beside_stand_ins(blocks, self._pinned), layouts)
         if upto is None:
             self._report_broken(store.index)

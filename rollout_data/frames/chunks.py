@@ -12,14 +12,18 @@ from storage.core.fields import Schema
 from storage.errors import DataFileError
 
 from ..format.header import layouts_of
+from ..index.block import Block, Key
 from ..index.folder import block_entries
-from ..index.index import Block, Key, TrajectoryIndex
+from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..trajectory_folders.trajectory_folder import FolderScan, numbers_within, read_chunk_rows, scan_trajectory_folder
 from ..trajectory_folders.trajectory_listing import ChunkFile, is_trajectory_folder
 from .kind import BlocksInUse, Choice, Kind, Origins
 from .shared import Spot
 from .store import GONE, FileFrames, FrameStore, Place
+
+#: What only sets of labelled states have in metadata.json.
+_DAGGER = {"training_policy_logdir", "update_times_scale", "action_sample_std"}
 
 
 class Chunks(Kind):
@@ -38,6 +42,9 @@ class Chunks(Kind):
         self._scans = [scan_trajectory_folder(path) for path in source.paths]
         self._sight, self._last = (Chunks, self._scans), self._store()
         self._report_left_out()
+        if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
+            where, advice = repr(str(labelled[0])), "They label the states that another policy reached (DAgger)"
+            source.report(DataFileError("take the actions", f"of {where}", "those executed", "a teacher's", advice))
 
     @staticmethod
     def is_there(path: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, 
 
 from ..format.header import END_UNKNOWN, OPEN, TRUNCATED, read_header
 from ..format.notes import EPISODES
-from ..index.index import Block, Identity, Key
+from ..index.block import Block, Identity, Key
+from ..index.edits import named_edit
+from ..index.metadata import ENDS, UNKNOWN
 from ..index.notes import parsed
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import DataDirs, Origin, RemoteOptions, origins_of
@@ -31,8 +34,6 @@ from .store import FrameStore
 
 #: Gives the blocks of the trajectories that are being played; only asked if the folders have changed.
 BlocksInUse = Callable[[], Collection[Block]]
-#: Of metadata.json and of notes of episodes: what they came from does not tell how (all of) them ended.
-ENDS, UNKNOWN = "ends", "unknown"
 #: The last problems are kept, and more are known again by their hashes, so that each is reported once.
 MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
 
@@ -82,7 +83,7 @@ class Origins:
 
     def count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
         """Count blocks that are gone, once until they are `present` again."""
-        new = set(keys) - self.lost
+        new = {key for key in keys if named_edit(key[0].name) is None} - self.lost
         self.num_vanished_blocks += len(new)
         self.lost = (self.lost | new) - set(present)
 
@@ -93,6 +94,15 @@ class Origins:
         elif difference := self.schema.difference(schema):
             expected, advice = f"the fields of {str(self.paths[0])!r}", "Open them as separate datasets"
             raise DataFileError("open the folders together", repr(str(where)), expected, difference, advice)
+
+
+def mixed_modes(found: Iterable[Mapping[str, Any]]) -> DataFileError | None:
+    """Build the problem that actions of several sources, by their metadata, do not mean the same; None if they do."""
+    modes = sorted({str(metadata.get("control_mode", "unknown")) for metadata in found} - {"unknown"})
+    if len(modes) < 2:
+        return None
+    advice = "Convert the actions, or train on one of them"
+    return DataFileError("mix the actions", "of several sources", "one control mode", ", ".join(modes), advice)
 
 
 class Kind(ABC):
@@ -175,17 +185,22 @@ class Choice:
             return list(blocks)
         chosen = []
         for block in blocks:
+            if block.is_edit:  # without frames
+                chosen.append(block)
+                continue
             if block.identity not in self._cut:
                 self._cut[block.identity] = replace(block, fragments=self._fragments(block))
             chosen.append(self._cut[block.identity])
-        return [block for block in chosen if len(block.fragments)]
+        return [block for block in chosen if len(block.fragments) or block.is_edit]
 
     def _fragments(self, block: Block) -> np.ndarray:
         fragments: np.ndarray = block.fragments.copy()
         if self.has_unknown_ends:
-            header = read_header(block.path)
-            notes = ((key, parsed(header, text)) for key, text in header.read_notes(EPISODES))
-            unknown = [key for key, said in notes if said.get(ENDS) == UNKNOWN]
+            unknown: list[int] = []
+            with suppress(FileNotFoundError):  # it was removed meanwhile, which reading it tells
+                header = read_header(block.path)
+                notes = ((key, parsed(header, text)) for key, text in header.read_notes(EPISODES))
+                unknown += [key for key, said in notes if said.get(ENDS) == UNKNOWN]
             flags = fragments["flags"]
             is_end = np.isin(fragments["trajectory"], unknown) & ((flags & (OPEN | TRUNCATED)) > 0)
             fragments["flags"] = np.where(is_end, flags & ~np.uint32(TRUNCATED) | OPEN | END_UNKNOWN, flags)

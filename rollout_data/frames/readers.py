@@ -20,10 +20,11 @@ from storage.errors import CorruptFileError, DataFileError, UsageError, nearest
 from ..foreign.formats import detect, open_foreign
 from ..foreign.reader import EpisodeInfo, ForeignReader
 from ..format.header import DATA, END_UNKNOWN, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED, layouts_of
-from ..index.index import Block, Key, TrajectoryIndex
+from ..index.block import Block, Key
+from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import Origin
-from .kind import BlocksInUse, Kind, Origins
+from .kind import BlocksInUse, Kind, Origins, mixed_modes
 from .shared import Spot
 from .store import GONE, FileFrames, FrameStore, Place
 
@@ -51,6 +52,8 @@ class Readers(Kind):
         for reader in self._readers:
             for problem in reader.problems:
                 source.report(problem)
+        if mixed := mixed_modes([reader.metadata for reader in self._readers]):
+            source.report(mixed)
 
     @staticmethod
     def is_there(path: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -86,6 +87,8 @@ class Stock:
         if not len(here):
             return runs
         self.wait()
+        if self.is_lost:  # dropped by another thread: the rows did not come
+            return runs
         first = self._base[piece] + key - self._first[piece]
         if len(here) == len(count) and (count == runs.num_rows).all():
             gather(self.words, runs, first, length, out)
@@ -108,6 +111,7 @@ class Stock:
 
     def drop(self) -> None:
         """Ask for nothing more."""
+        self.is_lost = True
         for _, request in self._requests:
             request.forget()
 
@@ -122,7 +126,7 @@ class RemoteFrames(FrameStore):
 
     Attributes:
         memory: Where stocks get their memory from.
-        routes: Stocks that others keep, as long as they do.
+        routes: Stocks that others keep, as long as they do; replaced as a whole, as several threads read.
     """
 
     def __init__(
@@ -133,15 +137,15 @@ class RemoteFrames(FrameStore):
         self.read_header = lambda block: by_path[block.path.parent].read_header(block.path, block.file_bytes)
         self.options = folders[0].files.options
         self.memory = BufferPool(8)
-        self.routes: weakref.WeakSet[Stock] = weakref.WeakSet()
+        self.routes: tuple[weakref.ref[Stock], ...] = ()
         self._kept: deque[Stock] = deque(maxlen=_MAX_STOCKS)
         self._tables: dict[tuple[int, Place], ChunkTable] = {}
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
         left = runs
         for _ in range(2):  # what is left of a run may be in a stock that was looked through before
-            for stock in [*self.routes, *reversed(self._kept)]:
-                if stock.place == place and len(left.row):
+            for stock in [*[known() for known in self.routes], *reversed(self._kept)]:
+                if stock is not None and stock.place == place and len(left.row):
                     left = stock.copy(left, length if left is runs else 0, out)
         for part in self._portions(place, left):
             stock = Stock(self, place, self._widened(part, place) if place[0] == FINAL else part)
@@ -188,16 +192,21 @@ class RemoteFrames(FrameStore):
             FetchError: They did not come.
             CorruptFileError: The block is shorter now, or a chunk is damaged.
         """
-        try:
+        with self._may_be_gone(block):
             self._folders[self.index.blocks[block].path.parent].files.fetcher.wait(request)
+
+    @contextmanager
+    def _may_be_gone(self, block: int) -> Iterator[None]:
+        try:
+            yield
         except GONE as cause:
             raise self.index.lost_block(block, str(cause) or "it was removed") from cause
 
     def _table(self, block: int, place: Place) -> ChunkTable:
         """Where the chunks of a coded column are: read from the block's header, once."""
         if (block, place) not in self._tables:
-            at = self.index.blocks[block]
-            header = self.read_header(at)
+            with self._may_be_gone(block):
+                header = self.read_header(self.index.blocks[block])
             for table, chunks in header.chunks.items():
                 self._tables |= {(block, (table, name)): found for name, found in chunks.items()}
         return self._tables[block, place]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..index.index import Block
+from ..index.block import Block
 
 
 class Sights:

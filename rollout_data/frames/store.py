@@ -18,7 +18,8 @@ from storage.errors import DataFileError, UsageError
 
 from ..format.header import DATA, FINAL, BlockHeader, corrupt, read_header
 from ..format.schema import RowLayout
-from ..index.index import Block, Identity, Int64s, Runs, TrajectoryIndex, counted_from
+from ..index.block import Block, Identity
+from ..index.index import Int64s, Runs, TrajectoryIndex, counted_from
 from ..index.stand_ins import is_stand_in
 from . import arena
 from .arena import PAGE_BYTES, Arena

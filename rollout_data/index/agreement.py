@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from storage.errors import RolloutDataError, UsageError
+from storage.errors import BackgroundError, RolloutDataError, UsageError
 
 #: "auto" asks torch.distributed, "none" reads everything in each process, (rank, world size) says it outright.
 ShardChoice = Literal["auto", "none"] | tuple[int, int]
@@ -125,6 +125,11 @@ def _told(look: Look) -> tuple[Any, RolloutDataError | None]:
         return look(), None
     except RolloutDataError as problem:
         return None, problem
+    except Exception as cause:  # noqa: BLE001 - of any kind, they would wait
+        got = f"{type(cause).__name__}: {cause}"
+        wrapped = BackgroundError("look at the folders", "for all processes", "an answer", got)
+        wrapped.__cause__ = cause
+        return None, wrapped
 
 
 def _heard(told: Any) -> Any:

@@ -15,7 +15,7 @@ import time
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -39,8 +39,10 @@ from ..format.header import (
     open_block,
 )
 from ..format.write import TEMPORARY_PREFIX
-from .index import Block, Int64s, TrajectoryIndex, joined_fragments
-from .metadata import BAD_METADATA, Metadata, load_metadata, read_document
+from .block import Block
+from .edits import named_edit, not_in_force
+from .index import Int64s, TrajectoryIndex, joined_fragments
+from .metadata import BAD_METADATA, ENDS, UNKNOWN, Metadata, load_metadata, read_document
 
 INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 3
@@ -50,6 +52,8 @@ BAD_CACHE = (*BAD_METADATA, EOFError, ArithmeticError, MemoryError, RuntimeError
 _COARSE_S = 2.0
 #: All files are looked at for this share of the time at most, and at most once a second, unless one came or went.
 LOOK_SHARE = 0.005
+#: How often a look is repeated because an edit was replaced meanwhile.
+_NUM_LOOKS = 10
 #: Size in bytes and time of the last change in ns: by these a file is known again.
 FileStamp = tuple[int, int]
 
@@ -94,9 +98,11 @@ class BlockFolder:
 
     Attributes:
         schema: Fields of the blocks; without a block those that metadata.json declares, or None.
-        blocks: File name -> `Block`, of the intact blocks.
+        blocks: File name -> `Block`, of the intact blocks; of edits those that hold.
+        replaced: File name -> `Block`, of the edits that do not hold (any more).
         problems: File name -> what is wrong with a file that was left out, metadata.json included.
         built: Index arrays from the cache, valid for exactly the present blocks, or None.
+        has_unknown_ends: metadata.json says that notes may call the end of a trajectory unknown.
     """
 
     def __init__(self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = "") -> None:
@@ -105,8 +111,10 @@ class BlockFolder:
         self.verify_on_open = verify_on_open
         self.schema: Schema | None = None
         self.blocks: dict[str, Block] = {}
+        self.replaced: dict[str, Block] = {}
         self.problems: dict[str, RolloutDataError] = {}
         self.built: Mapping[str, np.ndarray] | None = None
+        self.has_unknown_ends = False
         self._stamps: dict[str, FileStamp] = {}
         self._found: dict[str, FileStamp] = {}
         self._inodes: dict[str, int] = {}
@@ -114,7 +122,7 @@ class BlockFolder:
         self._folder_is: object = None  # time of change and inode, of the folder
         self._changed_s = self._listed_s = self._due_s = -math.inf  # of the monotonic clock
         self._use_cache, self._num_openers = not verify_on_open, 1
-        self._is_schema_fixed = False
+        self._is_schema_fixed = self._has_missed_edit = False
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
         # Absolute, as the process may change its working directory.
@@ -122,36 +130,56 @@ class BlockFolder:
 
     def refresh(self) -> bool:
         """Look at the folder again; open what is new, forget what is gone. True if anything changed."""
+        has_changed = self._look()
+        for _ in range(_NUM_LOOKS):
+            if not self._has_missed_edit:
+                break
+            self._has_missed_edit = False
+            has_changed |= self._look()
+        return has_changed
+
+    def _look(self) -> bool:
         found = self.found_now()
         if found is self._taken:
             return False
-        self._taken = found
         if self._use_cache:
             self._use_cache = False
             self._load_cache(found)
-        if found == self._stamps and (self._is_schema_fixed or not self.blocks):
-            return False
+        if has_changed := found != self._stamps or not (self._is_schema_fixed or not self.blocks):
+            self._take(found)
+        self._taken = found
+        return has_changed
+
+    def _take(self, found: Mapping[str, FileStamp]) -> None:
+        """Open what is new, forget what is gone."""
         for name in [name for name in self._stamps if found.get(name) != self._stamps[name]]:
             self._forget(name)
-        opened = self._open_new(found)
+        self.blocks |= self.replaced
+        opened = self._opened(found, [name for name in found if name not in self._stamps])
         if not self._is_schema_fixed and self._fix_schema(opened):
             # The cache knew blocks that are fewer than others now: each is named when it is opened.
-            for name in list(self.blocks):
+            known = list(self.blocks)
+            for name in known:
                 self._forget(name)
-            opened |= self._open_new(found)
+            opened |= self._opened(found, [name for name in known if name in found])
         self._keep(opened)
-        return True
+        self._stamps = dict(found)  # here: where this was interrupted, the next look opens what is missing
+        self._keep_edits()
+
+    def _keep_edits(self) -> None:
+        """Set aside the edits that do not hold."""
+        self.replaced = {name: self.blocks.pop(name) for name in not_in_force(self.blocks, self._stamps)}
+        self.built = None if self.replaced else self.built
 
     def _forget(self, name: str) -> None:
         del self._stamps[name]
-        self.blocks.pop(name, None)
-        self.problems.pop(name, None)
+        for known in (self.blocks, self.replaced, self.problems):
+            known.pop(name, None)
         self.built = None
 
-    def _open_new(self, found: Mapping[str, FileStamp]) -> dict[str, tuple[Schema, Block]]:
-        """Open the files that are not known yet, by name in order."""
-        names = sorted(name for name in found if name not in self._stamps)
-        self._stamps |= {name: found[name] for name in names}
+    def _opened(self, found: Mapping[str, FileStamp], names: Sequence[str]) -> dict[str, tuple[Schema, Block]]:
+        """Open files, by name in order."""
+        names = sorted(names)
         self.built = None if names else self.built
         opened = each(lambda name: self._open(name, found[name]), names, self._num_openers)
         return {name: block for name, block in zip(names, opened, strict=True) if block is not None}
@@ -179,7 +207,7 @@ class BlockFolder:
 
     def _keep(self, opened: Mapping[str, tuple[Schema, Block]]) -> None:
         """Take the opened blocks that have the fields of this folder, each once."""
-        held = {(block.writer, block.sequence): block for block in self.blocks.values()}
+        held = {(block.writer, block.sequence): block for name, block in self.blocks.items() if name not in opened}
         for name, (schema, block) in sorted(opened.items(), key=lambda item: item[0]):
             other, where = held.get((block.writer, block.sequence)), repr(str(block.path))
             if self.schema is not None and (difference := self.schema.difference(schema)):
@@ -239,7 +267,9 @@ class BlockFolder:
         """The fields that metadata.json declares, and what is wrong with it; (None, None) if there is none."""
         path = self.data_dir / METADATA_NAME
         try:
-            return Schema.from_json(self.read_document()["fields"]) or None, None
+            document = self.read_document()
+            self.has_unknown_ends = document.get(ENDS) == UNKNOWN
+            return Schema.from_json(document["fields"]) or None, None
         except FileNotFoundError:
             return None, None
         except BAD_METADATA as cause:
@@ -260,6 +290,7 @@ class BlockFolder:
         try:
             header = self._open_block(path, stamp)
         except FileNotFoundError:
+            self._has_missed_edit |= named_edit(name) is not None
             return None
         except (RolloutDataError, OSError) as error:
             self.problems[name] = error if isinstance(error, RolloutDataError) else _as_problem(path, error)
@@ -300,6 +331,7 @@ class BlockFolder:
             return
         self.schema, self.blocks, self.built = schema, blocks, built if is_all else None
         self._stamps = {name: found[name] for name in blocks}
+        self._keep_edits()
 
 
 def _unlike_blocks(path: Path, got: str) -> CorruptFileError:

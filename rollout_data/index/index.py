@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +20,9 @@ from storage.core.durable import crc32
 from storage.errors import DataFileError
 
 from ..format.header import COMPLETE, DROPPED, END_UNKNOWN, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
+from .block import Block, Key
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
-#: Of a block: its file, and its name in there; "" if it is the whole file.
-Key = tuple[Path, str]
-#: What is the same only as long as the block is the same: its key, size and time of the last change in ns.
-Identity = tuple[Key, int, int]
 _NUM_NAMED = 3
 
 
@@ -46,41 +42,6 @@ class LostBlockError(DataFileError):
 
     key: Key = Path(), ""
     block = -1
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """What the index and the frame stores need to know of one file, or of a part of one.
-
-    Attributes:
-        path: The file.
-        writer: Whose trajectory numbers its fragments use; unique among all data folders.
-        sequence: Position among the blocks of its writer.
-        fragments: `[F]` of `FRAGMENT_DTYPE`.
-        places: (table, column) -> (byte offset, number of rows); empty for foreign files.
-        file_bytes: Size of the file.
-        mtime_ns: When it was last written: with the size, what tells it from another file of the same name.
-        name: Tells it from the other blocks of its file.
-    """
-
-    path: Path
-    writer: str
-    sequence: int
-    fragments: np.ndarray
-    places: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    file_bytes: int = 0
-    mtime_ns: int = 0
-    name: str = ""
-
-    @cached_property
-    def key(self) -> Key:
-        """Where it is."""
-        return self.path, self.name
-
-    @cached_property
-    def identity(self) -> Identity:
-        """What is the same only as long as the block is the same."""
-        return self.key, self.file_bytes, self.mtime_ns
 
 
 class Runs(NamedTuple):
@@ -273,11 +234,16 @@ class TrajectoryIndex:
         return [self.blocks[block] for block in used.tolist()]
 
     def writers_upto(self) -> dict[str, int]:
-        """Writer -> the last sequence number among the blocks that are present."""
+        """Writer -> the last sequence number among the blocks that are present, edits left out."""
         found: dict[str, int] = {}
         for block in self.blocks[: self.num_present]:
-            found[block.writer] = max(found.get(block.writer, -1), block.sequence)
+            if not block.is_edit:
+                found[block.writer] = max(found.get(block.writer, -1), block.sequence)
         return found
+
+    def edits(self) -> dict[str, int]:
+        """Writer -> the number of its block of edits, of those that have one."""
+        return {block.writer: number for number, block in enumerate(self.blocks) if block.is_edit}
 
     def lost_block(self, block: int, got: str) -> LostBlockError:
         """Build the error for a block that cannot be read any more; it names the trajectories."""

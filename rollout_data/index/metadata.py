@@ -28,6 +28,8 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 BAD_METADATA = (
     OSError, LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, RolloutDataError,
 )  # fmt: skip
+#: Of metadata.json and of notes of episodes: what they came from does not tell how (all of) them ended.
+ENDS, UNKNOWN = "ends", "unknown"
 #: Keys that are ours to fill; the context of a caller cannot set them.
 RESERVED_KEYS = (
     "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "total_timesteps", "total_trajectories",

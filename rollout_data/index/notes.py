@@ -13,7 +13,8 @@ import numpy as np
 
 from ..format.header import BlockHeader, corrupt
 from ..format.notes import EPISODES, TASK, TEXTS, text_id
-from .index import Block, Identity, Int64s, TrajectoryIndex
+from .block import Block, Identity
+from .index import Int64s, TrajectoryIndex
 from .stand_ins import is_stand_in
 
 
@@ -37,6 +38,7 @@ class Notes:
     def __init__(self) -> None:
         self._headers: dict[Identity, BlockHeader | None] = {}
         self._tasks: tuple[TrajectoryIndex | None, Int64s] = None, np.zeros(0, np.int64)
+        self._edits: tuple[TrajectoryIndex | None, dict[str, int]] = None, {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Notes, ()
@@ -49,9 +51,12 @@ class Notes:
             CorruptFileError: A note is damaged.
         """
         index = noted.index
-        numbers = index.fragment_block[slice(*index.first_fragment[trajectory : trajectory + 2])]
+        if self._edits[0] is not index:
+            self._edits = index, index.edits()
+        numbers = set(index.fragment_block[slice(*index.first_fragment[trajectory : trajectory + 2])].tolist())
+        numbers |= {self._edits[1].get(index.writers[int(index.writer[trajectory])], -1)} - {-1}
         said: dict[str, Any] = {}
-        for number in sorted(set(numbers.tolist()), key=lambda one: index.blocks[one].sequence):
+        for number in sorted(numbers, key=lambda one: index.blocks[one].sequence):
             try:
                 if (header := self._header(noted, index.blocks[number])) is None:
                     continue

@@ -13,7 +13,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ..format.header import FRAGMENT_DTYPE, OPEN
-from .index import Block, TrajectoryIndex
+from .block import Block
+from .index import TrajectoryIndex
 
 #: (writer, number) of trajectories -> how many frames they had.
 Lengths = Mapping[tuple[str, int], int]

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
 
-from ..foreign.formats import WRITERS, writer_class
+from ..foreign.formats import EXPORTS, WRITERS, writer_class
 from ..foreign.writer import ForeignWriter
 from ..remote.access import DataDir
 from .opening import open
@@ -58,8 +58,8 @@ def convert(
         UsageError: The format or an option is not known, or the target holds something else.
         DataFileError: The source cannot be read.
     """
-    if to not in (OWN, *WRITERS):
-        raise UsageError("convert", f"to {to!r}", nearest(to, (OWN, *WRITERS)), repr(to))
+    if to not in (formats := (OWN, *WRITERS, *EXPORTS)):
+        raise UsageError("convert", f"to {to!r}", nearest(to, formats), repr(to))
     kind: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
     if unknown := [name for name in options if name not in kind.OPTIONS]:
         known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"

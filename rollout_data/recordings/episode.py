@@ -119,7 +119,7 @@ class Episode:
         """The observation after the last step, without a time axis; None where the file has none."""
         final: Schema = self._info.final
         found = {name: self._reader.read_final(self._number, name) for name in final.below(OBSERVATION)}
-        return _joined(OBSERVATION, found)
+        return joined(OBSERVATION, found)
 
     def __getitem__(self, name: str) -> Any:
         """Give any field, or the `Fields` below a name, as in `episode["observation"]`.
@@ -144,10 +144,10 @@ class Episode:
         for one in names:
             if one not in self._read:
                 self._read[one] = self.read(one)
-        return _joined(name, {one: self._read[one] for one in names})
+        return joined(name, {one: self._read[one] for one in names})
 
 
-def _joined(name: str, found: dict[str, Any]) -> Any:
+def joined(name: str, found: dict[str, Any]) -> Any:
     """Give a field by itself, fields below a name as `Fields` without it, or None."""
     if name in found or not found:
         return found.get(name)

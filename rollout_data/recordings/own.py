@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from storage.core.fields import Schema
-from storage.errors import DataFileError
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
 from ..foreign.reader import NO_FIELDS, EpisodeInfo, ForeignReader
 from ..format.header import DATA, FINAL
-from ..frames.kind import ENDS, Kind
+from ..frames.kind import Kind
 from ..frames.source import Source
 from ..frames.store import FrameStore, Place
 from ..index.index import End
+from ..index.metadata import ENDS
 from ..index.notes import Notes
 from ..remote.access import Origin
 
@@ -41,7 +42,7 @@ class FolderReader(ForeignReader):
 
     @classmethod
     def detect(cls, path: Path) -> bool:
-        raise NotImplementedError("a folder of our own is opened by its kind")
+        return False  # a folder of our own is opened by its kind
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._source = source = Source(self._origin)
@@ -50,7 +51,7 @@ class FolderReader(ForeignReader):
         self._texts: dict[int, str] | None = None
         self._last: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
         self.metadata, self.problems = source.metadata, source.problems
-        return _Infos(self.store)
+        return _Infos(self.store, self.problems)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         values = self._rows(number, name, start, stop)
@@ -94,8 +95,9 @@ def _array(store: FrameStore, place: Place, rows: torch.Tensor) -> np.ndarray[An
 class _Infos(Sequence[EpisodeInfo]):
     """Descriptions of trajectories, each made when it is asked for."""
 
-    def __init__(self, store: FrameStore) -> None:
-        self._store, self._index, self._notes = store, store.index, Notes()
+    def __init__(self, store: FrameStore, problems: list[RolloutDataError]) -> None:
+        self._store, self._index, self._notes, self._problems = store, store.index, Notes(), problems
+        self._unsaid = set[int]()
         fields = list(store.layouts[DATA].schema.values())
         self._schema = Schema(field for field in fields if not field.is_text)
         self._texts = tuple(field.name for field in fields if field.is_text)
@@ -116,7 +118,7 @@ class _Infos(Sequence[EpisodeInfo]):
         writer = labelled[labelled.find(":") + 1 :]
         end, final = index.end[number], self._final if index.final_row[number] >= 0 else NO_FIELDS
         is_known, is_open = end != End.UNKNOWN, not index.is_end_unknown(np.array([number]))[0]
-        said = self._notes.of(self._store, number)
+        said = self._said(number)
         said.pop(ENDS, None)
         absent, task, success = said.pop(ABSENT, ()), said.pop("task", None), said.pop("success", None)
         about = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}
@@ -133,6 +135,16 @@ class _Infos(Sequence[EpisodeInfo]):
             task=task if isinstance(task, str) else "",
             metadata=said,
         )
+
+    def _said(self, number: int) -> dict[str, Any]:
+        """Give the notes of a trajectory; damaged ones count as none, and are a problem."""
+        try:
+            return self._notes.of(self._store, number)
+        except CorruptFileError as problem:
+            if number not in self._unsaid:
+                self._unsaid.add(number)
+                self._problems.append(problem.of("note"))
+            return {}
 
     def __iter__(self) -> Iterator[EpisodeInfo]:
         return (self[number] for number in range(len(self)))

@@ -23,10 +23,10 @@ from ..foreign.writer import EpisodeToWrite, ForeignWriter
 from ..format.header import DATA, layouts_of
 from ..format.notes import MAX_NOTE_BYTES
 from ..format.schema import RowLayout
-from ..frames.kind import ENDS, UNKNOWN
 from ..frames.readers import RESERVED, Fit, common_fields
 from ..frames.source import Source
 from ..index.folder import block_entries
+from ..index.metadata import ENDS, UNKNOWN
 from ..index.notes import Notes
 from ..remote.access import Origin
 from ..writing.given import is_taken

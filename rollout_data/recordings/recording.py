@@ -24,9 +24,10 @@ from ..frames.readers import Readers, chosen_episodes
 from ..frames.source import Source, kind_of
 from ..index.index import Int64s, name_keys, random_keys
 from ..remote.access import Origin
+from .columns import OwnColumns, ReaderColumns
 from .episode import Episode
 from .own import FolderReader
-from .table import kept_rows, table_of, with_returns
+from .table import as_table, kept_rows, with_returns
 
 _NUM_SHOWN = 5
 
@@ -81,26 +82,58 @@ class Recording(Sequence[Episode]):
     @cached_property
     def schema(self) -> Schema:
         """All numeric fields that its episodes have, each as the first one has it."""
-        episodes = self._reader.episodes
-        schemas = dict.fromkeys(episodes[number].schema for number in self._numbers.tolist())
+        which, known = self.schemas()
+        schemas = [known[place] for place in dict.fromkeys(which.tolist())]
         return Schema({name: item for schema in reversed(schemas) for name, item in schema.items()}.values())
 
     @property
     def ids(self) -> list[str]:
         """Names of its episodes."""
-        return [self._reader.episodes[number].name for number in self._numbers.tolist()]
+        names: list[str] = self.column("id").tolist()
+        return names
 
     @cached_property
     def table(self) -> np.ndarray[Any, Any]:
-        """A row for each episode: id, env, length, return, ends, success, task, time, writer; see `table_of`.
+        """A row for each episode: id, env, length, return, ends, success, task, time, writer; see `as_table`.
 
         Reads the rewards of all episodes, the first time.
         """
-        return with_returns(self._descriptions, self)
+        return with_returns(self.descriptions, self)
 
     @cached_property
-    def _descriptions(self) -> np.ndarray[Any, Any]:
-        return table_of([self.info(place) for place in range(len(self))])
+    def descriptions(self) -> np.ndarray[Any, Any]:
+        """The table without returns, which are NaN: nothing is read for it."""
+        return as_table(self.column)
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """One column of `table`; returns are NaN, as nothing is read for it."""
+        found: np.ndarray[Any, Any] = self._columns.column(name)[self._numbers]
+        return found
+
+    def schemas(self) -> tuple[Int64s, list[Schema]]:
+        """Which fields each episode has: int64 `[num_episodes]`, places in the list of schemas."""
+        which, schemas = self._columns.schemas()
+        return which[self._numbers], schemas
+
+    def read_many(self, places: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+        """Read numeric fields of several episodes at once, which all have them, one after the other.
+
+        Args:
+            places: int64 `[k]`, of the episodes.
+            names: The fields.
+            starts, counts: int64 `[k]`: `counts` steps of each, from `starts` on.
+
+        Returns:
+            Field -> `[sum of counts, *shape]`, perhaps read-only.
+
+        Raises:
+            DataFileError: They cannot be read.
+        """
+        return self._columns.read(self._numbers[places], names, starts, counts)
+
+    @cached_property
+    def _columns(self) -> ReaderColumns:
+        return OwnColumns(self._reader) if isinstance(self._reader, FolderReader) else ReaderColumns(self._reader)
 
     def info(self, place: int) -> EpisodeInfo:
         """Give what is known of an episode without reading a row."""
@@ -156,7 +189,7 @@ class Recording(Sequence[Episode]):
         Raises:
             UsageError: There is no such column.
         """
-        kept = kept_rows(self.table if "return" in columns else self._descriptions, columns)
+        kept = kept_rows(self.table if "return" in columns else self.descriptions, columns)
         if keeps is not None:
             kept &= np.array([bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool)
         return self._of(self._numbers[kept])

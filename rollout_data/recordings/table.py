@@ -14,6 +14,7 @@ from .episode import Episode
 
 #: What metadata of an episode may tell, with what stands where they do not.
 _FROM_METADATA: dict[str, Any] = {"env": -1, "end_time_ns": 0, "writer": ""}
+_DTYPES: dict[str, Any] = {"env": np.int64, "length": np.int64, "return": np.float64, "success": np.int8}
 COLUMNS = ("id", "env", "length", "return", "ends", "success", "task", "time", "writer")
 
 
@@ -25,25 +26,46 @@ def end_of(info: EpisodeInfo) -> str:
     return "open" if is_known else "unknown"
 
 
-def table_of(infos: Sequence[EpisodeInfo]) -> np.ndarray[Any, Any]:
-    """Make the table without returns, which are NaN: nothing is read.
+def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
+    """Make a column of the table: see `as_table`; returns are NaN, as nothing is read."""
+    success = {None: -1, False: 0, True: 1}
+    give: dict[str, Callable[[EpisodeInfo], Any]] = {
+        "id": lambda info: info.name,
+        "length": lambda info: info.length,
+        "return": lambda info: np.nan,
+        "ends": end_of,
+        "success": lambda info: success[info.success],
+        "task": lambda info: info.task,
+    }
+    if name in give:
+        return _typed(name, [give[name](info) for info in infos])
+    key = "end_time_ns" if name == "time" else name
+    none = _FROM_METADATA[key]
+    told = [info.metadata.get(key) for info in infos]
+    return _typed(name, [one if type(one) is type(none) else none for one in told])
+
+
+def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Give a column its dtype; a time of 0 is unknown."""
+    dtype = _DTYPES.get(name)
+    if name == "time":
+        return np.array([np.datetime64(one or "NaT", "ns") for one in values], "datetime64[ns]")
+    return np.array(values, dtype) if dtype else np.array(list(values), str) if len(values) else np.zeros(0, "U1")
+
+
+def as_table(column: Callable[[str], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Make the table of its columns.
 
     Returns:
         Structured array `[num_episodes]`: `id` text; `env` int64, -1 if unknown; `length` int64; `return` float64;
         `ends` text, see `end_of`; `success` int8, 1, 0 or -1 if unknown; `task` text; `time` datetime64[ns] of the
         end, NaT if unknown; `writer` text.
     """
-    rows = []
-    for info in infos:
-        about: dict[str, Any] = dict(_FROM_METADATA)
-        about |= {name: told for name, none in about.items() if type(told := info.metadata.get(name)) is type(none)}
-        success = -1 if info.success is None else int(info.success)
-        time = np.datetime64(about["end_time_ns"] or "NaT", "ns")
-        ends = end_of(info)
-        rows.append((info.name, about["env"], info.length, np.nan, ends, success, info.task, time, about["writer"]))
-    texts = [np.array([row[place] for row in rows] or [""], str).dtype for place in (0, 4, 6, 8)]
-    kinds = [texts[0], np.int64, np.int64, np.float64, texts[1], np.int8, texts[2], "datetime64[ns]", texts[3]]
-    return np.array(rows, np.dtype(list(zip(COLUMNS, kinds, strict=True))))
+    columns = {name: column(name) for name in COLUMNS}
+    table = np.zeros(len(columns["id"]), [(name, values.dtype) for name, values in columns.items()])
+    for name, values in columns.items():
+        table[name] = values
+    return table
 
 
 def with_returns(table: np.ndarray[Any, Any], episodes: Sequence[Episode]) -> np.ndarray[Any, Any]:

@@ -298,9 +298,10 @@ class ReadAhead:
 
     def _advise(self, store: MappedFrames | RemoteFrames, pieces: Pieces) -> None:
         index = store.index
+        is_there = ~store.is_lost[pieces.trajectory]
         if index.num_present < len(index.blocks):
-            is_present = index.fragment_block[index.first_fragment[pieces.trajectory]] < index.num_present
-            pieces = Pieces(*(column[is_present] for column in pieces))
+            is_there &= index.fragment_block[index.first_fragment[pieces.trajectory]] < index.num_present
+        pieces = Pieces(*(column[is_there] for column in pieces))
         env, _, trajectory, frame, count = pieces
         start = index.first_frame[trajectory] + frame
         stop = index.first_frame[trajectory + 1]

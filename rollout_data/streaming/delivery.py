@@ -167,7 +167,6 @@ class RolloutLoader(Shown):
 
         readers = copy.deepcopy(dataset)
         readers.follow(dataset.state_dict(), partial(board.agree, _TOLD, is_told=True))
-        dataset.agree = tell
         begun = dataset.position.deal
         seen = dataset.source.sight(), 0, dataset.source.shared(dataset.source.snapshot())
         board.write(f"{_TOLD}_{begun.turn}", (seen, None))
@@ -178,6 +177,7 @@ class RolloutLoader(Shown):
             "collate_fn": partial(_collated, self._options.get("collate_fn") or default_convert),
         }
         batches = iter(DataLoader(_WithLosses(readers), batch_size=None, num_workers=self.num_workers, **options))
+        dataset.agree = tell
         try:
             while (position := dataset.next_position()) is not None:
                 batch, losses = next(batches)

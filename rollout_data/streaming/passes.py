@@ -285,8 +285,7 @@ class Dealer:
         (order, starts), (new, new_starts) = (self._left_of(store.index, one, ordinal) for one in (rest, fresh))
         if len(new):
             order, starts = np.concatenate([new, order]), np.concatenate([new_starts, starts])
-        if self.keeps_on is not None:
-            store = self._cached(turn, store, np.union1d(order, in_use[in_use >= 0]), before, self.keeps_on)
+        store = self._kept(turn, store, (order, in_use), before)
         return Deal(store.index.lengths, order, starts, number, store, turn, sections, len(new))
 
     def _left_of(self, index: TrajectoryIndex, section: Section | None, number: int) -> tuple[Int64s, Int64s]:
@@ -333,8 +332,11 @@ class Dealer:
         turn = before.turn + 1 if before is not None else 0
         wanted = self.options.keep_latest_n_trajs or int(self.options.refresh_s is not None)
         store, in_use, _ = self._seen(turn, wanted, before, in_use)
-        sections = Section(_bounds(store.index, choose(store.index, self.options))), None
-        return self.dealt(number, turn, store, in_use, sections, before), in_use
+        pool = choose(store.index, self.options)
+        order, starts = pass_order(store.index, pool, self.options, self.number_of(number))
+        sections = Section(_bounds(store.index, pool)), None
+        store = self._kept(turn, store, (order, in_use), before)
+        return Deal(store.index.lengths, order, starts, number, store, turn, sections, 0), in_use
 
     def _seen(self, turn: int, wanted: int, before: Deal | None, in_use: Int64s) -> tuple[FrameStore, Int64s, int]:
         """Agree on what is there; give it, the numbers of what is `in_use`, which stays readable, and `left`."""
@@ -381,10 +383,11 @@ class Dealer:
         spot = self.source.shared(self.source.snapshot()) if self.is_shared or current_shard().total > 1 else None
         return self._sights.news(self.source.sight()), self._num_batches, spot
 
-    def _cached(
-        self, turn: int, store: FrameStore, trajectories: Int64s, before: Deal | None, device: torch.device
-    ) -> FrameStore:
-        """Copy the frames of a pass into memory, or map what another process of this machine has copied."""
+    def _kept(self, turn: int, store: FrameStore, used: tuple[Int64s, Int64s], before: Deal | None) -> FrameStore:
+        """Copy the frames that are used into memory, or map what another process of this machine has copied."""
+        if (device := self.keeps_on) is None:
+            return store
+        trajectories = np.setdiff1d(np.concatenate(used), -1)
         last = before.source if before is not None else None
         made: list[CachedFrames] = []
         if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
@@ -406,7 +409,7 @@ class Dealer:
 
 
 def _content(index: TrajectoryIndex) -> Any:
-    return index.writers_upto(), index.num_present
+    return index.writers_upto(), index.num_present, [block.identity for block in index.blocks if block.is_edit]
 
 
 def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:

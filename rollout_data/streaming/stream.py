@@ -264,8 +264,8 @@ class RolloutStream(RolloutFileBase[Transition]):
         """Read what was planned; give up files that are gone and that no env plays at the position behind it."""
         chosen = plan if envs is None else share_of(plan, envs)
         while True:
-            self._readahead.before(plan)
             try:
+                self._readahead.before(plan)
                 batch = self.reader.read(chosen, self._shard.number, without_time)
             except DataFileError as problem:
                 self._leave_out(plan, problem)

@@ -18,8 +18,9 @@ from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata
 from ..recordings.opening import open as open_recording
 from ..recordings.own_writer import plain
+from ..recordings.recording import Recording
 from ..recordings.table import COLUMNS, end_of
-from ..remote.access import origins_of
+from ..remote.access import DataDir, origins_of
 from .rewrite import open_folder
 
 #: How trajectories end: name -> flag.
@@ -50,9 +51,10 @@ def _describe_recording(data_dir: str) -> dict[str, Any]:
     }
 
 
-def listing(data_dir: str) -> list[dict[str, Any]]:
-    """Give the table of episodes of a recording of any format as plain dicts; None stands for what is unknown."""
-    table, success = open_recording(data_dir).table, {1: True, 0: False}
+def listing(source: DataDir) -> list[dict[str, Any]]:
+    """Give the table of episodes of a path or `Recording` as plain dicts; None stands for what is unknown."""
+    recording = source if isinstance(source, Recording) else open_recording(source)
+    table, success = recording.table, {1: True, 0: False}
     times = [None if np.isnat(time) else str(time) for time in table["time"]]
     columns = {name: table[name].tolist() for name in COLUMNS} | {"time": times}
     columns["success"] = [success.get(value) for value in columns["success"]]
@@ -81,8 +83,8 @@ def _lengths(lengths: np.ndarray) -> dict[str, Any]:
 
 def _describe_blocks(data_dir: str) -> dict[str, Any]:
     folder = open_folder(data_dir)
-    blocks = list(folder.blocks.values())
-    index = TrajectoryIndex(blocks, built=folder.built)
+    index = TrajectoryIndex(list(folder.blocks.values()), built=folder.built)
+    blocks = [block for block in index.blocks if not block.is_edit]
     metadata = load_metadata(folder.data_dir)
     lengths, is_coded = index.lengths, any(field.codec != "raw" for field in (folder.schema or {}).values())
     ends = {name: int(((index.flags & flag) > 0).sum()) for name, flag in ENDS.items()}
@@ -90,7 +92,7 @@ def _describe_blocks(data_dir: str) -> dict[str, Any]:
         "data_dir": str(data_dir),
         "format": FORMAT_NAME,
         "num_blocks": len(blocks),
-        "num_bytes": sum(block.file_bytes for block in blocks),
+        "num_bytes": sum(block.file_bytes for block in index.blocks),
         "num_writers": len(index.writers),
         "total_trajectories": len(index),
         "total_timesteps": index.num_frames,
@@ -98,6 +100,7 @@ def _describe_blocks(data_dir: str) -> dict[str, Any]:
         "lengths": _lengths(lengths),
         "with_final_observation": int((index.final_block >= 0).sum()),
         "num_dropped": index.num_dropped,
+        "num_dropped_later": sum(len(block.fragments) for block in index.blocks if block.is_edit),
         "num_broken": index.num_broken,
         "fields": metadata.schema.to_json() if metadata else [],
         "coded": _coded([block.path for block in blocks]) if is_coded else {},
@@ -136,7 +139,10 @@ def as_text(about: dict[str, Any]) -> list[str]:
     if about["lengths"]:
         lines.append("  length: {min:,} to {max:,} frames, median {median:,.0f}".format(**about["lengths"]))
     if about.get("num_dropped") or about.get("num_broken"):
-        lines.append(f"  left out: {about['num_dropped']:,} dropped, {about['num_broken']:,} with a missing part")
+        later = f" ({about['num_dropped_later']:,} by edits)" if about["num_dropped_later"] else ""
+        lines.append(
+            f"  left out: {about['num_dropped']:,} dropped{later}, {about['num_broken']:,} with a missing part"
+        )
     lines.append("  fields:")
     width = max((len(field["name"]) for field in about["fields"]), default=0)
     for field in about["fields"]:

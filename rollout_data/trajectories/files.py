@@ -31,7 +31,7 @@ from ..format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of
 from ..format.rows import ArrayRows, BlockContent
 from ..format.schema import RowLayout
 from ..format.write import write_block
-from ..index.index import Block
+from ..index.block import Block
 from .rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 
 FORMATS = ("h5", "pt", "pkl")

@@ -20,7 +20,7 @@ from storage.core.durable import sync_path
 from storage.core.threads import Worker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
-from ..index.index import Block
+from ..index.block import Block
 from .files import Entry, find_block, find_files, naming
 from .folder import Counters, write_index
 

@@ -163,7 +163,8 @@ def _num_frames(path: Path, arrays: dict[str, StoredArray]) -> int:
     for key, length in lengths.items():
         if length != num_frames or length < 0:
             got = f"{length}" if length >= 0 else "a single value"
-            raise chunk_problem(path, f"{num_frames} frames in {key!r}, as in {DONES!r}", got)
+            expected = f"{num_frames} frames in {key!r}, as in {DONES!r}"
+            raise chunk_problem(path, expected, got).of("counts")
     if num_frames > MAX_FRAMES:
         raise chunk_problem(path, f"at most {MAX_FRAMES} frames", str(num_frames))
     return num_frames
@@ -197,7 +198,8 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
         if start in newest:
             got = f"also the newer {chunk.file.path.name!r}"
             advice = "The older one is left out"
-            problems.append(chunk_problem(newest[start].file.path, f"one chunk from frame {start} on", got, advice))
+            wrong = chunk_problem(newest[start].file.path, f"one chunk from frame {start} on", got, advice)
+            problems.append(wrong.of("overlap", folder.name))
         newest[start] = chunk
     kept: list[Chunk] = []
     position = 0
@@ -207,12 +209,14 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
         file, num_frames = kept[-1].file, kept[-1].num_frames
         if file.stop - file.start != num_frames:
             expected, advice = f"{file.stop - file.start} frames, as its name says", "Read at the length of its arrays"
-            problems.append(chunk_problem(file.path, expected, f"{num_frames}", advice))
+            problems.append(chunk_problem(file.path, expected, f"{num_frames}", advice).of("counts", folder.name))
     if newest:
         more = f" and {len(newest) - 1} more" if len(newest) > 1 else ""
         advice = f"Read the first {position} frames and left out the rest" if position else "Skipped the folder"
         expected, got = f"a chunk from frame {position} on", f"only {newest[min(newest)].file.path.name!r}{more}"
-        problems.append(CorruptFileError("read the trajectory", repr(str(folder)), expected, got, advice))
+        kind = "overlap" if min(newest) < position else "gap"
+        wrong = CorruptFileError("read the trajectory", repr(str(folder)), expected, got, advice)
+        problems.append(wrong.of(kind, folder.name))
     return kept, problems
 
 
@@ -248,4 +252,5 @@ def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray,
     inside = int((stops < total).sum())
     got = f"{inside} inside" + (f", the first at frame {int(ends[0])}" if inside else "")
     action, advice = "read as one trajectory", f"Split into {len(firsts)} trajectories"
-    return fragments, chunk, [DataFileError(action, repr(str(folder)), "an end at the last frame", got, advice)]
+    wrong = DataFileError(action, repr(str(folder)), "an end at the last frame", got, advice)
+    return fragments, chunk, [wrong.of("inside", folder.name)]

@@ -130,7 +130,8 @@ def scan_trajectory_folder(
             elif found.signature != signature:
                 expected, got = _difference(signature, found.signature)
                 advice = f"{_CUT}; move it to a dataset of its own to read it"
-                problems.append(chunk_problem(file.path, f"{expected}, as in most chunks", got, advice))
+                wrong = chunk_problem(file.path, f"{expected}, as in most chunks", got, advice)
+                problems.append(wrong.of("fields", folder.path.name))
             else:
                 good.append(found)
         kept, chain_problems = join_chunks(folder.path, good)
@@ -185,7 +186,8 @@ def _build_schema(
     problems: list[DataFileError] = []
 
     def report(expected: str, got: str, advice: str = "The chunks rule") -> None:
-        problems.append(DataFileError("use the metadata", repr(str(metadata_path)), expected, got, advice))
+        wrong = DataFileError("use the metadata", repr(str(metadata_path)), expected, got, advice)
+        problems.append(wrong.of("description"))
 
     segments: Any = metadata.get(SEGMENTS)
     mapping: Any = metadata.get(MAPPING)
@@ -244,10 +246,11 @@ def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
         kind = CorruptFileError if isinstance(error, TruncatedPickleError) else type(error)
         problem = kind(error.action, error.where, error.expected, error.got, advice)
         problem.__cause__ = error.__cause__ or error
+        problem.of(error.kind)
     except OSError as error:
         problem = chunk_problem(file.path, "a readable file", error.strerror or str(error), _CUT)
         problem.__cause__ = error
-    return problem
+    return problem.of("", file.path.parent.name)
 
 
 def _is_being_written(file: ChunkFile, problem: DataFileError) -> bool:

@@ -130,7 +130,8 @@ def _chunk_files(
             continue
     if strangers:
         got = repr(strangers[0]) + (f" and {len(strangers) - 1} more" if len(strangers) > 1 else "")
-        problems.append(_skipped(folder, "chunks called traj_START_END.pickle", got, "Skipped these files"))
+        wrong = _skipped(folder, "chunks called traj_START_END.pickle", got, "Skipped these files")
+        problems.append(wrong.of("stray", folder.name))
     return files
 
 
@@ -177,7 +178,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         except (OSError, CorruptFileError) as error:
             cause = error
     advice = "Read without it: names, shapes and codecs are taken from the chunks"
-    raise CorruptFileError("read", repr(str(path)), "a JSON object", f"{cause}"[:200], advice) from cause
+    got = f"{cause}"[:200]
+    raise CorruptFileError("read", repr(str(path)), "a JSON object", got, advice).of("metadata") from cause
 
 
 def _skipped(path: str | Path, expected: str, got: str, advice: str = "Skipped") -> DataFileError:

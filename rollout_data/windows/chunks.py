@@ -6,6 +6,7 @@ group, and of where trajectories lie in their files; what is fetched ahead follo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -128,7 +129,8 @@ class Route:
             runs = index.locate(played, begin, count, np.cumsum(count) - count)
             stocks.append(Stock(self._store, (DATA, name), runs))
         stocks += self._ask_finals(np.unique(trajectory[index.final_row[trajectory] >= 0]))
-        self._store.routes.update(stocks)
+        known = (one for one in self._store.routes if one() is not None)
+        self._store.routes = (*known, *map(weakref.ref, stocks))
         return stocks
 
     def _ask_finals(self, trajectory: Int64s) -> list[Stock]:

@@ -21,6 +21,7 @@ from storage.errors import RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
 
 from ..format.schema import Allocate
+from ..frames.kind import mixed_modes
 from ..frames.normalization import FieldStatistics, compute_statistics
 from ..index.agreement import ShardChoice, agreement_of, checked_shard, current_shard
 from ..index.index import Int64s
@@ -59,6 +60,8 @@ class WindowMixture(WindowBatches):
                 parts = [f"{a} instead of {b}" for a, b in zip(dataset.form, first, strict=False) if a != b]
                 got = parts[0] if parts else "others"
                 raise UsageError("mix datasets", f"with number {number}", "the fields and deltas of number 0", got)
+        if problem := mixed_modes([dataset.metadata for dataset in self.datasets]):
+            warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
         self._open()
         sizes = np.diff(self._first)
         if ((self.weights > 0) & (sizes == 0)).any():

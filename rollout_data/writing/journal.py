@@ -142,6 +142,21 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
     return found
 
 
+def is_alive(path: Path) -> bool:
+    """Tell whether the writer of a journal lives; nothing is changed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # where there are no locks, nothing tells
+        return isinstance(error, BlockingIOError) or error.errno in _NO_LOCKS
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def remove_temporary_files(folder: Path, writer: str) -> None:
     """Remove what a dead writer had begun to write."""
     for temporary in folder.glob(f"{TEMPORARY_PREFIX}rollout_{glob.escape(writer)}_*"):

@@ -113,7 +113,7 @@ def episode_notes(given: Any, marks: np.ndarray, is_step: bool) -> tuple[tuple[i
             if not marks[step, env]:
                 where = f"with episode= of environment {env}"
                 raise UsageError(_ADD, where, "a frame of it in the same step", "none, by env_mask")
-            found.append((step, env, _as_json(said)))
+            found.append((step, env, episode_json(said)))
     return tuple(found)
 
 
@@ -127,19 +127,23 @@ def _listed(given: Any, count: int, of: str) -> Sequence[Any]:
     return found
 
 
-def _as_json(said: Any) -> bytes:
-    where = "with episode="
+def episode_json(said: Any, action: str = _ADD, where: str = "with episode=") -> bytes:
+    """Check what is said of an episode, and write it as JSON.
+
+    Raises:
+        UsageError: It has another form, or cannot be JSON.
+    """
     if not isinstance(said, Mapping) or not all(isinstance(name, str) for name in said):
-        raise UsageError(_ADD, where, "mappings with names that are texts", repr(said)[:80])
+        raise UsageError(action, where, "mappings with names that are texts", repr(said)[:80])
     said = {name: value.item() if isinstance(value, np.bool_) else value for name, value in said.items()}
     for name, kind in _TYPES.items():
         if not isinstance(said.get(name), (kind, type(None))):
-            raise UsageError(_ADD, where, f"{name!r} as a {kind.__name__} or None", repr(said[name])[:80])
+            raise UsageError(action, where, f"{name!r} as a {kind.__name__} or None", repr(said[name])[:80])
     try:
         data = json.dumps(said, default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as cause:
         expected = "texts, numbers, lists and mappings of them"
-        raise UsageError(_ADD, where, expected, f"{type(cause).__name__}: {cause}") from cause
+        raise UsageError(action, where, expected, f"{type(cause).__name__}: {cause}") from cause
     return data
 
 

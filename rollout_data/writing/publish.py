@@ -25,6 +25,7 @@ from ..format.chunk_table import Coding, codings_text
 from ..format.header import METADATA_NAME, layouts_of, read_header
 from ..format.schema import PACKED
 from ..format.write import write_block
+from ..index.block import Block
 from ..index.folder import save_index_cache
 from .journal import Journal
 from .retention import prune
@@ -189,7 +190,8 @@ def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
         except (RolloutDataError, OSError) as cause:  # a link that leads nowhere is no block either
             advice = "Use another writer_name"
             raise UsageError("continue the writer", repr(writer), "readable blocks", str(path), advice) from cause
-        sequence = max(sequence, header.sequence + 1)
+        if not Block(path, writer, header.sequence, header.fragments).is_edit:
+            sequence = max(sequence, header.sequence + 1)
         trajectory = max(trajectory, int(header.fragments["trajectory"].max(initial=-1)) + 1)
         last_ns = max(last_ns, int(header.fragments["end_time_ns"].max(initial=0)))
     return sequence, Carry.start(num_envs, trajectory), last_ns

@@ -35,7 +35,8 @@ def prune(
     """Delete the blocks that the newest trajectories do not need; writers and readers may be at work.
 
     A block stays or goes as a whole: beyond the limits there is what shares blocks with the newest trajectories, and
-    with those that living writers have in progress. The newest trajectory always stays.
+    with those that living writers have in progress. The newest trajectory always stays; one that was dropped does not
+    count.
 
     Args:
         data_dir: The data folder.
@@ -55,10 +56,14 @@ def prune(
     is_kept = ~index.is_complete() & np.array(is_growing, bool)[index.writer]
     is_kept[_first_kept(index, limits) :] = True
     old: list[Path] = []
+    edits = index.edits()
     for number, writer in enumerate(index.writers):
         known = index.number[index.writer == number]
+        if writer in edits:
+            known = np.append(known, index.blocks[edits[writer]].fragments["trajectory"])
         kept = set(index.number[is_kept & (index.writer == number)].tolist())
-        for block in sorted((one for one in index.blocks if one.writer == writer), key=lambda one: one.sequence):
+        mine = (one for one in index.blocks if one.writer == writer and not one.is_edit)
+        for block in sorted(mine, key=lambda one: one.sequence):
             found = block.fragments["trajectory"]
             # Beyond the newest known ones are tentative ones, which the index does not list yet.
             if (found > known.max(initial=-1)).any() or not kept.isdisjoint(found.tolist()):

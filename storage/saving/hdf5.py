@@ -3,7 +3,8 @@
 One rule: the library sees neither the disk while a file is written, as a disk that is full in the middle of its
 closing leaves it in a state from which it crashes at the end of the process, nor a damaged global heap while it is
 read, as it follows the sizes of the objects in it, which hold the text of attributes, without asking whether they
-lead on. What the datasets mean is not known here.
+lead on, nor an attribute whose text claims a length, as it takes memory for that before it looks. What the datasets
+mean is not known here.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
+import struct
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import h5py
 import numpy as np
@@ -33,6 +37,12 @@ MAX_HEAP_BYTES = 1 << 20
 _MAX_EXPANSION, _MAX_UNWRITTEN_BYTES = 1100, 1 << 26
 #: No attribute that is read here is larger.
 _MAX_ATTRIBUTE_BYTES = 1 << 12
+#: Kinds of messages in the head of an object: an attribute, where the head goes on, and where there are more than eight
+#: attributes; so many parts are followed.
+_ATTRIBUTE, _GOES_ON, _ATTRIBUTES_APART, _MAX_PARTS = 12, 16, 21, 256
+#: Where the head of a fractal heap says how wide its table is, how large its first blocks are, how many bits places
+#: have, where the first block or table is, and how many rows the table has.
+_HEAP_FIELDS = (110, 112), (112, 120), (128, 130), (132, 140), (140, 142)
 #: What a damaged file makes h5py raise.
 _DAMAGE = (OSError, LookupError, ValueError, TypeError, RuntimeError, AttributeError, ArithmeticError)
 
@@ -118,6 +128,10 @@ def _number(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
+#: Number that HDF5 gives an open file -> the file.
+_OPEN: WeakValueDictionary[int, Guarded] = WeakValueDictionary()
+
+
 @contextmanager
 def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.File, Guarded]]:
     """Open a file for reading, `opened` if it is elsewhere. What damage makes the library raise becomes one error.
@@ -132,6 +146,7 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
     ):
         if file.id.get_create_plist().get_sizes() != (8, 8):  # the guard reads no other
             raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
+        _OPEN[h5py.h5o.get_info(file.id).fileno] = guarded
         yield file, guarded
 
 
@@ -173,7 +188,91 @@ def attribute(node: Any, name: str) -> Any:
     if name not in node.attrs:
         return None
     found = node.attrs.get_id(name)
-    return node.attrs[name] if found.shape == () and found.get_storage_size() <= _MAX_ATTRIBUTE_BYTES else None
+    if found.shape != () or found.get_storage_size() > _MAX_ATTRIBUTE_BYTES:
+        return None
+    check_text(node.id, name.encode(), found)
+    return node.attrs[name]
+
+
+def check_text(node: Any, name: bytes, found: h5py.h5a.AttrID) -> None:
+    """Compare the lengths that an attribute of texts claims with the size of a heap, by its bytes in the file.
+
+    Raises:
+        CorruptFileError: One is longer, or the attribute is not where attributes are.
+    """
+    kind = found.get_type()
+    if kind.get_class() != h5py.h5t.STRING or not kind.is_variable_str():
+        return
+    about = h5py.h5o.get_info(node)
+    start = h5py.h5i.get_file_id(node).get_create_plist().get_userblock()
+    is_found, num_texts = False, max(1, int(np.prod(found.shape, dtype=object)))
+    for data in _attributes(_OPEN[about.fileno], about.addr + start, start, name):
+        version, _, name_bytes, type_bytes, space_bytes = struct.unpack_from("<BB3H", data)
+        at = 9 if version == 3 else 8
+        if data[at : at + name_bytes].rstrip(b"\0") == name:
+            unit = 8 if version == 1 else 1
+            at += sum(-(-size // unit) * unit for size in (name_bytes, type_bytes, space_bytes))
+            places = range(at, min(at + 16 * num_texts, len(data) - 15), 16)
+            length, is_found = max((_number(data[place : place + 4]) for place in places), default=0), True
+            if length > MAX_HEAP_BYTES:
+                expected, got = f"a heap of at most {MAX_HEAP_BYTES} bytes", f"a text of {length}"
+                raise CorruptFileError("read", f"the attribute {name.decode()!r}", expected, got)
+    if not is_found:
+        raise CorruptFileError(
+            "read", f"the attribute {name.decode()!r}", "a text among the attributes", "another place"
+        )
+
+
+def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[bytes]:
+    """Yield the messages of attributes of a group or dataset; all places are counted from `start`.
+
+    Where they lie apart, in a heap without a list of them, what may be the one of this name is given, and what follows.
+    """
+    head = file.read_at(64, place)
+    is_new = head[:4] == b"OHDR"
+    if is_new:
+        at, width = 6 + 16 * (head[5] >> 5 & 1) + 4 * (head[5] >> 4 & 1), 1 << (head[5] & 3)
+        parts, gap = [(place + at + width, _number(head[at : at + width]))], 4 + 2 * (head[5] >> 2 & 1)
+    else:
+        parts, gap = [(place + 16, _number(head[8:12]))], 8
+    for number, (offset, num_bytes) in enumerate(parts):  # which grow
+        data = file.read_at(min(num_bytes, MAX_HEAP_BYTES), offset)
+        at = 4 if is_new and number else 0  # a signature
+        while at + gap <= len(data) and number < _MAX_PARTS:
+            kind, size = struct.unpack_from("<BH" if is_new else "<HH", data, at)
+            message, at = data[at + gap : at + gap + size], at + gap + size
+            if kind == _ATTRIBUTE and len(message) >= 8:
+                yield message
+            elif kind == _GOES_ON and len(message) >= 16:
+                parts.append((start + _number(message[:8]), _number(message[8:16])))
+            elif kind == _ATTRIBUTES_APART and len(message) >= 18:
+                heap = start + _number(message[2 + 2 * (message[1] & 1) :][:8])
+                for block in _heap_blocks(file, heap, start):
+                    yield from _named(block, name)
+
+
+def _named(block: bytes, name: bytes) -> Iterator[bytes]:
+    """Yield what may be the message of an attribute, of version 2 or 3, whose head has 8 or 9 bytes."""
+    for found in re.finditer(re.escape(name) + b"\0", block):
+        for version, begin in ((2, found.start() - 8), (3, found.start() - 9)):
+            if begin >= 0 and block[begin] == version:
+                yield block[begin : begin + _MAX_ATTRIBUTE_BYTES]
+
+
+def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
+    """Yield the blocks of a fractal heap of small objects, which is neither compressed nor nested."""
+    head = file.read_at(142, place) if place < 1 << 62 else b""  # no place: there is none
+    if head[:4] != b"FRHP" or head[7:9] != b"\0\0" or _number(head[10:14]) < 512 or _number(head[86:94]):
+        return
+    width, size, bits, root, num_rows = (_number(head[a:b]) for a, b in _HEAP_FIELDS)
+    if not num_rows:
+        yield file.read_at(min(size, MAX_HEAP_BYTES), start + root)
+        return
+    entries = file.read_at(8 * width * min(num_rows, _MAX_PARTS), start + root + 13 + -(-bits // 8))
+    for number in range(min(len(entries) // 8, _MAX_PARTS)):
+        child = _number(entries[8 * number : 8 * number + 8])
+        if child < 1 << 63:
+            yield file.read_at(min(size << max(0, number // width - 1), MAX_HEAP_BYTES), start + child)
 
 
 class Allowance:

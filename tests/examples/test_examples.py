@@ -47,10 +47,12 @@ def test_the_job_leaves_a_picture_and_a_recording(demo: tuple[Path, str]) -> Non
     folder, text = demo
     assert (folder / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "demo" / "report.png").stat().st_size > 20_000
+    assert "report.html: open it first" in text
+    assert "VAL01" in (folder / "demo" / "report.html").read_text()
     dataset = RolloutDataset(folder / "demo" / "data", 4, device="cpu")
     assert dataset.num_trajectories >= 48
     assert f"{dataset.num_frames:,}" in text
-    assert sorted(path.name for path in (folder / "demo").iterdir()) == ["data", "report.png"]
+    assert sorted(path.name for path in (folder / "demo").iterdir()) == ["data", "report.html", "report.png"]
 
 
 def test_playback_goes_frame_by_frame(demo: tuple[Path, str]) -> None:

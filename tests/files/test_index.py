@@ -23,7 +23,8 @@ from rollout_data.format.header import (
     layouts_of,
 )  # fmt: skip
 from rollout_data.frames.store import FileFrames
-from rollout_data.index.index import Block, End, LostBlockError, TrajectoryIndex
+from rollout_data.index.block import Block
+from rollout_data.index.index import End, LostBlockError, TrajectoryIndex
 from storage.core.fields import Field, Schema
 
 

@@ -94,6 +94,17 @@ def test_pack_and_repair_and_retention_keep_them(tmp_path):
     assert 0 < len(said_in(tmp_path / "c")) < len(expected)
 
 
+def test_coded_components_are_noted_too(tmp_path):
+    with RolloutWriter(tmp_path, 1, durable=False, obs_disassemble_mapping={"cam": "shuffle+lz4"}) as writer:
+        for t in range(4):
+            observation = {"cam": torch.full((1, 8, 8, 3), t, dtype=torch.uint8), "joints": torch.zeros(1, 3)}
+            said = [{"task": "look"}] if t == 0 else None
+            step = {"action": torch.zeros(1, 1), "reward": torch.zeros(1), "done": torch.tensor([t == 3])}
+            writer.add(observation=observation, episode=said, **step)
+    (episode,) = rollout_data.open(tmp_path)
+    assert episode.task == "look" and episode.observation["cam"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
 def test_batches_have_the_number_of_the_task_on_demand(tmp_path):
     record(tmp_path, 30, block_bytes=500)
     task_of = {env: [TASKS[t // length % 3] for t in range(30)] for env, length in ((0, 3), (1, 5))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
 import random
 from pathlib import Path
@@ -17,8 +18,9 @@ import rollout_data
 from rollout_data import RolloutDataset
 from rollout_data.format.header import FRAGMENT_DTYPE
 from rollout_data.frames.sights import Sights
-from rollout_data.index.index import Block
-from storage.errors import UsageError
+from rollout_data.index.agreement import Shard, agreement_of
+from rollout_data.index.block import Block
+from storage.errors import RolloutDataError, UsageError
 from tests.files.recorded import record
 
 NUM_ENVS = 12  # of all ranks: 1, 2, 3 and 4 ranks have equal shares
@@ -265,6 +267,33 @@ def test_some_envs_of_several_ranks_are_not_reset_alone(tmp_path):
 def test_a_share_that_cannot_be_is_refused(tmp_path, shard):
     with pytest.raises(UsageError, match="expected shard 'auto', 'none' or"):
         RolloutDataset(tmp_path, 1, shard=shard)
+
+
+def look_in_rank(rank, meeting, answers):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+
+    def look():
+        raise ZeroDivisionError("no folder is like this")
+
+    try:
+        agreement_of(Shard(rank, 2))(0, look)
+    except RolloutDataError as problem:
+        answers.put(str(problem))
+
+
+def test_an_error_of_any_kind_reaches_the_ranks_that_wait_for_the_one_that_looks(tmp_path):
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=look_in_rank, args=(rank, tmp_path / "meet", answers)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        told = [answers.get(timeout=60) for _ in ranks]
+    finally:
+        for rank in ranks:
+            rank.join(10)
+            rank.kill()
+    assert told[0] == told[1] and "ZeroDivisionError: no folder is like this" in told[0]
 
 
 def test_processes_tell_each_other_only_the_blocks_that_are_new():

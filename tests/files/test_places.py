@@ -88,7 +88,7 @@ def test_a_url_of_no_known_kind_is_refused(tmp_path, monkeypatch, reader, url):
 
 @pytest.mark.parametrize("arguments", [["info"], ["verify"], ["pack", "--in-place"], ["prune", "--frames", "1"]])
 def test_the_command_refuses_a_url(capsys, arguments):
-    assert main([arguments[0], "s3://bucket/walk", *arguments[1:]]) == 1
+    assert main([arguments[0], "s3://bucket/walk", *arguments[1:]]) == 2
     assert "got a URL" in capsys.readouterr().err
 
 

@@ -156,7 +156,8 @@ def test_a_ring_is_given_in_the_order_of_writing(
     tmp_path: Path, at: int, is_full: bool, expected: list[list[int]]
 ) -> None:
     recording = rollout_data.open(ring(tmp_path / "x", at, is_full))
-    assert (recording.format, recording.problems) == ("bfm_zero", [])
+    assert recording.format == "bfm_zero"
+    assert all("expected observations of their own" in str(one) for one in recording.problems)  # the run has no resets
     assert [one.reward.tolist() for one in recording] == expected
     for episode, steps in zip(recording, expected, strict=True):
         np.testing.assert_array_equal(episode.observation["state"][:, 0], steps)
@@ -179,6 +180,7 @@ def test_motions_of_a_list_are_named_by_their_files(tmp_path: Path) -> None:
     assert (recording.format, recording.problems) == ("humenv", [])
     assert [one.id for one in recording] == ["0-CMU_01_01_poses/ep_0", "0-CMU_02_01_poses/ep_0"]
     assert [len(one) for one in recording] == [9, 5]
+    assert rollout_data.open(source).ids == recording.ids  # the folder by itself
     for episode in recording:
         assert episode.action is None and episode.reward is None and episode.final_observation is None
         assert (episode.terminated, episode.truncated) == (False, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,6 +167,59 @@ def test_declared_sizes_take_no_memory(tmp_path: Path) -> None:
 
     recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), grow))
     assert len(recording) == 2 and "bytes in a file of" in str(recording.problems[0])
+
+
+@pytest.mark.parametrize("user_block", [0, 512])
+def test_a_text_that_claims_gigabytes_takes_no_memory(tmp_path: Path, user_block: int) -> None:
+    text = json.dumps({"env_name": "Lift", "type": 1, "note": "x" * 77})
+    with h5py.File(tmp_path / "x.hdf5", "w", userblock_size=user_block) as file:
+        file.create_group("data").attrs["env_args"] = text
+        file["data/demo_0/actions"], file["data/demo_0/obs/low"] = actions(0, 3), values(0, 3)
+    whole = (tmp_path / "x.hdf5").read_bytes()
+    assert rollout_data.open(tmp_path / "x.hdf5").metadata["env_name"] == "Lift"
+    described = len(text).to_bytes(4, "little") + (whole.index(b"GCOL") - user_block).to_bytes(8, "little")
+    assert whole.count(described) == 1
+    (tmp_path / "x.hdf5").write_bytes(whole.replace(described, b"\0\0\0\xf0" + described[4:]))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorruptFileError, match="at most 1048576 bytes, got a text of 4026531840"):
+        rollout_data.open(tmp_path / "x.hdf5")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19  # KiB
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_attributes_of_other_exporters_mean_the_same(tmp_path: Path, libver: str) -> None:
+    text = json.dumps({"env_name": "Lift", "type": 1})
+    written = {"str": text, "bytes": np.bytes_(text), "one": np.array([text], object)}
+    for kind, value in written.items():
+        with h5py.File(tmp_path / f"{kind}.hdf5", "w", libver=libver) as file:
+            demo = file.create_group("data/demo_0")
+            file["data"].attrs["env_args"], demo.attrs["num_samples"] = value, np.array([3], "u1")
+            demo.attrs["nothing"], demo.attrs["texts"] = h5py.Empty("f4"), ["a", "ü"]
+            demo["actions"], demo["rewards"] = actions(0, 3).astype(">f8"), rewards(0, 3)[:, None].astype(">i8")
+            demo["obs/low"], demo["obs/ünï/deep"] = values(0, 3), values(1, 3)
+        (episode,) = recording = rollout_data.open(tmp_path / f"{kind}.hdf5")
+        assert recording.metadata["env_name"] == "Lift" and episode.metadata["texts"] == ["a", "ü"]
+        assert episode.reward.dtype == np.int64 and episode.reward.shape == (3,) and "nothing" not in episode.metadata
+        np.testing.assert_array_equal(episode.action, actions(0, 3).astype(float))
+        np.testing.assert_array_equal(episode.observation["ünï/deep"], values(1, 3))
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_texts_among_many_attributes_are_read_and_bounded_too(tmp_path: Path, libver: str) -> None:
+    path = tmp_path / "x.hdf5"
+    with h5py.File(path, "w", libver=libver) as file:
+        demo = file.create_group("data/demo_0")
+        demo["actions"], demo["obs/low"] = actions(0, 3), values(0, 3)
+        for number in range(60):
+            demo.attrs[f"note{number}"] = f"text {number} " * (number + 1)
+        demo.attrs["long"] = "q" * 3001
+    (episode,) = rollout_data.open(path)
+    assert episode.metadata["long"] == "q" * 3001
+    assert all(episode.metadata[f"note{number}"] == f"text {number} " * (number + 1) for number in range(60))
+    damaged, length = path.read_bytes(), (3001).to_bytes(4, "little")
+    path.write_bytes(damaged.replace(length, (0xF0000000).to_bytes(4, "little")))
+    with pytest.raises(CorruptFileError, match="text of 4026531840" if libver == "earliest" else "metadata checksum"):
+        rollout_data.open(path)[0].metadata["long"]
 
 
 def test_data_in_other_files_are_refused(tmp_path: Path) -> None:

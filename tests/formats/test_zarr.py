@@ -211,7 +211,6 @@ def test_an_empty_set_has_no_episode(tmp_path: Path) -> None:
     ("change", "error"),
     [
         ({"filters": [{"id": "pickle"}]}, UnsafeFileError),
-        ({"dtype": "|O", "filters": [{"id": "vlen-utf8"}]}, UnsafeFileError),
         ({"dtype": "|O"}, UnsafeFileError),
         ({"compressor": {"id": "pickle"}}, CorruptFileError),
         ({"shape": [1 << 40, 2], "chunks": [1 << 40, 2]}, CorruptFileError),
@@ -230,6 +229,15 @@ def test_hostile_descriptions_are_refused(tmp_path: Path, change: dict[str, Any]
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(error):
         rollout_data.open(tmp_path / "a.zarr")
+
+
+@pytest.mark.parametrize("change", [{"dtype": "|O", "filters": [{"id": "vlen-utf8"}]}, {"dtype": "<U9"}, {"shape": []}])
+def test_texts_and_single_values_are_left_out_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = write_2(tmp_path / "a.zarr", arrays() | {"meta/task": np.arange(3)}) / "meta" / "task" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    recording = rollout_data.open(tmp_path / "a.zarr")
+    assert ["meta/task" in str(problem) for problem in recording.problems] == [True]
+    np.testing.assert_array_equal(recording[2].action, action(52, 7))
 
 
 def test_pictures_of_jpeg_xl_are_decoded_or_name_the_package_that_they_need(tmp_path: Path) -> None:

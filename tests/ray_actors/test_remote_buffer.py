@@ -19,6 +19,7 @@ from storage import AdvancedReplayBuffer, PrioritizedWindows, TrajectoryDictBuff
 from storage.errors import (
     BackgroundError,
     BufferEmptyError,
+    ClosedError,
     DataFileError,
     MissingFieldError,
     UsageError,
@@ -52,6 +53,10 @@ def test_samples_have_whole_rows_of_any_buffer_in_any_number_of_replies(cluster:
             buffer.flush()
         buffer.extend(rows(60, 10))
         assert held(buffer) == list(range(70))
+    buffer.close()
+    for call in (lambda: buffer.sample(1), lambda: buffer.extend(rows(0, 1))):
+        with pytest.raises(ClosedError, match="an open RemoteBuffer"):
+            call()
 
 
 def test_rows_come_from_shards_in_proportion_to_what_they_hold(cluster: Any, tmp_path: Path) -> None:

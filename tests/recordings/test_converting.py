@@ -143,5 +143,5 @@ def test_the_command_line_lists_describes_and_converts_any_format(tmp_path, caps
     assert "3 episodes, 0 of them were there" in capsys.readouterr().out
     assert main(["ls", "--json", str(tmp_path / "own")]) == 0
     assert '"return": null' in capsys.readouterr().out
-    assert main(["convert", source, str(tmp_path / "x"), "--option", "codecs=1"]) == 1
+    assert main(["convert", source, str(tmp_path / "x"), "--option", "codecs=1"]) == 2
     assert "got 'codecs'" in capsys.readouterr().err

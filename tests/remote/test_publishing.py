@@ -17,6 +17,7 @@ pytest.importorskip("fsspec")
 
 import fsspec
 
+import rollout_data
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, push
 from rollout_data.tools.command import main
 from storage.errors import DataFileError, SchemaError, UsageError
@@ -42,6 +43,29 @@ def test_what_was_pushed_is_read_as_it_was_recorded(folder):
     check_epoch(WindowDataset(folder, 4), far)
     assert far.metadata == WindowDataset(folder, 4).metadata
     assert push(folder, "memory://pushed") == 0
+
+
+def test_tasks_and_texts_of_what_was_pushed_are_told_at_the_url(tmp_path):
+    told = ["open the door", "close it"]
+    with RolloutWriter(tmp_path / "told", 2, durable=False) as writer:
+        for t in range(4):
+            writer.add(
+                observation=torch.full((2, 1), t * 1.0),
+                action=torch.zeros(2, 1),
+                reward=torch.zeros(2),
+                done=torch.tensor([t == 3, t == 3]),
+                instruction=told,
+                episode=[{"task": one, "seed": 7} for one in told] if t == 0 else None,
+            )
+    push(tmp_path / "told", "memory://told")
+    near, far = rollout_data.open(tmp_path / "told"), rollout_data.open("memory://told")
+    assert sorted(far.table["task"].tolist()) == sorted(near.table["task"].tolist()) == sorted(told)
+    for episode, there in zip(near, far, strict=True):
+        assert there.metadata["seed"] == episode.metadata["seed"] == 7
+        assert list(there["instruction"]) == list(episode["instruction"]) == [episode.task] * 4
+    windows = WindowDataset("memory://told", 1, texts=True)
+    batch = windows.collate(windows.__getitems__(range(len(windows))))
+    assert {windows.texts[number] for number in batch["task"].tolist()} == set(told)
 
 
 class Failing:
@@ -141,5 +165,5 @@ def test_other_fields_and_damaged_blocks_and_empty_folders_are_refused_before_an
 def test_the_command_pushes(folder, capsys):
     assert main(["push", str(folder), "memory://commanded"]) == 0
     assert "blocks were uploaded" in capsys.readouterr().out
-    assert main(["push", str(folder), str(folder)]) == 1
+    assert main(["push", str(folder), str(folder)]) == 2
     assert next(iter(WindowLoader(far_windows("memory://commanded"), 4)))["mask"].all()

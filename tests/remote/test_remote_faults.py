@@ -7,15 +7,17 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("fsspec")
 
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader
+from rollout_data.frames.remote import Stock
 from storage.errors import DataFileError, UsageError
-from tests.files.recorded import record
+from tests.files.recorded import drain, record
 
-from .places import SMALL, check_epoch, far_windows, in_memory, lagging, uneven
+from .places import SMALL, check_epoch, coded, far_windows, in_memory, lagging, uneven
 
 QUICK = {"timeout_s": 0.3, "num_retries": 2}
 
@@ -108,6 +110,37 @@ def test_a_block_that_vanishes_is_named_by_windows_and_played_around(folder, tmp
             except StopIteration:
                 break
     assert played.num_lost_trajectories > 0
+
+
+def test_a_block_of_coded_components_that_vanishes_before_its_chunks_are_known_is_played_around(tmp_path):
+    for _ in range(3):
+        coded(tmp_path / "images")
+    played = RolloutDataset(lagging(tmp_path / "images"), 1, device="cpu")
+    played.get_batch(3)
+    max((tmp_path / "images").glob("*.h5"), key=lambda path: path.stat().st_mtime_ns).unlink()
+    with pytest.warns(UserWarning, match="cannot play trajectory"):
+        num_valid = 3 + sum(int(batch.valid.sum()) for batch in drain(played, 5))
+    assert 0 < num_valid < 3 * 4 * 90 and played.num_lost_trajectories > 0
+
+
+def test_rows_that_another_thread_drops_on_their_way_are_asked_for_again(folder):
+    far = far_windows(lagging(folder), remote={"num_requests": 1})
+    frames, trajectories = far.frames
+    runs = frames.locate(trajectories[:1], np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64))
+    name, column = next(iter(frames.layouts["data"].columns.items()))
+    expected, found = (torch.zeros(1, column.row_bytes // 4, dtype=torch.int32) for _ in range(2))
+    frames.copy(("data", name), runs, 1, expected)
+    is_asked, may_answer = threading.Event(), threading.Event()
+    fail_by(lambda *request: (is_asked.set(), may_answer.wait(20)))
+    stock = Stock(frames, ("data", name), runs)
+    reader = threading.Thread(target=lambda: found.fill_(-1) if len(stock.copy(runs, 1, found).row) else None)
+    is_asked.wait(20)
+    reader.start()
+    stock.drop()
+    reader.join(20)
+    may_answer.set()
+    fail_by(lambda *request: None)
+    assert bool((found == -1).all()) or torch.equal(found, expected)
 
 
 def test_a_file_that_is_shorter_than_it_was_listed_is_damage(folder, tmp_path):

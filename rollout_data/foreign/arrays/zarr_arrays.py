@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -194,8 +194,8 @@ def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
     return data
 
 
-def find_arrays(store: Store) -> dict[str, ZarrArray]:
-    """Describe the arrays of a store by their names.
+def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, ZarrArray]:
+    """Describe the arrays of a store by their names; those of texts and of no axis are left out by name.
 
     Raises:
         CorruptFileError: A description is damaged, or declares more than there is.
@@ -208,10 +208,21 @@ def find_arrays(store: Store) -> dict[str, ZarrArray]:
         if len(found) == _MAX_ARRAYS:
             raise CorruptFileError("read", repr(name), f"at most {_MAX_ARRAYS} arrays", "more")
         if isinstance(about, dict) and (last == ".zarray" or about.get("node_type") == "array"):
+            if about.get("shape") == [] or _holds_texts(about):
+                leave_out(folder)
+                continue
             with damage_named("read", repr(name), "the description of an array", *_DAMAGE):
                 found[folder] = _of_format_2(folder, about) if last == ".zarray" else _of_format_3(folder, about)
                 _check_sizes(found[folder], store)
     return found
+
+
+def _holds_texts(about: Mapping[str, Any]) -> bool:
+    kind, filters = about.get("dtype", about.get("data_type")), about.get("filters")
+    if isinstance(kind, dict):
+        kind = kind.get("name")
+    is_packed = kind == "|O" and filters == [{"id": "vlen-utf8"}]
+    return isinstance(kind, str) and (is_packed or kind[1:2] in ("U", "S") or kind in ("string", "fixed_length_utf32"))
 
 
 def _of_format_2(name: str, about: Mapping[str, Any]) -> ZarrArray:

@@ -40,7 +40,11 @@ class Reader(ForeignReader):
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._store, where = Store(self.path), repr(str(self.path))
-        arrays = find_arrays(self._store)
+
+        def leave_out(name: str) -> None:
+            self.problem("read", f"{name!r} of {where}", "rows of numbers", "texts, or one value", "It is left out")
+
+        arrays = find_arrays(self._store, leave_out)
         data = {name.removeprefix("data/"): one for name, one in arrays.items() if name.startswith("data/")}
         if _ENDS not in arrays or not data:
             raise CorruptFileError("open", where, f"arrays in 'data' and {_ENDS!r}", ", ".join(arrays) or "none")

@@ -157,11 +157,12 @@ class Hdf5Reader(ForeignReader):
         found = file.describe(dataset)
         if found.kind not in DTYPES or found.shape not in ((length,), (length, 1)):
             where = f"{name!r} of {file.place(node)}"
-            raise CorruptFileError("read", where, f"{length} truth values", f"{found.kind} {found.shape}")
+            raise CorruptFileError("read", where, f"{length} truth values", f"{found.kind} {found.shape}").of("counts")
         values = file.rows("", found, 0 if length <= _MAX_FLAGS else length - 1, length, dataset).astype(bool)
-        if values[:-1].any():
+        if values[:-1].any() and name != "success":
             where, step = f"{name!r} of {file.place(node)}", int(np.argmax(values))
-            self.problem("cut the episode", where, "true for its last step only", f"true for step {step}", "It is kept")
+            wrong = self.problem("cut the episode", where, "true for its last step only", f"true for step {step}")
+            wrong.of("inside", file.name(node).rpartition("/")[2]).advice = "It is kept"
         return bool(values[-1])
 
     def collect(self, path: Path, parent: str, names: Iterable[str]) -> list[EpisodeInfo]:
@@ -190,7 +191,7 @@ class Hdf5Reader(ForeignReader):
                 except DataFileError as cause:
                     if file.num_links_left < 0:
                         raise
-                    self.problems.append(cause)
+                    self.problems.append(cause.of("", name))
         return episodes
 
     def _names(self, file: OpenFile, node: Any) -> tuple[str, ...]:
@@ -250,10 +251,10 @@ class Hdf5Reader(ForeignReader):
             where = f"{group!r} of {file.where}"
             length, now = self.layout(file, group, found)
             if length != info.length:
-                raise CorruptFileError("read", where, f"{info.length} steps", str(length))
+                raise CorruptFileError("read", where, f"{info.length} steps", str(length)).of("counts")
             if now != layout:
                 got = layout.schema.difference(now.schema) or "other final observations"
-                raise CorruptFileError("read", where, "fields as in the episodes before it", got)
+                raise CorruptFileError("read", where, "fields as in the episodes before it", got).of("fields")
             file.checked.add(group)
         return found
 
@@ -315,7 +316,7 @@ class LayoutMaker:
         shape = self.found[path].shape
         if not shape or shape[0] != self.length + rows:
             expected = f"{self.length + rows} rows of {path!r}"
-            raise CorruptFileError("read", self.where, expected, f"shape {shape}")
+            raise CorruptFileError("read", self.where, expected, f"shape {shape}").of("counts")
 
     def add_after(self, name: str, path: str) -> None:
         """Make a dataset of T + 1 rows an observation; the last row is the final one, of texts metadata."""
@@ -335,7 +336,7 @@ class LayoutMaker:
         first = file.rows(f"{group}/{path}", self.found[path], 0, min(self.length + rows, 1))
         shape = picture_shape(_cut(first[0], where), where) if len(first) else (0, 0, 3)
         self.layout.columns[name] = Column(path, shape, "uint8", is_picture=True)
-        if name not in self.reader.metadata["lossy"]:
+        if len(first) and bytes(first[0][:2]) == _JPEG_START and name not in self.reader.metadata["lossy"]:
             self.reader.metadata["lossy"].append(name)
 
     def add_final(self, name: str, path: str, row: int) -> None:
@@ -365,7 +366,8 @@ class LayoutMaker:
             return False
         if len(columns) >= MAX_FIELDS:
             raise CorruptFileError("read", self.where, f"at most {MAX_FIELDS} fields", "more")
-        columns[name] = Column(path, found.shape[1:], found.kind, first)
+        shape = () if name == "reward" and found.shape[1:] == (1,) else found.shape[1:]
+        columns[name] = Column(path, shape, found.kind, first)
         return True
 
 

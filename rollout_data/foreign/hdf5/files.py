@@ -24,7 +24,7 @@ from h5py import h5a, h5d, h5f, h5g, h5i, h5l, h5o, h5s, h5t, h5z
 
 from storage.core.fields import DTYPES, MAX_DIMENSIONS, MAX_FIELDS, dtype_name
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, UnsafeFileError
-from storage.saving.hdf5 import MAX_HEAP_BYTES, GuardedFile, open_hdf5, reported
+from storage.saving.hdf5 import MAX_HEAP_BYTES, GuardedFile, check_text, open_hdf5, reported
 
 #: DEFLATE gives no more for a byte; values that were never written take none.
 _MAX_EXPANSION, _MAX_UNWRITTEN_BYTES = 1100, 1 << 26
@@ -183,6 +183,8 @@ class OpenFile:
             settings = node.get_create_plist()
             if settings.get_layout() == h5d.VIRTUAL or settings.get_external_count():
                 raise UnsafeFileError("read", self.place(node), "data in the file itself", "a reference to other files")
+            if stored is None and kind and settings.get_layout() != h5d.CHUNKED and node.get_storage_size():
+                kind = ""  # in the head of the dataset, where the lengths of its rows cannot be compared
             most_bytes = node.get_storage_size() * _MAX_EXPANSION + _MAX_UNWRITTEN_BYTES
             if settings.get_layout() == h5d.CHUNKED:
                 num_bytes = max(num_bytes, prod(settings.get_chunk()) * node.get_type().get_size())
@@ -267,15 +269,19 @@ class OpenFile:
         kind = found.get_type().get_class()
         if kind not in (h5t.STRING, h5t.INTEGER, h5t.FLOAT, h5t.ENUM):
             return None
-        if found.get_storage_size() > _MAX_ATTRIBUTE_BYTES:
+        if found.get_space().get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
             return None
+        if not 0 < prod(found.shape) * found.get_type().get_size() <= _MAX_ATTRIBUTE_BYTES:
+            return None
+        check_text(node, name.encode(), found)
         if found.shape == () and kind in (h5t.INTEGER, h5t.FLOAT):
             number = np.empty((), found.dtype)
             found.read(number)
             return number.item()
         value = h5py.AttributeManager(_Owner(node))[name]
         if isinstance(value, np.ndarray):
-            return [_text(item) for item in value.ravel()] if value.dtype.kind in "OS" else value
+            texts = [_text(item) for item in value.ravel()] if value.dtype.kind in "OS" else []
+            return value if not texts else texts[0] if len(texts) == 1 else texts
         return _text(value) if isinstance(value, bytes) else getattr(value, "item", lambda: value)()
 
     def attributes(self, node: Any, without: Sequence[str] = ()) -> dict[str, Any]:

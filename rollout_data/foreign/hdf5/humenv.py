@@ -13,7 +13,7 @@ from typing import Any
 from storage.core.durable import read_text
 from storage.errors import CorruptFileError, DataFileError
 
-from ..guards import file_inside
+from ..guards import file_inside, natural
 from ..reader import EpisodeInfo
 from .episodes import Hdf5Reader, Layout, LayoutMaker
 from .files import Found, OpenFile, matches, numbered
@@ -24,7 +24,7 @@ _STEPS = ("observation", "action", "reward")
 
 
 class Reader(Hdf5Reader):
-    """Episodes in the order of the list and of their numbers; named "<file>/ep_<i>" if they come from a list."""
+    """A file, a list of files or a folder of them; named "<file>/ep_<i>" if there are several."""
 
     format = "humenv"
     KNOWN = (_LENGTH,)
@@ -32,16 +32,15 @@ class Reader(Hdf5Reader):
     @classmethod
     def detect(cls, path: Path) -> bool:
         try:
-            files = [path] if path.suffix != _LIST else list(_listed(path).values())[:1]
+            files = list(_files(path).values())[:1]
         except (DataFileError, OSError):
             return False
         return bool(files) and matches(files[0], lambda file: bool(_episodes(file)))
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self.metadata.update(lossy=[], control_mode="unknown")
-        files = _listed(self.path) if self.path.suffix == _LIST else {"": self.path}
         episodes: list[EpisodeInfo] = []
-        for name, path in files.items():
+        for name, path in _files(self.path).items():
             try:
                 found = self._of_file(path)
             except DataFileError as cause:
@@ -73,9 +72,6 @@ class Reader(Hdf5Reader):
                 maker.add(path, path)
             elif path not in _ENDS:
                 maker.add_other(path)
-        reward = maker.layout.columns.get("reward")
-        if reward is not None and reward.shape == (1,):
-            maker.layout.columns["reward"] = reward._replace(shape=())
         return maker.length, maker.layout
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
@@ -86,11 +82,16 @@ def _episodes(file: OpenFile) -> list[str]:
     return numbered(list(file.links(file.open(""))), _EPISODE)
 
 
-def _listed(path: Path) -> dict[str, Path]:
-    """Give the files that a list names, a path a line, from its folder on: name without its ending -> path.
+def _files(path: Path) -> dict[str, Path]:
+    """Give the files of a folder, or those that a list names, a path a line: name without its ending -> path.
 
     Raises:
         DataFileError: It is no list of files in its folder.
     """
+    if path.is_dir():
+        names = [one.name for one in path.iterdir() if one.suffix in (".hdf5", ".h5") and not one.name.startswith(".")]
+        return {name.rpartition(".")[0]: file_inside(path, name) for name in sorted(names, key=natural)}
+    if path.suffix != _LIST:
+        return {"": path}
     lines = [line.strip() for line in read_text(path, max_bytes=1 << 24).splitlines()]
     return {line.rpartition(".")[0] or line: file_inside(path.parent, line) for line in lines if line}

@@ -96,9 +96,8 @@ class Reader(Hdf5Reader):
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         told = dict(self._listed.get(file.name(node), {}))
         ends = {name: self.flag(file, node, name, length) for name in _ENDS}
-        success = told.pop("success", None)
-        if not isinstance(success, bool):
-            success = self.flag(file, node, "success", length)
+        said = told.pop("success", None)
+        success = self.flag(file, node, "success", length) if said not in (0, 1) else bool(said)
         if (steps := told.get("elapsed_steps", length)) != length:
             self.problem("believe", f"'elapsed_steps' of {file.place(node)}", str(length), str(steps))
         return {"metadata": told, "success": success, **ends}

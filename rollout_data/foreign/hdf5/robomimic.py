@@ -71,8 +71,12 @@ class Reader(Hdf5Reader):
             total = file.attribute(data, "total")
         self.checked_some(episodes, "a demo")
         if total is not None and not self.problems and total != (got := sum(one.length for one in episodes)):
-            self.problem("believe", f"'total' of {str(self.path)!r}", f"{got} steps, as the demos have", str(total))
+            expected = f"{got} steps, as the demos have"
+            self.problem("believe", f"'total' of {str(self.path)!r}", expected, str(total)).of("counts")
         present = {one.name for one in episodes}
+        for mask, listed in self._masks.items():
+            if lost := [name for name in listed if name not in names]:
+                self.problem("select", f"by mask {mask!r} of {str(self.path)!r}", "demos", lost[0]).of("split")
         self.splits = {mask: [name for name in listed if name in present] for mask, listed in self._masks.items()}
         self._compare_some(episodes)
         return episodes
@@ -116,7 +120,7 @@ class Reader(Hdf5Reader):
         rows, stated = self.num_actions(file, node), file.attribute(node, NUM_SAMPLES)
         if stated is not None and stated != rows:
             expected = f"{rows} steps, as it has actions"
-            raise CorruptFileError("read", file.place(node), expected, f"{NUM_SAMPLES} {stated}")
+            raise CorruptFileError("read", file.place(node), expected, f"{NUM_SAMPLES} {stated}").of("counts")
         return rows
 
     def length(self, file: OpenFile, node: Any) -> int:
@@ -170,7 +174,8 @@ class Reader(Hdf5Reader):
                 step = start + int(np.argmax((now != then).reshape(len(now), -1).any(1)))
                 where = f"{following.path!r} of {info.name!r} of {str(self.path)!r}"
                 advice = "Open it with keep_next_obs=True to read them"
-                return self.problem("leave out", where, f"row {step} as row {step + 1} of obs", "others", advice)
+                wrong = self.problem("leave out", where, f"row {step} as row {step + 1} of obs", "others", advice)
+                return wrong.of("next", info.name)
         return None
 
 

@@ -6,6 +6,7 @@ One rule: numbers keep their dtype and pictures their pixels, unless video is as
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -176,6 +177,7 @@ def joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def write_video(path: Path, parts: Iterable[Array], fps: float, video: str) -> None:
     """Encode the pictures of an episode, `[n, H, W, 3]` each part, as MP4 with many key frames."""
     av = optional("av", "av", "video", "video")
+    os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints lines for each file
     encoder, settings = ENCODERS[video]
     rate = Fraction(fps).limit_denominator(1 << 16)
     with av.open(str(path), "w", format="mp4") as container:

@@ -96,7 +96,8 @@ def read_info(path: Path) -> Info:
     if not re.fullmatch(r"v?(2\.[01]|3\.\d+)", version):
         raise ForeignFileError("open", repr(str(path)), "codebase_version v3.0, v2.1 or v2.0", repr(version[:40]))
     is_v3 = version.lstrip("v").startswith("3")
-    features, fps = content.get("features"), content.get("fps")
+    features: Any = content.get("features")
+    fps: Any = content.get("fps")
     name = "v3.0" if is_v3 else "v2.1"
     paths = {
         "data_path": content.get("data_path") or data_template(name),
@@ -104,7 +105,7 @@ def read_info(path: Path) -> Info:
     }
     checks = {
         "features": (features, isinstance(features, dict) and all(isinstance(one, dict) for one in features.values())),
-        "fps": (fps, is_real(fps) and 0 < float(fps) < float("inf")),  # type: ignore[arg-type]
+        "fps": (fps, is_real(fps) and 0 < float(fps) < float("inf")),
         **{name: (value, isinstance(value, str)) for name, value in paths.items()},
         **{
             name: (content[name], is_whole(content[name]) and 0 <= content[name] < 1 << 60)
@@ -115,7 +116,7 @@ def read_info(path: Path) -> Info:
     for name, (value, is_right) in checks.items():
         if not is_right or (name == "chunks_size" and not value):
             raise CorruptFileError("open", repr(str(file)), f"a {name!r} as LeRobot writes it", repr(value)[:80])
-    return Info(path, content, 3 if is_v3 else 2, float(fps), features, **paths)  # type: ignore[arg-type]
+    return Info(path, content, 3 if is_v3 else 2, float(fps), features, **paths)
 
 
 def file_name(template: str, values: Mapping[str, int | str], where: Path) -> str:
@@ -206,15 +207,14 @@ def column_feature(source: str, name: str, row: Any, about: Mapping[str, Any]) -
     declared = _shape(about)
     if source.startswith("language_") or about.get("dtype") == "language":
         return Feature(source, name, "language")
-    if not shape and leaf in ("string", "large_string", "string_view"):
+    if not shape and leaf == "text":
         return Feature(source, "action_text" if name == "action" else name, "text")
-    dtype = {"halffloat": "float16", "float": "float32", "double": "float64"}.get(leaf, leaf)
-    if dtype not in DTYPES:
+    if leaf not in DTYPES:
         return None
     is_vector = name.partition("/")[0] in (_OBSERVATION, "action")
     if declared is not None and prod(declared) == prod(shape) and len(shape) < 2:
         shape = declared  # in one level, as a scalar for (1,)
-    return Feature(source, name, "number", () if shape == (1,) and not is_vector else shape, dtype)
+    return Feature(source, name, "number", () if shape == (1,) and not is_vector else shape, leaf)
 
 
 def picture_feature(source: str, name: str, about: Mapping[str, Any], pixels: Any, data: bytes) -> Feature:
@@ -254,8 +254,7 @@ def picture_shape(about: Mapping[str, Any]) -> tuple[int, ...] | None:
     shape, names = _shape(about), about.get("names")
     if shape is None or len(shape) != 3:
         return None
-    is_named = isinstance(names, list) and len(names) == 3
-    firsts = [str(name).lower()[:1] for name in names] if is_named else []  # type: ignore[union-attr]
+    firsts = [str(name).lower()[:1] for name in names] if isinstance(names, list) and len(names) == 3 else []
     is_chw = shape[0] in (1, 3, 4) and shape[2] not in (1, 3, 4)
     if "c" in firsts:
         is_chw = firsts[0] == "c"
@@ -263,9 +262,9 @@ def picture_shape(about: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _shape(about: Mapping[str, Any]) -> tuple[int, ...] | None:
-    shape = about.get("shape")
+    shape: Any = about.get("shape")
     is_shape = isinstance(shape, list) and len(shape) <= 8 and all(is_whole(n) and 0 < n < 1 << 31 for n in shape)
-    return tuple(int(size) for size in shape) if is_shape else None  # type: ignore[union-attr]
+    return tuple(int(size) for size in shape) if is_shape else None
 
 
 def _camera_info(about: Mapping[str, Any]) -> Mapping[str, Any]:

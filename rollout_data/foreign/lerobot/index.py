@@ -10,13 +10,14 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from storage.core.arguments import is_whole
+from storage.core.arguments import is_real, is_whole
 from storage.core.durable import read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
@@ -86,41 +87,52 @@ class Index:
         self.files = ParquetFiles(info.path)
         self.entries: dict[int, Entry] = {}
         self.tasks: dict[int, str] = {}
-        self._take(lambda: self.tasks.update(_read_tasks_3(info) if info.major == 3 else _read_tasks_2(info)))
-        self._take(self._read_entries)
+        read_tasks = _read_tasks_3 if info.major == 3 else _read_tasks_2
+        self._take(lambda: self.tasks.update(read_tasks(info)), "metadata")
+        self._take(self._read_entries, "metadata")
         self._take(self._check_entries)
         runs = self._read_runs()
         self.runs: dict[int, tuple[Run, ...]] = {}
         if not self._take(lambda: self.runs.update(self._as_indexed(runs))):
             self.runs = self._rebuilt(runs)
             for episode in set(self.runs) - set(self.entries):
-                self._take(lambda episode=episode: self._add_usual(episode))  # type: ignore[misc]
+                self._take(partial(self._add_usual, episode))
 
-    def _take(self, step: Callable[[], None]) -> bool:
+    def _take(self, step: Callable[[], None], kind: str = "counts") -> bool:
         """Take a step; where it fails the dataset is refused, or the failure is reported and the step is False."""
         try:
             step()
         except DataFileError as problem:
             if not self._rebuilds:
                 raise
-            self.problems.append(problem)
+            self.problems.append(problem.of(kind))
             return False
         return True
 
-    def bad(self, what: str, expected: str, got: str) -> CorruptFileError:
-        """Build the error for an index that disagrees."""
-        return CorruptFileError("open", f"{what} of {str(self._info.path)!r}", expected, got, _ADVICE)
+    def bad(self, what: str, expected: str, got: str, kind: str = "counts") -> CorruptFileError:
+        """Build the error for an index that disagrees, of "episode 7" or something else."""
+        where = f"{what} of {str(self._info.path)!r}"
+        number = what.removeprefix("episode ") if what.startswith("episode ") else ""
+        return CorruptFileError("open", where, expected, got, _ADVICE).of(kind, number)
 
     def _read_entries(self) -> None:
         for row in _rows_3(self._info) if self._info.major == 3 else _rows_2(self._info):
-            self._take(lambda row=row: self._add(row))  # type: ignore[misc]
+            self._take(partial(self._add, row))
         self.entries = dict(sorted(self.entries.items()))
 
     def _add(self, row: dict[str, Any]) -> None:
         episode: Any = row.get("episode_index")
         if not is_whole(episode) or episode in self.entries:
-            raise self.bad("the index", "one entry for each episode_index", f"another one for {episode!r}")
-        self.entries[episode] = _entry_3(self._info, row) if self._info.major == 3 else _entry_2(self._info, row)
+            got = f"another one for {episode!r}"
+            raise self.bad("the index", "one entry for each episode_index", got, "twice").of("", str(episode))
+        start: Any = row.get("dataset_from_index")
+        before = self.entries.get(episode - 1)
+        try:
+            self.entries[episode] = _entry_3(self._info, row) if self._info.major == 3 else _entry_2(self._info, row)
+        except DataFileError as problem:
+            if before is not None and is_whole(start) and start < before.start + before.length:
+                problem.kind = "shared"
+            raise
 
     def _add_usual(self, episode: int) -> None:
         """Add an entry for an episode without one where its video is known by its number."""
@@ -142,10 +154,11 @@ class Index:
                 raise self.bad(f"episode {number}", "each number once", "none of that number")
             if entry.length < 1 or entry.start != start:
                 got = f"{entry.start}:{entry.start + entry.length}"
-                raise self.bad(f"episode {episode}", f"frames from {start} on", got)
+                kind = "shared" if entry.start < start else "counts"
+                raise self.bad(f"episode {episode}", f"frames from {start} on", got, kind)
             start += entry.length
         for name, found in (("total_episodes", len(self.entries)), ("total_frames", start)):
-            if self._info.content.get(name, found) != found:
+            if self._info.content.get(name) not in (None, found):
                 raise self.bad("the index", f"{name} {self._info.content[name]}", str(found))
 
     def _read_runs(self) -> list[Run]:
@@ -156,7 +169,8 @@ class Index:
             try:
                 runs += self._runs_of(name)
             except DataFileError as cause:
-                problem = self.bad(f"the data {name!r}", cause.expected, cause.got)
+                problem = self.bad(f"the data {name!r}", cause.expected, cause.got, cause.kind or "unreadable")
+                problem.episode = str(episodes.get(name, ""))
                 problem.__cause__ = cause
                 if self._info.major == 3 and not self._rebuilds:
                     raise problem from cause
@@ -171,7 +185,7 @@ class Index:
         total = sum(entry.length for entry in self.entries.values())
         if not self._rebuilds and file.num_rows > total + _MAX_RUNS:
             raise self.bad(f"the data {name!r}", f"at most {total} rows", str(file.num_rows))
-        told = [one for one in (TASK, SUCCESS) if str(file.types.get(one)) in ("int64", "bool")]
+        told = [one for one in (TASK, SUCCESS) if str(file.types.get(one)).startswith(("int", "bool"))]
         rows = file.integers([*INDEX_COLUMNS, *told])
         if not file.num_rows:
             return []
@@ -201,11 +215,12 @@ class Index:
                 expected = "rows in one place" if entry else "an entry in the index"
                 raise self.bad(f"episode {run.episode}", expected, f"rows from {run.row} on in {run.file!r}")
             if wrong := _difference(run, entry):
-                raise self.bad(f"episode {run.episode}", *wrong)
+                kind = "outside" if wrong[0].startswith("consecutive") and run.length < entry.length else "counts"
+                raise self.bad(f"episode {run.episode}", *wrong, kind)
             found[run.episode] = (run,)
         if missing := sorted(set(self.entries) - set(found)):
             file = self.entries[missing[0]].file
-            raise self.bad(f"episode {missing[0]}", f"its rows in {file!r}", "none there")
+            raise self.bad(f"episode {missing[0]}", f"its rows in {file!r}", "none there", "outside")
         return dict(sorted(found.items()))
 
     def _rebuilt(self, runs: Sequence[Run]) -> dict[int, tuple[Run, ...]]:
@@ -225,7 +240,8 @@ class Index:
                 got = f"{len(listed)} parts, from frame {min(run.frame for run in listed)} on"
                 advice = "Rows that the index does not name are left out" if is_whole_episode else "It is left out"
                 where = f"episode {episode} of {str(self._info.path)!r}"
-                self.problems.append(CorruptFileError("open", where, "each frame once, from 0 on", got, advice))
+                wrong = CorruptFileError("open", where, "each frame once, from 0 on", got, advice)
+                self.problems.append(wrong.of("counts", str(episode)))
         return found
 
 
@@ -269,6 +285,7 @@ def _data_files(info: Info) -> list[str]:
 def _read_tasks_3(info: Info) -> dict[int, str]:
     file = ParquetFile(file_inside(info.path, "meta/tasks.parquet"))
     texts = [name for name, kind in file.types.items() if "string" in str(kind)]
+    texts = [name for name in texts if name in ("task", "__index_level_0__")] or texts
     if len(texts) != 1:
         raise CorruptFileError("read", repr(str(file.path)), "the column task_index and a column of texts", str(texts))
     numbers = file.integers([TASK])[TASK].tolist()
@@ -343,13 +360,14 @@ def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
     start = take("dataset_from_index")
     length = take("length")
     if take("dataset_to_index") - start != length:
-        raise CorruptFileError("open", where, f"a range of {length} frames from {start} on", "another", _ADVICE)
+        wrong = CorruptFileError("open", where, f"a range of {length} frames from {start} on", "another", _ADVICE)
+        raise wrong.of("counts", str(row.get("episode_index")))
     file = file_name(info.data_path, {name: take(f"data/{name}") for name in ("chunk_index", "file_index")}, info.path)
     videos = {}
     for camera in info.cameras:
         numbers = {name: take(f"videos/{camera}/{name}") for name in ("chunk_index", "file_index")}
         start_s = row.pop(f"videos/{camera}/from_timestamp", None)
-        if not isinstance(start_s, float) or not 0 <= start_s < 1e9:
+        if not is_real(start_s) or not 0 <= start_s < 1e9:
             raise CorruptFileError("open", where, f"the time of its first frame of {camera!r}", repr(start_s), _ADVICE)
         videos[camera] = (file_name(info.video_path, {**numbers, "video_key": camera}, info.path), start_s)
     tasks = _texts(row.pop("tasks", None))

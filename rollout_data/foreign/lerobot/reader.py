@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -118,10 +119,10 @@ class Reader(ForeignReader):
             feature: Feature | None = None
             if about.get("dtype") == "video":
                 feature = video_feature(source, name, about)
-            elif source in row and str(row[source].type).startswith("struct<bytes"):
-                data = row[source][0].as_py()["bytes"] or b""
-                pixels = decode_picture(data, f"{source!r} of {str(self.path)!r}")
-                feature = picture_feature(source, name, about, pixels, data)
+            elif source in row and (data := encoded(row[source][0].as_py())) is not None:
+                with suppress(CorruptFileError):
+                    pixels = decode_picture(data, f"{source!r} of {str(self.path)!r}")
+                    feature = picture_feature(source, name, about, pixels, data)
             elif source in row:
                 feature = column_feature(source, name, row[source], about)
             if feature is None or not all(name.split("/")) or feature.name in found:
@@ -129,7 +130,15 @@ class Reader(ForeignReader):
                 self._leave_out(source, "numbers, texts, pictures or video", got)
                 continue
             found[feature.name] = self._with_unit(feature, about)
+            self._compare(feature, about.get("shape"))
         return list(found.values())
+
+    def _compare(self, feature: Feature, declared: Any) -> None:
+        """Note where the data have rows of another size than is said."""
+        is_told = isinstance(declared, list) and all(map(arguments.is_whole, declared))
+        if feature.kind == "number" and is_told and np.prod(declared) != np.prod(feature.shape):
+            where, got = f"{feature.source!r} of {str(self.path)!r}", f"{list(feature.shape)} in the data"
+            self.problem("describe", where, f"rows of {declared}", got, "The data are believed").of("description")
 
     def _leave_out(self, what: str, expected: str, got: str) -> None:
         self.problem("read", f"{what!r} of {str(self.path)!r}", expected, got, "It is left out")
@@ -183,7 +192,7 @@ class Reader(ForeignReader):
                 except DataFileError as problem:
                     if not self._rebuilds:
                         raise
-                    self.problems.append(problem)
+                    self.problems.append(problem.of("undecodable", str(episode)))
                     missing.setdefault(episode, []).append(camera)
         return missing
 
@@ -270,8 +279,7 @@ class Reader(ForeignReader):
         if feature.kind == "language":
             return [json.dumps(rows, ensure_ascii=False) for rows in array.to_pylist()]
         if feature.kind == "image":
-            pictures = (one["bytes"] or b"" for one in array.to_pylist())
-            decoded = [decode_picture(data, where, feature.shape) for data in pictures]
+            decoded = [decode_picture(encoded(one) or b"", where, feature.shape) for one in array.to_pylist()]
             if any(one.dtype != feature.dtype for one in decoded):
                 raise CorruptFileError("read", where, f"pictures of {feature.dtype}", "others")
             return np.stack(decoded)
@@ -281,6 +289,12 @@ class Reader(ForeignReader):
         if feature.kind == "annotation":
             return [self._tasks.get(number, "") for number in rows.tolist()]
         return rows if feature.part is None else rows[:, slice(*feature.part)]
+
+
+def encoded(value: Any) -> bytes | None:
+    """Give the bytes of a picture, alone or in a structure with its path; None if it is none."""
+    found = value.get("bytes") if isinstance(value, dict) else value
+    return found if isinstance(found, bytes) else None
 
 
 def _place(name: str, feature: Feature) -> dict[str, Any]:

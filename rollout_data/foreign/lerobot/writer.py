@@ -184,8 +184,11 @@ class Writer(ForeignWriter):
 
     def _report(self, episode: EpisodeToWrite) -> None:
         kept = {column.field.name for column in self._columns} | set(SCALARS)
-        if lost := [name for name in episode.schema if name not in kept]:
-            self.changed(f"fields that not all episodes have alike are left out ({', '.join(lost)})", episode)
+        lost = [name for name in episode.schema if name not in kept]
+        if deep := [name for name in lost if len(episode.schema[name].shape) > _MAX_LIST_DIMENSIONS]:
+            self.changed(f"fields of more than five dimensions are left out ({', '.join(deep)})", episode)
+        if unlike := [name for name in lost if name not in deep]:
+            self.changed(f"fields that not all episodes have alike are left out ({', '.join(unlike)})", episode)
         if lost := [name for name in episode.texts if name not in self._texts]:
             self.changed(f"texts of steps are left out ({', '.join(lost)})", episode)
         if renamed := [column.field.name for column in self._columns if _is_renamed(column)]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from storage.errors import CorruptFileError
 
 from ..guards import damage_named, optional
-from ..parquet import as_rows
 
 
 class ArrowFile:
@@ -44,15 +41,6 @@ class ArrowFile:
                 if first < last:
                     yield {name: batch.column(name).slice(first, last - first) for name in columns}
                 position += batch.num_rows
-
-    def integers(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """Read whole columns of integers or truth values: name -> `[rows]` int64."""
-        with self._opened() as file:
-            found = [self._batch(file, number) for number in range(file.num_record_batches)]
-            parts = {name: [batch.column(name) for batch in found] for name in names}
-            return {
-                name: as_rows(parts[name], (), f"{name!r} of {str(self.path)!r}").astype(np.int64) for name in names
-            }
 
     def _batch(self, file: Any, number: int) -> Any:
         batch = file.get_batch(number)

@@ -111,7 +111,7 @@ def check_totals(reader: ForeignReader, told: Mapping[str, Any], num_episodes: i
     for name, got in (("total_episodes", num_episodes), ("total_steps", num_steps)):
         if told.get(name, got) != got:
             where, advice = f"{name!r} of {str(reader.path)!r}", "It was not written to its end, or was changed"
-            error = CorruptFileError("believe", where, str(told[name]), str(got), advice)
+            error = CorruptFileError("believe", where, str(told[name]), str(got), advice).of("counts")
             if reader.options["on_bad_index"] == "refuse":
                 error.advice += '. Open it with on_bad_index="rebuild" to read what is there'
                 raise error

@@ -55,7 +55,8 @@ class GroupReader(Hdf5Reader):
     def length(self, file: OpenFile, node: Any) -> int:
         rows, stated = self.num_actions(file, node), file.attribute(node, STEPS)
         if stated is not None and stated != rows:
-            raise CorruptFileError("read", file.place(node), f"{rows} steps, as it has actions", f"{STEPS} {stated}")
+            expected = f"{rows} steps, as it has actions"
+            raise CorruptFileError("read", file.place(node), expected, f"{STEPS} {stated}").of("counts")
         return rows
 
     def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:

@@ -14,13 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError, DataFileError, FieldTypeError, UnsafeFileError
+from storage.core.fields import DTYPES, Field, Schema
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ..guards import file_inside, read_object
 from ..hdf5.episodes import Told
 from ..hdf5.files import numbered
-from ..parquet import ParquetFile, as_rows
+from ..parquet import ParquetFile, as_rows, first_row
 from ..pictures import decode_picture, picture_shape
 from ..reader import NO_FIELDS, EpisodeInfo, ForeignReader
 from .arrow import ArrowFile
@@ -73,7 +73,7 @@ class TableReader(ForeignReader):
                     raise UnsafeFileError("read", repr(str(folder / name)), "a folder", "a link or a file")
                 episodes.append(self._describe(folder / name))
             except DataFileError as cause:
-                self.problems.append(cause)
+                self.problems.append(cause.of("", name))
         if not episodes:
             raise (self.problems or [CorruptFileError("read", repr(str(self.path)), "an episode", "none")])[0]
         if not self.problems:
@@ -88,14 +88,16 @@ class TableReader(ForeignReader):
         rows = sum(file.num_rows for file in files)
         if rows < 2 or told.get("total_steps", rows - 1) != rows - 1:
             expected = f"{told.get('total_steps', 1)} steps, of a row each, and one more"
-            raise CorruptFileError("read", repr(str(folder)), expected, f"{rows} rows")
-        parts = [file.integers(list(ENDS)) for file in files]
+            raise CorruptFileError("read", repr(str(folder)), expected, f"{rows} rows").of("counts")
         found = self._leaves_of(files[0])
         if any(file.types != files[0].types for file in files):
             raise CorruptFileError("read", repr(str(folder)), "parts with the same columns", "others")
         schema = _schema(found)
-        flags = {name: np.concatenate([part[name] for part in parts]) for name in ENDS}
-        about: dict[str, Any] = {ours: bool(flags[name][-2]) for name, ours in ENDS.items()}
+        about: dict[str, Any] = {
+            ours: bool(self._rows(files, Leaf(name, (), 1, (), "bool"), name, rows - 2, rows - 1)[0])
+            for name, ours in ENDS.items()
+            if name in files[0].types
+        }
         return EpisodeInfo(
             folder.name,
             rows - 1,
@@ -132,50 +134,36 @@ class TableReader(ForeignReader):
 
     def _leaf(self, file: Any, column: str, parts: tuple[str, ...], kind: Any, name: str) -> Leaf | None:
         where = f"{name!r} of {str(file.path)!r}"
-        if str(kind) in ("string", "large_string"):
-            return Leaf(column, parts, 1, (), _TEXT)
-        if str(kind) in ("binary", "large_binary"):
-            first = _of(next(file.batches({column: None}, 0, 1))[column], parts)
+        first = _of(next(file.batches({column: None}, 0, 1))[column], parts)
+        sizes, dtype = first_row(first)
+        if dtype == "binary":
             self.metadata["lossy"].append(name)
             return Leaf(column, parts, 1, picture_shape(first[0].as_py() or b"", where), _PICTURE)
-        width, is_listed = 1, "list" in str(kind).partition("<")[0]
-        while "list" in str(kind).partition("<")[0]:
-            sizes = getattr(kind, "list_size", None)
-            if sizes is None:
-                first = _of(next(file.batches({column: None}, 0, 1))[column], parts)
-                sizes = len(first[0]) if first[0].is_valid else 0
-                width, kind = width * sizes, kind.value_type
-                break
-            width, kind = width * sizes, kind.value_type
-        try:
-            dtype = dtype_name(np.dtype(kind.to_pandas_dtype()))
-        except (FieldTypeError, NotImplementedError, TypeError):
+        if dtype != _TEXT and dtype not in DTYPES:
             self.problem("read the column", where, "numbers, texts or pictures", str(kind), "It is left out")
             return None
         shape = self._about.shape(name)
-        if shape is None or prod(shape) != width:
-            shape = (width,) if is_listed else ()
-        return Leaf(column, parts, width, shape, dtype)
+        return Leaf(column, parts, prod(sizes), sizes if shape is None or prod(shape) != prod(sizes) else shape, dtype)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         folder, leaves = self.episodes[number].source
-        return self._rows(folder, leaves[name], name, start, stop)
+        return self._rows(self._files(folder, _entries(folder)), leaves[name], name, start, stop)
 
     def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
         info = self.episodes[number]
         folder, leaves = info.source
-        return np.asarray(self._rows(folder, leaves[name], name, info.length, info.length + 1)[0])
+        files = self._files(folder, _entries(folder))
+        return np.asarray(self._rows(files, leaves[name], name, info.length, info.length + 1)[0])
 
-    def _rows(self, folder: Path, leaf: Leaf, name: str, start: int, stop: int) -> Any:
+    def _rows(self, files: Sequence[Any], leaf: Leaf, name: str, start: int, stop: int) -> Any:
         found: list[Any] = []
-        where = f"{name!r} of {str(folder)!r}"
-        for file in self._files(folder, _entries(folder)):
+        for file in files:
             # A structure may have parts of several widths: the largest is a bound for all.
             widths = [one.width for one in self._leaves_of(file).values() if one.column == leaf.column]
-            width = None if leaf.dtype in (_TEXT, _PICTURE) else max(widths)
+            width = None if leaf.dtype in (_TEXT, _PICTURE) else max(widths, default=leaf.width)
             low, high = max(start, 0), min(stop, file.num_rows)
             for batch in file.batches({leaf.column: width}, low, high) if low < high else ():
-                found.append(_taken(_of(batch[leaf.column], leaf.parts), leaf, where))
+                found.append(_taken(_of(batch[leaf.column], leaf.parts), leaf, f"{name!r} of {str(file.path)!r}"))
             start, stop = start - file.num_rows, stop - file.num_rows
         if leaf.dtype == _TEXT:
             return [text for part in found for text in part]
@@ -184,13 +172,12 @@ class TableReader(ForeignReader):
 
     def _last_infos(self, folder: Path, leaves: Mapping[str, Leaf], rows: int) -> dict[str, Any]:
         """Read the last row of the infos, and of texts that were observed."""
-        found = {}
-        for name, leaf in leaves.items():
-            if leaf.column == INFOS or (leaf.dtype == _TEXT and leaf.column == "observations"):
-                found[f"final/{'/'.join((leaf.column, *leaf.parts))}"] = self._rows(folder, leaf, name, rows - 1, rows)[
-                    0
-                ]
-        return found
+        files = self._files(folder, _entries(folder))
+        return {
+            f"final/{'/'.join((leaf.column, *leaf.parts))}": self._rows(files, leaf, name, rows - 1, rows)[0]
+            for name, leaf in leaves.items()
+            if leaf.column == INFOS or (leaf.dtype == _TEXT and leaf.column == "observations")
+        }
 
 
 def _entries(folder: Path) -> dict[str, Path]:

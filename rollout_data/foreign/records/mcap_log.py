@@ -24,6 +24,7 @@ from .tfrecord import open_map
 MAGIC = b"\x89MCAP0\r\n"
 _SCHEMA, _CHANNEL, _MESSAGE, _CHUNK, _METADATA, _DATA_END = 3, 4, 5, 6, 12, 15
 _MAX_CHUNK_BYTES, _MAX_MESSAGES, _MAX_METADATA, _MAX_TEXT_BYTES = 1 << 28, 1 << 23, 4096, 1 << 20
+_MAX_TOPICS = 4096
 #: Texts of 3 bytes make lists of 64 in memory.
 _MAX_MESSAGE_BYTES = 1 << 24
 #: Bytes that a byte of a file unpacks to, on the average, at most; a small file may unpack to more.
@@ -74,6 +75,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self.path, self.topics, self.metadata = path, dict[str, Topic](), list[tuple[str, dict[str, str]]]()
         self._chunks: list[Chunk] = []
+        self._num_text_bytes_left = _MAX_TEXT_BYTES
         self._latest: tuple[int, Any] = (-1, b"")
         self._schemas: dict[int, bytes] = {}
         self._channels: dict[int, str] = {}
@@ -138,15 +140,18 @@ class Log:
             encoding, _ = _text(data, at, stop)
             if self.topics.setdefault(name, Topic(name, encoding, self._schemas.get(schema, b""))).encoding != encoding:
                 raise ValueError(f"one encoding of {name!r}")
+            if len(self.topics) > _MAX_TOPICS:
+                raise ValueError(f"more than {_MAX_TOPICS} topics")
             self._channels[number] = name
             found.setdefault(name, array("q"))
-        elif kind == _METADATA and len(self.metadata) < _MAX_METADATA and stop - start <= _MAX_TEXT_BYTES:
+        elif kind == _METADATA and len(self.metadata) < _MAX_METADATA and stop - start <= self._num_text_bytes_left:
             name, at = _text(data, start, stop)
             texts, at = [], at + 4
             while at < stop:
                 one, at = _text(data, at, stop)
                 texts.append(one)
             self.metadata.append((name, dict(zip(texts[::2], texts[1::2], strict=True))))
+            self._num_text_bytes_left -= stop - start
 
     def _unpacked(self, number: int, data: memoryview) -> memoryview:
         """Unpack a chunk; the latest is kept."""

@@ -1,0 +1,173 @@
+"""The examination: chooses rules, runs them over one scan, and gathers what they find.
+
+One rule: no rule ends the run; one that fails is itself the finding FIL00.
+"""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from storage.core import arguments
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError, nearest
+
+from ..recordings.opening import open
+from ..recordings.recording import Recording
+from ..remote.access import DataDir
+from .finding import MAX_FRAMES, SEVERITIES, Diagnosis, Finding, Found, Inapplicable, Rule, Settings
+from .scan import Scan
+from .table import FAILED, RULES
+
+
+def doctor(
+    path: DataDir,
+    *,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    settings: Mapping[str, float] | None = None,
+    sample: int | None = None,
+    progress: bool = False,
+) -> Diagnosis:
+    """Examine a recording of any format by the rules of `DOCTOR.md`; nothing is changed.
+
+    Args:
+        path: A file or folder of any format, or a `Recording`.
+        only: Codes of the rules to run, or beginnings of codes such as "VAL"; () is all.
+        skip: Codes of rules, or beginnings of codes, to leave out.
+        settings: Thresholds to change: {"VAL05.ranges": 100}.
+        sample: Read the data of so many episodes at most, evenly spread.
+        progress: Show a progress bar.
+
+    Raises:
+        UsageError: There is nothing at the path; a rule, a threshold or a number is not known.
+    """
+    rules, changed = chosen_rules(only, skip), _changed(settings or {})
+    if sample is not None:
+        arguments.whole("examine", "sample", sample, 1)
+    with warnings.catch_warnings():
+        recording, failure = _opened(path)
+    kinds = [kind for rule in rules for kind in rule.collectors]
+    with_pictures = any(rule.needs == "G" for rule in rules)
+    return diagnose(Scan(path, recording, failure, sample, kinds, with_pictures, progress), rules, changed)
+
+
+def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings]) -> Diagnosis:
+    """Run rules over a scan that gathers what they need.
+
+    Args:
+        scan: Of the recording.
+        rules: Rows of the table.
+        changed: Code -> thresholds that differ from the rule's.
+    """
+    findings: list[Finding] = []
+    skipped: list[tuple[str, str]] = []
+    for rule in rules:
+        try:
+            if rule.compares and scan.is_small:
+                raise Inapplicable("fewer than 8 episodes or 100 frames to compare")
+            found = list(rule.check(scan, {**rule.defaults, **changed.get(rule.code, {})}))
+            findings += _gathered(rule, found, scan)
+        except Inapplicable as why:
+            skipped.append((rule.code, str(why)))
+        except Exception as error:  # noqa: BLE001 - whatever a rule did not expect is a finding
+            findings += _gathered(FAILED, [_failure(rule, error)], scan)
+    findings.sort(key=lambda one: -SEVERITIES.index(one.severity))
+    return Diagnosis(tuple(rules), tuple(findings), tuple(skipped), _summary(scan, scan.path, findings))
+
+
+def _opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
+    if not isinstance(path, Recording):  # what would be warned of is reported
+        warnings.simplefilter("ignore", RolloutDataWarning)
+    try:
+        return (path if isinstance(path, Recording) else open(path)), None
+    except (DataFileError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
+            raise  # there is nothing to examine
+        with suppress(RolloutDataError, OSError):  # no format but those with an index has this option
+            return open(path, on_bad_index="rebuild"), None
+        return None, error if isinstance(error, RolloutDataError) else DataFileError(
+            "open", repr(str(path)), "", str(error)
+        )
+
+
+def chosen_rules(only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
+    """Give the rules of some codes, or beginnings of codes.
+
+    Raises:
+        UsageError: There is none.
+    """
+    codes = [rule.code for rule in RULES]
+    for one in (*only, *skip):
+        if not any(code.startswith(one) for code in codes) or not one:
+            raise UsageError("examine", "", f"codes of rules, {nearest(one, codes)}", repr(one))
+    kept = [rule for rule in RULES if not only or rule.code.startswith(tuple(only))]
+    return [rule for rule in kept if not (skip and rule.code.startswith(tuple(skip)))]
+
+
+def _changed(settings: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Give {"VAL05": {"ranges": 100.0}} for {"VAL05.ranges": 100}."""
+    known = {f"{rule.code}.{name}": (rule.code, name) for rule in RULES for name in rule.defaults}
+    found: dict[str, dict[str, float]] = {}
+    for key, value in settings.items():
+        if key not in known:
+            raise UsageError("set", repr(key), nearest(key, known), "no such threshold")
+        code, name = known[key]
+        found.setdefault(code, {})[name] = arguments.real("set", key, value, "a number", lambda number: True)
+    return found
+
+
+def _gathered(rule: Rule, found: Iterable[Found], scan: Scan) -> list[Finding]:
+    """Make one finding of what was reported for each field."""
+    by_field: dict[str | None, list[Found]] = {}
+    for one in found:
+        by_field.setdefault(one.field, []).append(one)
+    return [_finding(rule, field, parts, scan) for field, parts in by_field.items()]
+
+
+def _finding(rule: Rule, field: str | None, parts: Sequence[Found], scan: Scan) -> Finding:
+    trajectories = tuple(sorted({int(number) for part in parts for number in part.trajectories}))
+    frames = [tuple(map(int, frame)) for part in parts for frame in part.frames]
+    severity = max((part.severity or rule.severity for part in parts), key=SEVERITIES.index)
+    is_typical = not rule.absolute and not scan.is_small and len(trajectories) > 0.5 * len(scan.examined)
+    evidence = {name: value for part in reversed(parts) for name, value in part.evidence.items()}
+    if is_typical and severity != "info":
+        severity, evidence["typical"] = "info", True
+    message = "; ".join(dict.fromkeys(part.message for part in parts if part.message)) or rule.title
+    advice = next((part.advice for part in parts if part.advice), rule.advice)
+    return Finding(
+        rule.code,
+        rule.name,
+        rule.group,
+        severity,
+        rule.title,
+        message,
+        advice,
+        rule.repair,
+        field,
+        trajectories,
+        tuple(frames[:MAX_FRAMES]),  # type: ignore[arg-type]
+        evidence,
+    )
+
+
+def _failure(rule: Rule, error: Exception) -> Found:
+    message = f"rule {rule.code} failed: {type(error).__name__}: {error}"
+    return Found(message=message, evidence={"rule": rule.code, "error": type(error).__name__})
+
+
+def _summary(scan: Scan, path: Any, findings: Sequence[Finding]) -> dict[str, Any]:
+    is_open = scan.failure is None
+    counts = {name: sum(one.severity == name for one in findings) for name in reversed(SEVERITIES)}
+    return {
+        "path": str(scan.recording.path if is_open else path),
+        "format": scan.recording.format if is_open else None,
+        "episodes": scan.num_episodes,
+        "frames": int(np.sum(scan.lengths)) if is_open else 0,
+        "examined": len(scan.examined),
+        **counts,
+    }

@@ -1,0 +1,143 @@
+"""Findings and rules as values: what a rule declares, what it reports, and the answer to a whole examination.
+
+One rule: nothing here looks at data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from dataclasses import field as attribute
+from typing import Any
+
+from ..recordings.own_writer import plain
+
+GROUPS = ("structure", "ends", "values", "time", "learning", "images", "statistics", "files", "provenance")
+#: From the least to the worst.
+SEVERITIES = ("info", "warning", "error")
+MAX_FRAMES = 20
+Settings = Mapping[str, float]
+
+
+class Inapplicable(Exception):
+    """Raised by a rule that cannot be applied to this recording; the text says why."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the function of a rule reports; those of one field become one finding.
+
+    Attributes:
+        field: Name of the field; None if it is about the whole.
+        message: A sentence with the numbers.
+        trajectories: Places in the recording.
+        frames: (trajectory, start, stop), worst first; more than `MAX_FRAMES` are cut off.
+        evidence: The numbers compared, with the threshold.
+        severity, advice: "" takes the rule's.
+    """
+
+    field: str | None = None
+    message: str = ""
+    trajectories: Iterable[int] = ()
+    frames: Iterable[Sequence[int]] = ()
+    evidence: Mapping[str, Any] = attribute(default_factory=dict)
+    severity: str = ""
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table of rules.
+
+    Attributes:
+        code, name: Such as "VAL01", "not finite".
+        group, severity: One of `GROUPS`, of `SEVERITIES`.
+        needs: "M" metadata, "T" tables of episodes, "D" data, "G" pictures: the most expensive one.
+        repair: "K" leaves out trajectories, "N" rewrites them, "S" recomputes, "-" is advice only.
+        title: What is wrong, in a sentence.
+        advice: What to do.
+        check: Called with the `Scan` and the settings; yields `Found`, or raises `Inapplicable`.
+        defaults: Thresholds by name, which `--set CODE.name=value` changes.
+        compares: It compares episodes: skipped below 8 episodes or 100 frames.
+        absolute: What more than half of the episodes show is a defect all the same.
+        collectors: Each a `Collector`, what the pass has to gather for it besides `Facts`.
+    """
+
+    code: str
+    name: str
+    group: str
+    severity: str
+    needs: str
+    repair: str
+    title: str
+    advice: str
+    check: Callable[[Any, Settings], Iterable[Found]]
+    defaults: Settings = attribute(default_factory=dict)
+    compares: bool = False
+    absolute: bool = False
+    collectors: tuple[type[Any], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Describe the rule without its functions."""
+        names = ("code", "name", "group", "severity", "needs", "repair", "title", "advice")
+        return {**{name: getattr(self, name) for name in names}, "defaults": dict(self.defaults)}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One defect, with all trajectories that show it.
+
+    Attributes:
+        code, name, group, severity, title, advice, repair: Of the rule; `severity` may be lowered.
+        message: A sentence with the numbers.
+        field: Name of the field; None if it is about the whole.
+        trajectories: Places in `rollout_data.open(path)`, ascending.
+        frames: Up to 20 (trajectory, start, stop), worst first.
+        evidence: The numbers compared, with the threshold.
+    """
+
+    code: str
+    name: str
+    group: str
+    severity: str
+    title: str
+    message: str
+    advice: str
+    repair: str
+    field: str | None
+    trajectories: tuple[int, ...]
+    frames: tuple[tuple[int, int, int], ...]
+    evidence: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What an examination found.
+
+    Attributes:
+        rules: Those that were asked for.
+        findings: Errors first, then in the order of the table.
+        skipped: (code, why) of rules that could not be applied.
+        summary: Counts: episodes, frames, findings of each severity; the path and its format.
+    """
+
+    rules: tuple[Rule, ...]
+    findings: tuple[Finding, ...]
+    skipped: tuple[tuple[str, str], ...]
+    summary: dict[str, Any]
+
+    def at_least(self, severity: str) -> list[Finding]:
+        """Give the findings of this severity or worse."""
+        return [one for one in self.findings if SEVERITIES.index(one.severity) >= SEVERITIES.index(severity)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give everything as JSON has it."""
+        found: dict[str, Any] = plain(
+            {
+                "rules": [rule.as_dict() for rule in self.rules],
+                "findings": [asdict(finding) for finding in self.findings],
+                "skipped": [{"code": code, "why": why} for code, why in self.skipped],
+                "summary": self.summary,
+            }
+        )
+        return found

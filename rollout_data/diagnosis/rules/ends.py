@@ -1,0 +1,257 @@
+"""Rules END: how episodes end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...format.header import TERMINATED, TRUNCATED
+from ..boundaries import Bounds, Jumps, Successors, floats, jumps
+from ..finding import Found, Inapplicable, Rule, Settings
+from ..reading import Array
+from ..scan import Scan
+
+_FLAG = re.compile(r"(dones?|terminals?|terminations?|is_last|is_terminal|truncations?)")
+
+
+def never_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END01: an env has several open trajectories, or nothing ends at all."""
+    table = scan.table
+    is_open = table["ends"] == "open"
+    if is_open.all() and scan.num_episodes >= settings["episodes"]:
+        envs = set(zip(table["writer"].tolist(), table["env"].tolist(), strict=True))
+        has_envs = scan.recording.format == "rollout-data" and len(envs) == scan.num_episodes
+        severity = "info" if has_envs else ""
+        yield Found(None, "no trajectory ends", range(scan.num_episodes), evidence={"open": int(is_open.sum())},
+                    severity=severity)  # fmt: skip
+    elif (table["env"] >= 0).all():
+        numbers = np.flatnonzero(is_open)
+        order = numbers[np.lexsort((numbers, table["env"][numbers], table["writer"][numbers]))]
+        same = (table["env"][order][1:] == table["env"][order][:-1]) & (
+            table["writer"][order][1:] == table["writer"][order][:-1]
+        )
+        if same.any():
+            yield Found(None, f"{int(same.sum())} open trajectories are not the last of their env", order[:-1][same])
+
+
+def end_inside(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END02: a flag of an end before the last frame."""
+    yield from scan.files.told("inside")
+    for name in scan.numeric:
+        last = name.rpartition("/")[2].rpartition(".")[2]
+        if not _FLAG.fullmatch(last) or scan.schema[name].num_elements != 1:
+            continue
+        facts = scan.facts[name]
+        inside = facts.mean[:, 0] * facts.lengths - facts.last[:, 0]
+        for row in np.flatnonzero(inside > 0.5)[:1000].tolist():
+            number, flags = int(facts.numbers[row]), scan.read(int(facts.numbers[row]), name)[:, 0] != 0
+            frames = np.flatnonzero(flags)
+            is_success = flags[frames[0] :].all()  # once reached, for the rest of the episode
+            message = f"{name!r} is true before the last frame"
+            yield Found(name, message, [number], [(number, frames[0], frames[0] + 1)], {},
+                        "warning" if is_success else "")  # fmt: skip
+
+
+def two_in_one(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END03: an episode holds two: much jumps at once, or back into the cloud of first frames."""
+    seen = scan.collected(Jumps)
+    if seen.num_dims < 8:
+        raise Inapplicable("fewer than 8 continuous dimensions")
+    if seen.found:
+        found = sorted(seen.found, key=lambda one: -one[2])
+        frames = [(number, frame, frame + 1) for number, frame, _, _ in found]
+        message = f"{len(found)} frames look like the start of another episode"
+        evidence = {"share": found[0][2], "threshold": 0.35}
+        yield Found(None, message, [number for number, *_ in found], frames, evidence)
+
+
+def too_short(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END04: much shorter than the others, with nothing in between."""
+    lengths, usual = scan.lengths, float(np.median(scan.lengths))
+    short = lengths <= settings["share"] * usual
+    between = (lengths > settings["share"] * usual) & (lengths < settings["gap"] * usual)
+    if usual >= 20 and short.any() and short.mean() <= settings["most"] and not between.any():
+        numbers = np.flatnonzero(short)
+        evidence = {"longest": int(lengths[numbers].max()), "median": usual, "threshold": settings["share"]}
+        yield Found(None, f"{len(numbers)} of {len(lengths)} are far shorter than {usual:g} frames", numbers,
+                    [(number, 0, lengths[number]) for number in numbers.tolist()], evidence)  # fmt: skip
+
+
+def duplicate(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END05: equal observations and actions throughout."""
+    names = [*scan.group("observation"), *scan.group("action")]
+    facts = [scan.facts[name] for name in names]
+    if not facts:
+        raise Inapplicable("neither observations nor actions")
+    least = settings["frames"] if any(one.is_continuous.any() for one in facts) else 5 * settings["frames"]
+    seen: dict[bytes, int] = {}
+    twice, of = list[int](), list[int]()
+    for row, number in enumerate(facts[0].numbers.tolist()):
+        if facts[0].lengths[row] >= least:
+            key = b"".join(np.stack([one.first[row], one.last[row], one.mean[row]]).tobytes() for one in facts)
+            other = seen.setdefault(key + int(facts[0].lengths[row]).to_bytes(8, "little"), number)
+            if other != number and len(twice) < 10_000:
+                same = (np.array_equal(scan.read(number, one), scan.read(other, one), equal_nan=True) for one in names)
+                if scan.lengths[other] == scan.lengths[number] and all(same):
+                    twice.append(number)
+                    of.append(other)
+    if twice:
+        yield Found(None, f"{len(twice)} repeat an earlier one", twice, evidence={"of": of})
+
+
+def two_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END06: terminated and truncated at once."""
+    if scan.files.folder is not None:
+        parts = scan.files.parts
+        names = scan.files.names(parts["flags"] & (TERMINATED | TRUNCATED) == TERMINATED | TRUNCATED)
+        numbers = scan.files.named(names)["trajectories"]
+    else:
+        infos = ((place, scan.recording.info(place)) for place in range(scan.num_episodes))
+        numbers = [place for place, info in infos if info.terminated and info.truncated]
+    if numbers:
+        env = str(next((scan.metadata[key] for key in ("env", "env_name", "env_id") if scan.metadata.get(key)), ""))
+        is_gymnasium = scan.recording.format == "minari" or re.search(r"-v\d+$", env) is not None
+        yield Found(None, "terminated and truncated are both set", numbers,
+                    severity="warning" if is_gymnasium else "")  # fmt: skip
+
+
+def one_row_more(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END07: the last row is the state after the episode."""
+    ended = np.flatnonzero(scan.table["ends"] != "open")
+    if len(ended) < settings["episodes"]:
+        raise Inapplicable("too few episodes have ended")
+    for name in scan.group("action"):
+        facts = scan.facts[name]
+        rows = np.isin(facts.numbers, ended)
+        zero = (facts.last[rows] == 0).all(1)
+        if facts.is_continuous.any() and zero.mean() >= settings["share"]:
+            inner = [_inner_zeros(batch.columns(name), batch.offsets) for batch in scan.sample.batches
+                     if name in batch.values]  # fmt: skip
+            elsewhere = sum(one for one, _ in inner) / max(1, sum(count for _, count in inner))
+            if elsewhere < 0.01:
+                yield Found(name, f"the last {name!r} is 0", facts.numbers[rows][zero],
+                            evidence={"share": float(zero.mean()), "elsewhere": elsewhere})  # fmt: skip
+    try:
+        bounds = Bounds(scan)
+    except Inapplicable:  # there is nothing to compare with
+        return
+    same = (bounds.finals == bounds.last).all(1)
+    if len(same) >= settings["episodes"] and same.mean() >= settings["share"]:
+        message = "the last observation is the one after it as well"
+        yield Found("observation", message, bounds.numbers[same], evidence={"share": float(same.mean())})
+
+
+def _inner_zeros(columns: Array, offsets: Array) -> tuple[int, int]:
+    """Count rows of zeros, last ones left out, and all rows."""
+    zeros = (columns == 0).all(0)
+    zeros[offsets[1:] - 1] = False
+    return int(zeros.sum()), len(zeros)
+
+
+def final_is_reset(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END08: the observation after the last is the first one of another episode."""
+    bounds = Bounds(scan)
+    found = [at for at, _ in bounds.resets()]
+    far = bounds.jumps(bounds.finals[found], bounds.last[found]) if found else np.zeros(0, bool)
+    if far.sum() >= max(2, settings["share"] * len(bounds.numbers)):
+        evidence = {"count": int(far.sum()), "of": len(bounds.numbers)}
+        yield Found("observation", f"{int(far.sum())} finals are starts of others", bounds.numbers[found][far],
+                    evidence=evidence)  # fmt: skip
+
+
+def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END09: stored next observations are not the rows that follow."""
+    yield from scan.files.told("next")
+    stored = scan.collected(Successors)
+    for name, other in stored.pairs.items():
+        wrong, inner = stored.wrong[name], np.maximum(scan.lengths - 1, 0)
+        if wrong.sum() > settings["share"] * inner[scan.examined].sum():
+            all_same = bool(stored.same[name] > 0.9 * wrong.sum())
+            message = f"{name!r} is not the following {other!r} in {int(wrong.sum()):,} frames"
+            message += ", but the current one: it is shifted" * all_same
+            yield Found(name, message, np.flatnonzero(wrong), evidence={"wrong": int(wrong.sum())})
+        facts, first = scan.facts[name], scan.facts[other].first
+        same = (facts.last[:-1] == first[1:]).all(1) & (first[1:] != scan.facts[other].last[:-1]).any(1)
+        far = jumps(facts.last[:-1], scan.facts[other].last[:-1], scan.facts[other].step_quantile(0.99))
+        if (same & far).sum() >= max(2, 0.5 * (len(first) - 1)):
+            message = f"{name!r} at ends is the first {other!r} of the next episode"
+            yield Found(name, message, facts.numbers[:-1][same & far], evidence={"ends": int((same & far).sum())})
+
+
+def reset_rows(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END10: an episode begins with the final observation of the one before it, and then jumps."""
+    bounds = Bounds(scan)
+    pairs = [(at, other) for at, other in bounds.resets() if scan.lengths[other] > 1]
+    if len(pairs) < max(2, settings["share"] * len(bounds.numbers)):
+        return
+    ats, others = np.array(pairs).T
+    near = ~bounds.jumps(bounds.finals[ats], bounds.last[ats])
+    names, count = floats(scan), np.full(len(others), 2)
+    rows = scan.recording.read_many(others, [*names, *scan.group("reward")], others * 0, count)
+    which = np.concatenate([scan.facts[name].is_continuous for name in names])
+    seen = np.concatenate([np.asarray(rows[name]).reshape(2 * len(others), -1) for name in names], axis=1)[:, which]
+    far = bounds.jumps(seen[0::2], seen[1::2]) & near
+    for name in scan.group("reward"):
+        far &= (rows[name].reshape(2 * len(others), -1)[0::2] == 0).all(1)
+    if far.sum() >= max(2, settings["share"] * len(bounds.numbers)):
+        message = f"{int(far.sum())} begin with a row of the reset before them"
+        yield Found("observation", message, others[far], [(number, 0, 1) for number in others[far]])
+
+
+def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END11: nearly all have one length, and are said to terminate."""
+    ended = np.isin(scan.table["ends"], ("terminated", "truncated"))
+    values, counts = np.unique(scan.lengths[ended], return_counts=True)
+    if ended.sum() < settings["episodes"]:
+        raise Inapplicable("too few episodes have ended")
+    limit, share = int(values[np.argmax(counts)]), float(counts.max() / ended.sum())
+    at_limit = ended & (scan.lengths == limit)
+    if share >= settings["share"] and limit >= 20 and (scan.table["ends"][at_limit] == "terminated").mean() >= 0.95:
+        evidence = {"length": limit, "share": share, "threshold": settings["share"]}
+        yield Found(None, f"{share:.0%} have {limit} frames and are terminated", np.flatnonzero(at_limit),
+                    evidence=evidence)  # fmt: skip
+
+
+def finals_missing(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """END12: some of those that ended have no observation after the last one."""
+    if scan.files.folder is not None:
+        named = scan.files.named(scan.files.names(scan.files.parts["final_row"] >= 0))["trajectories"]
+        has = np.isin(np.arange(scan.num_episodes), named)
+    else:
+        has = np.array([len(scan.recording.info(place).final) > 0 for place in range(scan.num_episodes)], bool)
+    lacks = np.flatnonzero((scan.table["ends"] != "open") & ~has)
+    if len(lacks) and has.any():
+        yield Found(None, f"{len(lacks)} have no final observation, {int(has.sum())} have one", lacks)
+
+
+_E, _W = "error", "warning"
+ENDS: tuple[Rule, ...] = (
+    Rule("END01", "never ends", "ends", _E, "T", "-", "trajectories are open where they should have ended",
+         "record done, or terminated and truncated", never_ends, {"episodes": 5}, absolute=True),
+    Rule("END02", "end inside", "ends", _E, "D", "N", "a flag of an end before the last frame",
+         "split there, unless the flag means success", end_inside),
+    Rule("END03", "two in one", "ends", _W, "D", "N", "an episode seems to hold two",
+         "split it where it jumps", two_in_one, collectors=(Jumps,)),
+    Rule("END04", "too short", "ends", _W, "T", "K", "episodes far shorter than all others",
+         "leave them out: a button that bounced", too_short, {"share": 0.1, "gap": 0.35, "most": 0.2}, compares=True),
+    Rule("END05", "duplicate", "ends", _W, "D", "K", "an episode is there twice", "keep one of them", duplicate,
+         {"frames": 10}),
+    Rule("END06", "two ends", "ends", _E, "T", "S", "an episode is terminated and truncated",
+         "keep the termination: nothing is bootstrapped there", two_ends, absolute=True),
+    Rule("END07", "T + 1", "ends", _W, "D", "N", "the last row is the state after the last action",
+         "cut the row, and make its observation the final one", one_row_more, {"share": 0.9, "episodes": 5},
+         absolute=True),
+    Rule("END08", "final is a reset", "ends", _E, "D", "N", "final observations are of the next episode",
+         "drop the final observations", final_is_reset, {"share": 0.05}, compares=True, absolute=True),
+    Rule("END09", "successor wrong", "ends", _E, "D", "N", "stored next observations are not the following rows",
+         "drop them: the rows themselves tell", successor_wrong, {"share": 0.01}, collectors=(Successors,),
+         absolute=True),
+    Rule("END10", "auto-reset rows", "ends", _W, "D", "N", "episodes begin with a row of the one before",
+         "cut the first row", reset_rows, {"share": 0.05}, compares=True, absolute=True),
+    Rule("END11", "limit as termination", "ends", _W, "T", "N", "a time limit is marked as termination",
+         "mark these ends as truncated", limit_as_termination, {"share": 0.95, "episodes": 10}, absolute=True),
+    Rule("END12", "finals missing", "ends", "info", "T", "-", "some ends have no final observation",
+         "values after these ends cannot be bootstrapped exactly", finals_missing, absolute=True),
+)  # fmt: skip

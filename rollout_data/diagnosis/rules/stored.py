@@ -1,0 +1,239 @@
+"""Rules STA, FIL, PRV: statistics, files, provenance."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from storage.errors import RolloutDataError
+
+from ...format.header import METADATA_NAME, damaged_fragments
+from ...index.metadata import BAD_METADATA, read_document
+from ...writing.journal import is_alive
+from ..files import is_whole_hdf5
+from ..finding import Found, Inapplicable, Rule, Settings
+from ..provenance import ORIGINS, secrets_of
+from ..scan import Scan
+from ..statistics import Told, of_episodes, of_whole, reward_sums
+
+_EXPECTED = re.compile(
+    r"rollout_.+\.h5|metadata\.json|repair\.json|README.*|LICENSE.*|report.*\.html|damaged|trajectory_.*"
+)
+
+
+def sums(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STA01: what is stored of single episodes disagrees with their rows."""
+    if scan.failure is None:
+        for name, numbers, stored, found, scale in reward_sums(scan):
+            wrong = np.flatnonzero(np.abs(stored - found) > settings["share"] * scale)
+            if len(wrong):
+                message = f"stored sums of {name!r} differ, as {stored[wrong[0]]:.6g} for {found[wrong[0]]:.6g}"
+                evidence = {"largest": float(np.abs(stored - found)[wrong].max()), "threshold": settings["share"]}
+                yield Found(name, message, numbers[wrong], evidence=evidence)
+        for place, told in of_episodes(scan):
+            yield from _compared(scan, told, place, settings["share"])
+
+
+def _compared(scan: Scan, told: Told, place: int, share: float) -> Iterator[Found]:
+    facts = scan.facts.get(told.field)
+    if facts is None or not len(row := np.flatnonzero(facts.numbers == place)):
+        return
+    for key, table in (("mean", facts.mean), ("min", facts.low), ("max", facts.high)):
+        found = table[row[0]].astype(np.float64)
+        if (stored := told.values.get(key)) is not None and stored.shape == found.shape:
+            allowed = share * np.abs(found) + 10 * share * facts.spread + 1e-6
+            if (np.abs(stored - found) > allowed).any():
+                dim = int(np.argmax(np.abs(stored - found) - allowed))
+                message = (
+                    f"the stored {key} of {told.field!r}[{dim}] is {stored[dim]:.6g}, that of the rows {found[dim]:.6g}"
+                )
+                yield Found(told.field, message, [place], evidence={key: float(stored[dim]), "rows": float(found[dim])})
+                return
+
+
+def statistics(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STA02: what is stored of the whole disagrees with the rows."""
+    for told in of_whole(scan):
+        facts = scan.facts.get(told.field)
+        if facts is None or any(one.shape != facts.spread.shape for one in told.values.values()):
+            continue
+        sample, count = facts.sorted, np.maximum(1, np.isfinite(facts.sorted).sum(1))
+        with np.errstate(invalid="ignore"):
+            sd, nan = np.nanstd(sample, axis=1, dtype=np.float64), np.full(len(sample), np.nan)
+            mean = np.average(facts.mean, axis=0, weights=facts.lengths)
+            far = np.abs(told.values.get("mean", nan) - mean) > settings["sd"] * sd + 1e-6 * (1 + np.abs(mean))
+            ratio = told.values.get("std", nan) / np.where(sd > 1e-6 * (1 + np.abs(mean)), sd, np.nan)
+            edge = 1e-3 * facts.spread + 1e-6
+            low, high = (told.values.get(key, nan)[:, None] for key in ("min", "max"))
+            crossed = ((sample < low - edge[:, None]) | (sample > high + edge[:, None])).sum(1) / count
+        wrong = {
+            "mean": far,
+            "std": (ratio > settings["ratio"]) | (ratio < 1 / settings["ratio"]),
+            "min or max": crossed > settings["share"],
+        }
+        for key, dims in wrong.items():
+            if dims.any():
+                listed = np.flatnonzero(dims).tolist()
+                message = f"the stored {key} of {told.field!r} is not that of the rows, in dimensions {listed[:9]}"
+                yield Found(told.field, message, evidence={key: listed, **dict(settings)})
+
+
+def checksums(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """FIL01: rows or notes that their checksums contradict."""
+    files = scan.files
+    if files.folder is None:
+        raise Inapplicable("only blocks of our own have checksums that are compared here")
+    for name, header in files.headers.items():
+        for _, error in damaged_fragments(header):
+            about = files.named([f"{header.writer}:{error.trajectory}"])
+            frames = [(place, *error.frames) for place in about["trajectories"]]
+            message = f"{name}: {error}"
+            for field in error.fields:
+                yield Found(field, message, about["trajectories"], frames, {"block": name, **about["evidence"]})
+        for kind, table in header.notes.items():
+            lost = [key for key, data in table.read(header.read_bytes) if data is None]
+            names = [f"{header.writer}:{key}" for key in lost if kind == "episodes"]
+            if lost:
+                about = files.named(names)
+                evidence = {"block": name, **about["evidence"]}
+                yield Found(f"notes/{kind}", f"{name}: a note is damaged", about["trajectories"], evidence=evidence)
+
+
+def _bad_blocks(scan: Scan, is_header: bool) -> Iterator[Found]:
+    for name, problem in scan.files.bad.items():
+        has_header = problem.kind == "header" or (not problem.kind and is_whole_hdf5(scan.files.path / name))
+        if problem.kind in ("", "header") and kind_is_damage(problem) and has_header == is_header:
+            about = scan.files.named(scan.files.named_by(name))
+            yield Found(
+                None, f"{name}: {problem}", about["trajectories"], evidence={"block": name, **about["evidence"]}
+            )
+
+
+def kind_is_damage(problem: RolloutDataError) -> bool:
+    """Tell damage from what is refused as unsafe."""
+    return type(problem).__name__ != "UnsafeFileError"
+
+
+def header(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """FIL02: a block whose description is damaged."""
+    yield from _bad_blocks(scan, is_header=True)
+
+
+def unreadable(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """FIL03: a file that is cut, empty, or of another kind than its name says."""
+    yield from _bad_blocks(scan, is_header=False)
+    if scan.files.folder is None or not scan.files.bad:
+        yield from scan.files.told("unreadable")
+
+
+def leftovers(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """FIL04: what writers that died have left."""
+    folder = scan.files.path
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    alive = [name[9:-8] for name in names if re.fullmatch(r"\.rollout_.+\.journal", name) and is_alive(folder / name)]
+    used = tuple(f".tmp_rollout_{writer}_" for writer in alive) + tuple(f".rollout_{writer}.j" for writer in alive)
+    for name in names:
+        if name.startswith((".tmp_", ".rollout_", ".packing")) and not (used and name.startswith(used)):
+            yield Found(message=f"{name!r} is left of a writer that has ended")
+    if scan.metadata.get("is_unfinished") is True:
+        yield Found(message="the writer of this set has not finished it")
+
+
+def strangers(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """FIL05: files that are no part of the recording; links that lead out of the folder."""
+    folder = scan.files.path
+    yield from scan.files.told("stray")
+    root, is_ours = os.path.realpath(folder), scan.files.folder is not None
+    for entry in sorted(os.scandir(folder), key=lambda one: one.name) if folder.is_dir() else ():
+        if entry.is_symlink() and not os.path.realpath(entry.path).startswith(root + os.sep):
+            if os.path.basename(os.path.dirname(root)) != "snapshots":  # of the cache of the Hugging Face hub
+                yield Found(message=f"{entry.name!r} leads out of the folder", severity="warning")
+        elif is_ours and entry.name[0] != "." and not _EXPECTED.fullmatch(entry.name):
+            yield Found(message=f"{entry.name!r} is no part of the recording")
+
+
+def metadata_file(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """FIL06: the description of the whole is missing or cannot be read."""
+    yield from scan.files.told("metadata")
+    is_old = scan.failure is None and scan.recording.format == "trajectory-folders"
+    if (scan.files.folder is not None and (scan.files.headers or scan.files.bad)) or is_old:
+        try:
+            read_document(scan.files.path / METADATA_NAME)
+        except FileNotFoundError:
+            yield Found(message=f"there is no {METADATA_NAME}")
+        except BAD_METADATA as problem:
+            yield Found(message=f"{METADATA_NAME} cannot be read: {problem}")
+
+
+def lossy(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """FIL07: a codec loses more than a small part of what varies."""
+    errors: dict[str, float] = {}
+    for header in scan.files.headers.values():
+        for name, coding in header.codings.items():
+            errors[name] = max(errors.get(name, 0.0), coding.max_error)
+    for name, error in errors.items():
+        if error and name in scan.schema and name in scan.facts:
+            sd = float(np.nanmedian(np.nanstd(scan.facts[name].sorted, axis=1, dtype=np.float64)))
+            if error > settings["share"] * sd:
+                message = f"{name!r} was coded with errors up to {error:.3g}, and varies by {sd:.3g}"
+                yield Found(name, message, evidence={"error": error, "sd": sd, "threshold": settings["share"]})
+
+
+def unsafe(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """FIL08: a file asks for something that reading data must not do; it was not done."""
+    yield from scan.files.told("unsafe")
+    for name, problem in scan.files.bad.items():
+        if not kind_is_damage(problem):
+            yield Found(message=f"{name}: {problem}", **scan.files.named(scan.files.named_by(name)))
+
+
+def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """PRV01: nothing says where the data came from. A rate of null is an answer."""
+    if scan.failure is not None or scan.recording.format not in ("rollout-data", "trajectory-folders"):
+        raise Inapplicable("this format says little of origins")
+    lacking = [what for what, keys in ORIGINS.items() if not any(key in scan.metadata for key in keys)]
+    if "env" in lacking or len(lacking) == len(ORIGINS):
+        yield Found(message=f"the metadata name no {', '.join(lacking)}", evidence={"missing": lacking})
+
+
+def secrets(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """PRV02: tokens, mail addresses or home directories in metadata; what is shown is masked."""
+    told: list[tuple[int | None, Mapping[str, Any]]] = [(None, scan.metadata)]
+    for place in np.unique(np.linspace(0, scan.num_episodes - 1, min(100, scan.num_episodes)).astype(int)).tolist():
+        told.append((place, scan.recording.info(place).metadata))
+    for place, about in told:
+        for key, kind, masked in secrets_of(about):
+            yield Found(message=f"{key}: {kind} {masked}", trajectories=[] if place is None else [place])
+
+
+STORED: tuple[Rule, ...] = (
+    Rule("STA01", "sums", "statistics", "warning", "D", "S", "stored sums of episodes are not those of their rows",
+         "compute them again", sums, {"share": 1e-3}, absolute=True),
+    Rule("STA02", "statistics", "statistics", "warning", "D", "S", "stored statistics are not those of the rows",
+         "compute them again: normalization uses them", statistics, {"sd": 0.5, "ratio": 2.0, "share": 0.01},
+         absolute=True),
+    Rule("FIL01", "data checksum", "files", "error", "D", "K", "rows are damaged: their checksum differs",
+         "take the block from a copy, or leave the trajectory out", checksums, absolute=True),
+    Rule("FIL02", "header", "files", "error", "T", "N", "the description of a block is damaged",
+         "take the block from a copy, or leave it out", header, absolute=True),
+    Rule("FIL03", "unreadable", "files", "error", "T", "K", "a file cannot be read",
+         "take it from a copy, or leave out what it held", unreadable, absolute=True),
+    Rule("FIL04", "leftovers", "files", "info", "T", "-", "a writer ended without finishing",
+         "remove what it has left; the next writer does so by itself", leftovers, absolute=True),
+    Rule("FIL05", "foreign", "files", "info", "T", "-", "files that are no part of the recording",
+         "keep them in another folder", strangers, absolute=True),
+    Rule("FIL06", "metadata", "files", "warning", "M", "S", "the description of the whole is missing or damaged",
+         "write it anew from the data", metadata_file, absolute=True),
+    Rule("FIL07", "lossy", "files", "info", "D", "-", "a codec loses a visible part of the values",
+         "record the field with a lossless codec", lossy, {"share": 0.01}, absolute=True),
+    Rule("FIL08", "unsafe", "files", "error", "T", "-", "a file asks for more than data may",
+         "do not load it with other programs; ask where it came from", unsafe, absolute=True),
+    Rule("PRV01", "unknown origin", "provenance", "info", "M", "-", "the origin of the data is not told",
+         "give env, policy, version and frame_rate_hz as metadata when recording", unknown_origin, absolute=True),
+    Rule("PRV02", "secrets", "provenance", "info", "M", "S", "metadata hold something private",
+         "take it out before the set is shared; revoke tokens", secrets, absolute=True),
+)  # fmt: skip

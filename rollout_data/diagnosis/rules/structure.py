@@ -1,0 +1,207 @@
+"""Rules STR: gaps, overlaps, fields and counts that disagree."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from storage.core.fields import Schema
+from storage.errors import RolloutDataError, UsageError
+
+from ...format.write import block_name
+from ...index.metadata import BAD_METADATA, read_document
+from ..files import usual
+from ..finding import Found, Inapplicable, Rule, Settings
+from ..scan import Scan
+
+#: Of ends, which an episode that was cut off may lack.
+_FLAGS = {"dones", "terminals", "timeouts"}
+_SPLIT = re.compile(r"(?:(.*)[_-])?(train|training|valid|validation|val|test|eval)")
+
+
+def counts(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STR08: lengths, totals, indices or rows of columns disagree."""
+    yield from scan.files.told("counts", *(["outside"] if scan.files.folder is None else []))
+
+
+def gap(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STR01: parts of a trajectory leave frames out. What retention removed lies before a writer's first block."""
+    files = scan.files
+    yield from files.told("gap")
+    is_first, off = files.steps
+    for writer, first, stop in files.holes():
+        names, blocks = files.lost(writer, first, stop), f"{first}" if stop == first + 1 else f"{first} to {stop - 1}"
+        message = f"block {blocks} of writer {writer!r} is gone, with frames of trajectories {', '.join(names)}"
+        yield Found(message=message, **files.named(names))
+    oldest = {files.writers.index(one.writer): one.sequence for one in reversed(_by_sequence(scan))}
+    begins = np.array([oldest.get(writer, 0) for writer in files.parts["writer"].tolist()], np.int64)
+    explained = {name for bad in files.bad for name in files.named_by(bad)}
+    is_pruned = is_first & (begins > 0) & (files.parts["sequence"] == begins)
+    names = [name for name in files.names((off > 0) & ~is_pruned) if name not in explained]
+    if names:
+        yield Found(message=f"frames are missing between parts of {', '.join(names[:9])}", **files.named(names))
+
+
+def _by_sequence(scan: Scan) -> list[Any]:
+    return sorted(scan.files.headers.values(), key=lambda one: one.sequence)
+
+
+def overlap(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STR02: a part starts before the one before it ends."""
+    yield from scan.files.told("overlap")
+    _, off = scan.files.steps
+    if names := scan.files.names((off < 0) & (scan.files.parts["start"] > 0)):
+        yield Found(message=f"parts of {', '.join(names[:9])} overlap", **scan.files.named(names))
+
+
+def outside(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STR03: a part, a range or a final row lies outside its table."""
+    yield from scan.files.told("outside")
+    for name, problem in scan.files.bad.items():
+        if problem.kind == "outside":
+            yield Found(message=str(problem), **scan.files.named(scan.files.named_by(name)))
+
+
+def shared(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STR04: two parts or ranges name the same row."""
+    for found in scan.files.told("shared"):
+        before = [number - 1 for number in found.trajectories if number]
+        yield Found(message=found.message, trajectories=[*before, *found.trajectories], evidence=found.evidence)
+    for name, header in scan.files.headers.items():
+        order = np.argsort(header.fragments["row"], kind="stable")
+        order = order[header.fragments["length"][order] > 0]
+        low, stop = header.fragments["row"][order], (header.fragments["row"] + header.fragments["length"])[order]
+        both = np.flatnonzero(low[1:] < stop[:-1])
+        numbers = header.fragments["trajectory"][order][np.union1d(both, both + 1)].tolist()
+        if numbers:
+            names = [f"{header.writer}:{number}" for number in numbers]
+            yield Found(message=f"{', '.join(names[:9])} share rows of {name!r}", **scan.files.named(names))
+    for name, problem in scan.files.bad.items():
+        if problem.kind == "shared":
+            yield Found(message=str(problem), **scan.files.named(scan.files.named_by(name)))
+
+
+def twice(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STR05: a block, trajectory or number is there twice, or a name says something else than the content."""
+    files = scan.files
+    yield from files.told("twice")
+    seen: dict[tuple[str, int], str] = {}
+    for name, header in sorted(files.headers.items()):
+        other = seen.setdefault((header.writer, header.sequence), name)
+        if name != (right := block_name(header.writer, header.sequence)) and name.startswith("rollout_"):
+            names = [f"{header.writer}:{number}" for number in np.unique(header.fragments["trajectory"]).tolist()]
+            message = f"{name!r} holds what {right!r} should" + (f", as {other!r} does" if other != name else "")
+            yield Found(message=message, **files.named(names))
+    is_first, off = files.steps
+    if names := files.names(~is_first & (files.parts["start"] == 0) & (off < 0)):
+        yield Found(message=f"trajectories {', '.join(names[:9])} begin twice", **files.named(names))
+    if scan.failure is None and files.folder is None:
+        for place, name in enumerate(scan.recording.ids) if scan.recording.format == "minari" else ():
+            said = scan.recording.info(place).metadata.get("id")
+            if isinstance(said, (int, np.integer)) and not name.endswith(str(said)):
+                yield Found(message=f"{name!r} says that it is number {said}", trajectories=[place])
+
+
+def fields_differ(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STR06: blocks or episodes differ in fields, dtypes or shapes; where a field is only missing, it may be meant."""
+    files = scan.files
+    if files.folder is None and scan.failure is None and scan.num_episodes:
+        scan.facts  # noqa: B018 - some readers look at the fields of an episode when it is read
+        infos = [scan.recording.info(place) for place in range(scan.num_episodes)]
+        common = usual(info.schema for info in infos)
+        for schema in dict.fromkeys(info.schema for info in infos if info.schema != common):
+            places = [place for place, info in enumerate(infos) if info.schema == schema]
+            same, lacks = all(schema[name] == common[name] for name in schema if name in common), {*common} - {*schema}
+            severity = "info" if same and lacks <= _FLAGS else "warning" if same else ""
+            yield Found(None, f"fields of others: {common.difference(schema)}", places, severity=severity)
+    yield from files.told("fields")
+    if files.headers:
+        common = usual(header.schema for header in files.headers.values())
+        for name, header in files.headers.items():
+            if difference := common.difference(header.schema):
+                names = [f"{header.writer}:{number}" for number in np.unique(header.fragments["trajectory"]).tolist()]
+                yield Found(message=f"{name!r} has other fields: {difference}", **files.named(names))
+
+
+def description(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STR07: what is said of fields disagrees with the data."""
+    yield from scan.files.told("description")
+    if scan.files.folder is not None and scan.files.headers:
+        there = usual(header.schema for header in scan.files.headers.values())
+        try:
+            said = Schema.from_json(read_document(scan.files.folder / "metadata.json")["fields"])
+        except BAD_METADATA as problem:
+            is_missing = isinstance(problem, (OSError, ValueError)) and not isinstance(problem, RolloutDataError)
+            if not is_missing and not isinstance(problem, (KeyError, TypeError)):
+                yield Found(message=f"metadata.json describes no fields: {problem}")
+        else:
+            if len(said) and (difference := there.difference(said)):
+                yield Found(message=f"metadata.json has other fields than the blocks: {difference}")
+        return
+    for group in ("observation", "action") if scan.failure is None else ():
+        for name, shape in _boxes(group, scan.metadata.get(f"{group}_space")):
+            if name in scan.schema and math.prod(shape) != scan.schema[name].num_elements:
+                yield Found(name, f"{name!r} is said to be {list(shape)}, and is {list(scan.schema[name].shape)}")
+
+
+def _boxes(name: str, space: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (field, shape) of the boxes of a space as Minari describes it."""
+    try:
+        about = json.loads(space) if isinstance(space, str) else space
+    except ValueError:
+        return
+    if not isinstance(about, Mapping):
+        return
+    shape, below = about.get("shape"), about.get("subspaces")
+    if about.get("type") == "Box" and isinstance(shape, list) and all(isinstance(one, int) for one in shape):
+        yield name, tuple(shape)
+    for key, part in below.items() if isinstance(below, Mapping) else ():
+        yield from _boxes(f"{name}/{key}", part)
+
+
+def splits(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """STR10: an episode is in two parts that exclude each other, or a part names none."""
+    yield from scan.files.told("split")
+    try:
+        parts = {name: set(part.ids) for name, part in scan.recording.split().items()}
+    except UsageError as nothing:
+        raise Inapplicable("the files name no parts") from nothing
+    for one, other in combinations(parts, 2):
+        mine, theirs = _SPLIT.fullmatch(one.lower()), _SPLIT.fullmatch(other.lower())
+        both = parts[one] & parts[other]
+        if mine and theirs and mine[1] == theirs[1] and mine[2][:5] != theirs[2][:5] and both:
+            message = f"{len(both)} episodes are in {one!r} and in {other!r}"
+            yield Found(message=message, **scan.files.named(both))
+    said = scan.metadata.get("splits")
+    for name, text in said.items() if isinstance(said, Mapping) else ():
+        stop = str(text).partition(":")[2]
+        if stop.isdecimal() and int(stop) > scan.num_episodes:
+            yield Found(message=f"{name!r} is {text}, of {scan.num_episodes} episodes")
+
+
+STRUCTURE: tuple[Rule, ...] = (
+    Rule("STR01", "gap", "structure", "error", "T", "K", "a trajectory lacks frames in its midst",
+         "bring the missing file back, or leave the trajectory out", gap, absolute=True),
+    Rule("STR02", "overlap", "structure", "error", "T", "K", "a part of a trajectory starts before the last one ends",
+         "keep the newer part if the rows are equal; otherwise leave the trajectory out", overlap, absolute=True),
+    Rule("STR03", "outside", "structure", "error", "T", "K", "a part, range or final row lies outside its table",
+         "leave these trajectories out, or write the index anew", outside, absolute=True),
+    Rule("STR04", "shared rows", "structure", "error", "T", "K", "two parts name the same rows",
+         "leave both trajectories out, or write the index anew", shared, absolute=True),
+    Rule("STR05", "duplicate part", "structure", "error", "T", "N", "something is there twice, or under a wrong name",
+         "remove the copy, or give it the name of its content", twice, absolute=True),
+    Rule("STR06", "fields differ", "structure", "error", "D", "N", "not all episodes have the same fields",
+         "convert them to one form, or keep them in separate folders", fields_differ, absolute=True),
+    Rule("STR07", "description disagrees", "structure", "error", "M", "S", "the data are not as they are described",
+         "believe the data, and write the description anew", description, absolute=True),
+    Rule("STR08", "counts disagree", "structure", "warning", "T", "S", "lengths or totals disagree with the data",
+         "count again, and write the index anew", counts, absolute=True),
+    Rule("STR10", "splits overlap", "structure", "warning", "M", "S", "parts of the set overlap, or name no episode",
+         "take the episode out of one of them", splits, absolute=True),
+)  # fmt: skip

@@ -1,0 +1,381 @@
+"""Rules TIM of clocks, of frames that repeat or are frozen, of lags and of idle robots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..facts import medians_of, runs_of, worst
+from ..finding import Found, Inapplicable, Rule, Settings
+from ..reading import Array, Batch
+from ..scan import Collector, Scan
+
+#: What one second is in units that a field's name ends with.
+_UNITS = {"_ns": 1e9, "_us": 1e6, "_ms": 1e3, "_s": 1.0}
+_GAP, _LAGS = 1.8, 40
+
+
+class Clocks(Collector):
+    """Steps of the time fields, per episode.
+
+    Attributes:
+        median, low, high, jitter: Field -> `[E]`: of the steps between frames; NaN without any. `jitter` is the 90 %
+            quantile of their distance to the median, divided by it.
+    """
+
+    def __init__(self, scan: Scan) -> None:
+        self._names = scan.roles["time"]
+        size = scan.num_episodes
+        self.median, self.low, self.high, self.jitter = (
+            {name: np.full(size, np.nan) for name in self._names} for _ in range(4)
+        )
+
+    def add(self, batch: Batch) -> None:
+        parts = np.repeat(np.arange(len(batch.numbers)), np.diff(batch.offsets))
+        inner = np.ones(len(batch), bool)
+        inner[batch.offsets[:-1]] = False
+        for name in self._names:
+            if name not in batch.values or not inner.any():
+                continue
+            times = batch.values[name].reshape(-1)
+            steps = np.diff(times.astype(np.int64 if times.dtype.kind in "iu" else np.float64), prepend=times[:1])[
+                inner
+            ]
+            there, medians = medians_of(parts[inner], steps.astype(np.float64))
+            typical = np.ones(len(batch.numbers))
+            typical[there] = np.where(medians == 0, 1, np.abs(medians))
+            distance = np.abs(steps / typical[parts[inner]] - 1)
+            order = np.lexsort((distance, parts[inner]))
+            _, first, count = np.unique(parts[inner], return_index=True, return_counts=True)
+            numbers = batch.numbers[there]
+            is_first = batch.starts[0] == 0
+            self.median[name][numbers] = np.where(is_first, medians, self.median[name][numbers])
+            late = distance[order][first + np.minimum(count - 1, (0.9 * count).astype(np.int64))]
+            self.jitter[name][numbers] = np.fmax(self.jitter[name][numbers], late)
+            self.low[name][numbers] = np.fmin(self.low[name][numbers], np.minimum.reduceat(steps, first))
+            self.high[name][numbers] = np.fmax(self.high[name][numbers], np.maximum.reduceat(steps, first))
+
+
+class Actions(Collector):
+    """How continuous actions move, per episode.
+
+    Attributes:
+        first, last: int64 `[E]`: the first and last frame that differs clearly from the one before; -1 without any.
+        rough: `[E]`: root mean square of the second difference in deviations, over dimensions; NaN if unknown.
+        is_known: There is a continuous dimension.
+    """
+
+    def __init__(self, scan: Scan) -> None:
+        self._dims = {name: np.flatnonzero(scan.pending[name].is_continuous) for name in scan.group("action")}
+        self._dims = {name: dims for name, dims in self._dims.items() if len(dims)}
+        self._least = {
+            name: 0.01 * (scan.pending[name].quantile(0.99) - scan.pending[name].quantile(0.01))[dims, None]
+            for name, dims in self._dims.items()
+        }
+        self.is_known, size = bool(self._dims), scan.num_episodes
+        self.first, self.last = np.full(size, -1), np.full(size, -1)
+        self._sums, self._counts = np.zeros(size), np.zeros(size)
+
+    def add(self, batch: Batch) -> None:
+        starts, counts = batch.offsets[:-1], np.diff(batch.offsets)
+        moving, inner = np.zeros(len(batch), bool), np.ones(len(batch), bool)
+        inner[starts] = False
+        inner[np.minimum(starts + 1, len(batch) - 1)] = False
+        for name in (one for one in self._dims if one in batch.values):
+            steps, columns = batch.steps(name)[self._dims[name]], batch.columns(name)[self._dims[name]]
+            moving |= (np.abs(steps) > self._least[name]).any(0)
+            with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+                mean = np.add.reduceat(columns, starts, axis=1) / counts
+                centred = columns - np.repeat(mean, counts, axis=1)
+                variance = np.add.reduceat(np.square(centred), starts, axis=1) / counts
+                bend = np.zeros_like(steps)
+                bend[:, 1:] = np.square(steps[:, 1:] - steps[:, :-1])
+                bend[:, ~inner] = 0
+                rough = np.add.reduceat(bend, starts, axis=1) / np.maximum(1, counts - 2) / variance
+            is_known = np.isfinite(rough) & (counts >= 10)
+            self._sums[batch.numbers] += np.where(is_known, rough, 0).sum(0) * counts
+            self._counts[batch.numbers] += is_known.sum(0) * counts
+        rows = np.flatnonzero(moving)
+        if len(rows):
+            which, first = np.unique(np.searchsorted(batch.offsets, rows, side="right") - 1, return_index=True)
+            last = np.append(first[1:], len(rows)) - 1
+            numbers, before = batch.numbers[which], batch.starts[which] - batch.offsets[which]
+            self.first[numbers] = np.where(self.first[numbers] < 0, rows[first] + before, self.first[numbers])
+            self.last[numbers] = rows[last] + before
+
+    @property
+    def rough(self) -> Array:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.sqrt(self._sums / self._counts)
+
+
+def _clock(scan: Scan) -> str:
+    """Name the field of the main clock: the first that is no observation."""
+    names = scan.role("time")
+    return next((name for name in names if not name.startswith("observation/")), names[0])
+
+
+def not_increasing(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM01: the main clock stands or runs back; others may stand, as slow sensors' do."""
+    for name in scan.role("time"):
+        low = scan.collected(Clocks).low[name]
+        is_wrong = (low <= 0) if name == _clock(scan) else (low < 0)
+        if is_wrong.any():
+            numbers, frames = np.flatnonzero(is_wrong), []
+            for number in numbers[:20].tolist():
+                steps = np.diff(scan.read(number, name)[:, 0].astype(np.float64))
+                frames += [(number, row, row + 2) for row in np.flatnonzero(steps <= 0).tolist()]
+            message = f"{name!r} does not increase within {len(numbers)} trajectories"
+            yield Found(name, message, numbers, frames, {"smallest_step": float(np.nanmin(low)), "threshold": 0})
+
+
+def _jitter(scan: Scan, name: str) -> float:
+    known = scan.collected(Clocks).jitter[name]
+    return float(np.median(known[np.isfinite(known)])) if np.isfinite(known).any() else 0.0
+
+
+def jitter(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM02."""
+    name = _clock(scan)
+    if (found := _jitter(scan, name)) > settings["share"]:
+        message = f"the steps of {name!r} vary by {found:.0%}"
+        yield Found(name, message, evidence={"jitter": found, "threshold": settings["share"]})
+
+
+def dropped(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM03: gaps in a clock that is regular otherwise."""
+    name = _clock(scan)
+    clocks = scan.collected(Clocks)
+    if _jitter(scan, name) > 0.15:
+        raise Inapplicable("the clock is irregular as a whole (TIM02)")
+    with np.errstate(invalid="ignore"):
+        ratio = np.where(clocks.median[name] > 0, clocks.high[name] / clocks.median[name], 0)
+    numbers = worst(np.flatnonzero(ratio > settings["ratio"]), ratio)
+    if len(numbers):
+        frames = []
+        for number in numbers[:20].tolist():
+            steps = np.diff(scan.read(number, name)[:, 0].astype(np.float64))
+            rows = np.flatnonzero(steps > settings["ratio"] * clocks.median[name][number])
+            frames += [(number, row, row + 2) for row in rows.tolist()]
+        evidence = {"largest_step": float(ratio.max()), "threshold": settings["ratio"]}
+        yield Found(name, f"frames are missing in {len(numbers)} trajectories", numbers, frames, evidence)
+
+
+def repeated(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM04: single frames recorded twice; longer stretches are TIM07."""
+    if not scan.motion.is_known:
+        raise Inapplicable("no observation of floats")
+    count, total = scan.motion.repeats, int((scan.lengths[scan.examined] - 1).sum())
+    share = count.sum() / max(1, total)
+    if share > settings["share"]:
+        each = count / np.maximum(1, scan.lengths - 1)
+        numbers = worst(np.flatnonzero(each > settings["share"]), each)
+        evidence = {"share": share, "threshold": settings["share"]}
+        yield Found(None, f"{share:.1%} of the frames repeat the one before", numbers, (), evidence)
+
+
+def rate(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM05: the clock against the declared rate."""
+    declared = next(
+        (v for k in ("fps", "frame_rate_hz") if isinstance(v := scan.metadata.get(k), (int, float)) and v > 0), None
+    )
+    if declared is None:
+        raise Inapplicable("no fps or frame_rate_hz is declared")
+    name = _clock(scan)
+    unit = next((size for end, size in _UNITS.items() if name.endswith(end)), None)
+    if unit is None and scan.schema[name].numpy_dtype.kind in "iu":
+        raise Inapplicable(f"the unit of {name!r} is not known")
+    step = float(np.nanmedian(scan.collected(Clocks).median[name])) / (unit or 1.0)
+    if step > 0 and abs(1 / step / declared - 1) > settings["share"]:
+        message = f"{name!r} runs at {1 / step:.4g} Hz, {declared:g} are declared"
+        yield Found(
+            name, message, evidence={"rate_hz": 1 / step, "declared_hz": declared, "threshold": settings["share"]}
+        )
+
+
+def unit(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM06: the steps of some episodes are thousands of times those of others."""
+    for name in scan.role("time"):
+        median = scan.collected(Clocks).median[name]
+        known = np.flatnonzero(median > 0)
+        ratio = median[known] / np.median(median[known]) if len(known) else median[known]
+        off = (ratio > settings["ratio"]) | (ratio < 1 / settings["ratio"])
+        if off.any() and off.mean() < 0.5:
+            evidence = {"factors": sorted(set(np.round(ratio[off], 6).tolist()))[:8], "threshold": settings["ratio"]}
+            frames = [(number, 0, scan.lengths[number]) for number in known[off].tolist()]
+            yield Found(name, f"{name!r} has another unit in {off.sum()} trajectories", known[off], frames, evidence)
+
+
+def frozen(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM07: a field stands still where it usually does not."""
+    skipped = {*scan.roles["time"], *scan.roles["success"], *scan.roles["frame_index"]}
+    for name, facts in scan.facts.items():
+        group = name.partition("/")[0]
+        if not facts.is_float or name in skipped or group in ("reward", "action") or not facts.is_continuous.any():
+            continue
+        lengths = np.maximum(2, scan.lengths[scan.examined])
+        usual = float(np.median(facts.repeats[scan.examined] / (lengths - 1)))
+        held = scan.examined[facts.hold[scan.examined] >= np.maximum(settings["frames"], settings["share"] * lengths)]
+        if len(held) and usual < settings["usual"]:
+            numbers, frames = worst(held, facts.hold), []
+            for number in numbers[:20].tolist():
+                runs = runs_of((np.diff(scan.read(number, name), axis=0) == 0).all(1))
+                start, stop = max(runs, key=lambda run: run[1] - run[0])
+                frames.append((number, start, stop + 1))
+            evidence = {"frames": int(facts.hold.max()), "threshold": settings["frames"], "usual_share": usual}
+            yield Found(name, f"{name!r} stands still in {len(numbers)} trajectories", numbers, frames, evidence)
+
+
+def lag(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM08: what actions do shows in the observation too late."""
+    fps = next(
+        (v for k in ("fps", "frame_rate_hz") if isinstance(v := scan.metadata.get(k), (int, float)) and v > 0), None
+    )
+    least = min(settings["frames"], max(4, settings["seconds"] * fps)) if fps else settings["frames"]
+    for action in scan.group("action"):
+        dims = np.flatnonzero(scan.facts[action].is_continuous)
+        for name in scan.group("observation") if len(dims) else ():
+            if scan.schema[name].num_elements != scan.schema[action].num_elements or not scan.facts[name].is_float:
+                continue
+            own, both = _correlations(scan, action, name, dims)
+            fallen = np.flatnonzero(own < 0.3)
+            if not len(own) or not len(fallen) or own[fallen[0] :].max() > settings["periodic"]:
+                continue
+            peak = int(np.flatnonzero(both >= 0.95 * both.max())[0])
+            if both.max() > settings["peak"] and peak >= least and both[peak] > both[:4].max() + settings["above"]:
+                evidence = {"lag_frames": peak, "correlation": both[peak], "correlation_at_0_to_3": both[:4].max()}
+                yield Found(name, f"{name!r} follows {action!r} after {peak} frames", evidence=evidence)
+
+
+def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Array, Array]:
+    """Correlate differences of the action at lags of 0 to 40 frames: with itself, and with the observation."""
+    own, both, count = np.zeros(_LAGS + 1), np.zeros(_LAGS + 1), 0
+    for batch in scan.sample.batches:
+        if action not in batch.values or name not in batch.values:
+            continue
+        for first, stop in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
+            if stop - first < 2 * _LAGS or count >= 64:
+                continue
+            a, o = (_normal(batch.steps(one)[dims, first + 1 : stop]) for one in (action, name))
+            length = a.shape[1] - _LAGS
+            own += [float(np.mean(a[:, :length] * a[:, k : k + length])) for k in range(_LAGS + 1)]
+            both += [float(np.mean(a[:, :length] * o[:, k : k + length])) for k in range(_LAGS + 1)]
+            count += 1
+    return (own / count, both / count) if count >= 3 else (own[:0], both[:0])
+
+
+def _normal(steps: Array) -> Array:
+    wide = np.nan_to_num(steps.astype(np.float64))
+    wide -= wide.mean(1, keepdims=True)
+    found: Array = wide / np.maximum(wide.std(1, keepdims=True), 1e-30)
+    return found
+
+
+def idle_start(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM09."""
+    moves = scan.collected(Actions)
+    yield from _idle(scan, settings, np.where(moves.first < 0, 0, moves.first), True)
+
+
+def idle_end(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM10."""
+    moves = scan.collected(Actions)
+    yield from _idle(scan, settings, np.where(moves.last < 0, 0, scan.lengths - 1 - moves.last), False)
+
+
+def _idle(scan: Scan, settings: Settings, idle: Array, at_start: bool) -> Iterator[Found]:
+    if not scan.collected(Actions).is_known:
+        raise Inapplicable("no continuous action")
+    numbers = scan.examined[
+        (idle > np.maximum(settings["frames"] - 1, settings["share"] * scan.lengths))[scan.examined]
+    ]
+    if len(numbers) and len(numbers) >= settings["episodes"] * len(scan.examined):
+        numbers = worst(numbers, idle)
+        spans = [
+            (n, 0, idle[n]) if at_start else (n, scan.lengths[n] - idle[n], scan.lengths[n]) for n in numbers.tolist()
+        ]
+        evidence = {"idle_frames": float(np.median(idle[numbers])), "episodes": len(numbers) / len(scan.examined)}
+        where = "start" if at_start else "end"
+        yield Found(None, f"actions rest at the {where} of {len(numbers)} trajectories", numbers, spans, evidence)
+
+
+def jerk(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM12: the actions of an episode are much rougher than others'."""
+    rough = scan.collected(Actions).rough
+    known = np.flatnonzero(rough > 0)
+    if len(known) < 8:
+        raise Inapplicable("fewer than 8 episodes with continuous actions")
+    logs = np.log(rough[known])
+    above = logs - np.median(logs)
+    spread = max(settings["floor"], float(np.median(np.abs(above))))
+    off = (above > settings["deviations"] * spread) & (above > np.log(settings["ratio"]))
+    if off.any():
+        numbers = worst(known[off], rough)
+        frames = [(number, 0, scan.lengths[number]) for number in numbers.tolist()]
+        evidence = {
+            "ratio": float(np.exp(above.max())),
+            "threshold": settings["ratio"],
+            "deviations": above.max() / spread,
+        }
+        yield Found(None, f"actions of {len(numbers)} trajectories jerk more than others'", numbers, frames, evidence)
+
+
+def apart(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """TIM13: two clocks of one recording disagree."""
+    names = scan.role("time")
+    if len(names) < 2:
+        raise Inapplicable("only one field of times")
+    main = _clock(scan)
+    chosen = scan.examined[np.unique(np.linspace(0, len(scan.examined) - 1, 512).astype(np.int64))]
+    for name in (one for one in names if one != main):
+        step = float(np.nanmedian(scan.collected(Clocks).median[main]))
+        offs, drifts = [], []
+        for number in chosen.tolist():
+            one, other = (scan.read(number, which)[:, 0].astype(np.float64) for which in (main, name))
+            fresh = np.append(True, np.diff(other) != 0)  # a slow sensor holds its time as well
+            apart = (other - one)[fresh] / step
+            offs.append(np.median(apart))
+            drifts.append(apart.max() - apart.min())
+        off, drifting = np.array(offs), np.array(drifts)
+        is_same = np.abs(np.median(off)) < 0.5 * np.median(scan.lengths)  # otherwise they start at different zeros
+        wrong = (drifting > settings["frames"] + 0.01) | (is_same & (np.abs(off) > settings["frames"] + 0.01))
+        if step > 0 and wrong.any():
+            evidence = {
+                "frames_apart": float(np.maximum(np.abs(off) * is_same, drifting).max()),
+                "threshold": settings["frames"],
+            }
+            yield Found(name, f"{name!r} and {main!r} are more than a frame apart", chosen[wrong], (), evidence)
+
+
+# fmt: off
+TIMING: tuple[Rule, ...] = (
+    Rule("TIM01", "not increasing", "time", "error", "D", "K", "time stands still or runs back within an episode",
+         "leave out the trajectories, or sort their frames", not_increasing, absolute=True, collectors=(Clocks,)),
+    Rule("TIM02", "jitter", "time", "warning", "D", "-", "the time between frames varies",
+         "resample to a regular rate before learning from differences", jitter, {"share": 0.15},
+         absolute=True, collectors=(Clocks,)),
+    Rule("TIM03", "dropped", "time", "warning", "D", "S", "frames are missing",
+         "split there, or interpolate", dropped, {"ratio": _GAP}, absolute=True, collectors=(Clocks,)),
+    Rule("TIM04", "repeated", "time", "warning", "D", "N", "frames repeat the one before in all fields",
+         "remove the repeated frames: they teach to stand still", repeated, {"share": 0.05}, absolute=True),
+    Rule("TIM05", "rate", "time", "warning", "D", "S", "the clock contradicts the declared rate",
+         "correct fps or frame_rate_hz in the metadata", rate, {"share": 0.05}, absolute=True, collectors=(Clocks,)),
+    Rule("TIM06", "unit", "time", "warning", "D", "N", "some episodes have times in another unit",
+         "convert them to seconds", unit, {"ratio": 20}, compares=True, absolute=True, collectors=(Clocks,)),
+    Rule("TIM07", "frozen", "time", "warning", "D", "K", "a whole field stands still for many frames",
+         "look at the sensor; leave out the trajectories", frozen, {"frames": 10, "share": 0.1, "usual": 0.02}),
+    Rule("TIM08", "lag", "time", "warning", "D", "N", "observations follow actions with a delay",
+         "shift the field by the lag once it is confirmed", lag,
+         {"peak": 0.5, "above": 0.2, "frames": 6, "seconds": 0.2, "periodic": 0.7}, absolute=True),
+    Rule("TIM09", "idle start", "time", "warning", "D", "N", "episodes begin with a long rest",
+         "trim the rest to 5 frames", idle_start, {"share": 0.3, "frames": 15, "episodes": 0.2}, collectors=(Actions,)),
+    Rule("TIM10", "idle end", "time", "warning", "D", "N", "episodes end with a long rest",
+         "trim the rest to 5 frames", idle_end, {"share": 0.3, "frames": 15, "episodes": 0.2}, collectors=(Actions,)),
+    Rule("TIM12", "jerk", "time", "warning", "D", "K", "the actions of some episodes are much rougher than others'",
+         "leave the trajectories out, or look at who drove them", jerk,
+         {"deviations": 8, "floor": 0.02, "ratio": 2.5}, compares=True, collectors=(Actions,)),
+    Rule("TIM13", "streams apart", "time", "warning", "D", "-", "two clocks differ by more than a frame",
+         "align the streams by their times", apart, {"frames": 1}, absolute=True, collectors=(Clocks,)),
+)
+# fmt: on

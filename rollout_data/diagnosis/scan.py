@@ -1,0 +1,226 @@
+"""The scan: what rules may ask of a recording. Tables come at once, data in one pass when a rule first asks.
+
+One rule: rules ask, and only the scan reads; what one episode costs in memory has a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from storage.core.fields import Schema
+from storage.errors import RolloutDataError
+
+from ..recordings.recording import Recording
+from .facts import Facts, Motion, Sample
+from .files import Files
+from .finding import Inapplicable
+from .reading import Array, Reading
+from .reading import Collector as Collector
+from .roles import roles_of
+
+#: Fields of more numbers a row are pictures to the rules: read for those of images only.
+MAX_ELEMENTS = 4096
+_MIN_EPISODES, _MIN_FRAMES = 8, 100
+
+
+class Columns(dict[str, Array]):
+    """Columns of `Recording.table`; nothing is read for them, and returns are NaN."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __missing__(self, name: str) -> Array:
+        self[name] = self._recording.column(name)
+        return self[name]
+
+
+Kind = TypeVar("Kind", bound=Collector)
+
+
+class Scan:
+    """One examination of a recording.
+
+    Attributes:
+        recording: What was opened; None if that failed.
+        failure: Why it could not be opened, or None.
+        path: As the caller gave it.
+        examined: int64, places of the episodes whose data are read: all, or a sample evenly spread.
+        unreadable: (episode, error) of those that could not be read.
+        with_pictures: Read the fields that are pictures as well.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        recording: Recording | None,
+        failure: RolloutDataError | None = None,
+        sample: int | None = None,
+        collectors: Sequence[type[Collector]] = (),
+        with_pictures: bool = False,
+        progress: bool = False,
+    ) -> None:
+        self.path, self._recording, self.failure, self._progress = path, recording, failure, progress
+        self.with_pictures, self._kinds = with_pictures, tuple(dict.fromkeys(collectors))
+        self.unreadable: list[tuple[int, Exception]] = []
+        count = self.num_episodes if sample is None else min(sample, self.num_episodes)
+        self.examined = np.unique(np.linspace(0, self.num_episodes - 1, count).astype(np.int64))
+
+    @property
+    def recording(self) -> Recording:
+        """What was opened.
+
+        Raises:
+            Inapplicable: It could not be.
+        """
+        if self._recording is None:
+            raise Inapplicable("the recording cannot be opened")
+        return self._recording
+
+    @cached_property
+    def files(self) -> Files:
+        """What the files tell besides rows."""
+        return Files(self)
+
+    @cached_property
+    def table(self) -> Array:
+        """The table of episodes without returns, which are NaN; of very many, `columns` takes less memory."""
+        return self.recording.descriptions
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Columns of the table of episodes by their names, each made when it is asked for."""
+        return Columns(self.recording)
+
+    @cached_property
+    def lengths(self) -> Array:
+        """int64 `[E]`: frames of each episode."""
+        return self.recording.column("length")
+
+    @cached_property
+    def schema(self) -> Schema:
+        """All numeric fields, each as the first episode has it."""
+        return self.recording.schema
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the files say of the whole; {} if nothing could be opened."""
+        return self._recording.metadata if self._recording else {}
+
+    @property
+    def problems(self) -> Sequence[RolloutDataError]:
+        """What opening left out, repaired or inferred."""
+        return self._recording.problems if self._recording else ()
+
+    @cached_property
+    def num_episodes(self) -> int:
+        """How many episodes there are."""
+        return len(self._recording) if self._recording else 0
+
+    @property
+    def is_small(self) -> bool:
+        """Too few episodes or frames for comparing them."""
+        return self.num_episodes < _MIN_EPISODES or int(self.lengths.sum()) < _MIN_FRAMES
+
+    @cached_property
+    def roles(self) -> dict[str, list[str]]:
+        """Role -> fields: "time", "success", "task_index", "quaternion", "heading", "frame_index"."""
+        return roles_of(self.metadata, self.schema)
+
+    def role(self, name: str) -> list[str]:
+        """Give the fields of a role.
+
+        Raises:
+            Inapplicable: There is none.
+        """
+        if not self.roles.get(name):
+            raise Inapplicable(f"no field has the role {name!r}")
+        return self.roles[name]
+
+    @cached_property
+    def pictures(self) -> list[str]:
+        """Names of the fields that are pictures: bytes of three axes, or more than `MAX_ELEMENTS` numbers."""
+        fields = self.schema.values()
+        return [one.name for one in fields if _is_bytes(one) or one.num_elements > MAX_ELEMENTS]
+
+    @cached_property
+    def numeric(self) -> list[str]:
+        """Names of all other fields."""
+        return [name for name in self.schema if name not in self.pictures and self.schema[name].num_elements]
+
+    def group(self, name: str) -> list[str]:
+        """Give the numeric fields called `name` or below it: those of "observation" or "action"."""
+        return [one for one in self.schema.below(name) if one in self.numeric]
+
+    @cached_property
+    def sample(self) -> Sample:
+        """Batches of numeric fields, spread over the episodes: all of a small recording."""
+        return Sample(self._reading(self.numeric), self.examined)
+
+    @cached_property
+    def facts(self) -> dict[str, Facts]:
+        """Numeric field -> what the pass found."""
+        self._pass  # noqa: B018
+        return self.pending
+
+    @cached_property
+    def pending(self) -> dict[str, Facts]:
+        """The same before the pass, for collectors: with what the sample tells only."""
+        about = self._reading(self.numeric)
+        return {name: Facts(about, name, self.examined, self.sample) for name in self.numeric}
+
+    @cached_property
+    def motion(self) -> Motion:
+        """What the pass found of all fields together: repeated rows, idle actions."""
+        self._pass  # noqa: B018
+        return self._motion
+
+    def collected(self, kind: type[Kind]) -> Kind:
+        """Give what a collector gathered."""
+        self._pass  # noqa: B018
+        found: Kind = self._collectors[kind]  # type: ignore[assignment]
+        return found
+
+    @cached_property
+    def _pass(self) -> None:
+        names = [*self.numeric, *(self.pictures if self.with_pictures else ())]
+        floats = [name for name in self.group("observation") if self.pending[name].is_continuous.any()]
+        self._motion = Motion(floats, self.group("action"), self.num_episodes)
+        self._collectors: dict[type[Collector], Collector] = {kind: kind(self) for kind in self._kinds}
+        total = int(self.lengths[self.examined].sum())
+        with tqdm(desc="doctor", total=total, unit=" frames", unit_scale=True, disable=not self._progress) as bar:
+            is_kept = self.sample.is_all and names == self.numeric
+            for batch in self.sample.batches if is_kept else self._reading(names).batches(self.examined):
+                for facts in self.pending.values():
+                    facts.add(batch)
+                self._motion.add(batch)
+                for collector in self._collectors.values():
+                    collector.add(batch)
+                bar.update(len(batch) - batch.overlap)
+        for collector in self._collectors.values():
+            collector.finish()
+
+    def read(self, number: int, name: str, start: int = 0, stop: int | None = None) -> Array:
+        """Read a field of one episode again, `[T, D]`: for the few that look wrong."""
+        values = np.asarray(self.recording[number].read(name, start, stop))
+        return values.reshape(len(values), -1)
+
+    def _reading(self, names: Sequence[str]) -> Reading:
+        return Reading(self.recording, self.lengths, names, self._note, *self._schemas)
+
+    @cached_property
+    def _schemas(self) -> tuple[Array, list[Schema]]:
+        return self.recording.schemas()
+
+    def _note(self, number: int, error: Exception) -> None:
+        if all(number != one for one, _ in self.unreadable):
+            self.unreadable.append((number, error))
+
+
+def _is_bytes(field: Any) -> bool:
+    return len(field.shape) == 3 and field.dtype == "uint8" and min(field.shape[:2]) > 1

@@ -1,0 +1,291 @@
+"""Dropping and tagging trajectories of a folder of block files; both can be undone.
+
+One rule: no block is touched. The edits of a folder are one state, published as a whole by small blocks beside the
+others (`index/edits.py`), one editor after the other; every reader applies it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.core.durable import sync_path
+from storage.core.fields import Schema
+from storage.errors import DataFileError, UsageError, nearest
+
+from ..format.header import DROPPED, FRAGMENT_DTYPE, layouts_of, read_header
+from ..format.notes import EPISODES, MAX_NOTE_BYTES
+from ..format.rows import ArrayRows, BlockContent
+from ..format.write import TEMPORARY_PREFIX, write_block
+from ..frames.blocks import Blocks
+from ..frames.source import kind_of
+from ..index.edits import edit_sequence, generation_of, named_edit
+from ..index.folder import BlockFolder
+from ..index.index import TrajectoryIndex
+from ..index.metadata import ENDS
+from ..index.notes import parsed
+from ..recordings.own import ABSENT
+from ..remote.access import RemotePath, origins_of
+from ..writing.notes import episode_json
+
+LOCK_NAME = ".rollout_edits.lock"
+#: A trajectory by its name, "writer:number", or by its place in `rollout_data.open(path)`; one or several.
+Ids = str | int | Iterable[str | int]
+#: (writer, number) of a trajectory.
+Key = tuple[str, int]
+_NUM_SHOWN = 5
+
+
+@dataclass
+class Edits:
+    """All edits of a folder.
+
+    Attributes:
+        dropped: The trajectories that are left out.
+        said: Trajectory -> what was said of it by `tag`.
+        writers: Whose trajectories have ever been edited.
+        created_ns: When; None is now.
+    """
+
+    dropped: set[Key] = field(default_factory=set)
+    said: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    writers: set[str] = field(default_factory=set)
+    created_ns: int | None = None
+
+
+def drop(path: str | os.PathLike[str], ids: Ids) -> int:
+    """Leave trajectories out: every reader skips them from now on. `undrop` takes it back, `pack` makes it final.
+
+    Writers and readers may be at work. A stream that plays one of them goes on with others at its next look.
+
+    Args:
+        path: A folder of block files.
+        ids: Names as in `open(path).ids`, or places in `open(path)`.
+
+    Returns:
+        How many are left out by it that were not before.
+
+    Raises:
+        UsageError: There is no such trajectory, or the path is of another format.
+    """
+
+    def change(edits: Edits, index: TrajectoryIndex) -> int:
+        chosen = set(_chosen(index, edits, ids)) - edits.dropped
+        edits.dropped |= chosen
+        return len(chosen)
+
+    return _edited(path, "drop", change)
+
+
+def keep(path: str | os.PathLike[str], ids: Ids) -> int:
+    """Leave out all other trajectories that are there now; see `drop`."""
+
+    def change(edits: Edits, index: TrajectoryIndex) -> int:
+        others = {*index.keys(np.arange(len(index)))} - set(_chosen(index, Edits(), ids))
+        edits.dropped |= others
+        return len(others)
+
+    return _edited(path, "keep", change)
+
+
+def undrop(path: str | os.PathLike[str], ids: Ids | None = None) -> int:
+    """Take `drop` and `keep` back, of these trajectories by their names, or of all; give how many came back."""
+
+    def change(edits: Edits, index: TrajectoryIndex) -> int:
+        back = edits.dropped if ids is None else edits.dropped & set(_chosen(index, edits, ids))
+        edits.dropped = edits.dropped - back
+        return len(back)
+
+    return _edited(path, "undrop", change)
+
+
+def tag(path: str | os.PathLike[str], ids: Ids, /, **said: Any) -> int:
+    """Say something of trajectories, as a writer's `episode=` does: `task`, `success`, or anything that JSON holds.
+
+    It goes over what was recorded under the same name; None says that it is unknown. `untag` takes it back.
+
+    Args:
+        path: A folder of block files.
+        ids: Names as in `open(path).ids`, or places in `open(path)`.
+        **said: Name -> value; `task` is a text, `success` a truth value.
+
+    Returns:
+        How many trajectories it was said of.
+
+    Raises:
+        UsageError: There is no such trajectory, a value has a wrong type, or the path is of another format.
+    """
+    data = json.loads(episode_json(said, "tag", "trajectories"))
+    if not said or (reserved := said.keys() & {ENDS, ABSENT}):
+        expected = f"names and values, none of them {ENDS!r} or {ABSENT!r}"
+        raise UsageError("tag", "trajectories", expected, repr(sorted(reserved)) if said else "none")
+
+    def change(edits: Edits, index: TrajectoryIndex) -> int:
+        chosen = _chosen(index, edits, ids)
+        for key in chosen:
+            edits.said[key] = {**edits.said.get(key, {}), **data}
+            if (size := len(json.dumps(edits.said[key]))) > MAX_NOTE_BYTES:
+                where, expected = f"trajectory {_name(key)!r}", f"at most {MAX_NOTE_BYTES} bytes said of it"
+                raise UsageError("tag", where, expected, f"{size}", "Record what is large as a field")
+        return len(chosen)
+
+    return _edited(path, "tag", change)
+
+
+def untag(path: str | os.PathLike[str], ids: Ids | None = None) -> int:
+    """Take back all that `tag` said of these trajectories, or of all; give how many it had said something of."""
+
+    def change(edits: Edits, index: TrajectoryIndex) -> int:
+        chosen = list(edits.said) if ids is None else [key for key in _chosen(index, edits, ids) if key in edits.said]
+        for key in chosen:
+            del edits.said[key]
+        return len(chosen)
+
+    return _edited(path, "untag", change)
+
+
+def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Give the edits of a folder: "dropped", names of trajectories, and "said", name -> what `tag` said of it."""
+    edits = read_edits(_folder(path, "read the edits of"))
+    said = {_name(key): told for key, told in sorted(edits.said.items())}
+    return {"dropped": [_name(key) for key in sorted(edits.dropped)], "said": said}
+
+
+def read_edits(folder: BlockFolder) -> Edits:
+    """Read the edits that hold in a folder that was looked at.
+
+    Raises:
+        CorruptFileError: One is damaged.
+    """
+    edits = Edits(writers={found[0] for name in os.listdir(folder.data_dir) if (found := named_edit(name))})
+    for block in folder.blocks.values():
+        if block.is_edit:
+            edits.dropped |= {(block.writer, int(number)) for number in block.fragments["trajectory"]}
+            header = read_header(block.path)
+            for number, text in header.read_notes(EPISODES):
+                edits.said[block.writer, number] = dict(parsed(header, text))
+    return edits
+
+
+def publish_edits(folder: BlockFolder, edits: Edits) -> None:
+    """Make these the edits of a folder, then remove the earlier ones; a death leaves those or these.
+
+    To be called within `only_editor`, or for a folder that no one else knows.
+    """
+    path, schema = folder.data_dir, folder.schema
+    assert schema is not None
+    for left in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # by an editor that died
+        if named_edit(left.name.removeprefix(TEMPORARY_PREFIX)):
+            left.unlink(missing_ok=True)
+    earlier = {name: found[1] for name in os.listdir(path) if (found := named_edit(name))}
+    writers = sorted(edits.writers | {writer for writer, _ in (*edits.dropped, *edits.said)})
+    sequence = edit_sequence(1 + max(map(generation_of, earlier.values()), default=0), len(writers))
+    for writer in writers:
+        write_part(path, schema, writer, sequence, edits)
+    for name in earlier:
+        (path / name).unlink(missing_ok=True)
+    sync_path(path)
+
+
+def write_part(path: Path, schema: Schema, writer: str, sequence: int, edits: Edits) -> None:
+    """Write what edits say of the trajectories of one writer, as a block without frames."""
+    rows = {
+        table: {name: ArrayRows(np.zeros((0, column.row_bytes), np.uint8)) for name, column in layout.columns.items()}
+        for table, layout in layouts_of(schema).items()
+    }
+    numbers = sorted(number for of, number in edits.dropped if of == writer)
+    fragments = np.zeros(len(numbers), FRAGMENT_DTYPE)
+    fragments["trajectory"], fragments["flags"] = numbers, DROPPED
+    fragments["final_row"] = fragments["policy_version"] = -1
+    said = [(number, json.dumps(told).encode()) for (of, number), told in edits.said.items() if of == writer]
+    sums = np.zeros((len(numbers), schema["reward"].num_elements if "reward" in schema else 0))
+    content = BlockContent(schema, writer, sequence, fragments, sums, rows, notes={EPISODES: said})
+    write_block(path, replace(content, created_ns=edits.created_ns))
+
+
+@contextmanager
+def only_editor(path: Path) -> Iterator[None]:
+    """Wait until no one else edits a folder, and keep others waiting; the system ends it at any death."""
+    lock = path / LOCK_NAME
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                break
+        except FileNotFoundError:  # the one before removed it just now
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _edited(path: str | os.PathLike[str], action: str, change: Callable[[Edits, TrajectoryIndex], int]) -> int:
+    """Change the edits of a folder; nothing is written where nothing changes."""
+    data_dir = _folder(path, action).data_dir
+    with only_editor(data_dir):
+        folder = _folder(data_dir, action)
+        edits, index = read_edits(folder), TrajectoryIndex(list(folder.blocks.values()), built=folder.built)
+        if count := change(edits, index):
+            publish_edits(folder, edits)
+        return count
+
+
+def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
+    """Open a folder of block files.
+
+    Raises:
+        UsageError: It is something else, or not on this machine.
+        DataFileError: An edit in it is damaged.
+    """
+    origin, *others = origins_of(path)
+    if others or isinstance(origin.path, RemotePath):
+        raise UsageError(action, f"{path!r}", "one folder of this machine", "a URL or several", "Edit it, then push it")
+    if kind_of(origin) is not Blocks:
+        expected, advice = "a folder of block files", "Convert it first: rollout_data.convert(path, new_path)"
+        raise UsageError(action, f"{str(path)!r}", expected, "another format", advice)
+    folder = BlockFolder(origin.path)
+    folder.refresh()
+    for name, problem in folder.problems.items():
+        if named_edit(name):
+            advice = f"Run 'rollout-data verify --repair {folder.data_dir}' first"
+            raise DataFileError(action, repr(str(path)), "intact edits", repr(name), advice) from problem
+    return folder
+
+
+def _chosen(index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
+    """Give (writer, number) of trajectories that are there, or that were dropped."""
+    listed = [ids] if isinstance(ids, (str, int, np.integer)) else list(ids)
+    known = dict.fromkeys(index.keys(np.arange(len(index))))
+    found: dict[Key, None] = {}
+    for one in listed:
+        if isinstance(one, (int, np.integer)) and not isinstance(one, bool):
+            if not -len(index) <= one < len(index):
+                raise UsageError("edit", f"trajectory {one}", f"a place in 0:{len(index)}", str(one))
+            found[index.keys(np.array([one]))[0]] = None
+            continue
+        writer, _, number = str(one).rpartition(":")
+        key = writer, int(number) if number.isdecimal() else -1
+        if key not in known and key not in edits.dropped:
+            expected = f"names such as {nearest(str(one), [_name(key) for key in known][:_NUM_SHOWN])}"
+            raise UsageError("edit", "trajectories", expected, repr(one), "'rollout-data ls' lists them")
+        found[key] = None
+    return list(found)
+
+
+def _name(key: Key) -> str:
+    return f"{key[0]}:{key[1]}"

@@ -1,0 +1,371 @@
+"""Repairing a recording in a new folder, by the findings of `doctor`.
+
+One rule: the source stays byte for byte, and the same source gives the same bytes: no clock and no chance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from storage.core import arguments
+from storage.core.durable import replace_folder
+from storage.errors import DataFileError, RolloutDataError
+
+from ..diagnosis.examining import doctor
+from ..diagnosis.finding import Finding
+from ..diagnosis.provenance import masked
+from ..foreign.writer import EpisodeToWrite
+from ..format.header import METADATA_NAME
+from ..format.write import block_name, write_block
+from ..index.folder import BlockFolder
+from ..index.index import TrajectoryIndex
+from ..index.metadata import RESERVED_KEYS, Metadata, publish_metadata
+from ..recordings.opening import open as open_recording
+from ..recordings.own_writer import OwnWriter
+from ..recordings.recording import Recording
+from ..remote.access import RemotePath
+from .edits import Edits, publish_edits, read_edits, write_part
+from .folders import is_own, link_or_copy
+from .mending import MENDS, Case, Draft
+from .parts import intact_part, write_packed
+
+#: These change what numbers mean: only if `yes` names them.
+ASKS = ("VAL10", "VAL13", "IMG04", "TIM08")
+REPORT_NAME = "repair.json"
+_MENDED, _STAGING = "mended", ".mending"
+_BLOCK_BYTES = 256 << 20
+#: Blocks that are gone are looked for among so many of a writer.
+_MOST_GONE = 10_000
+#: Findings about whole blocks of ours: what is intact of them stays, and what lacks a part then is dropped.
+_OF_BLOCKS = ("FIL01", "FIL02", "FIL03", "STR01", "STR02", "STR03", "STR05", "STR06")
+#: Code -> what is done to the metadata of the whole: context and evidence -> context.
+_CONTEXTS: Mapping[str, tuple[str, Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]]]] = {
+    "STR07": ("described by the data", lambda context, evidence: _without(context, "_space", "spaces")),
+    "STR08": ("counted anew", lambda context, evidence: _without(context, "total_", "num_", "size")),
+    "STR10": ("the parts left out of the metadata", lambda context, evidence: _without(context, "splits", "mask")),
+    "FIL06": ("metadata.json written anew", lambda context, evidence: context),
+    "TIM05": ("the rate measured", lambda context, evidence: _with_rate(context, evidence)),
+    "PRV02": ("secrets masked", lambda context, evidence: masked(context)),
+    "STA02": ("stored statistics left out", lambda context, evidence: _without(context, "stat")),
+}
+
+
+@dataclass(frozen=True)
+class Action:
+    """What is done about a finding.
+
+    Attributes:
+        finding: As `doctor` gives it.
+        says: What is done, or why nothing is.
+        kind: "K" trajectories are left out, "N" rewritten, "S" computed anew, "-" nothing.
+        trajectories: Ids of the trajectories in the source that it is done to.
+    """
+
+    finding: Finding
+    says: str
+    kind: str
+    trajectories: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        finding = {name: getattr(self.finding, name) for name in ("code", "field", "severity", "message")}
+        return {**finding, "kind": self.kind, "action": self.says, "trajectories": list(self.trajectories)}
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a repair did, or would do.
+
+    Attributes:
+        path: The new folder.
+        actions: One for each finding, in the order of `doctor`.
+        num_trajectories: What the new folder holds; -1 after a dry run.
+        remaining: What `doctor` still finds of what was mended.
+        problems: File name -> what `verify` says of the new folder.
+    """
+
+    path: Path
+    actions: tuple[Action, ...]
+    num_trajectories: int = -1
+    remaining: tuple[Finding, ...] = ()
+    problems: Mapping[str, RolloutDataError] | None = None
+
+
+def repair(
+    path: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    only: Sequence[str] = (),
+    yes: Sequence[str] = (),
+    dry_run: bool = False,
+    progress: bool = False,
+) -> Repaired:
+    """Mend what `doctor` finds, in a new folder of block files; the source is not touched.
+
+    Of our own format, sound blocks become hard links, what is left out is dropped as by `drop`, and what is rewritten
+    is in blocks of the writer "mended". Recordings of other formats are written anew as block files. `repair.json` in
+    the new folder lists findings and actions. Findings of severity "info" are mended only if `only` names them.
+
+    Args:
+        path: A path of any format.
+        to: A new or empty folder.
+        only: Codes to mend, or beginnings of codes; () is all.
+        yes: Codes among `ASKS` that are confirmed: mending them changes what numbers mean.
+        dry_run: Write nothing, give the plan.
+        progress: Show progress bars.
+
+    Raises:
+        UsageError: A code is not known, or there is nothing at the path.
+        DataFileError: Nothing can be read, nothing would be left, or `to` is not empty.
+    """
+    diagnosis = doctor(path, only=only, progress=progress)
+    recording = open_recording(path)
+    target = arguments.path("repair", "", to)
+    plan = _Plan(recording, diagnosis.findings, bool(only), yes)
+    if dry_run:
+        return Repaired(target, tuple(plan.actions))
+    if len(plan.dropped) == len(recording):
+        raise DataFileError("repair", repr(str(path)), "a trajectory to keep", "findings in all of them")
+    with replace_folder(target, ()) as made:
+        mends_files = not only or any(code.startswith(tuple(only)) for code in _OF_BLOCKS)
+        _write(plan, made, mends_files, progress)
+        actions = [action.as_dict() for action in plan.actions]
+        report = {"source": {"format": recording.format, "checksum": checksum_of(recording.path)}, "actions": actions}
+        (made / REPORT_NAME).write_text(json.dumps(report, indent=2, default=str), encoding="utf-8")
+    folder = BlockFolder(target, verify_on_open=True)
+    folder.refresh()
+    codes = sorted({action.finding.code for action in plan.actions if action.kind != "-"})
+    remaining = doctor(target, only=codes).findings if codes else ()
+    num_left = len(TrajectoryIndex(list(folder.blocks.values())))
+    return Repaired(target, tuple(plan.actions), num_left, tuple(remaining), dict(folder.problems))
+
+
+class _Plan:
+    """What is to be done: `dropped` places, `mends` by place, and changes of the metadata."""
+
+    def __init__(self, recording: Recording, findings: Sequence[Finding], is_chosen: bool, yes: Sequence[str]) -> None:
+        self.recording, self.context = recording, dict(recording.metadata)
+        self.actions: list[Action] = []
+        self.dropped: set[int] = set()
+        self.mends: dict[int, list[Finding]] = {}
+        for finding in findings:
+            self.actions.append(self._planned(finding, is_chosen, yes))
+        self.mends = {place: found for place, found in self.mends.items() if place not in self.dropped}
+        #: The drafts of one episode, made again when they are asked for.
+        self.drafts = lru_cache(maxsize=1)(self._drafts)
+
+    def _planned(self, finding: Finding, is_chosen: bool, yes: Sequence[str]) -> Action:
+        code, absent = finding.code, finding.evidence.get("left_out", ())  # numbers in names of what cannot be opened
+        places = [place for place in finding.trajectories if place < len(self.recording) and place not in absent]
+        if finding.severity == "info" and not is_chosen:
+            return Action(finding, f"nothing: worth knowing only; --only {code} mends it", "-")
+        if code in ASKS and code not in yes:
+            return Action(finding, f"nothing: it changes what numbers mean; --yes {code} confirms it", "-")
+        if code in _CONTEXTS:
+            says, change = _CONTEXTS[code]
+            self.context = change(self.context, finding.evidence)
+            if code not in MENDS or not places:
+                return Action(finding, says, "S")
+        if code in _OF_BLOCKS and is_own(self.recording):
+            says = "what is intact of the blocks is kept, and trajectories that lack a part are dropped"
+            return Action(finding, says, "K", self._ids(places) if code == "FIL01" else ())
+        if (mend := MENDS.get(code)) is not None:
+            places = list(range(len(self.recording))) if mend.everywhere or not places else places
+            for place in places:
+                self.mends.setdefault(place, []).append(finding)
+            return Action(finding, mend.says, finding.repair, self._ids(places))
+        if finding.repair == "-" or not places:
+            return Action(finding, f"nothing: {finding.advice}", "-")
+        self.dropped |= set(places)
+        return Action(finding, "left out", "K", self._ids(places))
+
+    def _ids(self, places: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.recording.info(place).name for place in places)
+
+    def _drafts(self, place: int) -> list[Draft]:
+        drafts = [Draft.of(self.recording[place])]
+        for finding in sorted(self.mends[place], key=lambda one: list(MENDS).index(one.code)):
+            case = Case(finding, place, self.recording)
+            drafts = [new for draft in drafts for new in MENDS[finding.code].function(draft, case) if new.length]
+        return drafts
+
+    def episodes(self, places: Sequence[int]) -> Iterator[tuple[int, EpisodeToWrite]]:
+        """Yield what replaces these episodes: (place, episode); one that needs no mending as it is."""
+        for place in places:
+            for number in range(len(self.drafts(place))) if place in self.mends else ():
+                yield place, _Lazy(self, place, number)
+            if place not in self.mends:
+                yield place, self.recording[place]
+
+
+class _Lazy(EpisodeToWrite):
+    """One of the drafts of an episode, without its rows until they are asked for."""
+
+    def __init__(self, plan: _Plan, place: int, number: int) -> None:
+        self._plan, self._place, self._number = plan, place, number
+        draft = self._draft
+        self.id, self.length, self.schema, self.texts = draft.id, draft.length, draft.schema, draft.texts
+        self.terminated, self.truncated, self.success = draft.terminated, draft.truncated, draft.success
+        self.task, self.metadata = draft.task, draft.metadata
+
+    @property
+    def _draft(self) -> Draft:
+        return self._plan.drafts(self._place)[self._number]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
+        return self._draft.read(name, start, stop)
+
+    @property
+    def final_observation(self) -> Any:
+        return self._draft.final_observation
+
+
+def _write(plan: _Plan, made: Path, mends_files: bool, progress: bool) -> None:
+    """Fill the new folder."""
+    recording = plan.recording
+    pieces = list(plan.episodes(sorted(plan.mends)))
+    is_same = all(not recording.schema.difference(piece.schema) for _, piece in pieces)
+    if not (is_own(recording) and is_same and _beside(plan, pieces, made, mends_files, progress)):
+        pieces = list(plan.episodes([place for place in range(len(recording)) if place not in plan.dropped]))
+        metadata = _write_anew(plan, pieces, made, progress)
+        publish_metadata(made, metadata, _MENDED)
+
+
+def _beside(
+    plan: _Plan, pieces: Sequence[tuple[int, EpisodeToWrite]], made: Path, mends_files: bool, progress: bool
+) -> bool:
+    """Link the blocks of a folder of ours, and write what is rewritten beside them; False where fields do not fit."""
+    folder = BlockFolder(plan.recording.path, verify_on_open=mends_files)
+    folder.refresh()
+    assert folder.schema is not None
+    metadata = Metadata.of_schema(folder.schema, _context(plan.context))
+    if pieces:
+        told = _write_anew(plan, pieces, made, progress)
+        if told.schema.difference(folder.schema):
+            for path in made.glob("*.h5"):
+                path.unlink()
+            return False
+        metadata = Metadata.of_schema(folder.schema, {**told.context, **metadata.context})
+    created_ns = max((int(one.fragments["end_time_ns"].max(initial=0)) for one in folder.blocks.values()), default=0)
+    for block in folder.blocks.values():
+        if not block.is_edit:
+            link_or_copy(block.path, made / block.path.name)
+    for name in sorted(folder.problems):
+        if name != METADATA_NAME:
+            _salvage(folder, name, made, created_ns)
+    if mends_files:
+        _fill(folder, made, created_ns)
+    publish_metadata(made, metadata, _MENDED)
+    edits = _edits_for(made, read_edits(folder), plan)
+    edits.created_ns = created_ns
+    new = BlockFolder(made)
+    new.refresh()
+    if edits.dropped or edits.said:
+        publish_edits(new, edits)
+    return True
+
+
+def _fill(folder: BlockFolder, made: Path, created_ns: int) -> None:
+    """Put empty blocks in the place of those that are gone between others."""
+    assert folder.schema is not None
+    there: dict[str, set[int]] = {}
+    for block in folder.blocks.values():
+        if not block.is_edit:
+            there.setdefault(block.writer, set()).add(block.sequence)
+    for writer, known in sorted(there.items()):
+        for sequence in sorted(set(range(min(known), min(max(known), min(known) + _MOST_GONE))) - known):
+            if not (made / block_name(writer, sequence)).exists():
+                write_part(made, folder.schema, writer, sequence, Edits(created_ns=created_ns))
+
+
+def _salvage(folder: BlockFolder, name: str, made: Path, created_ns: int) -> None:
+    """Write what is intact of a damaged block; an empty one in the place of one that cannot be read."""
+    content, _ = intact_part(folder.data_dir / name)
+    writer, _, number = name.removeprefix("rollout_").removesuffix(".h5").rpartition("_")
+    if content is not None:
+        write_block(made, replace(content, created_ns=created_ns))
+    elif number.isdecimal() and writer and not (made / name).exists() and int(number) < 10**15:
+        assert folder.schema is not None
+        write_part(made, folder.schema, writer, int(number), Edits(created_ns=created_ns))
+
+
+def _edits_for(made: Path, before: Edits, plan: _Plan) -> Edits:
+    """Give the edits of a new folder: those of the source, what is left out, and what lacks a part."""
+    folder = BlockFolder(made)
+    folder.refresh()
+    index = TrajectoryIndex(list(folder.blocks.values()))
+    gone = {plan.recording.info(place).name for place in {*plan.dropped, *plan.mends}}
+    blocks = sorted(index.blocks, key=lambda one: one.sequence)
+    empty = {one.writer: one.sequence for one in blocks if not len(one.fragments)}
+    last = [index.blocks[number] for number in index.fragment_block[index.first_fragment[1:] - 1].tolist()]
+    is_cut = [one.sequence < empty.get(one.writer, -1) for one in last]  # what ended it may have been in there
+    whole = {*index.keys(np.flatnonzero(index.is_complete() | ~np.array(is_cut, bool)))} - before.dropped
+    kept = {key for key in whole if f"{key[0]}:{key[1]}" not in gone}
+    there = {(one.writer, number) for one in index.blocks for number in one.fragments["trajectory"].tolist()}
+    return Edits(there - kept, {key: said for key, said in before.said.items() if key in kept})
+
+
+def _write_anew(plan: _Plan, pieces: Sequence[tuple[int, EpisodeToWrite]], made: Path, progress: bool) -> Metadata:
+    """Write episodes as blocks of the writer "mended"; give the metadata that belong to them."""
+    options = {"obs_disassemble_mapping": plan.recording.metadata.get("obs_disassemble_mapping") or {}}
+    staging = made / _STAGING
+    writer = OwnWriter(
+        staging, [piece for _, piece in pieces], _context(plan.context), options if is_own(plan.recording) else {}
+    )
+    origins = []
+    try:
+        for place, piece in tqdm(pieces, desc="repair", unit=" episodes", disable=not progress):
+            try:
+                writer.add(piece)
+            except DataFileError:  # a foreign episode that cannot be read: `doctor` names it
+                continue
+            about = plan.recording.info(place).metadata
+            origins.append((int(about.get("env", 0)), int(about.get("end_time_ns", place + 1))))
+    finally:
+        writer.close()
+    folder = BlockFolder(staging)
+    folder.refresh()
+    assert folder.schema is not None
+    write_packed(folder, made, _MENDED, _BLOCK_BYTES, origins)
+    described = json.loads((staging / METADATA_NAME).read_text(encoding="utf-8"))
+    for path in staging.iterdir():
+        path.unlink()
+    staging.rmdir()
+    return Metadata.from_json(described)
+
+
+def checksum_of(path: Path) -> str | None:
+    """Give BLAKE2b of names and contents of the files of a recording; None of a URL."""
+    if isinstance(path, RemotePath):
+        return None
+    digest = blake2b(digest_size=16)
+    listed = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    for one in listed:
+        digest.update(str(one.relative_to(path)).encode() + one.stat().st_size.to_bytes(8, "little"))
+        with open(one, "rb") as file:
+            while data := file.read(1 << 20):
+                digest.update(data)
+    return digest.hexdigest()
+
+
+def _context(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: told for name, told in metadata.items() if name not in RESERVED_KEYS}
+
+
+def _without(context: Mapping[str, Any], *beginnings: str) -> dict[str, Any]:
+    """Leave out the keys that have one of these parts."""
+    return {name: told for name, told in context.items() if not any(part in name for part in beginnings)}
+
+
+def _with_rate(context: Mapping[str, Any], evidence: Mapping[str, Any]) -> dict[str, Any]:
+    rate = float(evidence["rate_hz"])
+    return {**context, **{name: rate for name in ("fps", "frame_rate_hz") if name in context}}

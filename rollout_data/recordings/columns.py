@@ -1,0 +1,103 @@
+"""Many episodes at once: columns of the table, which fields each has, and rows of several side by side.
+
+One rule: our own folders are asked as a whole, by arrays; other readers episode by episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.core.fields import Schema
+
+from ..foreign.reader import ForeignReader
+from ..format.header import DATA
+from ..index.index import End, Int64s
+from ..index.notes import Notes
+from .own import ABSENT, FolderReader
+from .table import column_of
+
+Array = np.ndarray[Any, Any]
+#: Pages of larger reads are not kept mapped.
+_MAX_MAPPED_BYTES = 1 << 19
+_ENDS = np.array(["open", "terminated", "truncated", "unknown"])
+
+
+class ReaderColumns:
+    """Of any reader."""
+
+    def __init__(self, reader: ForeignReader) -> None:
+        self._reader = reader
+
+    def column(self, name: str) -> Array:
+        """A column of the table of all episodes; returns are NaN."""
+        return column_of(self._reader.episodes, name)
+
+    def schemas(self) -> tuple[Int64s, list[Schema]]:
+        """Which fields each episode has: int64 `[num_episodes]`, places in the list of schemas."""
+        places: dict[Schema, int] = {}
+        which = [places.setdefault(info.schema, len(places)) for info in self._reader.episodes]
+        return np.array(which, np.int64), list(places)
+
+    def read(self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+        """Read some steps of each of several episodes, one after the other: name -> `[sum of counts, *shape]`."""
+        pieces = zip(numbers.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
+        parts = [self._reader.read_fields(number, names, start, stop) for number, start, stop in pieces]
+        return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+class OwnColumns(ReaderColumns):
+    """Of a folder of our own: from its index and its notes."""
+
+    def __init__(self, reader: FolderReader) -> None:
+        self._store, self._notes = reader.store, Notes()
+        fields = [one for one in reader.store.layouts[DATA].schema.values() if not one.is_text]
+        self._schema = Schema(fields)
+
+    def column(self, name: str) -> Array:
+        index, is_told = self._store.index, self._notes.column
+        named = np.array([writer[writer.find(":") + 1 :] for writer in index.writers] or [""])[index.writer]
+        if name == "id":
+            return np.char.add(np.char.add(named, ":"), index.number.astype(str))
+        if name == "ends":
+            found: Array = _ENDS[np.where((index.end == End.UNKNOWN) & index.is_end_unknown(), 3, index.end)]
+            return found
+        if name in ("length", "return"):
+            return index.lengths if name == "length" else np.full(len(index), np.nan)
+        if name == "success":
+            return np.array([int(one) if isinstance(one, bool) else -1 for one in is_told(self._store, name)], np.int8)
+        # What is noted of a converted episode comes before what the file says.
+        known = {"env": index.env.astype(np.int64), "writer": named, "time": index.end_time_ns}
+        values = known.get(name, np.full(len(index), ""))
+        told = is_told(self._store, "end_time_ns" if name == "time" else name)
+        kind = str if values.dtype.kind == "U" else int
+        if any(type(one) is kind for one in told):
+            values = np.array([a if type(a) is kind else b for a, b in zip(told, values.tolist(), strict=True)])
+        return (
+            np.where(values == 0, np.datetime64("NaT"), values.astype("datetime64[ns]")) if name == "time" else values
+        )
+
+    def schemas(self) -> tuple[Int64s, list[Schema]]:
+        places: dict[Schema, int] = {}
+        absent = self._notes.column(self._store, ABSENT)
+        which = [places.setdefault(self._without(names or ()), len(places)) for names in absent]
+        return np.array(which, np.int64), list(places)
+
+    def _without(self, absent: Sequence[str]) -> Schema:
+        return Schema(one for one in self._schema.values() if one.name not in absent) if absent else self._schema
+
+    def read(self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+        layout, targets = self._store.layouts[DATA], np.cumsum(counts) - counts
+        runs, found, size = self._store.locate(numbers, starts, counts, targets), dict[str, Any](), int(counts.sum())
+        for column in {layout.column_of[name].name: layout.column_of[name] for name in names}.values():
+            rows = torch.empty((size, column.row_bytes // 4), dtype=torch.int32)
+            self._store.copy((DATA, column.name), runs, 0, rows)
+            if rows.nbytes > _MAX_MAPPED_BYTES:
+                self._store.forget((DATA, column.name), runs)
+            for name in (one for one in names if one in column.offsets):
+                values = layout.decoded(name, rows.view(torch.uint8))
+                found[name] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        return found

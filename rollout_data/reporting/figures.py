@@ -1,0 +1,145 @@
+"""The charts of the page as plotly takes them, from one table of figures.
+
+One rule: names that a file gives are shown as text, never as the markup that plotly knows. A colour is "@" and its
+place in the palette of the page, so that dark and light are the business of the page alone.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..diagnosis.reading import Array
+from .packing import digits
+from .survey import Survey
+
+Figure = dict[str, Any]
+#: More episodes than this are drawn as a density, and only the oddest as points.
+_MAX_POINTS, _NUM_ODD = 400, 40
+_NUM_BINS, _MAX_GROUPS, _MAX_NAME = 40, 7, 40
+
+
+def shown(text: str) -> str:
+    """Give a name as plotly shows it literally, cut if it is long."""
+    return html.escape(text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…", quote=False)
+
+
+def groups_of(table: Array) -> tuple[str, dict[str, Array]]:
+    """Divide episodes by task if there are a few, else by how they end: what by, and name -> bool `[episodes]`."""
+    tasks = sorted(set(table["task"].tolist()))
+    by, names = ("task", tasks) if 2 <= len(tasks) <= _MAX_GROUPS else ("ends", sorted(set(table["ends"].tolist())))
+    return ("task" if by == "task" else "end"), {name or "(none)": table[by] == name for name in names}
+
+
+def _edges(values: Array) -> Array:
+    found = values[np.isfinite(values)]
+    if not len(found):
+        return np.zeros(0)
+    whole = np.ptp(found) < _NUM_BINS and bool((found == np.round(found)).all())
+    if whole:
+        return np.arange(found.min() - 0.5, found.max() + 1)
+    low, high = float(found.min()), float(found.max())
+    count = min(_NUM_BINS, max(8, len(found) // 4))
+    return np.linspace(low, high, count + 1) if high > low else np.array([low - 0.5, low + 0.5])
+
+
+def histogram(title: str, unit: str, groups: Mapping[str, Array], as_share: bool = False) -> Figure:
+    """Draw values of several groups: stacked counts, or shares of each group over each other."""
+    edges = _edges(np.concatenate(list(groups.values()) or [np.zeros(0)]))
+    if len(edges) < 2:
+        return {}
+    centers, traces = digits((edges[1:] + edges[:-1]) / 2, 8), []
+    for place, (name, values) in enumerate(groups.items()):
+        counts = np.histogram(values[np.isfinite(values)], edges)[0]
+        heights = counts / max(1, counts.sum()) if as_share else counts
+        shape = {
+            "shape": ["", "/", "x", ".", "-", "\\", "+"][place % _MAX_GROUPS],
+            "fillmode": "overlay",
+            "fgopacity": 0.6,
+            "size": 7,
+        }
+        marker = {"color": f"@{place}", "pattern": shape, "line": {"width": 0}}
+        trace = {"type": "bar", "x": centers, "y": digits(heights), "name": shown(name), "marker": marker}
+        traces.append({**trace, "opacity": 0.65 if as_share else 1})
+    found = np.concatenate(list(groups.values()))
+    found = found[np.isfinite(found)]
+    middle, low, high = (f"{value:,.6g}" for value in (np.median(found), found.min(), found.max()))
+    label = f"{title}: {len(found):,} episodes from {low} to {high}, median {middle}"
+    axes = {"xaxis": {"title": {"text": unit}}, "yaxis": {"title": {"text": "share" if as_share else "episodes"}}}
+    mode = {"barmode": "overlay" if as_share else "stack", "bargap": 0.04, "showlegend": len(groups) > 1}
+    return _figure(title, label, traces, {**axes, **mode})
+
+
+def _figure(title: str, label: str, traces: list[Any], layout: Mapping[str, Any]) -> Figure:
+    return {"title": title, "label": label, "marks": [], "figure": {"traces": traces, "layout": layout}}
+
+
+def lengths(survey: Survey) -> Figure:
+    """Lengths, stacked by task or end."""
+    by, groups = groups_of(survey.table)
+    values = survey.table["length"].astype(np.float64)
+    return histogram(f"Lengths by {by}", "frames", {name: values[chosen] for name, chosen in groups.items()})
+
+
+def returns(survey: Survey) -> Figure:
+    """Returns, stacked by task or end."""
+    by, groups = groups_of(survey.table)
+    values = survey.table["return"]
+    return histogram(f"Returns by {by}", "sum of rewards", {name: values[chosen] for name, chosen in groups.items()})
+
+
+def length_against_return(survey: Survey) -> Figure:
+    """Each episode as a point, or their density with the oddest as points that open them."""
+    x, y = survey.table["length"].astype(np.float64), survey.table["return"]
+    known = np.flatnonzero(np.isfinite(y))
+    if len(known) < 2:
+        return {}
+    points, traces = known, list[Figure]()
+    if len(known) > _MAX_POINTS:
+        points = known[np.argsort(-survey.oddness[known], kind="stable")[:_NUM_ODD]]
+        counts, xs, ys = np.histogram2d(x[known], y[known], (_NUM_BINS, _NUM_BINS))
+        drawn = np.where(counts > 0, np.log10(np.maximum(counts, 1)) + 0.3, np.nan).T
+        middles = [digits((edges[1:] + edges[:-1]) / 2, 8) for edges in (xs, ys)]
+        heat = {"type": "heatmap", "x": middles[0], "y": middles[1], "z": [digits(row) for row in drawn]}
+        traces.append(
+            {**heat, "colorscale": [[0, "@8"], [1, "@0"]], "showscale": False, "hoverinfo": "skip", "name": "density"}
+        )
+    marker = {"color": "@1", "size": 7, "symbol": "circle-open" if traces else "circle", "opacity": 0.8}
+    texts = [f"trajectory {number}, oddest in {shown(survey.oddest[number])}" for number in points.tolist()]
+    dots = {"type": "scatter", "mode": "markers", "x": digits(x[points], 8), "y": digits(y[points], 8), "text": texts}
+    hover = {"hovertemplate": "%{text}<br>length %{x}, return %{y}<extra></extra>", "customdata": points.tolist()}
+    traces.append({**dots, **hover, "marker": marker, "name": "oddest" if traces else "episodes"})
+    axes = {"xaxis": {"title": {"text": "frames"}}, "yaxis": {"title": {"text": "sum of rewards"}}}
+    label = f"Length against return of {len(known):,} episodes; a click on a point opens the episode"
+    return _figure("Length against return", label, traces, {**axes, "showlegend": False})
+
+
+#: What is drawn of a recording, in reading order; a figure without data is left out.
+FIGURES: tuple[Callable[[Survey], Figure], ...] = (lengths, returns, length_against_return)
+
+
+def figures(survey: Survey) -> list[Figure]:
+    """Draw what there is to draw."""
+    drawn = [made for draw in FIGURES if (made := draw(survey))]
+    return [{**made, "key": f"figure-{place}"} for place, made in enumerate(drawn)]
+
+
+def frames_of(number: int, findings: Sequence[Mapping[str, Any]], table: Array) -> dict[str, Any]:
+    """What is marked in the curves of an episode: frames of findings, and its end."""
+    listed = [(one, frame) for one in findings for frame in one["frames"] if frame[0] == number]
+    listed = listed or [(one, (number, 0, 0)) for one in findings if number in one["trajectories"]][:1]
+    places = [[start, stop] for _, (_, start, stop) in listed]
+    end = f"end: {table['ends'][number]}" + (", success ✓" if table["success"][number] == 1 else "")
+    over = {"y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
+    notes = [{**over, "x": int(table["length"][number]) - 1, "xanchor": "right", "text": end}]
+    shapes = []
+    for one, (_, start, stop) in listed:
+        if stop > start:
+            color = {"fillcolor": "@0" if one["severity"] == "info" else "@1", "opacity": 0.25, "line": {"width": 0}}
+            span = {"type": "rect", "x0": start - 0.5, "x1": stop - 0.5, "y0": 0, "y1": 1, "yref": "paper"}
+            shapes.append({**span, **color, "layer": "below"})
+            notes.append({**over, "x": start, "xanchor": "left", "text": one["code"], "font": {"size": 11}})
+    return {"places": places, "start": places[0][0] if places else 0, "shapes": shapes, "annotations": notes[:9]}

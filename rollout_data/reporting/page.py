@@ -1,0 +1,277 @@
+"""The page: reads a recording, has it examined, chooses what fits, and writes one HTML file.
+
+One rule: the file asks for nothing and runs only the two scripts that its policy names by their checksums.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import html
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.core import arguments
+from storage.core.durable import replace_file
+from storage.errors import UsageError
+
+from ..diagnosis.examining import diagnose
+from ..diagnosis.scan import Collector, Scan
+from ..diagnosis.table import RULES
+from ..foreign.guards import optional
+from ..recordings.opening import open as open_recording
+from ..recordings.recording import Recording
+from ..remote.access import DataDir
+from .closeups import NUM_FINE_POINTS, NUM_POINTS, Closeups
+from .comparing import compared
+from .figures import figures, frames_of, shown
+from .packing import as_json, compressed, packed
+from .summary import (
+    about,
+    cards,
+    counted,
+    dimensions_of,
+    finding_view,
+    marked_by,
+    marks,
+    options,
+    rate_hz,
+    table,
+    worst_first,
+)
+from .survey import Course, Survey
+
+#: Size of the file at most; what does not fit is left out and counted on the page.
+MAX_PAGE_BYTES = 4_800_000
+NUM_WORST, NUM_RANDOM, NUM_FINE, MAX_DRAWN, NUM_PICKED, MAX_ROWS = 60, 20, 20, 64, 4, 5000
+#: Group of fields -> its axis in the curves of an episode.
+AXES = {"observation": "y", "action": "y2", "other": "y3"}
+_POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {}; base-uri 'none'; form-action 'none'"
+)
+
+
+def report(
+    path: DataDir,
+    out: str | os.PathLike[str] = "report.html",
+    compare: DataDir | None = None,
+    *,
+    absolute_paths: bool = False,
+    progress: bool = False,
+) -> Path:
+    """Write a page that shows a recording of any format, what the doctor found in it, and the episodes concerned.
+
+    The page is one file below 5 MB, opens without a network, and holds the JSON of the diagnosis for scripts.
+
+    Args:
+        path: A file or folder of any format, or a `Recording`.
+        out: The page, which replaces a file of that name; not inside the recording.
+        compare: Another recording to set beside it.
+        absolute_paths: Let texts name the place of the recording on this machine; otherwise only its own name.
+        progress: Show progress bars.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        UsageError: There is nothing at a path, `out` lies inside a recording, or a package of the extra `report` is
+            missing.
+        DataFileError: A recording cannot be opened.
+    """
+    plotly = _plotly()
+    recordings = [
+        one if isinstance(one, Recording) else open_recording(one) for one in (path, compare) if one is not None
+    ]
+    target = arguments.path("write a report", "", out)
+    for recording in recordings:
+        if recording.path in (target.absolute(), *target.absolute().parents):
+            advice = "Write it beside the recording"
+            raise UsageError("write a report", repr(str(out)), "a place outside of the recording", "one in it", advice)
+    with np.errstate(all="ignore"):  # what is not finite is drawn as unknown
+        made = Page(recordings, absolute_paths, progress)
+        text = made.text(*plotly)
+    with replace_file(target) as new:
+        new.write_bytes(text.encode())
+    return target
+
+
+class Page:
+    """What stands on the page of a recording, and perhaps of another one beside it."""
+
+    def __init__(self, recordings: Sequence[Recording], absolute_paths: bool, progress: bool) -> None:
+        self.names = [one.path.name for one in recordings]
+        self.hidden = [] if absolute_paths else [str(one.path.parent).rstrip(os.sep) + os.sep for one in recordings]
+        kinds: list[type[Collector]] = [Course, *(kind for rule in RULES for kind in rule.collectors)]
+        has_pictures = any(rule.needs == "G" for rule in RULES)
+        scans = [
+            Scan(one.path, one, collectors=kinds, with_pictures=has_pictures, progress=progress) for one in recordings
+        ]
+        self.diagnoses = [self._without_paths(diagnose(scan, RULES, {}).as_dict()) for scan in scans]
+        self.surveys = [Survey(scan) for scan in scans]
+        self.survey, self.findings = self.surveys[0], self.diagnoses[0]["findings"]
+        self.order = worst_first(self.survey, self.findings)
+        self.marks = marks(self.survey)
+        named = [(one["field"], place) for one in self.findings for place in dimensions_of(one)]
+        marked = {column: len({*listed} - {"constant"}) + named.count(column) for column, listed in self.marks.items()}
+        self.columns = self.survey.chosen(marked, MAX_DRAWN)
+        self.closeups = Closeups(self.survey, self.columns)
+        self.notes: list[str] = []
+
+    def _without_paths(self, value: Any) -> Any:
+        """Give plain values without the folders that the recordings lie in."""
+        if isinstance(value, Mapping):
+            return {name: self._without_paths(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return [self._without_paths(part) for part in value]
+        for folder in self.hidden:
+            value = value.replace(folder, "") if isinstance(value, str) else value
+        return value
+
+    def text(self, plotly: str, checksum: str) -> str:
+        """Write the page, with the compressed script that draws charts."""
+        files = resources.files(__package__)
+        style, script, frame = (
+            files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html")
+        )
+        content = self._content()
+        parts = {
+            "title": html.escape(f"{self.names[0]}: report"),
+            "style": style,
+            "script": script,
+            "policy": _POLICY.format(f"{_checksum(script)} {checksum}"),
+            "plotly": plotly,
+            "diagnosis": as_json(self.diagnoses[0]),
+        }
+        used = len(frame) + sum(map(len, parts.values())) + len(as_json(content))
+        shown, content["sheet"] = self._episodes(MAX_PAGE_BYTES - used)
+        content["notes"] = [{"text": note} for note in self.notes]
+        parts |= {"page": as_json(content), "shown": as_json(shown)}
+        return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], frame)
+
+    def _content(self) -> dict[str, Any]:
+        """What is shown at once."""
+        survey, order = self.survey, self.order[:MAX_ROWS]
+        columns, values = table(survey, self.findings, order)
+        if len(order) < len(self.order):
+            self.notes.append(f"The table holds the {len(order):,} worst of {len(self.order):,} episodes.")
+        views = [
+            finding_view(place, one, self.names[0], self.closeups.evidence(one))
+            for place, one in enumerate(self.findings)
+        ]
+        bands, fields = self._bands(views)
+        made = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
+        return {
+            "title": self.names[0],
+            "about": about(survey, made),
+            "cards": cards(survey, self.diagnoses[0]),
+            "is_sound": not self.findings,
+            "findings": views,
+            "figures": figures(survey),
+            "fields": fields,
+            "bands": bands,
+            "columns": columns,
+            "table": values,
+            **options(values, self.findings),
+            "num_rows": counted(len(self.order), "trajectory"),
+            **self._curves(),
+            "rate_hz": rate_hz(survey),
+            "compare": (both := self._compare()),
+            "compared": [figure for one in both for figure in one["figures"]],
+        }
+
+    def _compare(self) -> list[dict[str, Any]]:
+        if len(self.surveys) < 2:
+            return []
+        return [compared(self.surveys[0], self.surveys[1], self.names, [one["findings"] for one in self.diagnoses])]
+
+    def _bands(self, findings: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Pack the charts of dimensions, and say what stands at each."""
+        course, views = self.survey.course, []
+        if len(self.columns) < len(course.columns):
+            text = f"{len(self.columns)} of {len(course.columns)} dimensions are drawn, those of narrow fields first."
+            self.notes.append(text)
+        for place, column in enumerate(self.columns):
+            name, found = self.survey.name(column), course.levels[column]
+            listed = marked_by(self.findings, column, name, findings)
+            listed += [{"kind": "mark", "text": text} for text in self.marks.get(column, [])]
+            ends = (np.fmin.reduce(found[0]), np.fmax.reduce(found[-1]))
+            label = "; ".join([f"{name}: {ends[0]:.5g} to {ends[1]:.5g}", *(mark["text"] for mark in listed)])
+            views.append({"title": name, "label": label, "key": f"band-{place}", "marks": listed})
+        if not views:
+            return [], []
+        rows = np.stack([course.levels[column] for column in self.columns])
+        pack = {"points": rows.shape[2], "planes": rows.shape[1], **packed(rows)}
+        return [{"keys": [view["key"] for view in views], "size": course.bucket_size, "pack": pack}], views
+
+    def _curves(self) -> dict[str, Any]:
+        """Name the curves of episodes, with their axes, and for actions the observations of the same name."""
+        schema, curves, groups = (
+            self.survey.scan.schema,
+            list[dict[str, Any]](),
+            {name: list[dict[str, str]]() for name in AXES},
+        )
+        for field, place in self.columns:
+            group, _, rest = field.partition("/")
+            twin = (f"observation/{rest}" if rest else "observation", place)
+            has_twin = group == "action" and twin in self.columns and schema[twin[0]].shape == schema[field].shape
+            listed, name = groups[group if group in groups else "other"], self.survey.name((field, place))
+            listed.append({"name": name})
+            about_it = {"name": name, "label": shown(name), "axis": AXES.get(group, AXES["other"])}
+            twin_at = self.columns.index(twin) if has_twin else None
+            curves.append({**about_it, "is_picked": len(listed) <= NUM_PICKED, "twin": twin_at})
+        why = f"There are curves of the {NUM_WORST} worst and {NUM_RANDOM} random trajectories, not of this one."
+        offered = [{"group": group, "names": names} for group, names in groups.items() if names]
+        has_twins = any(curve["twin"] is not None for curve in curves)
+        return {"curves": curves, "episode": {"why": why, "groups": offered, "has_twins": has_twins}}
+
+    def _episodes(self, budget: int) -> tuple[dict[int, Any], list[dict[str, Any]]]:
+        """Read the worst episodes and some random ones, as many as fit; give them, and the contact sheet."""
+        worst, others = self.order[:NUM_WORST], self.order[NUM_WORST:]
+        chosen = [*worst, *np.random.default_rng(0).permutation(others)[:NUM_RANDOM]]
+        found: dict[int, Any] = {}
+        for place, number in enumerate(map(int, chosen)):
+            curves = self.closeups.episode_curves(number, NUM_FINE_POINTS if place < NUM_FINE else NUM_POINTS)
+            one = {"why": "", "curves": curves, "pictures": [], **frames_of(number, self.findings, self.survey.table)}
+            budget -= len(as_json(one)) + len(f'"{number}":,')
+            if budget < 0:
+                self.notes.append(f"Curves of {len(chosen) - len(found):,} of {len(chosen):,} episodes did not fit.")
+                break
+            found[number] = one
+        return found, self._pictures(found, budget)
+
+    def _pictures(self, found: dict[int, Any], budget: int) -> list[dict[str, Any]]:
+        """Add pictures to episodes, as many as fit; give the contact sheet."""
+        sheet: dict[str, list[dict[str, Any]]] = {}
+        for place, (number, one) in enumerate(found.items() if self.survey.pictures else ()):
+            made = self.closeups.pictures(number, [start for start, _ in one["places"]])
+            middle = {name: frames[len(frames) // 2][1] for name, frames in made.items()}
+            budget -= sum(len(url) + 20 for frames in made.values() for _, url in frames) + len(as_json(middle)) + 99
+            if budget < 0:
+                self.notes.append(f"Pictures of {len(found) - place:,} of {len(found):,} episodes did not fit.")
+                break
+            one["pictures"] = [{"name": name, "frames": frames} for name, frames in made.items()]
+            for name, url in middle.items():
+                sheet.setdefault(name, []).append(
+                    {"number": number, "url": url, "label": f"{name} of trajectory {number}"}
+                )
+        return [{"name": name, "thumbs": thumbs} for name, thumbs in sheet.items()]
+
+
+@lru_cache(maxsize=1)  # compressing takes half a second
+def _plotly() -> tuple[str, str]:
+    """Give the script of plotly, compressed, and its checksum."""
+    package = optional("plotly", "plotly", "report", "the charts of the page")
+    text = resources.files(package).joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
+    return compressed(text.encode()), _checksum(text)
+
+
+def _checksum(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

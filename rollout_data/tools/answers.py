@@ -1,0 +1,151 @@
+"""What commands answer: each function calls the library with the options of its row in `command.COMMANDS`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from storage.errors import UsageError
+
+from ..recordings.converting import convert as convert_recording
+from ..recordings.opening import open as open_recording
+from ..remote.publish import push as push_folder
+from ..reporting.page import report as write_report
+from ..writing.retention import LIMITS
+from ..writing.retention import prune as prune_folder
+from .bench import bench as bench_recording
+from .bench import bench_as_text
+from .info import as_text, describe, listing, listing_as_text
+from .pictures import save_gif, save_mp4
+from .play import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
+from .rewrite import FolderReport, check_folder, pack_dataset, repair_folder
+from .selecting import selected
+
+
+class Answer(NamedTuple):
+    """What a command found.
+
+    Attributes:
+        about: For programs: what `--json` prints.
+        lines: For people.
+        code: 0 if all is well, 1 if the data are not.
+    """
+
+    about: Any
+    lines: Iterable[str]
+    code: int = 0
+
+
+def info(options: argparse.Namespace) -> Answer:
+    about = describe(options.data_dir)
+    return Answer(about, as_text(about))
+
+
+def ls(options: argparse.Namespace) -> Answer:
+    rows = listing(selected(open_recording(options.data_dir), options.select))
+    return Answer(rows, listing_as_text(rows))
+
+
+def convert(options: argparse.Namespace) -> Answer:
+    given = dict(pair.partition("=")[::2] for pair in options.option)
+    chosen = {name: _value(text) for name, text in given.items()}
+    source = selected(open_recording(options.data_dir), options.select)
+    done = convert_recording(source, options.target, options.to, progress=options.progress, **chosen)
+    lines = [
+        f"{what}: {len(ids):,} episodes ({', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''})"
+        for what, ids in done.changes.items()
+    ]
+    lines += [*map(str, done.problems), f"{done.num_episodes:,} episodes, {done.num_present:,} of them were there"]
+    about = {**vars(done), "problems": [str(problem) for problem in done.problems]}
+    return Answer(about, lines, 1 if done.problems else 0)
+
+
+def _value(text: str) -> Any:
+    """Read an option as JSON, or as text where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def report(options: argparse.Namespace) -> Answer:
+    further = {"absolute_paths": options.absolute_paths, "progress": options.progress}
+    page = write_report(options.data_dir, options.out, options.compare, **further)
+    num_bytes = page.stat().st_size
+    return Answer(
+        {"page": str(page), "num_bytes": num_bytes}, [f"{page}: {num_bytes / 1e6:.1f} MB; open it in a browser"]
+    )
+
+
+def play(options: argparse.Namespace) -> Answer:
+    recording, place = chosen_episode(options.data_dir, options.episode)
+    width = shutil.get_terminal_size().columns
+    about = describe_episode(recording, options.episode, options.field, width)
+    is_plain = BARS.encode(sys.stdout.encoding or "ascii", "ignore") == b""
+    lines = episode_as_text(about, width, ASCII_BARS if is_plain else BARS)
+    rate_hz = recording.metadata.get("frame_rate_hz") or recording.metadata.get("fps") or 20.0
+    for path, save in ((options.gif, save_gif), (options.mp4, save_mp4)):
+        if path is not None:
+            field = next(iter(options.field), None)
+            num_frames = save(recording[place], path, field, rate_hz=float(rate_hz), progress=options.progress)
+            about.setdefault("files", {})[path] = num_frames
+            lines.append(f"{path}: {num_frames:,} frames")
+    return Answer(about, lines)
+
+
+def bench(options: argparse.Namespace) -> Answer:
+    about = bench_recording(options.data_dir, seconds=options.seconds, progress=options.progress)
+    return Answer(about, bench_as_text(about))
+
+
+def verify(options: argparse.Namespace) -> Answer:
+    report = repair_folder(options.data_dir) if options.repair else check_folder(options.data_dir, options.progress)
+    lines = []
+    for name, problem in report.problems.items():
+        lines.append(f"{name}: {problem}")
+        if name in report.salvaged:
+            lines.append(f"  kept all but {report.salvaged[name]} of its trajectories")
+    for dead in report.dead_writers:
+        lines.append(f"writer {dead.writer} died; {dead.num_lost_frames} frames that it had not published are lost")
+    lines += [*(f"moved to {moved}" for moved in report.moved), _summary(report)]
+    about = {
+        **vars(report),
+        "problems": {name: str(problem) for name, problem in report.problems.items()},
+        "moved": list(map(str, report.moved)),
+        "dead_writers": [vars(dead) for dead in report.dead_writers],
+    }
+    return Answer(about, lines, 1 if report.problems or report.num_broken else 0)
+
+
+def _summary(report: FolderReport) -> str:
+    """Count what is intact and what is not."""
+    counts = f"{report.num_blocks:,} blocks, {report.num_trajectories:,} trajectories, {report.num_frames:,} frames"
+    broken = f", {report.num_broken:,} trajectories with a missing part" if report.num_broken else ""
+    files = len(report.problems)
+    return f"{counts} intact; {files:,} damaged or foreign {'file' if files == 1 else 'files'}{broken}"
+
+
+def pack(options: argparse.Namespace) -> Answer:
+    if bool(options.out_dir) == options.in_place:
+        got = "both" if options.in_place else "neither"
+        raise UsageError("pack", repr(options.data_dir), "either OUT_DIR or --in-place", got)
+    summary = pack_dataset(options.data_dir, options.out_dir, options.block_mb << 20)
+    packed = f"{summary.num_trajectories:,} trajectories, {summary.num_frames:,} frames"
+    line = f"{packed}: {summary.num_blocks_before:,} blocks became {summary.num_blocks_after:,}"
+    return Answer(vars(summary), [line])
+
+
+def prune(options: argparse.Namespace) -> Answer:
+    limits = {name: getattr(options, name) for name in LIMITS}
+    paths = list(map(str, prune_folder(options.data_dir, dry_run=options.dry_run, **limits)))
+    line = f"{len(paths):,} blocks {'would be' if options.dry_run else 'were'} deleted"
+    return Answer({"files": paths, "dry_run": options.dry_run}, [*paths, line])
+
+
+def push(options: argparse.Namespace) -> Answer:
+    num_blocks = push_folder(options.data_dir, options.url)
+    return Answer({"num_blocks": num_blocks}, [f"{num_blocks:,} blocks were uploaded"])

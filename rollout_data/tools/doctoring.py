@@ -1,0 +1,115 @@
+"""The command `doctor`: findings as text, as JSON, or as SARIF for the code scanning of CI systems."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from storage.errors import UsageError
+
+from ..diagnosis.examining import chosen_rules, doctor
+from ..diagnosis.finding import SEVERITIES, Diagnosis, Finding, Rule
+from .answers import Answer
+
+_LEVELS = dict(zip(SEVERITIES, ("note", "warning", "error"), strict=True))
+_SHOWN = 8
+
+
+def examine(options: argparse.Namespace) -> Answer:
+    only, skip = _codes(options.only), _codes(options.skip)
+    if options.explain or options.list_rules:
+        rules = chosen_rules(_codes(options.explain) or only, skip)
+        lines = _explained(rules) if options.explain else [_row(rule) for rule in rules]
+        return Answer([rule.as_dict() for rule in rules], lines)
+    if options.data_dir is None:
+        raise UsageError("examine", "", "a file or folder", "none", "Give one, or --list-rules, or --explain CODE")
+    settings = dict(_setting(pair) for pair in options.set)
+    sample, progress = options.sample, options.progress
+    found = doctor(options.data_dir, only=only, skip=skip, settings=settings, sample=sample, progress=progress)
+    code = 1 if found.at_least(options.fail_on) else 0
+    options.json |= options.sarif  # both are printed as they are
+    return Answer(sarif(found) if options.sarif else found.as_dict(), _lines(found), code)
+
+
+def _codes(text: str | None) -> list[str]:
+    return [code.strip().upper() for code in text.split(",")] if text else []
+
+
+def _setting(pair: str) -> tuple[str, float]:
+    name, _, value = pair.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise UsageError("set", repr(name), "CODE.name=number, as in VAL05.ranges=100", repr(pair)) from None
+
+
+def _row(rule: Rule) -> str:
+    return f"{rule.code}  {rule.severity:<7}  {rule.needs} {rule.repair}  {rule.name}: {rule.title}"
+
+
+def _explained(rules: Sequence[Rule]) -> Iterator[str]:
+    needs = {"M": "metadata", "T": "tables of episodes", "D": "data", "G": "pictures"}
+    repair = {"K": "leaves the trajectories out", "N": "rewrites them", "S": "recomputes what is stored", "-": "none"}
+    for rule in rules:
+        yield f"{rule.code} {rule.name} ({rule.severity}, {rule.group})"
+        yield f"  {rule.title}"
+        yield f"  advice: {rule.advice}"
+        yield f"  reads: {needs[rule.needs]}; repair: {repair[rule.repair]}"
+        yield from (f"  --set {rule.code}.{name}={value:g}" for name, value in rule.defaults.items())
+
+
+def _lines(found: Diagnosis) -> Iterator[str]:
+    """Lay the findings out for people, the worst first."""
+    for one in found.findings:
+        yield f"{one.severity} {one.code} {one.name}: {one.message}"
+        if place := _place(one):
+            yield f"  in {place}"
+        yield f"  -> {one.advice}"
+    about = found.summary
+    counts = ", ".join(f"{about[name]:,} {name}{'' if about[name] == 1 else 's'}" for name in reversed(SEVERITIES))
+    size = f"{about['episodes']:,} episodes, {about['frames']:,} frames"
+    yield f"{size}: {counts}; {len(found.skipped)} rules do not apply"
+
+
+def _place(one: Finding) -> str:
+    numbers = ", ".join(map(str, one.trajectories[:_SHOWN]))
+    more = f" and {len(one.trajectories) - _SHOWN:,} more" if len(one.trajectories) > _SHOWN else ""
+    frames = ", ".join(f"{number}[{start}:{stop}]" for number, start, stop in one.frames[:3])
+    listed = f"trajectories {numbers}{more}" if numbers else ""
+    return f"{listed}; frames {frames}" if frames else listed
+
+
+def sarif(found: Diagnosis) -> dict[str, Any]:
+    """Give findings as SARIF 2.1.0 has them: one result each, with trajectories as logical locations."""
+    rules = [
+        {
+            "id": rule.code,
+            "name": rule.name.title().replace(" ", ""),
+            "shortDescription": {"text": rule.title},
+            "help": {"text": rule.advice},
+            "defaultConfiguration": {"level": _LEVELS[rule.severity]},
+        }
+        for rule in chosen_rules((), ())
+    ]
+    places = {rule["id"]: place for place, rule in enumerate(rules)}
+    results = [
+        {
+            "ruleId": one.code,
+            "ruleIndex": places[one.code],
+            "level": _LEVELS[one.severity],
+            "message": {"text": f"{one.message}. {one.advice}."},
+            "locations": [
+                {
+                    "physicalLocation": {"artifactLocation": {"uri": str(found.summary["path"])}},
+                    "logicalLocations": [
+                        {"name": str(number), "kind": "trajectory"} for number in one.trajectories[:_SHOWN]
+                    ],
+                }
+            ],
+        }
+        for one in found.findings
+    ]
+    driver = {"name": "rollout-data doctor", "rules": rules}
+    schema = "https://json.schemastore.org/sarif-2.1.0.json"
+    return {"$schema": schema, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}

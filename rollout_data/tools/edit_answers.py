@@ -1,0 +1,104 @@
+"""What the commands answer that edit, unite and divide recordings; see `answers.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from storage.errors import UsageError
+
+from ..editing import edits, folders, repairing
+from ..recordings.opening import open as open_recording
+from .answers import Answer
+from .selecting import selected
+
+
+def drop(options: argparse.Namespace) -> Answer:
+    """Answer `drop` and `keep`, whose undoing is one."""
+    if options.undo:
+        num = edits.undrop(options.data_dir, _chosen(options))
+        return Answer({"num_trajectories": num}, [f"{num:,} trajectories came back"])
+    call = {"drop": edits.drop, "keep": edits.keep}[options.command]
+    num = call(options.data_dir, _chosen(options) or [])
+    line = f"{num:,} trajectories are left out; 'rollout-data drop {options.data_dir} --undo' brings them back"
+    return Answer({"num_trajectories": num}, [line])
+
+
+def tag(options: argparse.Namespace) -> Answer:
+    if options.undo:
+        num = edits.untag(options.data_dir, _chosen(options))
+        return Answer({"num_trajectories": num}, [f"what was said of {num:,} trajectories was taken back"])
+    said = {name: _value(text) for name, text in _pairs("tag", options.set).items()}
+    num = edits.tag(options.data_dir, _chosen(options) or [], **said)
+    return Answer({"num_trajectories": num}, [f"{num:,} trajectories were tagged"])
+
+
+def merge(options: argparse.Namespace) -> Answer:
+    return _made(folders.merge(options.sources, options.to))
+
+
+def split(options: argparse.Namespace) -> Answer:
+    parts = {name: _value(text) for name, text in _pairs("split", options.parts).items()}
+    done = folders.split(options.data_dir, parts or None, options.to, seed=options.seed)
+    answers = {name: _made(one) for name, one in done.items()}
+    about = {name: answer.about for name, answer in answers.items()}
+    return Answer(about, [line for answer in answers.values() for line in answer.lines])
+
+
+def repair(options: argparse.Namespace) -> Answer:
+    only, yes = ([code for code in given.split(",") if code] for given in (options.only, options.yes))
+    about = {"only": only, "yes": yes, "dry_run": options.dry_run, "progress": options.progress}
+    done = repairing.repair(options.data_dir, options.to, **about)
+    lines = []
+    for one in done.actions:
+        which = ", ".join(one.trajectories[:3]) + (", ..." if len(one.trajectories) > 3 else "")
+        field = f" {one.finding.field}" if one.finding.field else ""
+        lines.append(f"{one.finding.code}{field}: {one.says}{f' ({which})' if which else ''}")
+    lines += [f"still found: {one.code} {one.message}" for one in done.remaining]
+    lines += [f"{name}: {problem}" for name, problem in (done.problems or {}).items()]
+    is_left = bool(done.remaining or done.problems)
+    holds = "nothing was written" if options.dry_run else f"{done.num_trajectories:,} trajectories"
+    lines.append(f"{done.path}: {holds}")
+    actions = [one.as_dict() for one in done.actions]
+    about = {"path": str(done.path), "num_trajectories": done.num_trajectories, "actions": actions}
+    remaining = [{"code": one.code, "message": one.message} for one in done.remaining]
+    return Answer({**about, "remaining": remaining, "problems": list(done.problems or {})}, lines, int(is_left))
+
+
+def _made(done: folders.NewFolder) -> Answer:
+    counts = f"{done.num_trajectories:,} trajectories, {done.num_frames:,} frames"
+    blocks = f"{done.num_linked:,} blocks are hard links, {done.num_copied:,} were written"
+    names = {f"{place}:{old}": new for (place, old), new in done.renamed.items()}
+    lines = [f"{done.path}: {counts}; {blocks}"]
+    lines += [f"  writer {old!r} of source {place} is called {new!r}" for (place, old), new in done.renamed.items()]
+    return Answer({**asdict(done), "path": str(done.path), "renamed": names}, lines)
+
+
+def _chosen(options: argparse.Namespace) -> list[str] | None:
+    """Give the ids that are meant; None, to undo, for all."""
+    if options.undo and not options.select:
+        return options.ids or None
+    if not options.ids and not options.select:
+        advice = f"'rollout-data ls {options.data_dir}' lists them"
+        raise UsageError(options.command, f"trajectories of {options.data_dir!r}", "ids or --select", "neither", advice)
+    chosen: list[str] = options.ids
+    if options.select:
+        recording = open_recording(options.data_dir)
+        chosen = selected(recording.select(chosen) if chosen else recording, options.select).ids
+    return chosen
+
+
+def _pairs(action: str, given: list[str]) -> dict[str, str]:
+    if wrong := [pair for pair in given if "=" not in pair]:
+        raise UsageError(action, "", "NAME=VALUE", repr(wrong[0]))
+    return {name: value for name, _, value in (pair.partition("=") for pair in given)}
+
+
+def _value(text: str) -> Any:
+    """Read a value as JSON, or as text where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,143 @@
+"""Recordings of `worlds.py` as folders of our own format, block by block, and of others through our writers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import rollout_data
+from rollout_data.format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED, layouts_of
+from rollout_data.format.notes import EPISODES
+from rollout_data.format.rows import ArrayRows, BlockContent
+from rollout_data.format.write import write_block
+from rollout_data.index.metadata import Metadata, publish_metadata
+from storage.core.fields import Field, Schema
+from tests.doctor.worlds import World
+
+FLAGS = {"terminated": TERMINATED, "truncated": TRUNCATED, "both": TERMINATED | TRUNCATED, "open": OPEN}
+_START_NS = 1_700_000_000_000_000_000
+
+
+@dataclass
+class Block:
+    """A block before it is written; tests change it to make it wrong.
+
+    Attributes:
+        fragments: Of `FRAGMENT_DTYPE`.
+        rows: Field -> `[num_rows, ...]`.
+        finals: Observation field -> `[num_finals, ...]`.
+        notes: (number of the trajectory, what is said of it).
+        sums: `[F, 1]` float64; None is computed from the rows.
+    """
+
+    sequence: int
+    fragments: np.ndarray
+    rows: dict[str, np.ndarray]
+    finals: dict[str, np.ndarray]
+    notes: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    sums: np.ndarray | None = None
+    writer: str = "w"
+    codecs: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def schema(self) -> Schema:
+        codecs = {name: self.codecs.get(name, "raw") for name in self.rows}
+        kinds = {
+            name: "float32" if codecs[name] == "normalized_image" else str(one.dtype) for name, one in self.rows.items()
+        }
+        return Schema(Field(name, one.shape[1:], kinds[name], codecs[name]) for name, one in self.rows.items())
+
+    def write(self, path: Path) -> Path:
+        schema = self.schema()
+        tables: dict[str, dict[str, ArrayRows]] = {DATA: {}, FINAL: {}}
+        for table, values in ((DATA, self.rows), (FINAL, self.finals)):
+            for name, column in layouts_of(schema)[table].columns.items():
+                num_rows = len(next(iter(values.values()))) if values else 0
+                rows = np.zeros(num_rows, layouts_of(schema)[table].numpy_dtype(column))
+                for one in column.offsets if num_rows else ():
+                    rows[one] = values[one]
+                tables[table][name] = ArrayRows(rows.view(np.uint8).reshape(num_rows, column.row_bytes))
+        notes = {EPISODES: [(number, json.dumps(said).encode()) for number, said in self.notes]}
+        content = BlockContent(
+            schema, self.writer, self.sequence, self.fragments, self.reward_sums(), tables, self.errors, notes=notes
+        )
+        return write_block(path, content, durable=False)
+
+    def reward_sums(self) -> np.ndarray:
+        if self.sums is not None or "reward" not in self.rows:
+            return np.zeros((len(self.fragments), 0)) if self.sums is None else self.sums
+        reward = self.rows["reward"].astype(np.float64)
+        bounds = [(one["row"], one["row"] + one["length"]) for one in self.fragments]
+        return np.array([[reward[low:high].sum()] for low, high in bounds]).reshape(-1, 1)
+
+
+def blocks_of(world: World, num_blocks: int = 3, writer: str = "w") -> list[Block]:
+    """Lay the episodes one after the other and cut them into blocks, in the midst of episodes."""
+    total = sum(one.length for one in world.episodes)
+    bounds = [round(total * number / num_blocks) for number in range(num_blocks + 1)]
+    flat = {name: np.concatenate(list(world.arrays(name))) for name in world[0].fields}
+    found, number, frame, at = [], 0, 0, 0
+    for sequence, (low, high) in enumerate(pairwise(bounds)):
+        fragments, finals, notes = [], [], []
+        while at < high:
+            one = world[number]
+            count = min(one.length - frame, high - at)
+            is_last = frame + count == one.length
+            final = len(finals) if is_last and one.final is not None else -1
+            finals += [one.final] if final >= 0 else []
+            flags = (0 if frame else FIRST) | (FLAGS[one.end] if is_last else 0)
+            time_ns = _START_NS + (at + count) * 50_000_000
+            fragments.append((number, one.env, flags, frame, count, at - low, final, time_ns, 3))
+            notes += [(number, one.said)] if is_last and one.said else []
+            at, frame = at + count, frame + count
+            if is_last:
+                number, frame = number + 1, 0
+        joined = {name: np.stack([one[name] for one in finals]) for name in (finals[0] if finals else ())}
+        rows = {name: values[low:high] for name, values in flat.items()}
+        found.append(Block(sequence, np.array(fragments, FRAGMENT_DTYPE), rows, joined, notes, writer=writer))
+    return found
+
+
+def write_own(path: Path, world: World, edit: Callable[[list[Block]], Any] | None = None, num_blocks: int = 3) -> Path:
+    """Write block files with their metadata; `edit` may change the blocks before."""
+    path.mkdir(parents=True, exist_ok=True)
+    blocks = blocks_of(world, num_blocks)
+    schema = blocks[0].schema()
+    if edit is not None:
+        edit(blocks)
+        schema = blocks[0].schema()
+    publish_metadata(path, Metadata.of_schema(schema, world.metadata), "w", durable=False)
+    for block in blocks:
+        block.write(path)
+    return path
+
+
+#: Format -> how `convert` makes it of our own; the name of the file or folder.
+FOREIGN: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "robomimic": ("robomimic", "demos.hdf5", {"next_obs": True}),
+    "minari": ("minari", "set", {}),
+    "lerobot": ("lerobot", "set", {"version": "v3.0", "fps": 20}),
+    "lerobot_v21": ("lerobot", "set", {"version": "v2.1", "fps": 20}),
+    "d4rl": ("d4rl", "set.hdf5", {}),
+    "folders": ("trajectory-folders", "set", {"env": "Arm", "policy": "p"}),
+    "isaaclab": ("isaaclab", "demos.hdf5", {}),
+}
+#: Where an arm's quaternions and vectors have no names of their own, and texts no place.
+FORMATS = ("own", *FOREIGN)
+
+
+def write(path: Path, world: World, form: str = "own", **options: Any) -> Path:
+    """Write a recording below a new folder; gives what is to be opened."""
+    if form == "own":
+        return write_own(path / "own", world)
+    source = write_own(path / "source", world)
+    kind, name, given = FOREIGN[form]
+    target = path / name
+    rollout_data.convert(source, target, kind, progress=False, **{**given, **options})
+    return target

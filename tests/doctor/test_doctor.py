@@ -1,0 +1,79 @@
+"""The examination as a whole: which rules run, what they report, and that no rule ends it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_data import RolloutWriter, doctor
+from rollout_data.tools.command import main
+from storage.errors import UsageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve episodes of 30 frames; one number of episode 3 is NaN."""
+    rng = np.random.default_rng(0)
+    with RolloutWriter(tmp_path / "walk", num_envs=1, durable=False) as writer:
+        for number in range(12):
+            observation = rng.standard_normal((30, 1, 4)).astype(np.float32)
+            if number == 3:
+                observation[7, 0, 2] = np.nan
+            action, ends = rng.standard_normal((30, 1, 2)).astype(np.float32), np.arange(30)[:, None] == 29
+            writer.add_rollout(
+                observation=observation, action=action, reward=action[..., 0], terminated=ends, truncated=~ends & ends
+            )
+    return tmp_path / "walk"
+
+
+def test_a_finding_names_code_field_trajectory_and_frame(folder: Path) -> None:
+    (finding,) = doctor(folder, only=["VAL01"]).findings
+    assert (finding.code, finding.severity, finding.field) == ("VAL01", "error", "observation")
+    assert (finding.trajectories, finding.frames) == ((3,), ((3, 7, 8),))
+
+
+def test_the_answer_is_json_with_the_four_parts(folder: Path) -> None:
+    about = json.loads(json.dumps(doctor(folder).as_dict()))
+    assert list(about) == ["rules", "findings", "skipped", "summary"]
+    assert about["summary"]["episodes"] == 12 and about["summary"]["frames"] == 360
+
+
+def test_a_sample_reads_only_some_episodes(folder: Path) -> None:
+    assert doctor(folder, only=["VAL"], sample=2).summary["examined"] == 2
+
+
+@pytest.mark.parametrize("wrong", [{"only": ["VAL99"]}, {"skip": [""]}, {"settings": {"VAL01.none": 1}}, {"sample": 0}])
+def test_unknown_rules_thresholds_and_numbers_are_the_callers_mistakes(folder: Path, wrong: dict) -> None:
+    with pytest.raises(UsageError):
+        doctor(folder, **wrong)
+
+
+def test_what_cannot_be_opened_is_examined_without_an_exception(tmp_path: Path) -> None:
+    diagnosis = doctor(tmp_path, only=["VAL"])
+    assert diagnosis.summary["episodes"] == 0 and {code for code, _ in diagnosis.skipped} >= {"VAL01"}
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ([], 1),
+        (["--skip", "VAL01"], 0),
+        (["--only", "VAL03"], 0),
+        (["--sarif"], 1),
+        (["--set", "VAL01.none=1"], 2),
+        (["--only", "NIX"], 2),
+    ],
+)
+def test_the_exit_code_tells_whether_something_was_found(folder: Path, given: list[str], code: int) -> None:
+    assert main(["doctor", str(folder), *given]) == code
+
+
+def test_sarif_names_the_rule_of_every_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", str(folder), "--sarif"])
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    assert "VAL01" in [result["ruleId"] for result in run["results"]]
+    assert all(rules[result["ruleIndex"]]["id"] == result["ruleId"] for result in run["results"])

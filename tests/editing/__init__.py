@@ -1,0 +1,1 @@
+"""Editing, uniting, dividing and mending recordings."""

@@ -1,0 +1,284 @@
+"""Dropping, keeping and tagging: what all readers see, undoing, several editors, living writers, kills."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rollout_data
+from rollout_data import (
+    RolloutDataset,
+    RolloutWriter,
+    WindowDataset,
+    WindowLoader,
+    WindowMixture,
+    convert,
+    drop,
+    edits_of,
+    keep,
+    loader,
+    prune,
+    push,
+    tag,
+    undrop,
+    untag,
+)
+from rollout_data.index.edits import edit_sequence, named_edit
+from rollout_data.tools.command import main
+from rollout_data.tools.info import describe
+from rollout_data.tools.rewrite import check_folder, pack_dataset, repair_folder
+from storage.errors import DataFileError, UsageError
+from tests.editing.folders import LENGTHS, by_the_format, content, folder_of, ids, number_of, streamed, windowed
+from tests.recordings.sets import write_demos
+
+STEPS = ["drop", "keep", "undrop", "tag", "untag"]
+GONE = ["a:1", "a:4", "b:0", "b:9"]
+
+
+@pytest.fixture
+def walk(tmp_path: Path) -> Path:
+    return folder_of(tmp_path / "walk")
+
+
+def edit_files(path: Path) -> list[Path]:
+    return [one for one in sorted(path.iterdir()) if named_edit(one.name)]
+
+
+def test_what_is_dropped_is_skipped_by_every_reader(walk: Path, tmp_path: Path) -> None:
+    every, gone = ids(walk), set(GONE)
+    assert drop(walk, GONE) == 4
+    left, numbers = every - gone, {number_of(one) for one in every - gone}
+    assert ids(walk) == by_the_format(walk) == left, "also readers that know nothing of edits"
+    assert streamed(walk) == streamed(rollout_data.open(walk)) == numbers
+    assert streamed([walk], random_shuffle_traj_order=True, seed=3) == numbers
+    windows = WindowDataset(walk, 2)
+    assert windowed(windows) == windowed(WindowDataset(rollout_data.open(walk), 2)) == numbers
+    mixed = WindowLoader(WindowMixture([windows, WindowDataset(walk, 2)]), 16)
+    assert {int(one) for batch in mixed for one in batch["observation"][:, 0, 0]} <= numbers
+    found: set[int] = set()
+    for batch in loader(RolloutDataset(walk, 2, device="cpu", num_transitions_per_env=3), num_workers=2):
+        found |= {int(one) for one in batch.observation[..., 0][batch.valid.squeeze(-1)]}
+    assert found == numbers
+    assert describe(str(walk))["num_dropped_later"] == 4 and describe(str(walk))["total_trajectories"] == len(left)
+    assert check_folder(walk).num_trajectories == len(left)
+    convert(walk, tmp_path / "copy", progress=False)
+    assert len(ids(tmp_path / "copy")) == len(left)
+    push(walk, "memory://walk_without")
+    assert ids("memory://walk_without") == left and streamed("memory://walk_without") == numbers
+
+
+def test_verify_still_checks_what_is_dropped(walk: Path) -> None:
+    drop(walk, list(ids(walk)))
+    path = next(walk.glob("rollout_a_0*.h5"))
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    assert list(check_folder(walk).problems) == [path.name]
+
+
+def test_pack_drops_for_good_and_keeps_what_was_tagged(walk: Path, tmp_path: Path) -> None:
+    drop(walk, GONE)
+    tag(walk, "a:0", task="push", success=True)
+    before = content(walk)
+    pack_dataset(walk, tmp_path / "packed")
+    pack_dataset(walk)
+    for path in (walk, tmp_path / "packed"):
+        after = content(path)
+        assert [one[:2] for one in after.values()] == [one[:2] for one in before.values()]
+        assert [one[2].get("task") for one in after.values()] == [one[2].get("task") for one in before.values()]
+        assert not edit_files(path) and edits_of(path) == {"dropped": [], "said": {}} and undrop(path) == 0
+
+
+def test_prune_counts_what_is_left_and_never_revives(walk: Path) -> None:
+    order = rollout_data.open(walk).ids
+    drop(walk, order[-4:])
+    prune(walk, trajectories=3)
+    assert order[-7:-4] == rollout_data.open(walk).ids[-3:] and not ids(walk) & set(order[-4:])
+    assert edit_files(walk)
+
+
+@settings(max_examples=8, deadline=None)
+@given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.sets(st.integers(0, 9))), max_size=6))
+def test_edits_are_those_of_a_set_and_undoing_is_the_identity(tmp_path_factory, steps) -> None:
+    walk = folder_of(tmp_path_factory.mktemp("law") / "walk", ("a",))
+    before, every = content(walk), ids(walk)
+    gone: set[str] = set()
+    said: dict[str, int] = {}
+    for place, (step, numbers) in enumerate(steps):
+        chosen = {f"a:{number}" for number in numbers}
+        if step == "drop":
+            drop(walk, chosen)
+            gone |= chosen
+        elif step == "undrop":
+            undrop(walk, chosen)
+            gone -= chosen
+        elif step == "keep" and not chosen & gone:
+            keep(walk, chosen)
+            gone |= every - chosen
+        elif step == "tag":
+            assert tag(walk, chosen, place=place) == len(chosen)
+            said |= dict.fromkeys(chosen, place)
+        elif step == "untag":
+            untag(walk, chosen)
+            said = {one: value for one, value in said.items() if one not in chosen}
+        assert ids(walk) == by_the_format(walk) == every - gone
+        found = {one: told[2].get("place") for one, told in content(walk).items()}
+        assert found == {one: said.get(one) for one in every - gone}
+    undrop(walk)
+    untag(walk)
+    assert content(walk) == before and edits_of(walk) == {"dropped": [], "said": {}}
+
+
+def test_a_tag_goes_over_what_was_recorded_and_untag_takes_it_back(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        for t in range(4):
+            said = {"task": "pick", "success": False, "grip": 1} if t % 2 else None
+            writer.add(observation=np.zeros((1, 2)), action=np.zeros((1, 1)), done=[t % 2 == 1], episode=[said])
+    recording = rollout_data.open(tmp_path)
+    assert tag(tmp_path, 0, success=True, reviewer="ada") == 1
+    first, second = rollout_data.open(tmp_path)
+    assert (first.success, first.task, first.metadata["grip"], first.metadata["reviewer"]) == (True, "pick", 1, "ada")
+    assert second.success is False and recording.table["success"].tolist() == [0, 0]
+    assert rollout_data.open(tmp_path).table["success"].tolist() == [1, 0]
+    assert tag(tmp_path, recording.ids, task="place") == 2
+    assert [one.task for one in rollout_data.open(tmp_path)] == ["place", "place"]
+    assert untag(tmp_path) == 2
+    assert [(one.success, one.task) for one in rollout_data.open(tmp_path)] == [(False, "pick")] * 2
+
+
+def test_edits_come_through_a_push_and_so_does_undoing(walk: Path) -> None:
+    url, every = "memory://edited", ids(walk)
+    push(walk, url)
+    drop(walk, GONE)
+    tag(walk, "a:0", task="push")
+    push(walk, url)
+    assert ids(url) == every - set(GONE) and content(url) == content(walk)
+    undrop(walk, "a:1")
+    push(walk, url)
+    assert ids(url) == every - set(GONE) | {"a:1"}
+    undrop(walk)
+    untag(walk)
+    push(walk, url)
+    assert content(url) == content(walk) and ids(url) == every
+    fsspec.filesystem("memory").rm("/edited", recursive=True)
+
+
+def test_many_editors_at_once_lose_no_edit(walk: Path) -> None:
+    every = sorted(ids(walk))
+    threads = [threading.Thread(target=drop, args=(walk, [one])) for one in every[:8]]
+    threads += [threading.Thread(target=tag, args=(walk, [one]), kwargs={"place": one}) for one in every[8:]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ids(walk) == set(every[8:])
+    assert all(told[2]["place"] == one for one, told in content(walk).items())
+    assert not [one for one in os.listdir(walk) if one.startswith((".tmp", ".rollout"))]
+
+
+def test_a_living_writer_goes_on_and_what_was_dropped_of_it_stays_away(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path, 2, durable=False, writer_name="live") as writer:
+
+        def add(count: int, done: bool = False) -> None:
+            for t in range(count):
+                ends = [done and t == count - 1] * 2
+                writer.add(observation=np.full((2, 1), t), action=np.zeros((2, 1)), done=ends)
+            writer.flush()
+
+        add(3)
+        growing = rollout_data.open(tmp_path).ids
+        dataset = RolloutDataset(tmp_path, 1, device="cpu", dataset_loops=0)
+        dataset.get_batch(1)
+        drop(tmp_path, growing[0])
+        add(2, done=True)
+        assert ids(tmp_path) == {growing[1]}
+        add(4, done=True)
+        assert len(ids(tmp_path)) == 3 and growing[0] not in ids(tmp_path)
+        for _ in range(30):
+            dataset.get_batch(1)
+    with RolloutWriter(tmp_path, 2, durable=False, writer_name="live") as writer:
+        writer.add(observation=np.full((2, 1), 0), action=np.zeros((2, 1)), done=[True, True])
+    assert len(ids(tmp_path)) == 5 and growing[0] not in ids(tmp_path)
+    assert all(named_edit(one.name) or int(one.stem[-6:]) < 10 for one in tmp_path.glob("*.h5"))
+
+
+def test_a_stream_that_is_resumed_skips_what_was_dropped_before_and_since(walk: Path) -> None:
+    order = rollout_data.open(walk).ids
+    drop(walk, order[3])
+    dataset = RolloutDataset(walk, 1, device="cpu", num_transitions_per_env=1)
+    dataset.get_batch(LENGTHS[0])
+    state = dataset.state_dict()
+    drop(walk, order[5])
+    resumed = RolloutDataset(walk, 1, device="cpu", num_transitions_per_env=1)
+    resumed.load_state_dict(state)
+    found = {int(one) for batch in resumed for one in batch.observation[..., 0][batch.valid.squeeze(-1)]}
+    assert found and not found & {number_of(order[3]), number_of(order[5])}
+
+
+def test_an_edit_that_lacks_a_part_does_not_hold_and_a_newer_one_replaces_it(walk: Path) -> None:
+    every = ids(walk)
+    drop(walk, "a:1")
+    old = {one.name: one.read_bytes() for one in edit_files(walk)}
+    drop(walk, ["a:2", "b:2"])
+    assert len(edit_files(walk)) == 2 and ids(walk) == every - {"a:1", "a:2", "b:2"}
+    for name, data in old.items():  # as if it had died before it removed them
+        (walk / name).write_bytes(data)
+    assert ids(walk) == every - {"a:1", "a:2", "b:2"}
+    next(one for one in edit_files(walk) if named_edit(one.name)[0] == "b").unlink()
+    assert ids(walk) == every - {"a:1"}, "the earlier one holds"
+    assert drop(walk, "b:5") == 1 and ids(walk) == every - {"a:1", "b:5"}
+    assert {named_edit(one.name)[1] for one in edit_files(walk)} == {edit_sequence(3, 2)}
+
+
+def test_a_damaged_edit_is_told_and_repaired_without_losing_those_of_others(walk: Path) -> None:
+    drop(walk, ["a:1", "b:2"])
+    path = edit_files(walk)[0]
+    path.write_bytes(path.read_bytes()[:100])
+    assert path.name in check_folder(walk).problems
+    with pytest.raises(DataFileError, match="verify --repair"):
+        drop(walk, "a:3")
+    assert "b:2" not in ids(walk)
+    repair_folder(walk)
+    assert not check_folder(walk).problems and "b:2" not in ids(walk) and drop(walk, "a:3") == 1
+
+
+def test_editing_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path, capsys) -> None:
+    demos = write_demos(tmp_path / "demos.hdf5", [3, 4])
+    with pytest.raises(UsageError, match=r"expected a folder of block files, got another format\. Convert it first"):
+        drop(demos, "demo_0")
+    with pytest.raises(UsageError, match=r"expected names such as 'a:0', .*, got 'a:77'"):
+        drop(walk, "a:77")
+    with pytest.raises(UsageError, match="expected a place in 0:20, got 20"):
+        tag(walk, 20, task="x")
+    with pytest.raises(UsageError, match="expected 'success' as a bool or None, got 'yes'"):
+        tag(walk, 0, success="yes")
+    with pytest.raises(UsageError, match="names and values, none of them 'ends'"):
+        tag(walk, 0, ends="unknown")
+    push(walk, "memory://no_edit")
+    with pytest.raises(UsageError, match=r"expected one folder of this machine.*Edit it, then push it"):
+        drop("memory://no_edit", "a:1")
+    assert not edit_files(walk)
+    assert main(["drop", str(walk)]) == 2 and "expected ids or --select, got neither" in capsys.readouterr().err
+
+
+def test_the_commands_edit_and_undo(walk: Path, capsys) -> None:
+    every = ids(walk)
+    assert main(["drop", str(walk), "a:1", "--json"]) == 0 and '"num_trajectories": 1' in capsys.readouterr().out
+    assert main(["keep", str(walk), "--select", "length>5"]) == 0
+    assert ids(walk) == {one for one in every if LENGTHS[int(one[2:])] > 5} - {"a:1"}
+    assert main(["keep", str(walk), "--undo"]) == 0 and ids(walk) == every
+    assert main(["tag", str(walk), "a:2", "--set", "success=true", "--set", "task=walk far"]) == 0
+    assert [one.task for one in rollout_data.open(walk).filter(success=True)] == ["walk far"]
+    assert main(["tag", str(walk), "a:2", "--undo"]) == 0
+    assert not len(rollout_data.open(walk).filter(success=True))
+    capsys.readouterr()
+    main(["drop", str(walk), "a:1", "a:2"])
+    main(["info", str(walk)])
+    assert "2 dropped (2 by edits)" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""Merging and splitting: disjoint and complete, whole again, hard links where that is possible, no source touched."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rollout_data
+from rollout_data import convert, drop, edits_of, merge, split, tag
+from rollout_data.tools.command import main
+from rollout_data.tools.rewrite import check_folder
+from storage.errors import DataFileError, SchemaError, UsageError
+from tests.editing.folders import content, files, folder_of, ids
+from tests.files.recorded import record
+from tests.recordings.sets import state, write_demos
+
+
+@pytest.fixture
+def walk(tmp_path: Path) -> Path:
+    walk = folder_of(tmp_path / "walk")
+    drop(walk, ["a:1", "b:7"])
+    tag(walk, ["a:0", "b:2"], task="push")
+    return walk
+
+
+def test_parts_are_disjoint_and_complete_and_their_merge_is_the_whole(walk: Path, tmp_path: Path) -> None:
+    before, source = files(walk), content(walk)
+    parts = split(walk, {"train": 0.6, "val": 0.3, "test": 0.1}, tmp_path / "parts", seed=5)
+    found = [ids(tmp_path / "parts" / name) for name in parts]
+    assert [len(one) for one in found] == [one.num_trajectories for one in parts.values()] == [11, 5, 2]
+    assert set.union(*found) == set(source) and sum(map(len, found)) == len(source)
+    expected = rollout_data.open(walk).split({"train": 0.6, "val": 0.3, "test": 0.1}, seed=5)
+    assert [set(part.ids) for part in expected.values()] == found, "as Recording.split chooses"
+    for name in parts:
+        part = content(tmp_path / "parts" / name)
+        assert part == {one: source[one] for one in part}
+        assert not check_folder(tmp_path / "parts" / name).num_broken
+    whole = merge([one.path for one in parts.values()], tmp_path / "whole")
+    assert content(tmp_path / "whole") == source and whole.num_copied == 0 and not whole.renamed
+    assert files(walk) == before, "no source is touched"
+
+
+def test_blocks_are_hard_links_and_copies_where_there_can_be_none(walk: Path, tmp_path: Path, monkeypatch) -> None:
+    done = merge(walk, tmp_path / "linked")
+    assert done.num_linked == len(list((tmp_path / "linked").glob("rollout_?_0*.h5"))) and not done.num_copied
+    for path in (tmp_path / "linked").glob("rollout_?_0*.h5"):
+        assert path.samefile(walk / path.name)
+
+    def no_link(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", no_link)  # there is one file system here
+    done = merge([walk], tmp_path / "copied")
+    assert done.num_copied and not done.num_linked and content(tmp_path / "copied") == content(walk)
+    assert not any(path.samefile(walk / path.name) for path in (tmp_path / "copied").glob("rollout_?_0*.h5"))
+
+
+def test_names_that_two_recordings_share_do_not_collide(walk: Path, tmp_path: Path) -> None:
+    record(tmp_path / "other", [4, 4], writer_name="a", first_number=700)
+    tag(tmp_path / "other", 0, task="pull")
+    done = merge([walk, tmp_path / "other"], tmp_path / "both")
+    assert done.renamed == {(1, "a"): "a-2"} and done.num_trajectories == 20
+    found = content(tmp_path / "both")
+    assert {one: told for one, told in found.items() if not one.startswith("a-2")} == content(walk)
+    assert found["a-2:0"][2]["task"] == "pull" and found["a-2:1"][0]["observation"][0][0] == 701
+    assert edits_of(tmp_path / "both")["dropped"] == ["a:1", "b:7"] and not check_folder(tmp_path / "both").problems
+    again = merge([tmp_path / "both", walk], tmp_path / "again")
+    assert content(tmp_path / "again") == found and again.num_copied == 0, "what both have is there once"
+
+
+def test_other_formats_become_folders_of_our_own(walk: Path, tmp_path: Path) -> None:
+    demos = write_demos(tmp_path / "demos.hdf5", [3, 4, 5, 6], masks={"train": [0, 2], "valid": [1]})
+    more = write_demos(tmp_path / "more.hdf5", [7, 8])
+    parts = split(demos, None, tmp_path / "parts")
+    assert [one.num_trajectories for one in parts.values()] == [2, 1] and set(parts) == {"train", "valid"}
+    assert merge([demos, more], tmp_path / "both").num_trajectories == 6
+    lengths = sorted(len(episode) for episode in rollout_data.open(tmp_path / "both"))
+    assert lengths == [3, 4, 5, 6, 7, 8]
+    first = rollout_data.open(tmp_path / "parts" / "valid")[0]
+    assert np.array_equal(first["observation/low"], state(1, 4)) and first.terminated is None
+    assert {one.terminated for one in rollout_data.open(tmp_path / "both")} == {None}, "unknown ends stay unknown"
+    chosen = rollout_data.open(walk).filter(task="push")
+    assert merge([chosen], tmp_path / "chosen").num_trajectories == 2
+    with pytest.raises(SchemaError, match="Merge what has equal fields"):
+        merge([walk, demos], tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_split_of_what_a_writer_has_not_ended_or_has_dropped_shows_nothing_more(tmp_path: Path) -> None:
+    record(tmp_path / "walk", [9, 5, 3], ends=["open", "terminated", "terminated"], num_envs=3, flush_every=2)
+    convert(tmp_path / "walk", tmp_path / "copy", progress=False)
+    for name in ("walk", "copy"):
+        parts = split(tmp_path / name, {"x": 0.34, "y": 0.66}, tmp_path / f"{name}_parts")
+        merge([one.path for one in parts.values()], tmp_path / f"{name}_whole")
+        assert content(tmp_path / f"{name}_whole") == content(tmp_path / name)
+
+
+def test_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"shares >= 0 that add up to 1"):
+        split(walk, {"a": 0.9}, tmp_path / "x")
+    with pytest.raises(UsageError, match=r"parts named as folders can be, got '\.\./y'"):
+        split(walk, {"../y": 1.0}, tmp_path / "x")
+    with pytest.raises(UsageError, match="at least one recording, got none"):
+        merge([], tmp_path / "x")
+    with pytest.raises(DataFileError, match="a new folder or an earlier save, got a folder with"):
+        merge([walk], walk)
+    path = next(walk.glob("rollout_a_0*.h5"))
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DataFileError, match=r"Run 'rollout-data repair .* --to NEW' first"):
+        merge([walk], tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_commands_merge_and_split(walk: Path, tmp_path: Path, capsys) -> None:
+    assert main(["split", str(walk), "train=0.9", "val=0.1", "--to", str(tmp_path / "parts")]) == 0
+    assert "val: 2 trajectories" in capsys.readouterr().out
+    parts = [str(tmp_path / "parts" / name) for name in ("train", "val")]
+    assert main(["merge", *parts, "--to", str(tmp_path / "whole"), "--json"]) == 0
+    assert '"num_trajectories": 18' in capsys.readouterr().out and content(tmp_path / "whole") == content(walk)

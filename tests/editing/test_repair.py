@@ -1,0 +1,228 @@
+"""Repair: sound data stay bit-equal, sources stay as they are, twice gives the same bytes, and doctor is silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import rollout_data
+from rollout_data import RolloutWriter, doctor, drop, edits_of, repair, tag
+from rollout_data.editing.repairing import REPORT_NAME
+from rollout_data.format.header import read_header
+from rollout_data.tools.command import main
+from rollout_data.tools.rewrite import check_folder
+from storage.errors import DataFileError
+from tests.editing.folders import content, files, folder_of, ids
+
+pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+CONTEXT = {"env": "Walk", "policy": "none", "version_of": "1", "frame_rate_hz": 10.0}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A folder of two writers, with a dropped and a tagged trajectory."""
+    walk = folder_of(tmp_path_factory.mktemp("sound") / "walk", metadata=CONTEXT)
+    drop(walk, "b:9")
+    tag(walk, "a:2", task="push")
+    return walk
+
+
+def walking(path: Path, num: int = 12, change=lambda number, rows: rows, **about) -> Path:
+    """Record episodes of a random walk; `change` gives other rows of an episode."""
+    rng = np.random.default_rng(0)
+    with RolloutWriter(path, 1, durable=False, writer_name="arm", metadata=CONTEXT) as writer:
+        for number in range(num):
+            length = 40
+            quaternion = np.cumsum(rng.normal(size=(length, 4)) * 0.02, 0) + [1, 0.1, 0.2, 0.1]
+            rows = {
+                "observation": {
+                    "pose": np.cumsum(rng.normal(size=(length, 3)), 0).astype(np.float32),
+                    "quat": (quaternion / np.linalg.norm(quaternion, axis=1, keepdims=True)).astype(np.float32),
+                },
+                "action": rng.normal(size=(length, 2)).astype(np.float32),
+                "reward": rng.random(length).astype(np.float32),
+            }
+            rows = change(number, rows)
+            for t in range(len(rows["reward"])):
+                done = t == len(rows["reward"]) - 1
+                observation = {name: one[t][None] for name, one in rows["observation"].items()}
+                final = {name: one[-1:] + 0 for name, one in rows["observation"].items()}
+                writer.add(
+                    observation=observation, action=rows["action"][t][None], reward=rows["reward"][t][None],
+                    terminated=[done], final_observation=final, **about,
+                )  # fmt: skip
+    return path
+
+
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_any_flipped_byte_costs_what_it_hit_alone(sound: Path, tmp_path_factory, data) -> None:
+    folder = tmp_path_factory.mktemp("damage")
+    shutil.copytree(sound, folder / "walk")
+    path = data.draw(st.sampled_from(sorted((folder / "walk").glob("*.h5"))))
+    raw = bytearray(path.read_bytes())
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(raw)
+    before, whole = files(folder / "walk"), content(sound)
+    told = check_folder(folder / "walk").problems
+    done = repair(folder / "walk", folder / "new")
+    assert not done.problems and not done.remaining
+    assert not check_folder(folder / "new").problems
+    assert not [one for one in doctor(folder / "new").at_least("warning") if one.code[:3] in ("FIL", "STR")]
+    assert files(folder / "walk") == before, "the source is not touched, nor are its times"
+    left = content(folder / "new")
+    header = read_header(sound / path.name)
+    hit = {f"{header.writer}:{number}" for number in header.fragments["trajectory"]}
+    is_edit = "_1000000" in path.name
+    if not is_edit:
+        assert left == {one: told for one, told in whole.items() if one in left}, "what is left is bit-equal"
+        assert whole.keys() - left.keys() <= hit and (told or left == whole)
+    repair(folder / "walk", folder / "again", progress=False)
+    assert {name: one for name, (one, _) in files(folder / "new").items()} == {
+        name: one for name, (one, _) in files(folder / "again").items()
+    }
+
+
+def test_sound_blocks_are_hard_links_and_the_report_tells_all(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "walk")
+    path = sorted((tmp_path / "walk").glob("rollout_a_0*.h5"))[2]
+    header = read_header(path)
+    number = int(header.fragments["trajectory"][0])
+    raw = bytearray(path.read_bytes())
+    raw[header.locations["data"][next(iter(header.locations["data"]))][0] + 1] ^= 1
+    path.write_bytes(raw)
+    done = repair(tmp_path / "walk", tmp_path / "new")
+    blocks = (tmp_path / "new").glob("rollout_?_0*.h5")
+    linked = [one.name for one in blocks if one.samefile(tmp_path / "walk" / one.name)]
+    assert len(linked) == len(list((tmp_path / "walk").glob("rollout_?_0*.h5"))) - 1 and path.name not in linked
+    assert (
+        ids(tmp_path / "new") == ids(sound) - {f"a:{number}"} and f"a:{number}" in edits_of(tmp_path / "new")["dropped"]
+    )
+    assert rollout_data.open(tmp_path / "new").select("a:2")[0].task == "push" and "b:9" not in ids(tmp_path / "new")
+    report = json.loads((tmp_path / "new" / REPORT_NAME).read_text())
+    (action,) = [one for one in report["actions"] if one["kind"] == "K"]
+    assert action["code"] == "FIL01" and action["trajectories"] == [f"a:{number}"] and report["source"]["checksum"]
+    assert "FIL01" in [one.finding.code for one in done.actions]
+
+
+def test_nothing_that_repair_or_others_do_to_a_new_folder_reaches_the_source(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "walk")
+    before = files(tmp_path / "walk")
+    repair(tmp_path / "walk", tmp_path / "new")
+    drop(tmp_path / "new", "a:3")
+    rollout_data.prune(tmp_path / "new", trajectories=4)
+    main(["verify", str(tmp_path / "new"), "--repair"])
+    main(["pack", str(tmp_path / "new"), "--in-place"])
+    shutil.rmtree(tmp_path / "new")
+    assert files(tmp_path / "walk") == before
+
+
+def _nan(number: int, rows: dict) -> dict:
+    if number == 3:
+        rows["observation"]["pose"][7, 1] = np.nan
+    return rows
+
+
+def _long(number: int, rows: dict) -> dict:
+    if number in (2, 5):
+        rows["observation"]["quat"] = rows["observation"]["quat"] * 1.3
+    return rows
+
+
+def _flipped(number: int, rows: dict) -> dict:
+    if number in (2, 5):
+        rows["observation"]["quat"][11:23] *= -1
+    return rows
+
+
+def _scaled(number: int, rows: dict) -> dict:
+    if number in (2, 5):
+        rows["observation"]["pose"] = rows["observation"]["pose"] * np.float32(1000)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("code", "change", "yes", "check"),
+    [
+        ("VAL01", _nan, (), lambda old, new: new.keys() == old.keys() - {"arm:3"}),
+        ("VAL11", _long, (), lambda old, new: len(new) == len(old)),
+        ("VAL12", _flipped, (), lambda old, new: len(new) == len(old)),
+        ("VAL10", _scaled, ("VAL10",), lambda old, new: len(new) == len(old)),
+    ],
+)
+def test_what_is_mended_is_found_no_more_and_the_rest_is_bit_equal(tmp_path: Path, code, change, yes, check) -> None:
+    walking(tmp_path / "sound")
+    walking(tmp_path / "walk", change=change)
+    before, old = files(tmp_path / "walk"), content(tmp_path / "walk")
+    finding = next(one for one in doctor(tmp_path / "walk").findings if one.code == code)
+    assert finding.trajectories and finding.code not in [one.code for one in doctor(tmp_path / "sound").findings]
+    plan = repair(tmp_path / "walk", tmp_path / "new", only=[code], dry_run=True)
+    assert not (tmp_path / "new").exists() and all(one.kind == "-" for one in plan.actions) == bool(yes)
+    done = repair(tmp_path / "walk", tmp_path / "new", only=[code], yes=yes)
+    assert not done.remaining and not done.problems and code not in [one.code for one in doctor(done.path).findings]
+    new = content(tmp_path / "new")
+    assert check(old, new)
+    touched = {rollout_data.open(tmp_path / "walk").ids[place] for place in finding.trajectories}
+    assert {one: told for one, told in new.items() if not one.startswith("mended")} == {
+        one: told for one, told in old.items() if one not in touched
+    }
+    again = repair(tmp_path / "walk", tmp_path / "again", only=[code], yes=yes)
+    assert {k: v for k, (v, _) in files(done.path).items()} == {k: v for k, (v, _) in files(again.path).items()}
+    assert files(tmp_path / "walk") == before
+    if code == "VAL10":
+        right = [one["observation/pose"].sum() for one in rollout_data.open(tmp_path / "sound")]
+        assert np.allclose([one["observation/pose"].sum() for one in rollout_data.open(done.path)], right, rtol=1e-4)
+
+
+def test_other_formats_become_folders_of_our_own_and_twice_the_same_bytes(tmp_path: Path) -> None:
+    walking(tmp_path / "walk", change=_nan)
+    rollout_data.convert(tmp_path / "walk", tmp_path / "set.hdf5", "robomimic", progress=False)
+    before = (tmp_path / "set.hdf5").read_bytes(), os.stat(tmp_path / "set.hdf5").st_mtime_ns
+    done = repair(tmp_path / "set.hdf5", tmp_path / "new", only=["VAL"])
+    again = repair(tmp_path / "set.hdf5", tmp_path / "again", only=["VAL"])
+    assert done.num_trajectories == 11 and not done.remaining and not done.problems
+    assert {k: v for k, (v, _) in files(done.path).items()} == {k: v for k, (v, _) in files(again.path).items()}
+    assert (tmp_path / "set.hdf5").read_bytes(), os.stat(tmp_path / "set.hdf5").st_mtime_ns == before
+    old = {one.id: one for one in rollout_data.open(tmp_path / "set.hdf5")}
+    for one in rollout_data.open(done.path):
+        source = old[one.metadata["id"]]
+        assert all(np.array_equal(one.read(name), source.read(name)) for name in ("action", "observation/pose"))
+
+
+def test_the_command_plans_mends_and_says_what_is_left(tmp_path: Path, capsys) -> None:
+    walking(tmp_path / "walk", change=_scaled)
+    call = ["repair", str(tmp_path / "walk"), "--to", str(tmp_path / "new"), "--only", "VAL10"]
+    assert main([*call, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "--yes VAL10 confirms it" in out and "nothing was written" in out and not (tmp_path / "new").exists()
+    assert main([*call, "--yes", "VAL10", "--json"]) == 0
+    (action,) = json.loads(capsys.readouterr().out)["actions"]
+    assert action["kind"] == "N" and action["trajectories"] == ["arm:2", "arm:5"]
+    walking(tmp_path / "bad", num=1, change=lambda number, rows: _nan(3, rows))
+    with warnings.catch_warnings(), pytest.raises(DataFileError, match="expected a trajectory to keep"):
+        repair(tmp_path / "bad", tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_secrets_in_metadata_are_masked_on_request(tmp_path: Path) -> None:
+    walking(tmp_path / "walk")
+    about = json.loads((tmp_path / "walk/metadata.json").read_text())
+    token, mail, home = "hf_" + "a1" * 12, "jo.doe@lab.example", "/".join(["", "home", "jo", "data"])
+    about |= {"note": f"ask {mail}", "runs": [{"api_key": "0123456789ab"}, token], "folder": home}
+    (tmp_path / "walk/metadata.json").write_text(json.dumps(about))
+    before = files(tmp_path / "walk")
+    done = repair(tmp_path / "walk", tmp_path / "new", only=["PRV02"])
+    assert files(tmp_path / "walk") == before
+    found = json.loads((done.path / "metadata.json").read_text())
+    assert (found["note"], found["runs"], found["folder"]) == ("ask ***", [{"api_key": "***"}, "***"], "***/data")
+    texts = json.dumps(doctor(done.path, only=["PRV"]).as_dict()) + (done.path / "repair.json").read_text()
+    assert "PRV02" not in {one.code for one in doctor(done.path).findings}
+    assert not any(secret in texts for secret in (token, mail, home, "0123456789ab"))

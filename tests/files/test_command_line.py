@@ -1,0 +1,249 @@
+"""What all commands promise: rows of one table, help, JSON, one line for each error, and its exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pkgutil
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rollout_data
+from rollout_data import RolloutWriter
+from rollout_data.foreign.formats import EXPORTS, WRITERS
+from rollout_data.tools import answers
+from rollout_data.tools.command import COMMANDS, main
+from rollout_data.tools.selecting import selected
+from storage.errors import RolloutDataWarning
+
+LENGTHS = (3, 5, 8)
+
+
+@pytest.fixture
+def walk(tmp_path: Path) -> Path:
+    """Three episodes; the last has success, the second a task."""
+    with RolloutWriter(tmp_path / "walk", 1, durable=False) as writer:
+        for number, length in enumerate(LENGTHS):
+            for t in range(length):
+                about = {"task": "pick" if number == 1 else "", "success": number == 2} if t == length - 1 else None
+                writer.add(
+                    observation=np.full((1, 2), 10.0 * number + t),
+                    action=np.zeros((1, 1)),
+                    reward=np.ones((1, 1)),
+                    done=[t == length - 1],
+                    episode=[about],
+                )
+    return tmp_path / "walk"
+
+
+Says = Callable[[Sequence[str]], tuple[int, str, str]]
+
+
+@pytest.fixture
+def says(capsys: pytest.CaptureFixture[str]) -> Says:
+    def call(arguments: Sequence[str]) -> tuple[int, str, str]:
+        code = main(list(map(str, arguments)))
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return call
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_the_example_and_the_function_and_the_example_is_a_right_call(name: str, says: Says) -> None:
+    row = COMMANDS[name]
+    code, out, err = says([name, "--help"])
+    assert (code, err) == (0, "") and row.summary in " ".join(out.split())
+    assert f"rollout-data {row.example}" in out and row.function in out and "--json" in out
+    assert shlex.split(row.example)[0] == name
+    assert pkgutil.resolve_name(row.function).__doc__
+    module, _, function = row.run.partition(":")
+    assert callable(pkgutil.resolve_name(f"rollout_data.{module}:{function}"))
+
+
+def test_the_overview_has_every_command_with_its_summary(says: Says) -> None:
+    code, out, _ = says(["--help"])
+    said = " ".join(out.split())
+    assert code == 0 and all(f"{name} {row.summary}" in said for name, row in COMMANDS.items())
+    assert all(f" {name}" in says(["convert", "-h"])[1] for name in (*WRITERS, *EXPORTS))
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("convrt x y", "invalid choice: 'convrt'; did you mean 'convert'?"),
+        ("p x", "invalid choice: 'p'; expected one of"),
+        ("", "the following arguments are required: COMMAND"),
+        ("--nonsense", "unrecognized arguments: --nonsense"),
+        ("info x --jsn", "unrecognized arguments: --jsn; did you mean '--json'?"),
+        ("convert x y --slect=a", "unrecognized arguments: --slect=a; did you mean '--select'?"),
+        ("prune x --frames many", "argument --frames: invalid int value: 'many'"),
+        ("info", "the following arguments are required: data_dir"),
+        ("info nowhere", "nowhere': expected a folder, got nothing there"),
+        ("pack x", "expected either OUT_DIR or --in-place, got neither"),
+        ("convert WALK y --to lerbot", "expected 'lerobot', "),
+        ("convert WALK y --option nonsense=1", "expected 'obs_disassemble_mapping', got 'nonsense'"),
+        ("convert WALK WALK", "expected another place"),
+        ("ls WALK --select nobody", "'nobody'"),
+        ("ls WALK --select size>3", "expected a column "),
+        ("ls WALK --select length>long", "expected a number, got 'long'"),
+        ("ls WALK --select success=perhaps", "expected true, false or unknown, got 'perhaps'"),
+        ("ls WALK --select time>soon", "expected a time such as "),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_code_2(
+    walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch, call: str, told: str
+) -> None:
+    monkeypatch.chdir(walk.parent)
+    code, out, err = says(call.replace("WALK", walk.name).split())
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and told in err and err.startswith("rollout-data")
+
+
+def test_the_beginning_of_a_name_is_enough_where_only_one_begins_so(walk: Path, says: Says) -> None:
+    assert says(["inf", walk]) == says(["info", walk])
+    assert says(["ver", walk, "--js"]) == says(["verify", walk, "--json"])
+
+
+@pytest.mark.parametrize(
+    ("which", "numbers"),
+    [
+        ([], [0, 1, 2]),
+        (["length>3"], [1, 2]),
+        (["length >= 5", "length!=8"], [1]),
+        (["length<5"], [0]),
+        (["length<=5"], [0, 1]),
+        (["return==8"], [2]),
+        (["success=True"], [2]),
+        (["success=false"], [0, 1]),
+        (["success!=unknown"], [0, 1, 2]),
+        (["task=pick"], [1]),
+        (["ends=terminated", "env=0"], [0, 1, 2]),
+        (["time>2020-01-01T00:00"], [0, 1, 2]),
+        (["time<2020-01-01"], []),
+        (["ID0", "ID2"], [0, 2]),
+        (["ID0", "ID2", "length>3"], [2]),
+    ],
+)
+def test_select_takes_ids_and_conditions(walk: Path, says: Says, which: list[str], numbers: list[int]) -> None:
+    recording = rollout_data.open(walk)
+    given = [recording.ids[int(one[2:])] if one.startswith("ID") else one for one in which]
+    assert selected(recording, given).ids == [recording.ids[number] for number in numbers]
+    code, out, _ = says(["ls", walk, "--json", *(part for one in given for part in ("--select", one))])
+    assert code == 0 and [row["length"] for row in json.loads(out)] == [LENGTHS[number] for number in numbers]
+
+
+def test_convert_takes_the_selected_episodes_and_goes_on_with_the_same(walk: Path, says: Says) -> None:
+    call = ["convert", walk, walk.parent / "long", "--select", "length>3", "--json"]
+    code, out, err = says(call)
+    assert (code, err) == (0, "") and json.loads(out)["num_episodes"] == 2
+    assert rollout_data.open(walk.parent / "long").table["length"].tolist() == [5, 8]
+    assert json.loads(says(call)[1])["num_present"] == 2
+
+
+@pytest.mark.parametrize("call", ["info", "ls", "convert - OUT", "verify", "pack - OUT", "prune - --frames 3"])
+def test_json_is_all_that_is_printed(walk: Path, says: Says, call: str) -> None:
+    name, *rest = call.replace("OUT", str(walk.parent / "out")).split()
+    code, out, err = says([name, walk, *rest[1:], "--json"])
+    assert (code, err) == (0, "") and json.loads(out) is not None
+
+
+#: What commands need besides the data; of others nothing, which is a wrong call.
+REST = {"convert": ["OUT"], "pack": ["OUT"], "prune": ["--frames", "3"], "push": ["memory://nowhere"]}
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("kind", ["unknown", "empty", "file", "pipe", "forbidden", "long"])
+def test_what_is_no_data_is_one_line_and_nothing_is_made(tmp_path: Path, says: Says, name: str, kind: str) -> None:
+    path = tmp_path / ("x" * 300 if kind == "long" else "data")
+    if kind in ("empty", "forbidden"):
+        path.mkdir(0 if kind == "forbidden" else 0o700)
+    elif kind == "file":
+        path.write_bytes(b"no data at all")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    if kind == "forbidden" and os.access(path, os.R_OK):
+        pytest.skip("nothing is forbidden to root")
+    before = sorted(tmp_path.iterdir())
+    code, out, err = says([name, path, *(one.replace("OUT", str(tmp_path / "out")) for one in REST.get(name, []))])
+    if (name, kind) == ("prune", "empty"):
+        assert (code, err) == (0, "")  # there is nothing to delete
+        return
+    if name == "doctor" and kind in ("empty", "file"):
+        assert code == 1 and "FIL03" in out and err == ""  # which is what it found
+        return
+    assert code in (1, 2) and out == "" and len(err.splitlines()) == 1 and err.startswith(f"rollout-data {name}: ")
+    assert sorted(tmp_path.iterdir()) == before and not (kind == "empty" and list(path.iterdir()))
+
+
+@pytest.mark.parametrize("columns", ["1", "20", "500"])
+def test_terminals_of_any_width_will_do(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for name in COMMANDS:
+        assert says([name, "--help"])[0] == 0
+    for name in ("info", "ls", "play", "verify"):
+        code, out, err = says([name, walk])
+        assert (code, err) == (0, "") and "\x1b" not in out
+    assert max(map(len, says(["play", walk])[1].splitlines())) <= max(2, int(columns))
+
+
+def test_a_reader_that_has_left_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "rollout_data", "--help"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert len(done.stderr.splitlines()) <= 1 and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("call", ["verify", "convert - OUT", "bench - --seconds 0.001"])
+def test_long_work_shows_its_progress_on_a_terminal_and_json_stays_alone(
+    walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    name, *rest = call.replace("OUT", str(walk.parent / "out")).split()
+    code, out, err = says([name, walk, *rest[1:], "--json"])
+    assert code == 0 and json.loads(out) and "/s" in err
+
+
+def test_warnings_are_one_line_each_on_stderr(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(options: object) -> answers.Answer:
+        warnings.warn("two\nlines", RolloutDataWarning)
+        return answers.Answer({}, [])
+
+    monkeypatch.setattr(answers, "info", warn)
+    assert says(["info", walk, "--json"]) == (0, "{}\n", "rollout-data info: warning: two\\nlines\n")
+
+
+def test_ctrl_c_is_one_line_and_130(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(answers, "info", stop)
+    assert says(["info", walk]) == (130, "", "rollout-data info: stopped\n")
+
+
+def test_an_error_of_ours_keeps_its_traceback(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "info", lambda options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["info", str(walk)])
+
+
+def test_help_is_quick_because_it_takes_no_torch_along() -> None:
+    script = "import sys; from rollout_data.tools.command import main; main(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.endswith("\nFalse\n")
+
+
+def test_what_the_terminal_cannot_encode_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written, "ascii", write_through=True))
+    assert main(["info", str(tmp_path / "größe")]) == 2
+    assert rb"gr\xf6\xdfe" in written.getvalue() and written.getvalue().count(b"\n") == 1

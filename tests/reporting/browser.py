@@ -1,0 +1,73 @@
+"""A browser for tests of the page: Debian's chromium, driven by playwright, without a network."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HOW = "see the browser with: apt-get install --no-install-recommends chromium fonts-dejavu-core; pip install playwright"
+
+
+@contextmanager
+def started() -> Iterator[Any]:
+    """Start the browser, or skip the tests with how to install what is missing."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason=f"playwright is missing; {HOW}")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip(f"chromium is missing; {HOW}")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page of the browser, with what it asked for and what went wrong on it."""
+
+    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+        viewport = {"width": 1280, "height": 900}
+        self.context = browser.new_context(offline=True, viewport=viewport, **options)
+        self.page = self.context.new_page()
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type != "log" else None)
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
+
+    def rows(self) -> list[list[str]]:
+        """Texts of the rows of the table that are in the page."""
+        script = "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
+        found: list[list[str]] = self.page.eval_on_selector_all("#rows tbody tr[data-number]", script)
+        return found
+
+    def numbers(self) -> list[int]:
+        """Numbers of the trajectories of these rows."""
+        return [int(row[0].replace(",", "")) for row in self.rows()]
+
+    def opened(self) -> str:
+        """Heading of the episode that is shown, once its curves are drawn."""
+        self.page.wait_for_selector("#view .plot .main-svg, #view p:not(.hint)")
+        return str(self.page.inner_text("#view h3"))
+
+    def curves(self) -> list[dict[str, Any]]:
+        """The curves of the episode that is shown, as plotly has them."""
+        self.opened()
+        script = "plot => plot.data.map(({name, x, y, yaxis}) => ({name, x: [...x], y: [...y], yaxis}))"
+        found: list[dict[str, Any]] = self.page.eval_on_selector("#view .plot", script)
+        return found
+
+    def colors(self, selector: str) -> int:
+        """Number of different colours of an element as it is drawn."""
+        import io
+
+        from PIL import Image
+
+        shot = Image.open(io.BytesIO(self.page.locator(selector).first.screenshot())).convert("RGB")
+        return len(shot.getcolors(1 << 24) or ())

@@ -1,0 +1,15 @@
+"""What a page holds, read without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+
+def embedded(page: Path, name: str) -> Any:
+    """Give one of the JSON texts of a page."""
+    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    return json.loads(found[1])

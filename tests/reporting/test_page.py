@@ -1,0 +1,290 @@
+"""The page in a browser: what it shows is what the data hold, it asks for nothing, and names stay names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollout_data
+from rollout_data import RolloutWriter, report
+from tests.reporting.browser import Visit, started
+from tests.reporting.reading import embedded
+
+NUM_EPISODES, NUM_STEPS, WIDTH = 60, 40, 3
+BROKEN, PICTURED = 7, "observation/camera"
+HOSTILE = '</script><img src=x onerror="document.title=1">'
+SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def state(episode: int, length: int) -> np.ndarray:
+    """float32 `[length, WIDTH]`; NaN in frames 10 to 14 of the broken episode's dimension 1."""
+    phase = np.arange(length)[:, None] * 0.2 + np.arange(WIDTH) + episode * 0.37
+    values = (np.sin(phase) + episode / 1000).astype(np.float32)
+    if episode == BROKEN:
+        values[10:15, 1] = np.nan
+    return values
+
+
+def record(folder: Path, num_episodes: int = NUM_EPISODES, shift: float = 0.0) -> Path:
+    """Record episodes of 40 to 44 steps; every second one is truncated, and pictures get brighter by frame."""
+    metadata = {"env": f"Walk-v1 {SECRET}", "policy": HOSTILE, "frame_rate_hz": 10, "api_key": SECRET}
+    with RolloutWriter(folder, 1, durable=False, metadata=metadata) as writer:
+        for number in range(num_episodes):
+            length = NUM_STEPS + number % 5
+            camera = np.zeros((length, 1, 24, 24, 3), np.uint8)
+            camera[:] = (np.arange(length) * 5)[:, None, None, None, None]
+            values, done = state(number, length), np.zeros((length, 1), bool)
+            done[-1] = True
+            said: list[Any] = [[{"task": HOSTILE if number == 3 else "walk"}]] + [None] * (length - 1)
+            writer.add_rollout(
+                observation={"state": values[:, None] + np.float32(shift), "camera": camera},
+                action=values[:, None, :2],
+                reward=np.full((length, 1), number, np.float32),
+                done=done,
+                timeout=done & (number % 2 == 1),
+                episode=said,
+            )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("data") / "walk")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Path:
+    pytest.importorskip("plotly")
+    return report(folder, folder.parent / "page.html", record(folder.parent / "other", 6, shift=3.0))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with started() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def open_page(browser: Any, page: Path) -> Visit:
+    return Visit(browser, page)
+
+
+@pytest.fixture
+def visit(open_page: Visit, page: Path) -> Iterator[Visit]:
+    """The page as it is at first; opening it anew for each test would take seconds."""
+    open_page.page.evaluate("[document.forms[0]].forEach((form) => { form.reset(); form.oninput(); })")
+    open_page.page.click("[data-sort=number]")
+    open_page.page.click("[data-sort=rank]")
+    yield open_page
+    assert open_page.errors == []
+    assert open_page.requests == [page.as_uri()]
+
+
+def test_the_embedded_json_is_that_of_the_doctor(page: Path, folder: Path) -> None:
+    text = json.dumps(rollout_data.doctor(folder).as_dict()).replace(f"{folder.parent}/", "")
+    assert embedded(page, "diagnosis") == json.loads(text)
+
+
+def test_the_page_names_no_place_of_this_machine_and_no_secret(page: Path, folder: Path) -> None:
+    text = page.read_text()
+    assert str(folder.parent) not in text and SECRET not in text
+    assert "default-src 'none'" in text and len(text) < 5e6
+    assert str(folder) in report(folder, folder.parent / "named.html", absolute_paths=True).read_text()
+
+
+def test_equal_recordings_give_equal_pages(page: Path, folder: Path) -> None:
+    again = report(folder, folder.parent / "again.html", folder.parent / "other").read_text()
+    made = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
+    assert made.sub("", again) == made.sub("", page.read_text())
+
+
+def test_a_finding_leads_to_its_trajectories_and_its_frames(visit: Visit) -> None:
+    assert "VAL01" in visit.page.inner_text("#finding-0")
+    visit.page.click("#finding-0 [data-finding]")
+    assert visit.opened().startswith(f"Trajectory {BROKEN} ")
+    assert visit.numbers() == [BROKEN]
+    assert visit.page.inner_text("#view output").startswith("frame 10 of")
+    shapes = visit.page.eval_on_selector("#view .plot", "plot => plot.layout.shapes")
+    assert (shapes[1]["x0"], shapes[1]["x1"]) == (9.5, 14.5)
+    command = visit.page.inner_text("#finding-0 code")
+    assert command == "rollout-data repair walk --to walk-repaired --only VAL01"
+    assert visit.colors("#finding-0 .sketch") > 3
+
+
+@pytest.mark.parametrize("number", [0, BROKEN, 31])
+def test_the_curves_of_a_row_are_the_data(visit: Visit, folder: Path, number: int) -> None:
+    visit.page.fill("[name=text]", rollout_data.open(folder)[number].id)
+    visit.page.click(f"tr[data-number='{number}']")
+    found = {curve["name"]: curve for curve in visit.curves()}
+    episode = rollout_data.open(folder)[number]
+    for place in range(WIDTH):
+        values, shown = episode.observation["state"][:, place], found[f"observation/state[{place}]"]
+        assert shown["x"] == list(range(len(values)))
+        drawn = np.array([np.nan if value is None else value for value in shown["y"]])
+        assert np.nanmin(drawn) == pytest.approx(np.nanmin(values), rel=1e-6)
+        assert np.nanmax(drawn) == pytest.approx(np.nanmax(values), rel=1e-6)
+        np.testing.assert_allclose(drawn, values, atol=np.nanmax(np.abs(values)) / 30_000)
+    assert visit.colors("#view .plot") > 20
+
+
+def test_the_slider_moves_the_frame_and_the_picture(visit: Visit) -> None:
+    visit.page.click("tr[data-number]")
+    visit.opened()
+    picture = visit.page.locator("#pictures img")
+    before = picture.get_attribute("src")
+    visit.page.focus("#view [type=range]")
+    for key, frame in [("ArrowRight", 1), ("Shift+ArrowRight", 11), ("Shift+ArrowRight", 21), ("ArrowLeft", 20)]:
+        start = 10 if visit.opened().startswith(f"Trajectory {BROKEN} ") else 0
+        visit.page.keyboard.press(key)
+        assert visit.page.inner_text("#view output").startswith(f"frame {start + frame} of")
+    assert picture.get_attribute("src") != before
+    assert visit.page.eval_on_selector("#view .plot", "plot => plot.layout.shapes[0].x0") == start + 20
+
+
+def test_hovering_a_curve_moves_the_frame(visit: Visit) -> None:
+    visit.page.click("tr[data-number]")
+    visit.opened()
+    area = visit.page.locator("#view .plot .nsewdrag").first
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    visit.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + box["height"] / 2)
+    visit.page.wait_for_selector("#view .plot .hoverlayer *", state="attached")
+    frame = int(visit.page.inner_text("#view output").split()[1])
+    assert abs(frame - 0.75 * NUM_STEPS) <= 3
+
+
+def test_only_rows_in_sight_are_in_the_page_and_every_column_sorts(visit: Visit) -> None:
+    assert visit.numbers()[0] == BROKEN and len(visit.numbers()) < NUM_EPISODES
+    for column, cells in enumerate(zip(*visit.rows(), strict=True)):
+        button = visit.page.locator("#rows thead button").nth(column)
+        button.click()
+        first = visit.rows()
+        button.click()
+        assert visit.page.locator("#rows thead th").nth(column).get_attribute("aria-sort") == "descending"
+        assert len(set(cells)) == 1 or visit.rows() != first
+    visit.page.click("[data-sort=number]")
+    assert visit.numbers()[:5] == [0, 1, 2, 3, 4]
+    visit.page.eval_on_selector("#rows", "box => (box.scrollTop = box.scrollHeight)")
+    visit.page.wait_for_selector(f"tr[data-number='{NUM_EPISODES - 1}']")
+
+
+def test_filters_keep_what_they_say(visit: Visit) -> None:
+    visit.page.select_option("[name=end]", "=truncated")
+    assert all(number % 2 == 1 for number in visit.numbers())
+    assert visit.page.inner_text("#count").startswith(f"{NUM_EPISODES // 2} of {NUM_EPISODES} ")
+    visit.page.select_option("[name=task]", f"={HOSTILE}")
+    assert visit.numbers() == [3]
+    visit.page.select_option("[name=task]", "")
+    visit.page.fill("[name=text]", "nothing of the kind")
+    assert visit.numbers() == []
+
+
+def test_the_table_is_worked_by_keys(visit: Visit) -> None:
+    visit.page.focus("tr[tabindex='0']")
+    for key in ("End", "Home", "PageDown", "ArrowDown", "ArrowUp"):
+        visit.page.keyboard.press(key)
+    focused = int(visit.page.evaluate("document.activeElement.dataset.number"))
+    visit.page.keyboard.press("Enter")
+    assert visit.opened().startswith(f"Trajectory {focused} ")
+
+
+def test_actions_are_laid_over_observations_of_the_same_name(browser: Any, tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path / "arm", 1, durable=False) as writer:
+        for step in range(30):
+            row = np.full((1, 2), step, np.float32)
+            writer.add(observation={"arm": row}, action={"arm": row + 1}, done=[step == 29])
+    visit = Visit(browser, report(tmp_path / "arm", tmp_path / "page.html"))
+    visit.page.click("tr[data-number]")
+    assert {curve["yaxis"] for curve in visit.curves() if curve["name"].startswith("action")} == {"y2"}
+    visit.page.click("#view summary")
+    visit.page.check("#overlay")
+    assert {curve["yaxis"] for curve in visit.curves() if curve["name"].startswith("action")} == {"y"}
+    visit.page.uncheck("#picked input >> nth=0")
+    assert "observation/arm[0]" not in {curve["name"] for curve in visit.curves()}
+    assert visit.errors == []
+
+
+def test_names_are_text_wherever_they_stand(visit: Visit) -> None:
+    visit.page.fill("[name=text]", "onerror")
+    visit.page.click("tr[data-number='3']")
+    visit.opened()
+    assert HOSTILE in visit.page.inner_text("tr[data-number='3']") + visit.page.inner_text("#view")
+    assert HOSTILE in visit.page.inner_text("#about")
+    assert visit.page.locator("img[onerror], img[src=x]").count() == 0
+    figures = visit.page.locator("#figures, #lengths").first
+    figures.scroll_into_view_if_needed()  # charts are drawn near the window
+    visit.page.wait_for_selector("#figures .main-svg, #lengths .main-svg", state="attached")
+    assert "<img src=x" in figures.inner_text()
+
+
+def test_charts_tell_what_they_show(visit: Visit) -> None:
+    for chart in visit.page.locator(".chart .plot").all():
+        assert chart.get_attribute("role") == "img" and len(chart.get_attribute("aria-label") or "") > 10
+    label = visit.page.get_attribute("#fields .plot >> nth=1", "aria-label") or ""
+    assert "observation/state[1]" in label and "VAL01" in label
+    assert visit.page.locator("th:not([scope])").count() == 0
+
+
+def test_two_recordings_are_set_beside_each_other(visit: Visit) -> None:
+    text = visit.page.inner_text("#compared")
+    assert re.search(r"Findings new in walk: \d+[^:]*VAL01 not finite", text)
+    ranked = visit.page.eval_on_selector_all(
+        "#compared table >> nth=1 >> tbody th", "all => all.map(one => one.textContent)"
+    )
+    assert {name.split("[")[0] for name in ranked[:WIDTH]} == {"observation/state"}
+
+
+def test_the_contact_sheet_opens_episodes(visit: Visit) -> None:
+    thumbs = visit.page.locator("#sheet .thumbs button")
+    assert thumbs.count() > 20
+    thumbs.nth(2).click()
+    assert visit.opened().startswith(f"Trajectory {thumbs.nth(2).inner_text().strip()} ")
+
+
+def test_the_dark_page_is_dark_and_readable(browser: Any, page: Path) -> None:
+    visit = Visit(browser, page, color_scheme="dark")
+    back, ink = visit.page.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    assert contrast(back, ink) > 4.5 and sum(map(int, re.findall(r"\d+", back))) < 150
+    for selector in (".hint", ".sign", "a", "button", ".label"):
+        node = visit.page.locator(selector).first
+        assert contrast(back, node.evaluate("node => getComputedStyle(node).color")) > 4.5, selector
+    visit.page.locator(".chart .plot").first.scroll_into_view_if_needed()
+    visit.page.wait_for_selector(".chart .plot .main-svg")
+    grid = visit.page.eval_on_selector(".chart .plot:has(.main-svg)", "plot => plot.layout.xaxis.gridcolor")
+    assert grid == "#343b45"
+    visit.context.close()
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast of two colours, "rgb(...)", after WCAG 2."""
+
+    def luminance(color: str) -> float:
+        parts = np.array(re.findall(r"\d+", color)[:3], float) / 255
+        linear = np.where(parts <= 0.03928, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_paper_has_the_findings_and_the_first_rows(visit: Visit) -> None:
+    visit.page.emulate_media(media="print")
+    visit.page.evaluate("window.onbeforeprint()")
+    assert len(visit.rows()) == 40
+    assert visit.page.locator("#finding-0").is_visible() and not visit.page.locator("#filters").is_visible()
+    visit.page.evaluate("window.onafterprint()")
+    assert len(visit.rows()) != 40
+
+
+@pytest.mark.soak
+def test_the_page_becomes_a_pdf(visit: Visit) -> None:
+    """Apart from the daily tests: without a GPU the browser may take minutes for it."""
+    assert len(visit.page.pdf()) > 50_000

@@ -1,0 +1,102 @@
+"""Writing the page: every format, what is refused, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rollout_data
+from rollout_data import RolloutWriter, report
+from rollout_data.reporting import page as pages
+from rollout_data.tools.command import main
+from storage.errors import UsageError
+from tests.reporting.reading import embedded
+
+pytest.importorskip("plotly")
+DATA = Path(__file__).parents[1] / "data"
+
+
+def write(folder: Path, num_episodes: int = 12, width: int = 2, length: int = 30) -> Path:
+    """Record episodes of noise."""
+    rng = np.random.default_rng(0)
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        for _ in range(num_episodes):
+            done = np.zeros((length, 1), bool)
+            done[-1] = True
+            values = rng.normal(size=(length, 1, width)).astype(np.float32)
+            writer.add_rollout(observation=values, action=values[..., :2], reward=values[..., 0], done=done)
+    return folder
+
+
+#: One recording of each format that has a sample.
+SAMPLES = (
+    "formats/aloha/encoded",
+    "formats/d4rl/hopper_scripted.hdf5",
+    "formats/isaaclab/recorder.hdf5",
+    "formats/lerobot_v21/groot_video",
+    "formats/libero/KITCHEN_SCENE_put_the_cube_demo.hdf5",
+    "formats/maniskill/trajectory.state.pd_joint_delta_pos.cpu.h5",
+    "formats/minari/cartpole-hdf5-v0",
+    "formats/motion_npz/clip.npz",
+    "formats/ogbench/pointy-navigate-v0-val.npz",
+    "formats/rlds/no_reward_set",
+    "formats/robomimic/layout_no_next_obs.hdf5",
+    "formats/zarr/v2_dir.zarr",
+    "golden/v1/coded",
+    "humenv",
+    "rlinf/ckpt_pt",
+    "trajectory_folders",
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # of readers, of what they leave out
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_recording_of_any_format_has_a_page(sample: str, tmp_path: Path) -> None:
+    recording = rollout_data.open(DATA / sample)
+    made = report(recording, tmp_path / "page.html")
+    told, shown = embedded(made, "page"), embedded(made, "shown")
+    assert sorted(told["table"]["number"]) == list(range(len(recording))) and len(shown) == len(recording)
+    assert {name for name, field in recording.schema.items() if len(field.shape) < 2} <= {
+        column["name"].partition("[")[0] for column in told["curves"]
+    }
+    has_pictures = any(len(field.shape) == 3 and min(field.shape[:2]) >= 8 for field in recording.schema.values())
+    assert bool(told["sheet"]) == any(one["pictures"] for one in shown.values()) >= has_pictures
+
+
+def test_what_does_not_fit_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "walk", num_episodes=40)
+    monkeypatch.setattr(pages, "MAX_PAGE_BYTES", report(folder, tmp_path / "page.html").stat().st_size - 5000)
+    made = report(folder, tmp_path / "page.html")
+    assert made.stat().st_size < pages.MAX_PAGE_BYTES and len(embedded(made, "shown")) < 40
+    assert any("did not fit" in note["text"] for note in embedded(made, "page")["notes"])
+
+
+def test_wide_fields_are_drawn_as_wholes(tmp_path: Path) -> None:
+    told = embedded(report(write(tmp_path / "wide", width=300), tmp_path / "page.html"), "page")
+    titles = [field["title"] for field in told["fields"]]
+    assert titles == ["observation (all 300 dimensions)", "action[0]", "action[1]", "reward"]
+    told = embedded(report(write(tmp_path / "middle", width=100), tmp_path / "page.html"), "page")
+    assert len(told["fields"]) == 64 and told["fields"][0]["title"] == "observation (all 100 dimensions)"
+    assert any("64 of 104 dimensions are drawn" in note["text"] for note in told["notes"])
+
+
+def test_the_page_does_not_go_into_the_recording(tmp_path: Path) -> None:
+    folder = write(tmp_path / "walk")
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(UsageError, match="expected a place outside of the recording"):
+        report(folder, folder / "page.html")
+    with pytest.raises(UsageError, match="nowhere"):
+        report(tmp_path / "nowhere", tmp_path / "page.html")
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = write(tmp_path / "walk"), tmp_path / "page.html"
+    assert main(["report", str(folder), "--out", str(out), "--compare", str(folder)]) == 0
+    assert "page.html" in capsys.readouterr().out
+    assert main(["report", str(folder), "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"page": str(out), "num_bytes": out.stat().st_size}

@@ -1,0 +1,52 @@
+"""What COMMANDS.md shows is what the commands print, but for figures that vary."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rollout_data.tools.command import COMMANDS, main
+
+GUIDE = Path(__file__).parents[1] / "rollout_data" / "COMMANDS.md"
+TEXT = GUIDE.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```console\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+PREPARED = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+CALL = re.compile(r"^\$ rollout-data (.*)$", re.MULTILINE)
+
+
+def printed(block: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run the calls of a block; gives the block as it should stand in the guide."""
+    lines = []
+    for call in CALL.findall(block):
+        main(shlex.split(call))
+        told = capsys.readouterr()
+        lines.append(f"$ rollout-data {call}\n{told.out}{told.err}")
+    return "".join(lines)
+
+
+def without_figures(text: str) -> str:
+    """Put # for numbers and times, and one space for many; the rest has to be equal."""
+    return re.sub(r" +", " ", re.sub(r"\d[\d.,:T-]*(e[+-]?\d+)?", "#", text))
+
+
+def test_every_example_prints_what_the_guide_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("PIL", "av", "fsspec"):
+        pytest.importorskip(module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for block in PREPARED:
+        exec(compile(block, "COMMANDS.md", "exec"), {"__name__": "block"})
+    capsys.readouterr()
+    for block in BLOCKS:
+        assert without_figures(printed(block, capsys).replace(f"{tmp_path}/", "")) == without_figures(block)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_in_a_guide(name: str) -> None:
+    guides = "".join(path.read_text(encoding="utf-8") for path in GUIDE.parent.glob("*.md"))
+    assert f"$ rollout-data {name} " in guides or f"`{name}`" in guides
