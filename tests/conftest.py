@@ -1,5 +1,6 @@
 """What all tests share: profiles for the property tests, and GPU tests that skip themselves."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# Processes that tests start keep what they compile; to compile the library anew takes each half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 #: `make fuzz` multiplies the number of examples of each test by this.
 FUZZ_FACTOR = 20

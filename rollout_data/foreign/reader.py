@@ -71,7 +71,7 @@ class ForeignReader(ABC):
         splits: Name -> names of episodes, where the file names parts of itself ("train", "valid"); they may overlap.
     """
 
-    format: ClassVar[str]
+    format: str
     #: Names of the arguments that `open(path, **options)` takes for this format, with their defaults.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
 

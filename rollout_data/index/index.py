@@ -76,7 +76,7 @@ class TrajectoryIndex:
     Attributes:
         blocks: The files, in the numbering of `fragment_block` and `final_block`.
         first_frame: int64 `[M + 1]`, where each trajectory starts on the virtual frame axis.
-        flags: uint32 `[M]`, the flags of `format/header.py` of all its fragments together.
+        flags: int64 `[M]`, the flags of `format/header.py` of all its fragments together.
         end: uint8 `[M]`, an `End`.
         env, number, end_time_ns: int64 `[M]`, recorded env, number within the writer, end.
         writer: int64 `[M]`, position in `writers`.
@@ -87,7 +87,7 @@ class TrajectoryIndex:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], num_present: int | None = None, built: Mapping[str, np.ndarray] | None = None
+        self, blocks: Sequence[Block], num_present: int | None = None, built: Mapping[str, Int64s] | None = None
     ) -> None:
         self.blocks = tuple(blocks)
         self.num_present = len(self.blocks) if num_present is None else num_present
@@ -127,7 +127,7 @@ class TrajectoryIndex:
         heads = first[kept]
         order = np.lexsort((trajectory[heads], writer[heads], ends[kept]))
         kept, heads = kept[order], heads[order]
-        self.flags, self.end_time_ns, finals = flags[kept], ends[kept], finals[kept]
+        self.flags, self.end_time_ns, finals = flags[kept].astype(np.int64), ends[kept], finals[kept]
         self.env, self.writer, self.number = env[heads], writer[heads], trajectory[heads]
         self.final_block = np.where(finals >= 0, block[finals], -1)
         self.final_row = np.where(finals >= 0, final_row[finals], -1)
@@ -145,7 +145,7 @@ class TrajectoryIndex:
         self.fragment_frame = np.append(frame[is_start], num_frames)
         self.first_frame = np.append(frame[is_head], num_frames)
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, Int64s]:
         """All that was computed, in the form that `__init__` takes as `built` for the same blocks."""
         return {
             "counts": np.array([self.num_dropped, self.num_broken]),

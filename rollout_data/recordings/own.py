@@ -34,7 +34,7 @@ class FolderReader(ForeignReader):
     format = ""
 
     def __init__(self, origin: Origin, kind: type[Kind]) -> None:
-        self.format, self._origin, self._kind = kind.format, origin, kind  # type: ignore[misc]
+        self.format, self._origin, self._kind = kind.format, origin, kind
         super().__init__(origin.path, {})
 
     def __reduce__(self) -> Any:

@@ -94,7 +94,7 @@ def kept_rows(table: np.ndarray[Any, Any], columns: Mapping[str, Any]) -> np.nda
         if name not in COLUMNS:
             raise UsageError("filter episodes", "", f"a column {nearest(name, COLUMNS)}", repr(name))
         values = table[name]
-        if isinstance(wanted, Callable):  # type: ignore[arg-type]
+        if callable(wanted):
             kept &= np.array([bool(wanted(value)) for value in values], bool)
         elif isinstance(wanted, (list, tuple, set, frozenset, np.ndarray)):
             kept &= np.isin(values, list(wanted))

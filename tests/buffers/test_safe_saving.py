@@ -352,14 +352,14 @@ def save_again_and_again(folder: Path, num_saves: int) -> None:
 
 def test_a_store_that_is_saved_anew_while_it_is_loaded_is_loaded_whole(tmp_path: Path) -> None:
     save_again_and_again(tmp_path / "b", 1)
-    code = "from tests.buffers.test_safe_saving import *; save_again_and_again(Path(__import__('sys').argv[1]), 150)"
+    code = "from tests.buffers.test_safe_saving import *; save_again_and_again(Path(__import__('sys').argv[1]), 50)"
     saver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "b")], cwd=ROOT)
     seen = set()
     while saver.poll() is None:
         loaded = load_store(tmp_path / "b")
         assert (loaded.rewards == loaded.values).all()
         seen.add(float(loaded.rewards[0, 0, 0]))
-    assert saver.returncode == 0 and len(seen) > 10
+    assert saver.returncode == 0 and len(seen) > 5
 
 
 @pytest.mark.parametrize("name", MAKERS)

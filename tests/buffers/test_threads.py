@@ -24,7 +24,7 @@ def run(writer: Callable[[threading.Event], None], sampler: Callable[[], None], 
             is_over.set()
 
     def sample_on() -> None:
-        while not is_over.is_set():
+        while not is_over.wait(0.0005):  # locks are not fair: samplers that never rest may keep the writer out
             sampler()
 
     threads = [threading.Thread(target=guarded, args=(sample_on,)) for _ in range(num_samplers)]

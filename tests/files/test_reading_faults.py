@@ -198,7 +198,7 @@ def test_new_trajectories_join_at_the_next_pass(tmp_path):
         lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(path.read_bytes()[:-50]),
         lambda path: path.write_bytes(b"PK\x03\x04" + bytes(500)),
-        lambda path: flip(path, 3000),
+        lambda path: flip(path, path.stat().st_size // 2),
         lambda path: np.savez(path, about=np.array([{"x": 1}], dtype=object)),
     ],
 )
@@ -211,19 +211,19 @@ def test_a_spoilt_index_cache_is_ignored(tmp_path, spoil):
     assert numbers_of(opened(tmp_path)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "name", ["fragment_row", "fragment_block", "fragment_frame", "first_frame", "final_row", "places"]
-)
+@pytest.mark.parametrize("name", ["index", "places"])
 def test_an_index_cache_with_forged_numbers_reads_no_memory_outside_the_files(tmp_path, name):
     record_blocks(tmp_path)
     cache = tmp_path / INDEX_CACHE_NAME
     save_index_cache(tmp_path)
     with np.load(cache) as file:
         arrays = dict(file)
-    arrays[name] = arrays[name] + (1 << 50)
-    with open(cache, "wb") as file:
-        np.savez(file, **arrays)
-    assert numbers_of(opened(tmp_path)) == [0, 1, 2]
+    for place in range(arrays[name].size):
+        forged = arrays[name].copy()
+        forged.reshape(-1)[place] += 1 << 50
+        with open(cache, "wb") as file:
+            np.savez(file, **{**arrays, name: forged})
+        assert numbers_of(opened(tmp_path)) == [0, 1, 2]
 
 
 def test_reading_leaves_the_folder_as_it_was(tmp_path):

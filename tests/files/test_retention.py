@@ -197,7 +197,7 @@ def next_or_none(dataset):
 def test_trajectories_beyond_max_trajectories_free_their_room_on_the_disk(tmp_path):
     options = {"auto_save": True, "auto_save_path": tmp_path, "enable_cache": False, "max_trajectories": 10}
     with TrajectoryReplayBuffer(sample_window_size=0, **options) as buffer:
-        for number in range(200):
+        for number in range(100):
             buffer.add(
                 {"actions": torch.full((50, 4, 20), float(number)), "rewards": torch.full((50, 4), float(number))}
             )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollout_data.writing.writer import RolloutWriter
 from tests.files.readback import end_of, trajectories_of
 
-SETTINGS = settings(max_examples=25, deadline=None)
+SETTINGS = settings(max_examples=12, deadline=None)
 
 
 def make_steps(rng: np.random.Generator, num_steps: int, num_envs: int, has_mask: bool) -> dict[str, np.ndarray]:

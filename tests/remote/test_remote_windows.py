@@ -133,7 +133,7 @@ def test_workers_read_windows_by_number(folder):
 
 @pytest.mark.timeout(60)
 def test_a_fork_asks_again_for_what_was_on_its_way(folder):
-    near, far = WindowDataset(folder, 4), far_windows(lagging(folder, 0.2), remote={"num_requests": 3})
+    near, far = WindowDataset(folder, 4), far_windows(lagging(folder, 0.06), remote={"num_requests": 3})
     loader = WindowLoader(far, 16)
     batches, order = iter(loader), loader.order(0)
     next(batches)  # the next group is on its way now

@@ -58,10 +58,10 @@ def test_draws_are_uniform_over_steps_not_over_trajectories() -> None:
     buffer = TrajectoryReplayBuffer(seed=0)
     for number, num_steps in enumerate([1, 10, 4]):
         buffer.add(trajectory(number, num_steps, 2))
-    counts = torch.unique(drawn(buffer, 60_000), return_counts=True)[1].double()
+    counts = torch.unique(drawn(buffer, 15_000), return_counts=True)[1].double()
     assert len(counts) == 30
     # 99.9 % of the chi-square distribution with 29 degrees of freedom lie below 58.3.
-    assert ((counts - 2000) ** 2 / 2000).sum() < 58.3
+    assert ((counts - 500) ** 2 / 500).sum() < 58.3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,7 +318,7 @@ def test_threads_add_and_sample_at_once(tmp_path: Path, kind: str) -> None:
 
         def sample() -> None:
             try:
-                while not done.is_set():
+                while not done.wait(0.0005):  # locks are not fair: samplers that never rest may keep `add` out
                     drawn(buffer, 64)
             except BaseException as failure:  # noqa: BLE001 - shown below
                 failures.append(failure)

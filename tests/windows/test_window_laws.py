@@ -51,7 +51,7 @@ def check(dataset: WindowDataset, done: list[recorded.Recorded], deltas: dict[st
 
 
 @pytest.mark.filterwarnings("ignore:there is no window")
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     lengths=LENGTHS,
     num_envs=st.integers(1, 3),
@@ -76,7 +76,7 @@ def test_windows_equal_those_of_a_naive_model(
 
 
 @pytest.mark.filterwarnings("ignore:there is no window")
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     lengths=LENGTHS,
     flush_every=st.sampled_from([None, 2]),
