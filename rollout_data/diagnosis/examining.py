@@ -50,7 +50,7 @@ def doctor(
     if sample is not None:
         arguments.whole("examine", "sample", sample, 1)
     with warnings.catch_warnings():
-        recording, failure = _opened(path)
+        recording, failure = opened(path)
     kinds = [kind for rule in rules for kind in rule.collectors]
     with_pictures = any(rule.needs == "G" for rule in rules)
     return diagnose(Scan(path, recording, failure, sample, kinds, with_pictures, progress), rules, changed)
@@ -80,7 +80,8 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
     return Diagnosis(tuple(rules), tuple(findings), tuple(skipped), _summary(scan, scan.path, findings))
 
 
-def _opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
+def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
+    """Open what is to be examined, by its rows where its index is bad: (recording, None) or (None, why not)."""
     if not isinstance(path, Recording):  # what would be warned of is reported
         warnings.simplefilter("ignore", RolloutDataWarning)
     try:
@@ -130,10 +131,12 @@ def _gathered(rule: Rule, found: Iterable[Found], scan: Scan) -> list[Finding]:
 
 
 def _finding(rule: Rule, field: str | None, parts: Sequence[Found], scan: Scan) -> Finding:
-    trajectories = tuple(sorted({int(number) for part in parts for number in part.trajectories}))
-    frames = [tuple(map(int, frame)) for part in parts for frame in part.frames]
+    places = sorted({int(place) for part in parts for place in part.trajectories})
+    left_out = tuple(dict.fromkeys(name for part in parts for name in part.left_out))
+    numbers = [int(name[len(name.rstrip("0123456789")) :]) for name in left_out]
+    frames = [(int(place), int(start), int(stop)) for part in parts for place, start, stop in part.frames]
     severity = max((part.severity or rule.severity for part in parts), key=SEVERITIES.index)
-    is_typical = not rule.absolute and not scan.is_small and len(trajectories) > 0.5 * len(scan.examined)
+    is_typical = not rule.absolute and not scan.is_small and len(places) > 0.5 * len(scan.examined)
     evidence = {name: value for part in reversed(parts) for name, value in part.evidence.items()}
     if is_typical and severity != "info":
         severity, evidence["typical"] = "info", True
@@ -149,9 +152,10 @@ def _finding(rule: Rule, field: str | None, parts: Sequence[Found], scan: Scan) 
         advice,
         rule.repair,
         field,
-        trajectories,
-        tuple(frames[:MAX_FRAMES]),  # type: ignore[arg-type]
+        (*places, *numbers),
+        tuple(frames[:MAX_FRAMES]),
         evidence,
+        left_out,
     )
 
 

@@ -146,22 +146,17 @@ class Files:
         return {name: place for place, name in enumerate(found)}
 
     def named(self, names: Iterable[str]) -> dict[str, Any]:
-        """Give `trajectories` and `evidence` of a `Found` for episodes by their names.
-
-        Those that opening leaves out have no place: they have the numbers that their names end with, and
-        `evidence["left_out"]` says which numbers these are.
-        """
-        places, left_out = list[int](), list[int]()
+        """Give `trajectories` and `left_out` of a `Found` for episodes by their names."""
+        places, left_out = list[int](), list[str]()
         for name in dict.fromkeys(names):
-            number = re.search(r"\d+$", name)
             place = self._places.get(name)
             if place is None:  # the older layout names episodes "folder:number"
                 of_folder = [at for one, at in self._places.items() if one.rpartition(":")[0].endswith(name)]
                 places += of_folder if name and self._scan.metadata.get("format") is None else []
-                left_out += [int(number[0])] if number and not of_folder else []
+                left_out += [name] if name[-1:].isdecimal() and not of_folder else []
             else:
                 places.append(place)
-        return {"trajectories": [*places, *left_out], "evidence": {"left_out": left_out} if left_out else {}}
+        return {"trajectories": places, "left_out": left_out}
 
     @cached_property
     def problems(self) -> Sequence[RolloutDataError]:

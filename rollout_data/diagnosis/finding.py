@@ -31,6 +31,7 @@ class Found:
         field: Name of the field; None if it is about the whole.
         message: A sentence with the numbers.
         trajectories: Places in the recording.
+        left_out: Names of trajectories that opening leaves out, so that they have no place; each ends with a number.
         frames: (trajectory, start, stop), worst first; more than `MAX_FRAMES` are cut off.
         evidence: The numbers compared, with the threshold.
         severity, advice: "" takes the rule's.
@@ -41,6 +42,7 @@ class Found:
     trajectories: Iterable[int] = ()
     frames: Iterable[Sequence[int]] = ()
     evidence: Mapping[str, Any] = attribute(default_factory=dict)
+    left_out: Iterable[str] = ()
     severity: str = ""
     advice: str = ""
 
@@ -91,9 +93,10 @@ class Finding:
         code, name, group, severity, title, advice, repair: Of the rule; `severity` may be lowered.
         message: A sentence with the numbers.
         field: Name of the field; None if it is about the whole.
-        trajectories: Places in `rollout_data.open(path)`, ascending.
+        trajectories: Numbers: the `places`, ascending, then for each of `left_out` the number that its name ends with.
         frames: Up to 20 (trajectory, start, stop), worst first.
         evidence: The numbers compared, with the threshold.
+        left_out: Names of the trajectories that opening leaves out, because a part of them is missing or damaged.
     """
 
     code: str
@@ -108,6 +111,12 @@ class Finding:
     trajectories: tuple[int, ...]
     frames: tuple[tuple[int, int, int], ...]
     evidence: dict[str, Any]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Places in `rollout_data.open(path)` of the trajectories that opening does not leave out."""
+        return self.trajectories[: len(self.trajectories) - len(self.left_out)]
 
 
 @dataclass(frozen=True)

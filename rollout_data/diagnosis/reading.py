@@ -5,6 +5,7 @@ One rule: every row is read once, except that a later piece of an episode begins
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,17 +75,17 @@ class Batch:
         return self.numbers[which], self.starts[which] + rows - self.offsets[which]
 
 
-class Collector:
+class Collector(ABC):
     """What a group of rules gathers in the pass besides `Facts`; a rule names its class in `Rule.collectors`."""
 
     def __init__(self, scan: Any) -> None:
         self.scan = scan
 
+    @abstractmethod
     def add(self, batch: Batch) -> None:
         """Take rows: whole episodes, or a piece of a long one, whose later pieces begin with `batch.overlap` rows."""
-        raise NotImplementedError
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 - not every collector has something to do then
         """Called after the last batch."""
 
 

@@ -183,7 +183,8 @@ class Scan:
     def collected(self, kind: type[Kind]) -> Kind:
         """Give what a collector gathered."""
         self._pass  # noqa: B018
-        found: Kind = self._collectors[kind]  # type: ignore[assignment]
+        found = self._collectors[kind]
+        assert isinstance(found, kind)
         return found
 
     @cached_property

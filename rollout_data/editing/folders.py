@@ -21,6 +21,7 @@ from storage.core import arguments
 from storage.core.durable import replace_folder
 from storage.errors import DataFileError, SchemaError, UsageError
 
+from ..foreign.reader import NO_FIELDS
 from ..format.header import METADATA_NAME, read_header
 from ..format.notes import EPISODES, TEXTS
 from ..format.write import block_name, write_block
@@ -85,7 +86,7 @@ def merge(sources: Sequence[DataDir], out: str | os.PathLike[str]) -> NewFolder:
         folders = [_as_blocks(one, made / _CONVERTED / str(place)) for place, one in enumerate(listed)]
         done, edits, present = NewFolder(arguments.path("merge", "", out)), Edits(), set[Key]()
         for place, folder in enumerate(folders):
-            if difference := folders[0].schema.difference(folder.schema):  # type: ignore[union-attr,arg-type]
+            if difference := (folders[0].schema or NO_FIELDS).difference(folder.schema or NO_FIELDS):
                 where, expected = f"{str(listed[place])!r}", f"the fields of {str(listed[0])!r}"
                 raise SchemaError("merge", where, expected, difference, "Merge what has equal fields")
             index = TrajectoryIndex(list(folder.blocks.values()))

@@ -120,11 +120,9 @@ class Draft:
         bounds, found = [0, *cuts, self.length], []
         for number, (start, stop) in enumerate(pairwise(bounds)):
             part = replace(self.chosen(slice(start, stop)), id=f"{self.id}/{number}")
-            is_last = stop == self.length
-            end = (
-                {} if is_last else {"final": None, "terminated": is_end or None, "truncated": False if is_end else None}
-            )
-            found.append(replace(part, **end))  # type: ignore[arg-type]
+            if stop < self.length:
+                part = replace(part, final=None, terminated=is_end or None, truncated=False if is_end else None)
+            found.append(part)
         return found if len(found) > 1 else [self]
 
 
@@ -148,7 +146,7 @@ class Case:
 
     def typical(self, name: str, measure: Callable[[Array], Any]) -> Any:
         """Give the median of a measure over the trajectories that the finding does not name."""
-        named = set(self.finding.trajectories)
+        named = set(self.finding.places)
         others = [
             episode for place, episode in enumerate(self.recording) if place not in named and name in episode.schema
         ]

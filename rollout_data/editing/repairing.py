@@ -21,7 +21,7 @@ from storage.core import arguments
 from storage.core.durable import replace_folder
 from storage.errors import DataFileError, RolloutDataError
 
-from ..diagnosis.examining import doctor
+from ..diagnosis.examining import doctor, opened
 from ..diagnosis.finding import Finding
 from ..diagnosis.provenance import masked
 from ..foreign.writer import EpisodeToWrite
@@ -30,7 +30,6 @@ from ..format.write import block_name, write_block
 from ..index.folder import BlockFolder
 from ..index.index import TrajectoryIndex
 from ..index.metadata import RESERVED_KEYS, Metadata, publish_metadata
-from ..recordings.opening import open as open_recording
 from ..recordings.own_writer import OwnWriter
 from ..recordings.recording import Recording
 from ..remote.access import RemotePath
@@ -127,8 +126,11 @@ def repair(
         UsageError: A code is not known, or there is nothing at the path.
         DataFileError: Nothing can be read, nothing would be left, or `to` is not empty.
     """
-    diagnosis = doctor(path, only=only, progress=progress)
-    recording = open_recording(path)
+    recording, failure = opened(path)
+    if recording is None:
+        assert failure is not None
+        raise failure
+    diagnosis = doctor(recording, only=only, progress=progress)
     target = arguments.path("repair", "", to)
     plan = _Plan(recording, diagnosis.findings, bool(only), yes)
     if dry_run:
@@ -164,8 +166,7 @@ class _Plan:
         self.drafts = lru_cache(maxsize=1)(self._drafts)
 
     def _planned(self, finding: Finding, is_chosen: bool, yes: Sequence[str]) -> Action:
-        code, absent = finding.code, finding.evidence.get("left_out", ())  # numbers in names of what cannot be opened
-        places = [place for place in finding.trajectories if place < len(self.recording) and place not in absent]
+        code, places = finding.code, list(finding.places)
         if finding.severity == "info" and not is_chosen:
             return Action(finding, f"nothing: worth knowing only; --only {code} mends it", "-")
         if code in ASKS and code not in yes:

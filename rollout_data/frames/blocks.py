@@ -18,8 +18,9 @@ from storage.errors import DataFileError, RolloutDataError
 from ..format.header import layouts_of
 from ..format.schema import RowLayout
 from ..index.block import Block
-from ..index.folder import LOOK_SHARE, BlockFolder, block_entries, read_metadata
+from ..index.folder import LOOK_SHARE, BlockFolder, block_entries, counted_metadata, read_metadata
 from ..index.index import TrajectoryIndex
+from ..index.metadata import load_metadata
 from ..index.stand_ins import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
 from ..remote.access import RemoteFiles
 from ..remote.folder import RemoteFolder
@@ -61,7 +62,10 @@ class Blocks(Kind):
     def metadata(self) -> dict[str, Any]:
         if self._source.is_remote:
             return self.remote[0].metadata
-        return read_metadata(self._source.paths[0])
+        folder = self._folders[0]
+        # After a look the headers are known: counting them anew would read each block twice.
+        found = load_metadata(folder.data_dir) if self._last is not None else None
+        return read_metadata(folder.data_dir) if found is None else counted_metadata(folder, found)
 
     @property
     def remote(self) -> list[RemoteFolder]:

@@ -394,12 +394,13 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
     metadata = load_metadata(data_dir)
     if metadata is None:
         raise DataFileError("read the metadata of", repr(str(data_dir)), f"a {METADATA_NAME} or a block", "neither")
-    return counted_metadata(BlockFolder(data_dir), metadata)
+    folder = BlockFolder(data_dir)
+    folder.refresh()
+    return counted_metadata(folder, metadata)
 
 
 def counted_metadata(folder: BlockFolder, metadata: Metadata) -> dict[str, Any]:
-    """Give metadata of a folder with the totals that are counted in its blocks."""
-    folder.refresh()
+    """Give metadata of a folder with the totals that are counted in its blocks, as of the last look."""
     if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
         metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right
     index = TrajectoryIndex(list(folder.blocks.values()), built=folder.built)

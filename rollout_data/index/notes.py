@@ -6,7 +6,7 @@ One rule: a block is asked when its notes are, and its tables are then kept; the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,8 +68,11 @@ class Notes:
 
     def column(self, noted: Noted, name: str) -> list[Any]:
         """Give what was said under a name, for each trajectory; None where nothing was, or the block is gone."""
-        index = noted.index
-        found: list[Any] = [None] * len(index)
+        return self.columns(noted, {name}).get(name) or [None] * len(noted.index)
+
+    def columns(self, noted: Noted, names: Set[str]) -> dict[str, list[Any]]:
+        """Give such a column for each of some names under which something was said."""
+        index, found = noted.index, dict[str, list[Any]]()
         order = np.lexsort((index.number, index.writer))
         bounds = np.searchsorted(index.writer[order], np.arange(len(index.writers) + 1))
         number_of = {writer: number for number, writer in enumerate(index.writers)}
@@ -78,9 +81,12 @@ class Notes:
             mine = order[bounds[writer] : bounds[writer + 1]]
             keys = header.notes[EPISODES].keys
             places = np.searchsorted(index.number[mine], keys)
-            for place, (key, text) in zip(places.tolist(), header.read_notes(EPISODES), strict=True):
-                if place < len(mine) and index.number[mine[place]] == key and name in (said := parsed(header, text)):
-                    found[mine[place]] = said[name]
+            places[places == len(mine)] = 0
+            targets = np.where(index.number[mine][places] == keys, mine[places], -1) if len(mine) else keys * 0 - 1
+            for target, (_, text) in zip(targets.tolist(), header.read_notes(EPISODES), strict=True):
+                said = parsed(header, text) if target >= 0 else {}
+                for name in names & said.keys():
+                    found.setdefault(name, [None] * len(index))[target] = said[name]
         return found
 
     def tasks(self, noted: Noted) -> Int64s:

@@ -6,6 +6,7 @@ One rule: our own folders are asked as a whole, by arrays; other readers episode
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,12 +54,12 @@ class OwnColumns(ReaderColumns):
     """Of a folder of our own: from its index and its notes."""
 
     def __init__(self, reader: FolderReader) -> None:
-        self._store, self._notes = reader.store, Notes()
+        self._store = reader.store
         fields = [one for one in reader.store.layouts[DATA].schema.values() if not one.is_text]
         self._schema = Schema(fields)
 
     def column(self, name: str) -> Array:
-        index, is_told = self._store.index, self._notes.column
+        index = self._store.index
         named = np.array([writer[writer.find(":") + 1 :] for writer in index.writers] or [""])[index.writer]
         if name == "id":
             return np.char.add(np.char.add(named, ":"), index.number.astype(str))
@@ -68,11 +69,11 @@ class OwnColumns(ReaderColumns):
         if name in ("length", "return"):
             return index.lengths if name == "length" else np.full(len(index), np.nan)
         if name == "success":
-            return np.array([int(one) if isinstance(one, bool) else -1 for one in is_told(self._store, name)], np.int8)
+            return np.array([int(one) if isinstance(one, bool) else -1 for one in self._noted(name)], np.int8)
         # What is noted of a converted episode comes before what the file says.
         known = {"env": index.env.astype(np.int64), "writer": named, "time": index.end_time_ns}
         values = known.get(name, np.full(len(index), ""))
-        told = is_told(self._store, "end_time_ns" if name == "time" else name)
+        told = self._noted("end_time_ns" if name == "time" else name)
         kind = str if values.dtype.kind == "U" else int
         if any(type(one) is kind for one in told):
             values = np.array([a if type(a) is kind else b for a, b in zip(told, values.tolist(), strict=True)])
@@ -82,9 +83,17 @@ class OwnColumns(ReaderColumns):
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
         places: dict[Schema, int] = {}
-        absent = self._notes.column(self._store, ABSENT)
-        which = [places.setdefault(self._without(names or ()), len(places)) for names in absent]
+        which = [places.setdefault(self._without(names or ()), len(places)) for names in self._noted(ABSENT)]
         return np.array(which, np.int64), list(places)
+
+    def _noted(self, name: str) -> list[Any]:
+        """Give what was noted under a name, for each episode; None where nothing was."""
+        return self._columns.get(name) or [None] * len(self._store.index)
+
+    @cached_property
+    def _columns(self) -> dict[str, list[Any]]:
+        """What was noted under all names that are asked for, so that each note is parsed once."""
+        return Notes().columns(self._store, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
 
     def _without(self, absent: Sequence[str]) -> Schema:
         return Schema(one for one in self._schema.values() if one.name not in absent) if absent else self._schema

@@ -150,4 +150,5 @@ class RemoteFolder(BlockFolder):
             found = Metadata.from_json(self.read_document())
         except BAD_METADATA:
             found = Metadata.of_schema(Schema([]))
+        self.refresh()
         return counted_metadata(self, found)

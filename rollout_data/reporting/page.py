@@ -117,6 +117,8 @@ class Page:
         self.diagnoses = [self._without_paths(diagnose(scan, RULES, {}).as_dict()) for scan in scans]
         self.surveys = [Survey(scan) for scan in scans]
         self.survey, self.findings = self.surveys[0], self.diagnoses[0]["findings"]
+        for one in self.findings:  # rows of the page are places: trajectories that opening leaves out have none
+            one["trajectories"] = one["trajectories"][: len(one["trajectories"]) - len(one["left_out"])]
         self.order = worst_first(self.survey, self.findings)
         self.marks = marks(self.survey)
         named = [(one["field"], place) for one in self.findings for place in dimensions_of(one)]

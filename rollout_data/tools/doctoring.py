@@ -73,7 +73,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
 
 
 def _place(one: Finding) -> str:
-    numbers = ", ".join(map(str, one.trajectories[:_SHOWN]))
+    numbers = ", ".join([*map(str, one.places), *one.left_out][:_SHOWN])
     more = f" and {len(one.trajectories) - _SHOWN:,} more" if len(one.trajectories) > _SHOWN else ""
     frames = ", ".join(f"{number}[{start}:{stop}]" for number, start, stop in one.frames[:3])
     listed = f"trajectories {numbers}{more}" if numbers else ""

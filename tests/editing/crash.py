@@ -12,31 +12,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollout_data import drop, merge, split, tag, undrop
+from rollout_data import drop, merge, repair, split, tag, undrop
 from tests.editing.folders import folder_of
 
-#: What is done in a folder that holds "walk", of two writers whose first trajectories are dropped already.
+#: What is done in a folder that holds "walk", of two writers whose first trajectories are dropped already, and
+#: "hurt", of which a block is cut.
 WORK: dict[str, Callable[[Path], Any]] = {
-    "drop": lambda folder: drop(folder / "walk", ["a:3", "b:4"]),
+    "drop": lambda folder: drop(folder / "walk", ["a:3", "b:3"]),
     "undrop": lambda folder: undrop(folder / "walk"),
     "tag": lambda folder: tag(folder / "walk", ["a:2", "b:2"], task="push"),
     "merge": lambda folder: merge([folder / "walk", folder / "walk"], folder / "out"),
     "split": lambda folder: split(folder / "walk", {"x": 0.5, "y": 0.5}, folder / "out"),
+    "repair": lambda folder: repair(folder / "hurt", folder / "out"),
 }
 #: Every change of the disk that others can see goes through one of these.
 _CHANGES = ("open", "link", "rename", "replace", "unlink", "mkdir", "rmdir")
 
 
-def made(folder: Path) -> Path:
+def made(folder: Path) -> None:
     """Record what workers begin with."""
-    walk = folder_of(folder / "begun")
+    walk = folder_of(folder / "begun" / "walk", num=4, flush_every=None)
     drop(walk, ["a:0", "b:0"])
-    return walk
+    hurt = folder_of(folder / "begun" / "hurt", num=4, flush_every=None)
+    os.truncate(next(hurt.glob("rollout_a_0*.h5")), 5000)
 
 
 def work(folder: Path, seed: int) -> None:
     """Do the work `seed % 10`, and die before change `seed // 10` of the disk."""
-    shutil.copytree(folder.parent / "begun", folder / "walk")
+    shutil.copytree(folder.parent / "begun", folder, dirs_exist_ok=True)
     left = most = seed // 10
 
     def counted(name: str) -> Callable[..., Any]:

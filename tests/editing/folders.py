@@ -16,11 +16,11 @@ from tests.files.recorded import record
 LENGTHS = [3, 7, 5, 9, 4, 6, 8, 2, 5, 7]
 
 
-def folder_of(path: Path, writers: tuple[str, ...] = ("a", "b"), **options: Any) -> Path:
-    """Record ten trajectories by each writer, in blocks that share them; trajectory k of writer w is 100 * w + k."""
+def folder_of(path: Path, writers: tuple[str, ...] = ("a", "b"), num: int = 10, **options: Any) -> Path:
+    """Record `num` trajectories by each writer, in blocks that share them; trajectory k of writer w is 100 * w + k."""
     for number, writer in enumerate(writers):
         about = {"writer_name": writer, "flush_every": 7, "with_final": True, "num_envs": 2, **options}
-        record(path, LENGTHS, first_number=100 * number, **about)
+        record(path, LENGTHS[:num], first_number=100 * number, **about)
     return path
 
 

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.editing.crash import WORK, made
-from tests.editing.folders import content
+from tests.editing.folders import content, files
 from tests.killed import has_ended, workers
+
+pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+#: About so many of the changes are tried daily, besides the last ones; all of them in the soak.
+NUM_TRIED, NUM_LAST = 2, 2
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """Where folders for workers are made, beside what they begin with."""
+    folder = tmp_path_factory.mktemp("crash")
+    made(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[subprocess.Popen]:
+    with workers("tests.editing.crash:work") as process:
+        yield process
 
 
 def state_of(folder: Path) -> list[object]:
@@ -19,33 +39,36 @@ def state_of(folder: Path) -> list[object]:
     return [content(folder / "walk"), [content(one) for one in parts]]
 
 
+@pytest.mark.parametrize("tried", [NUM_TRIED, pytest.param(10**6, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", WORK)
-def test_a_kill_at_any_change_leaves_the_old_or_the_new_state(tmp_path: Path, name: str) -> None:
-    made(tmp_path)
-    seen = []
-    (tmp_path / "whole").mkdir()
-    shutil.copytree(tmp_path / "begun", tmp_path / "whole" / "walk")
-    old = state_of(tmp_path / "whole")
-    WORK[name](tmp_path / "whole")
-    new = state_of(tmp_path / "whole")
+def test_a_kill_at_any_change_leaves_the_old_or_the_new_state(begun: Path, process, name: str, tried: int) -> None:
+    place, seen = list(WORK).index(name), []
+    shutil.copytree(begun / "begun", whole := begun / f"{name}_{tried}")
+    old, source = state_of(whole), files(whole / "hurt")
+    WORK[name](whole)
+    new = state_of(whole)
     assert old != new
-    with workers("tests.editing.crash:work") as process:
 
-        def killed_at(number: int) -> Path:
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            process.stdin.write(f"{folder} {10 * number + list(WORK).index(name)}\n")
-            process.stdin.flush()
-            assert has_ended(int(process.stdout.readline()), 30.0)
-            return folder
+    def killed_at(number: int) -> Path:
+        folder = begun / f"{name}_{tried}_{number}"
+        folder.mkdir()
+        process.stdin.write(f"{folder} {10 * number + place}\n")
+        process.stdin.flush()
+        assert has_ended(int(process.stdout.readline()), 30.0)
+        return folder
 
-        num_changes = int((killed_at(10**6) / "done").read_text())
-        for number in sorted({*range(num_changes - 6, num_changes), *range(0, num_changes, 1 + num_changes // 8)}):
-            folder = killed_at(number)
-            found = state_of(folder)
-            assert found in (old, new), number
-            seen.append(found == new)
-            if not (folder / "out").exists():
-                WORK[name](folder)
-            assert state_of(folder) == new and not [one for one in os.listdir(folder) if one.startswith(".out")]
-    assert seen == sorted(seen) and not seen[0] and len(seen) > 8, "there is one instant from which on it holds"
+    num_changes = int((killed_at(10**6) / "done").read_text())
+    every = range(0, num_changes, 1 + num_changes // tried)
+    for number in sorted({*every, *range(max(0, num_changes - NUM_LAST), num_changes)}):
+        folder = killed_at(number)
+        found = state_of(folder)
+        assert found in (old, new), number
+        seen.append(found == new)
+        if not seen[-1]:
+            WORK[name](folder)
+            assert state_of(folder) == new
+        assert not [one for one in os.listdir(folder) if one.startswith(".out")]
+        assert {one: held for one, (held, _) in files(folder / "hurt").items()} == {
+            one: held for one, (held, _) in source.items()
+        }
+    assert seen == sorted(seen) and not seen[0] and len(seen) > NUM_TRIED, "there is one instant from which on it holds"

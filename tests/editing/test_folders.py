@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,19 @@ from tests.files.recorded import record
 from tests.recordings.sets import state, write_demos
 
 
-@pytest.fixture
-def walk(tmp_path: Path) -> Path:
-    walk = folder_of(tmp_path / "walk")
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    walk = folder_of(tmp_path_factory.mktemp("sound") / "walk", flush_every=15)
     drop(walk, ["a:1", "b:7"])
     tag(walk, ["a:0", "b:2"], task="push")
     return walk
+
+
+@pytest.fixture
+def walk(sound: Path, tmp_path: Path) -> Path:
+    """A copy of trajectories of two writers, of which two were dropped and two tagged."""
+    shutil.copytree(sound, tmp_path / "walk")
+    return tmp_path / "walk"
 
 
 def test_parts_are_disjoint_and_complete_and_their_merge_is_the_whole(walk: Path, tmp_path: Path) -> None:

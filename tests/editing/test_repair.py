@@ -20,6 +20,7 @@ from rollout_data.format.header import read_header
 from rollout_data.tools.command import main
 from rollout_data.tools.rewrite import check_folder
 from storage.errors import DataFileError
+from tests.doctor.sets import wrong_cases
 from tests.editing.folders import content, files, folder_of, ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
@@ -29,8 +30,8 @@ CONTEXT = {"env": "Walk", "policy": "none", "version_of": "1", "frame_rate_hz": 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     """A folder of two writers, with a dropped and a tagged trajectory."""
-    walk = folder_of(tmp_path_factory.mktemp("sound") / "walk", metadata=CONTEXT)
-    drop(walk, "b:9")
+    walk = folder_of(tmp_path_factory.mktemp("sound") / "walk", num=6, metadata=CONTEXT)
+    drop(walk, "b:5")
     tag(walk, "a:2", task="push")
     return walk
 
@@ -62,7 +63,7 @@ def walking(path: Path, num: int = 12, change=lambda number, rows: rows, **about
     return path
 
 
-@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_any_flipped_byte_costs_what_it_hit_alone(sound: Path, tmp_path_factory, data) -> None:
     folder = tmp_path_factory.mktemp("damage")
@@ -106,7 +107,7 @@ def test_sound_blocks_are_hard_links_and_the_report_tells_all(sound: Path, tmp_p
     assert (
         ids(tmp_path / "new") == ids(sound) - {f"a:{number}"} and f"a:{number}" in edits_of(tmp_path / "new")["dropped"]
     )
-    assert rollout_data.open(tmp_path / "new").select("a:2")[0].task == "push" and "b:9" not in ids(tmp_path / "new")
+    assert rollout_data.open(tmp_path / "new").select("a:2")[0].task == "push" and "b:5" not in ids(tmp_path / "new")
     report = json.loads((tmp_path / "new" / REPORT_NAME).read_text())
     (action,) = [one for one in report["actions"] if one["kind"] == "K"]
     assert action["code"] == "FIL01" and action["trajectories"] == [f"a:{number}"] and report["source"]["checksum"]
@@ -195,6 +196,26 @@ def test_other_formats_become_folders_of_our_own_and_twice_the_same_bytes(tmp_pa
     for one in rollout_data.open(done.path):
         source = old[one.metadata["id"]]
         assert all(np.array_equal(one.read(name), source.read(name)) for name in ("action", "observation/pose"))
+
+
+@pytest.mark.parametrize("name", ["shared_rows", "ranges_share_rows", "short_video_cut", "missing_block"])
+def test_what_files_say_wrongly_is_left_out_and_found_no_more(tmp_path: Path, name: str) -> None:
+    case = next(one for one in wrong_cases() if one.name == name)
+    path, named = case.written(tmp_path / "wrong", 0)
+    whole = set(rollout_data.open(path, **({} if path.name == "own" else {"on_bad_index": "rebuild"})).ids)
+    done = repair(path, tmp_path / "new", only=[case.code])
+    assert not done.remaining and not done.problems and not doctor(done.path, only=[case.code]).findings
+    left = {one.metadata.get("id", one.id) for one in rollout_data.open(done.path)}
+    gone = {int(one.rpartition(":")[2]) for one in whole - left}
+    assert left < whole if name == "missing_block" else gone == named
+
+
+def test_trajectories_that_opening_leaves_out_are_named_apart_from_places(tmp_path: Path) -> None:
+    case = next(one for one in wrong_cases() if one.name == "missing_block")
+    path, named = case.written(tmp_path / "wrong", 0)
+    (finding,), there = doctor(path, only=["STR01"]).findings, rollout_data.open(path).ids
+    assert {*finding.left_out, *(there[place] for place in finding.places)} == {f"w:{number}" for number in named}
+    assert set(finding.trajectories) == named and finding.left_out and not {*finding.left_out} & {*there}
 
 
 def test_the_command_plans_mends_and_says_what_is_left(tmp_path: Path, capsys) -> None:

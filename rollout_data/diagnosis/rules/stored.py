@@ -93,14 +93,14 @@ def checksums(scan: Scan, settings: Settings) -> Iterator[Found]:
             frames = [(place, *error.frames) for place in about["trajectories"]]
             message = f"{name}: {error}"
             for field in error.fields:
-                yield Found(field, message, about["trajectories"], frames, {"block": name, **about["evidence"]})
+                yield Found(field, message, frames=frames, evidence={"block": name}, **about)
         for kind, table in header.notes.items():
             lost = [key for key, data in table.read(header.read_bytes) if data is None]
             names = [f"{header.writer}:{key}" for key in lost if kind == "episodes"]
             if lost:
-                about = files.named(names)
-                evidence = {"block": name, **about["evidence"]}
-                yield Found(f"notes/{kind}", f"{name}: a note is damaged", about["trajectories"], evidence=evidence)
+                yield Found(
+                    f"notes/{kind}", f"{name}: a note is damaged", evidence={"block": name}, **files.named(names)
+                )
 
 
 def _bad_blocks(scan: Scan, is_header: bool) -> Iterator[Found]:
@@ -108,9 +108,7 @@ def _bad_blocks(scan: Scan, is_header: bool) -> Iterator[Found]:
         has_header = problem.kind == "header" or (not problem.kind and is_whole_hdf5(scan.files.path / name))
         if problem.kind in ("", "header") and kind_is_damage(problem) and has_header == is_header:
             about = scan.files.named(scan.files.named_by(name))
-            yield Found(
-                None, f"{name}: {problem}", about["trajectories"], evidence={"block": name, **about["evidence"]}
-            )
+            yield Found(message=f"{name}: {problem}", evidence={"block": name}, **about)
 
 
 def kind_is_damage(problem: RolloutDataError) -> bool:

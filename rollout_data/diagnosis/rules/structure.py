@@ -72,16 +72,16 @@ def shared(scan: Scan, settings: Settings) -> Iterator[Found]:
     """STR04: two parts or ranges name the same row."""
     for found in scan.files.told("shared"):
         before = [number - 1 for number in found.trajectories if number]
-        yield Found(message=found.message, trajectories=[*before, *found.trajectories], evidence=found.evidence)
-    for name, header in scan.files.headers.items():
-        order = np.argsort(header.fragments["row"], kind="stable")
-        order = order[header.fragments["length"][order] > 0]
-        low, stop = header.fragments["row"][order], (header.fragments["row"] + header.fragments["length"])[order]
-        both = np.flatnonzero(low[1:] < stop[:-1])
-        numbers = header.fragments["trajectory"][order][np.union1d(both, both + 1)].tolist()
-        if numbers:
-            names = [f"{header.writer}:{number}" for number in numbers]
-            yield Found(message=f"{', '.join(names[:9])} share rows of {name!r}", **scan.files.named(names))
+        yield Found(message=found.message, trajectories=[*before, *found.trajectories], left_out=found.left_out)
+    parts, blocks = scan.files.parts, list(scan.files.headers)
+    order = np.lexsort((parts["row"], parts["block"]))
+    order = order[parts["length"][order] > 0]
+    block, stop = parts["block"][order], (parts["row"] + parts["length"])[order]
+    shares = (block[1:] == block[:-1]) & (parts["row"][order][1:] < stop[:-1])
+    for number in np.unique(block[1:][shares]).tolist():
+        both = np.flatnonzero(shares & (block[1:] == number))
+        names = scan.files.names(order[np.union1d(both, both + 1)])
+        yield Found(message=f"{', '.join(names[:9])} share rows of {blocks[number]!r}", **scan.files.named(names))
     for name, problem in scan.files.bad.items():
         if problem.kind == "shared":
             yield Found(message=str(problem), **scan.files.named(scan.files.named_by(name)))
