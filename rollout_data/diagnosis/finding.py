@@ -31,10 +31,10 @@ class Found:
         field: Name of the field; None if it is about the whole.
         message: A sentence with the numbers.
         trajectories: Places in the recording.
-        left_out: Names of trajectories that opening leaves out, so that they have no place; each ends with a number.
         frames: (trajectory, start, stop), worst first; more than `MAX_FRAMES` are cut off.
         evidence: The numbers compared, with the threshold.
         severity, advice: "" takes the rule's.
+        left_out: Names of trajectories that opening leaves out, so that they have no place; each ends with a number.
     """
 
     field: str | None = None
@@ -42,9 +42,9 @@ class Found:
     trajectories: Iterable[int] = ()
     frames: Iterable[Sequence[int]] = ()
     evidence: Mapping[str, Any] = attribute(default_factory=dict)
-    left_out: Iterable[str] = ()
     severity: str = ""
     advice: str = ""
+    left_out: Iterable[str] = ()
 
 
 @dataclass(frozen=True)
