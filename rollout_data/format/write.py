@@ -20,8 +20,10 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import torch
 
 from storage.core.durable import crc32, sync_path
+from storage.core.threads import each
 from storage.errors import UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
 
@@ -85,7 +87,7 @@ def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: i
         _write_tables(file, content, codings, plain)
         file.close()
         header.write_to(out.fileno())
-        tables = _write_rows(out.fileno(), content, offsets, durable)
+        tables = _write_rows(out.fileno(), content, offsets, durable, num_threads)
         for name, values in (tables | plain).items():
             write_at(out.fileno(), np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, offsets[name])
         if durable:
@@ -97,6 +99,7 @@ def _write_rows(
     content: BlockContent,
     offsets: Mapping[str, int],
     starts_writeback: bool,
+    num_threads: int | None,
 ) -> dict[str, np.ndarray]:
     """Write all rows; give `checksums/<table>`: `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks."""
     pieces, checksums, part_bytes = list[_Piece](), {}, PART_BYTES
@@ -113,9 +116,17 @@ def _write_rows(
             # which writes to every block where the file system cannot do better.
             if num_bytes >= PART_BYTES:
                 _hasten("fallocate64", descriptor, 0, offset, num_bytes)
-    memory = np.empty(part_bytes, np.uint8)
-    for piece in pieces:  # by one thread: two wait for the memory, the file and the interpreter's lock
-        piece.write(descriptor, memory, starts_writeback)
+    num_threads = min(2, torch.get_num_threads() if num_threads is None else num_threads)  # more wait for the file
+    memories = [np.empty(part_bytes, np.uint8) for _ in range(num_threads)]
+
+    def write(piece: _Piece) -> None:
+        memory = memories.pop()
+        try:
+            piece.write(descriptor, memory, starts_writeback)
+        finally:
+            memories.append(memory)
+
+    each(write, pieces, num_threads)
     return checksums
 
 
