@@ -10,6 +10,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,13 @@ def python_files(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+def tree_of(path: Path) -> ast.Module:
+    return parsed(path.read_text(encoding="utf-8"))
+
+
+parsed = cache(ast.parse)
+
+
 def module_name(path: Path, root: Path) -> str:
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -102,7 +110,7 @@ def imported_modules(path: Path, root: Path, when: str = "ever") -> set[str]:
         root: What module names start from.
         when: "ever", "run" (not those for type checkers only) or "import" (nor those inside functions).
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     package = list(path.relative_to(root).parts[:-1])
     found: set[str] = set()
     for node in statements(tree, when):
@@ -120,7 +128,7 @@ def imported_modules(path: Path, root: Path, when: str = "ever") -> set[str]:
 
 def modules_named_as_text(path: Path) -> set[str]:
     """Name the modules that a file imports by `import_module("...")`, wherever: a function may run at import too."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
     named = [call.args[0] for call in calls if ast.unparse(call.func).endswith("import_module") and call.args]
     return {name.value for name in named if isinstance(name, ast.Constant)}
 
@@ -319,7 +327,7 @@ def test_all_is_sorted_and_true(path: Path) -> None:
 @pytest.mark.parametrize("floor", FLOORS)
 def test_a_floor_shows_exactly_what_it_imports_for_others(floor: str) -> None:
     package = importlib.import_module(floor)
-    tree = ast.parse((ROOT / floor / "__init__.py").read_text(encoding="utf-8"))
+    tree = tree_of(ROOT / floor / "__init__.py")
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "typing"]
     homes = {alias.name: "." * node.level + str(node.module) for node in imports for alias in node.names}
     assert set(homes) == set(package.__all__) <= set(dir(package))
@@ -335,7 +343,7 @@ FOREIGN_PRIVATES = {"_asdict", "_fields", "_foreach_copy_", "_make", "_new_share
 
 def privates_of_others(text: str) -> list[str]:
     """List uses of private names that a file does not define itself: `other._x`, `from m import _x`."""
-    tree, own, used = ast.parse(text), set(FOREIGN_PRIVATES), []
+    tree, own, used = parsed(text), set(FOREIGN_PRIVATES), []
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             own.add(node.name)
@@ -366,7 +374,7 @@ def test_no_file_is_longer_than_can_be_read_at_once() -> None:
 def test_no_function_is_longer_than_a_screen() -> None:
     long = {}
     for path in python_files(*FLOORS, "benchmarks", "examples"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 body = node.body[1:] if ast.get_docstring(node) is not None else node.body
                 length = node.end_lineno - body[0].lineno + 1 if body else 0
@@ -380,7 +388,7 @@ def test_an_assert_calls_nothing_that_changes_anything() -> None:
     allowed = {"isinstance", "len", "any", "all", "count"}
     found = []
     for path in python_files(*FLOORS, "benchmarks", "examples"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)] if isinstance(node, ast.Assert) else []
             if {ast.unparse(call.func).rpartition(".")[2] for call in calls} - allowed:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
