@@ -189,6 +189,8 @@ class Scan:
 
     @cached_property
     def _pass(self) -> None:
+        if not len(self.examined):
+            raise Inapplicable("there are no episodes")
         names = [*self.numeric, *(self.pictures if self.with_pictures else ())]
         floats = [name for name in self.group("observation") if self.pending[name].is_continuous.any()]
         self._motion = Motion(floats, self.group("action"), self.num_episodes)

@@ -1,0 +1,102 @@
+"""Damaged files of any format: the doctor answers, with the JSON that the guide describes, and ends with 0 or 1."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_data.tools.command import main
+from rollout_data.tools.rewrite import check_folder
+from tests.doctor.folders import FORMATS, write
+from tests.doctor.worlds import walker
+
+pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+GUIDE = (Path(__file__).parents[2] / "rollout_data" / "DOCTOR.md").read_text(encoding="utf-8")
+SCHEMA = json.loads(re.findall(r"```json\n(.*?)```", GUIDE, re.DOTALL)[0])
+#: As JSON Schema calls them.
+TYPES = {"object": dict, "array": list, "string": str, "integer": int, "null": type(None)}
+
+
+def check(value: Any, schema: dict[str, Any], where: str = "$") -> None:
+    """Check a value against the part of JSON Schema that the guide uses."""
+    assert schema.keys() <= {"type", "required", "properties", "items", "enum", "minItems", "maxItems"}
+    types = schema.get("type", [])
+    kinds = tuple(TYPES[one] for one in ([types] if isinstance(types, str) else types))
+    assert not kinds or (isinstance(value, kinds) and not isinstance(value, bool)), where
+    assert value in schema.get("enum", [value]), where
+    if isinstance(value, list):
+        assert schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)), where
+        for place, one in enumerate(value):
+            check(one, schema.get("items", {}), f"{where}[{place}]")
+    if isinstance(value, dict):
+        assert set(schema.get("required", ())) <= value.keys(), where
+        for name, part in schema.get("properties", {}).items():
+            if name in value:
+                check(value[name], part, f"{where}.{name}")
+
+
+def examined(path: Path) -> tuple[int, dict[str, Any]]:
+    """Give the exit code and the JSON of the command."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main(["doctor", str(path), "--json"])
+    answer = json.loads(out.getvalue())
+    check(answer, SCHEMA)
+    return code, answer
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory) -> dict[str, Path]:
+    """Four short episodes in each format."""
+    world, folder = walker(np.random.default_rng(0), 4, 12, 3), tmp_path_factory.mktemp("samples")
+    return {form: write(folder / form, world, form) for form in FORMATS}
+
+
+@settings(max_examples=24, deadline=None)
+@given(data=st.data())
+def test_whatever_is_cut_or_flipped_is_told_without_an_exception(samples, tmp_path_factory, data) -> None:
+    form = data.draw(st.sampled_from(sorted(samples)))
+    source, path = samples[form], tmp_path_factory.mktemp("damaged") / samples[form].name
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
+    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    file = data.draw(st.sampled_from(files))
+    raw = bytearray(file.read_bytes())
+    is_cut = data.draw(st.booleans())
+    if is_cut:
+        del raw[data.draw(st.integers(0, len(raw) - 1)) :]
+    for _ in range(0 if is_cut else data.draw(st.integers(1, 8))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(raw)
+    code, answer = examined(path)
+    assert "FIL00" not in {one["code"] for one in answer["findings"]}, answer["findings"]
+    assert code == int(answer["summary"]["error"] > 0)
+    if form == "own":
+        assert code == 1 or not set(check_folder(path).problems) - {"metadata.json"}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_that_is_cut_in_half_is_an_error_in_every_format(samples, tmp_path: Path, form: str) -> None:
+    source, path = samples[form], tmp_path / samples[form].name
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
+    files = [one for one in path.rglob("*") if one.suffix in (".h5", ".hdf5", ".parquet", ".pickle")] or [path]
+    file = max(files, key=lambda one: one.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    os.utime(file, (1e9, 1e9))  # no one is writing it any more
+    assert examined(path)[0] == 1
+
+
+@pytest.mark.soak
+@settings(max_examples=2000, deadline=None, derandomize=False)
+@given(data=st.data())
+def test_the_same_for_a_long_time(samples, tmp_path_factory, data) -> None:
+    test_whatever_is_cut_or_flipped_is_told_without_an_exception.hypothesis.inner_test(samples, tmp_path_factory, data)
