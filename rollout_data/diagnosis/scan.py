@@ -110,17 +110,17 @@ class Scan:
     @property
     def metadata(self) -> Mapping[str, Any]:
         """What the files say of the whole; {} if nothing could be opened."""
-        return self._recording.metadata if self._recording else {}
+        return {} if self._recording is None else self._recording.metadata
 
     @property
     def problems(self) -> Sequence[RolloutDataError]:
         """What opening left out, repaired or inferred."""
-        return self._recording.problems if self._recording else ()
+        return () if self._recording is None else self._recording.problems
 
     @cached_property
     def num_episodes(self) -> int:
         """How many episodes there are."""
-        return len(self._recording) if self._recording else 0
+        return 0 if self._recording is None else len(self._recording)
 
     @property
     def is_small(self) -> bool:

@@ -95,6 +95,15 @@ def test_a_file_that_is_cut_in_half_is_an_error_in_every_format(samples, tmp_pat
     assert examined(path)[0] == 1
 
 
+def test_a_set_that_opens_without_any_episode_is_an_error(samples, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(samples["lerobot"], tmp_path / "set"))
+    info = path / "meta/info.json"
+    info.write_text(info.read_text().replace(".parquet", "/parquet"))
+    code, answer = examined(path)
+    assert code == 1 and {one["code"] for one in answer["findings"]} >= {"FIL03"}
+    assert answer["summary"]["episodes"] == 0
+
+
 @pytest.mark.soak
 @settings(max_examples=2000, deadline=None, derandomize=False)
 @given(data=st.data())
