@@ -4,9 +4,7 @@
 
 const byId = (id) => document.getElementById(id);
 const read = (id) => JSON.parse(byId(id).textContent);
-const page = read("page");
-const diagnosis = read("diagnosis");
-const styles = read("styles");
+const [page, diagnosis, styles] = ["page", "diagnosis", "styles"].map(read);
 const [INK, GRID] = [7, 8];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const darkness = matchMedia("(prefers-color-scheme: dark)");
@@ -68,6 +66,7 @@ function draw(element, figure) {
 function paint(element) {
   const isNew = !element.data;
   const figure = colored(drawings.get(element)());
+  if (isPrinting) for (const { marker } of figure.traces) delete marker?.pattern; // megabytes of PDF for each chart
   const axis = { gridcolor: palette[GRID], zerolinecolor: palette[GRID], automargin: true };
   const layout = { ...styles.layout, font: { color: palette[INK], size: 12 }, ...figure.layout };
   for (const name of ["xaxis", "yaxis", "yaxis2", "yaxis3"]) layout[name] &&= { ...axis, ...layout[name] };

@@ -21,7 +21,7 @@ def started() -> Iterator[Any]:
     if chromium is None:
         pytest.skip(f"chromium is missing; {HOW}")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 

@@ -44,7 +44,7 @@ def record(folder: Path, num_episodes: int = NUM_EPISODES, shift: float = 0.0) -
             said: list[Any] = [[{"task": HOSTILE if number == 3 else "walk"}]] + [None] * (length - 1)
             writer.add_rollout(
                 observation={"state": values[:, None] + np.float32(shift), "camera": camera},
-                action=values[:, None, :2],
+                action={"state": values[:, None]},
                 reward=np.full((length, 1), number, np.float32),
                 done=done,
                 timeout=done & (number % 2 == 1),
@@ -72,7 +72,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def open_page(browser: Any, page: Path) -> Visit:
-    return Visit(browser, page)
+    return Visit(browser, page, color_scheme="dark")
 
 
 @pytest.fixture
@@ -102,6 +102,39 @@ def test_equal_recordings_give_equal_pages(page: Path, folder: Path) -> None:
     again = report(folder, folder.parent / "again.html", folder.parent / "other").read_text()
     made = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
     assert made.sub("", again) == made.sub("", page.read_text())
+
+
+def test_the_dark_page_is_dark_and_readable_and_becomes_light(visit: Visit) -> None:
+    def grid() -> str:
+        visit.page.wait_for_selector(".chart .plot .main-svg")
+        found = visit.page.eval_on_selector(".chart .plot:has(.main-svg)", "plot => plot.layout.xaxis.gridcolor")
+        return str(found)
+
+    back, ink = visit.page.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    assert contrast(back, ink) > 4.5 and sum(map(int, re.findall(r"\d+", back))) < 150
+    for selector in (".hint", ".sign", "a", "button", ".label"):
+        node = visit.page.locator(selector).first
+        assert contrast(back, node.evaluate("node => getComputedStyle(node).color")) > 4.5, selector
+    visit.page.locator(".chart .plot").first.scroll_into_view_if_needed()
+    assert grid() == "#343b45"
+    visit.page.emulate_media(color_scheme="light")
+    assert grid() == "#dfe3e8"
+    visit.page.emulate_media(color_scheme="dark")
+    assert grid() == "#343b45"
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast of two colours, "rgb(...)", after WCAG 2."""
+
+    def luminance(color: str) -> float:
+        parts = np.array(re.findall(r"\d+", color)[:3], float) / 255
+        linear = np.where(parts <= 0.03928, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_a_finding_leads_to_its_trajectories_and_its_frames(visit: Visit) -> None:
@@ -194,20 +227,19 @@ def test_the_table_is_worked_by_keys(visit: Visit) -> None:
     assert visit.opened().startswith(f"Trajectory {focused} ")
 
 
-def test_actions_are_laid_over_observations_of_the_same_name(browser: Any, tmp_path: Path) -> None:
-    with RolloutWriter(tmp_path / "arm", 1, durable=False) as writer:
-        for step in range(30):
-            row = np.full((1, 2), step, np.float32)
-            writer.add(observation={"arm": row}, action={"arm": row + 1}, done=[step == 29])
-    visit = Visit(browser, report(tmp_path / "arm", tmp_path / "page.html"))
+def test_actions_are_laid_over_observations_of_the_same_name(visit: Visit) -> None:
+    def axes() -> set[str]:
+        return {curve["yaxis"] for curve in visit.curves() if curve["name"].startswith("action")}
+
     visit.page.click("tr[data-number]")
-    assert {curve["yaxis"] for curve in visit.curves() if curve["name"].startswith("action")} == {"y2"}
+    assert axes() == {"y2"}
     visit.page.click("#view summary")
     visit.page.check("#overlay")
-    assert {curve["yaxis"] for curve in visit.curves() if curve["name"].startswith("action")} == {"y"}
+    assert axes() == {"y"}
     visit.page.uncheck("#picked input >> nth=0")
-    assert "observation/arm[0]" not in {curve["name"] for curve in visit.curves()}
-    assert visit.errors == []
+    assert "observation/state[0]" not in {curve["name"] for curve in visit.curves()}
+    visit.page.check("#picked input >> nth=0")
+    assert "observation/state[0]" in {curve["name"] for curve in visit.curves()}
 
 
 def test_names_are_text_wherever_they_stand(visit: Visit) -> None:
@@ -247,44 +279,17 @@ def test_the_contact_sheet_opens_episodes(visit: Visit) -> None:
     assert visit.opened().startswith(f"Trajectory {thumbs.nth(2).inner_text().strip()} ")
 
 
-def test_the_dark_page_is_dark_and_readable(browser: Any, page: Path) -> None:
-    visit = Visit(browser, page, color_scheme="dark")
-    back, ink = visit.page.evaluate(
-        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
-    )
-    assert contrast(back, ink) > 4.5 and sum(map(int, re.findall(r"\d+", back))) < 150
-    for selector in (".hint", ".sign", "a", "button", ".label"):
-        node = visit.page.locator(selector).first
-        assert contrast(back, node.evaluate("node => getComputedStyle(node).color")) > 4.5, selector
-    visit.page.locator(".chart .plot").first.scroll_into_view_if_needed()
-    visit.page.wait_for_selector(".chart .plot .main-svg")
-    grid = visit.page.eval_on_selector(".chart .plot:has(.main-svg)", "plot => plot.layout.xaxis.gridcolor")
-    assert grid == "#343b45"
-    visit.context.close()
-
-
-def contrast(one: str, other: str) -> float:
-    """Contrast of two colours, "rgb(...)", after WCAG 2."""
-
-    def luminance(color: str) -> float:
-        parts = np.array(re.findall(r"\d+", color)[:3], float) / 255
-        linear = np.where(parts <= 0.03928, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-        return float(linear @ [0.2126, 0.7152, 0.0722])
-
-    low, high = sorted(map(luminance, (one, other)))
-    return (high + 0.05) / (low + 0.05)
-
-
 def test_paper_has_the_findings_and_the_first_rows(visit: Visit) -> None:
     visit.page.emulate_media(media="print")
     visit.page.evaluate("window.onbeforeprint()")
     assert len(visit.rows()) == 40
     assert visit.page.locator("#finding-0").is_visible() and not visit.page.locator("#filters").is_visible()
+    assert visit.page.locator(".chart .plot:not(:has(.main-svg))").count() == 0
     visit.page.evaluate("window.onafterprint()")
+    visit.page.emulate_media(media="screen")
     assert len(visit.rows()) != 40
 
 
-@pytest.mark.soak
-def test_the_page_becomes_a_pdf(visit: Visit) -> None:
-    """Apart from the daily tests: without a GPU the browser may take minutes for it."""
-    assert len(visit.page.pdf()) > 50_000
+def test_the_page_becomes_a_pdf_of_moderate_size(visit: Visit) -> None:
+    """Patterns of bars would make it 17 MB, in four times the time."""
+    assert 50_000 < len(visit.page.pdf()) < 2_000_000
