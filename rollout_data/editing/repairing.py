@@ -216,7 +216,7 @@ class _Lazy(EpisodeToWrite):
         draft = self._draft
         self.id, self.length, self.schema, self.texts = draft.id, draft.length, draft.schema, draft.texts
         self.terminated, self.truncated, self.success = draft.terminated, draft.truncated, draft.success
-        self.task, self.metadata = draft.task, draft.metadata
+        self.task, self.metadata, self.final = draft.task, draft.metadata, draft.final or ()
 
     @property
     def _draft(self) -> Draft:

@@ -23,6 +23,7 @@ class EpisodeToWrite(Protocol):
     texts: Collection[str]
     terminated: bool | None
     truncated: bool | None
+    final: Collection[str]
     success: bool | None
     task: str
     metadata: Mapping[str, Any]
@@ -48,12 +49,15 @@ class ForeignWriter(ABC):
         metadata: Of the recording that is written.
         options: Arguments of `convert` for this format.
         written: Ids of the episodes that are there.
+        left_out: Ids of those whose `add` failed, as they cannot be read; `convert` fills it.
         report: What was changed or left out -> the ids of the episodes, in the order in which it was met.
     """
 
     format: ClassVar[str]
     #: Names of the arguments that `convert(..., **options)` takes for this format, with their defaults.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    #: All places are chosen before a row is written: leaving out an episode means to begin again without it.
+    is_laid_out_first: ClassVar[bool] = False
 
     def __init__(
         self, path: Path, episodes: Sequence[EpisodeToWrite], metadata: Mapping[str, Any], options: Mapping[str, Any]
@@ -61,6 +65,7 @@ class ForeignWriter(ABC):
         self.path, self.episodes, self.metadata = path, episodes, metadata
         self.options = {**self.OPTIONS, **options}
         self.report: dict[str, list[str]] = {}
+        self.left_out: set[str] = set()
         self.written: set[str] = self.begin()
 
     @abstractmethod
@@ -72,12 +77,19 @@ class ForeignWriter(ABC):
         """Write an episode; afterwards it is there, whatever happens.
 
         Raises:
+            DataFileError: It cannot be read; nothing of it is there.
             UsageError: The format cannot hold such an episode at all.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Write what concerns all episodes. Idempotent."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all episodes are there that can be read."""
+        done = self.written if self.is_laid_out_first else self.written | self.left_out
+        return len(done) == len(self.episodes)
 
     def changed(self, what: str, episode: EpisodeToWrite) -> None:
         """Note in the report that something of an episode was changed or left out."""

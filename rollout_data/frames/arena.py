@@ -139,9 +139,9 @@ class Arena:
         for first, count in zip(first_rows.tolist(), num_rows.tolist(), strict=True):
             _libc.madvise(*self._pages(first, count), _MADV_WILLNEED)
 
-    def forget(self, first_row: int, num_rows: int) -> None:
-        """Let go of the memory of a run of rows; they are mapped again, from the page cache, when they are read."""
-        _libc.madvise(*self._pages(first_row, num_rows), _MADV_DONTNEED)
+    def let_go(self) -> None:
+        """Let go of the memory of all rows; they are mapped again, from the page cache, when they are read."""
+        _libc.madvise(self._base, self._end - self._base, _MADV_DONTNEED)
 
     def is_resident(self, row: int) -> bool:
         """True if the page where a row begins is in memory, or the kernel does not tell."""

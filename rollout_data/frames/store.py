@@ -43,6 +43,8 @@ _NO_PIECES = np.zeros(0, np.int64)
 _scratch, _FEW_ROWS = BufferPool(2), 256
 #: The kernel allows 65,530 mappings a process by default; stay clear of it.
 _MAX_MAPPINGS = 50_000
+#: Memory of rows that are read once is let go of when they are this many bytes; a fault maps so much around it.
+_MAX_READ_ONCE_BYTES, _MAPPED_AROUND_BYTES = 64 << 20, 64 << 10
 #: Threads that ask the kernel for pages while the disk is the limit.
 _NUM_ADVISERS = 4
 #: So few runs are asked for by the caller itself; none where so many of them, evenly spread, are in memory.
@@ -161,8 +163,8 @@ class FrameStore:
     def will_need(self, runs: Runs) -> None:
         """Have rows fetched in the background, where that helps."""
 
-    def forget(self, place: Place, runs: Runs) -> None:
-        """Let go of the memory of rows that are read once."""
+    def note_read_once(self, num_bytes: int) -> None:
+        """Count bytes of rows that are not read again, so that their memory is let go of."""
 
     def _words(self, place: Place) -> torch.Tensor:
         raise UsageError("read rows", f"of {type(self).__name__}", "a store that keeps rows as one tensor")
@@ -256,7 +258,7 @@ class MappedFrames(FrameStore):
         #: For each kind of row, the number of each block's first row, int64 `[B]`.
         rows = rows.reshape(len(index.blocks), len(files.places)).T.copy()
         self._first_rows: dict[Place, Int64s] = dict(zip(files.places, rows, strict=True))
-        self._num_unmapped = -1
+        self._num_unmapped, self._num_read_once = -1, 0
         self._is_unmapped: np.ndarray | None = None  # of each block, if one is
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
@@ -277,10 +279,12 @@ class MappedFrames(FrameStore):
                 files = self.files.chunks.get(place) or self.files.arenas[place]
                 _advise(files, self._first(place, runs), runs.num_rows)
 
-    def forget(self, place: Place, runs: Runs) -> None:
-        if (mapped := self.files.arenas.get(place)) is not None:
-            for first, num_rows in zip(self._first(place, runs).tolist(), runs.num_rows.tolist(), strict=True):
-                mapped.forget(first, num_rows)
+    def note_read_once(self, num_bytes: int) -> None:
+        self._num_read_once += max(num_bytes, _MAPPED_AROUND_BYTES)
+        if self._num_read_once >= _MAX_READ_ONCE_BYTES:
+            self._num_read_once = 0
+            for mapped in self.files.arenas.values():
+                mapped.let_go()
 
     def is_resident(self, runs: Runs) -> bool:
         """True if the first rows of runs are in memory, those that are stored as they are."""

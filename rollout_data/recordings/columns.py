@@ -22,8 +22,6 @@ from .own import ABSENT, FolderReader
 from .table import column_of
 
 Array = np.ndarray[Any, Any]
-#: Pages of larger reads are not kept mapped.
-_MAX_MAPPED_BYTES = 1 << 19
 _ENDS = np.array(["open", "terminated", "truncated", "unknown"])
 
 
@@ -104,8 +102,7 @@ class OwnColumns(ReaderColumns):
         for column in {layout.column_of[name].name: layout.column_of[name] for name in names}.values():
             rows = torch.empty((size, column.row_bytes // 4), dtype=torch.int32)
             self._store.copy((DATA, column.name), runs, 0, rows)
-            if rows.nbytes > _MAX_MAPPED_BYTES:
-                self._store.forget((DATA, column.name), runs)
+            self._store.note_read_once(rows.nbytes)
             for name in (one for one in names if one in column.offsets):
                 values = layout.decoded(name, rows.view(torch.uint8))
                 found[name] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()

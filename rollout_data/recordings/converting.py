@@ -68,17 +68,22 @@ def convert(
     path = arguments.path("convert", "", target).absolute()
     if path == recording.path:
         raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")
-    writer = kind(path, recording, recording.metadata, options)
-    num_present, problems, unread = len(writer.written), list(recording.problems), set[str]()
-    try:
-        for episode in tqdm(recording, desc="convert", unit=" episodes", disable=not progress):
-            try:
-                if episode.id not in writer.written:
-                    writer.add(episode)
-            except DataFileError as problem:
-                problems.append(problem)
-                unread.add(episode.id)
-    finally:
-        writer.close()
-    unread |= {one for what, ids in writer.report.items() if what.startswith("the episode is left out") for one in ids}
-    return Conversion(len(recording) - len(unread), num_present, writer.report, problems)
+    problems = list(recording.problems)
+    while True:
+        writer = kind(path, recording, recording.metadata, options)
+        num_present = len(writer.written)
+        try:
+            for episode in tqdm(recording, desc="convert", unit=" episodes", disable=not progress):
+                try:
+                    if episode.id not in writer.written:
+                        writer.add(episode)
+                except DataFileError as problem:
+                    problems.append(problem)
+                    writer.left_out.add(episode.id)
+        finally:
+            writer.close()
+        if not (writer.left_out and kind.is_laid_out_first):
+            break
+        recording = recording.select(one for one in recording.ids if one not in writer.left_out)
+    unread = {one for what, ids in writer.report.items() if what.startswith("the episode is left out") for one in ids}
+    return Conversion(len(recording) - len(unread | writer.left_out), num_present, writer.report, problems)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.fields import Schema
 from storage.errors import UsageError, nearest
 
 from ..foreign.reader import EpisodeInfo, ForeignReader
@@ -53,6 +52,7 @@ class Episode:
         length: T.
         schema: Its numeric fields: name -> shape and dtype of a step.
         texts: Names of its fields of texts.
+        final: Names of the fields of its final observation.
         terminated, truncated: How it ended; None where the file does not tell.
         success: None where the file does not tell.
         task: What was to be done, in words; "".
@@ -64,6 +64,7 @@ class Episode:
         self._read: dict[str, Any] = {}
         self.id, self.length, self.schema = info.name, info.length, info.schema
         self.texts: Collection[str] = info.texts
+        self.final: Collection[str] = info.final.below(OBSERVATION)
         self.terminated, self.truncated = info.terminated, info.truncated
         self.success, self.task = info.success, info.task
         told = {"task": info.task or None, "success": info.success}
@@ -117,8 +118,7 @@ class Episode:
     @cached_property
     def final_observation(self) -> Any:
         """The observation after the last step, without a time axis; None where the file has none."""
-        final: Schema = self._info.final
-        found = {name: self._reader.read_final(self._number, name) for name in final.below(OBSERVATION)}
+        found = {name: self._reader.read_final(self._number, name) for name in self.final}
         return joined(OBSERVATION, found)
 
     def __getitem__(self, name: str) -> Any:

@@ -24,8 +24,6 @@ from ..remote.access import Origin
 
 #: What is noted of a converted episode besides its metadata: its id in the source, and names of fields that it lacks.
 SOURCE_ID, ABSENT = "id", "absent_fields"
-#: Pages of larger pieces are not kept mapped behind their reading: a conversion would map all it has read.
-_MAX_MAPPED_BYTES = 1 << 20
 
 
 class FolderReader(ForeignReader):
@@ -70,11 +68,10 @@ class FolderReader(ForeignReader):
         if self._last is None or self._last[0] != wanted:  # the fields of one row are asked for one after the other
             one = np.array([number])
             runs = self.store.locate(one, one * 0 + start, one * 0 + stop - start, one * 0)
-            rows = torch.zeros((stop - start, column.row_bytes // 4), dtype=torch.int32)
+            rows = torch.empty((stop - start, column.row_bytes // 4), dtype=torch.int32)
             if stop > start:
                 self.store.copy((DATA, column.name), runs, 0, rows)
-                if rows.nbytes > _MAX_MAPPED_BYTES:
-                    self.store.forget((DATA, column.name), runs)
+                self.store.note_read_once(rows.nbytes)
             self._last = wanted, rows.view(torch.uint8)
         found: np.ndarray[Any, Any] = _array(self.store, (DATA, name), self._last[1]).copy()
         return found

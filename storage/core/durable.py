@@ -46,10 +46,11 @@ def sync_path(path: Path) -> None:
 
 
 @contextmanager
-def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replace_file(path: str | os.PathLike[str], durable: bool = True) -> Iterator[Path]:
     """Give a path to write a file to; it takes the place of `path` when the block ends without an error.
 
-    The folder of `path` is made where it is missing; a link is followed. After an error nothing has changed.
+    The folder of `path` is made where it is missing; a link is followed. After an error nothing has changed. If not
+    `durable`, the caller flushes it later; until then a power failure may cost it.
 
     Raises:
         DataFileError: There is a folder, or anything else that is no regular file (a device, a pipe).
@@ -61,9 +62,11 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     with _made_beside(target) as made:
         new = made / target.name
         yield new
-        sync_path(new)
+        if durable:
+            sync_path(new)
         os.replace(new, target)
-        sync_path(target.parent)
+        if durable:
+            sync_path(target.parent)
 
 
 @contextmanager

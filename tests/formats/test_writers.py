@@ -14,7 +14,9 @@ import torch
 
 import rollout_data
 from rollout_data import RolloutWriter
-from rollout_data.foreign.formats import FORMATS, WRITERS, writer_class
+from rollout_data.foreign.formats import EXPORTS, FORMATS, WRITERS, writer_class
+from rollout_data.format.header import read_header
+from rollout_data.recordings.own_writer import OWN
 from storage.errors import UsageError
 
 LENGTHS = [5, 1, 3, 12]
@@ -22,9 +24,15 @@ LENGTHS = [5, 1, 3, 12]
 OPTIONS: dict[str, dict[str, Any]] = {"minari": {}, "d4rl": {}, "robomimic": {"next_obs": True}}
 
 
-def record(folder: Path, is_nested: bool = True, with_reward: bool = True, dtype: torch.dtype = torch.float64) -> Any:
+def record(
+    folder: Path,
+    is_nested: bool = True,
+    with_reward: bool = True,
+    dtype: torch.dtype = torch.float64,
+    codecs: dict[str, str] | None = None,
+) -> Any:
     """Record episodes whose values tell episode, frame and column: 1000 * episode + 10 * frame + column."""
-    with RolloutWriter(folder, 1, durable=False) as writer:
+    with RolloutWriter(folder, 1, durable=False, obs_disassemble_mapping=codecs) as writer:
         for episode, length in enumerate(LENGTHS):
             for frame in range(length + 1):
                 state = torch.tensor([[1000 * episode + 10 * frame + column for column in range(3)]], dtype=dtype)
@@ -124,6 +132,37 @@ def test_a_writer_that_stopped_is_taken_up(tmp_path, name):
         if one.suffix in (".hdf5", ".pickle"):
             assert one.read_bytes() == other.read_bytes()
     assert not [one for one in tmp_path.rglob(".*") if one.parent.name != "ours"], "nothing is left beside it"
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+@pytest.mark.parametrize("name", [OWN, *WRITERS, *EXPORTS])
+def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(tmp_path, name, victim):
+    if name in EXPORTS:
+        pytest.importorskip("rerun", reason="its tests need the package rerun-sdk")
+    record(tmp_path / "ours", dtype=torch.float32, codecs={"images/left": "lz4"})
+    (block,) = (tmp_path / "ours").glob("*.h5")
+    chunks = read_header(block).chunks["data"]["observation/images/left"]
+    _, end = chunks.byte_ranges(np.array([sum(LENGTHS[:victim])]), np.array([sum(LENGTHS[: victim + 1])]))
+    content = bytearray(block.read_bytes())
+    content[int(end[0]) - 1] ^= 0xFF
+    block.write_bytes(content)
+    source, target = rollout_data.open(tmp_path / "ours"), tmp_path / "made" / "set.hdf5"
+    kept = [one for number, one in enumerate(source) if number != victim]
+    done = rollout_data.convert(source, target, to=name, progress=False)
+    assert done.num_episodes == len(kept) and ["chunk" in str(one) for one in done.problems] == [True]
+    assert not list(target.parent.glob(".*")), "nothing is left beside it"
+    if name not in EXPORTS:
+        back = rollout_data.open(target)
+        assert not back.problems and [len(one) for one in back] == [len(one) for one in kept]
+        for mine, theirs in zip(kept, back, strict=True):
+            assert np.array_equal(mine.action, theirs.action)
+    if name != OWN:
+        with pytest.raises(UsageError, match="cannot write"):
+            rollout_data.convert(source, target, to=name, progress=False)
+    again = rollout_data.convert(
+        source.select([one.id for one in kept]), tmp_path / "again.hdf5", to=name, progress=False
+    )
+    assert again.num_episodes == len(kept) and not again.problems
 
 
 def test_what_a_format_needs_and_an_episode_lacks_is_refused_or_said(tmp_path):

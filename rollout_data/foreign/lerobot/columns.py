@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -150,8 +150,8 @@ class Statistics:
         self._low, self._high = np.minimum(self._low, values.min(0)), np.maximum(self._high, values.max(0))
         self._sum, self._squares = self._sum + values.sum(0), self._squares + (values**2).sum(0)
 
-    def result(self) -> dict[str, Any]:
-        """Give what LeRobot stores: name -> nested lists."""
+    def result(self) -> dict[str, Array]:
+        """Give what LeRobot stores: name -> numbers; `count` is that of the frames."""
         mean = self._sum / self._num_values
         std = np.sqrt(np.maximum(self._squares / self._num_values - mean**2, 0))
         found = {"min": self._low, "max": self._high, "mean": mean, "std": std}
@@ -159,19 +159,18 @@ class Statistics:
         if self._is_picture and not self._is_v3:  # whose readers ask for three channels
             scaled = {name: np.resize(value, 3) for name, value in scaled.items()}
         shaped = {name: value[:, None, None] if self._is_picture else value for name, value in scaled.items()}
-        return {**{name: value.tolist() for name, value in shaped.items()}, "count": [self._num_frames]}
+        return {**shaped, "count": np.array([self._num_frames])}
 
 
-def joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Give the statistics of several episodes together."""
-    arrays = {name: np.array([one[name] for one in found]) for name in ("min", "max", "mean", "std")}
-    counts = np.array([one["count"][0] for one in found], np.float64)
-    shares = (counts / counts.sum()).reshape(-1, *[1] * (arrays["mean"].ndim - 1))
-    mean = (arrays["mean"] * shares).sum(0)
-    squares = ((arrays["std"] ** 2 + arrays["mean"] ** 2) * shares).sum(0)
-    std = np.sqrt(np.maximum(squares - mean**2, 0))
-    lists = {"min": arrays["min"].min(0), "max": arrays["max"].max(0), "mean": mean, "std": std}
-    return {**{name: value.tolist() for name, value in lists.items()}, "count": [int(counts.sum())]}
+def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Array]:
+    """Give the statistics of two sets of episodes together."""
+    a, b = ({name: np.asarray(value) for name, value in told.items()} for told in (one, other))
+    count = a["count"] + b["count"]
+    share = b["count"][0] / count[0]
+    apart = b["mean"] - a["mean"]
+    variance = a["std"] ** 2 * (1 - share) + b["std"] ** 2 * share + apart**2 * share * (1 - share)
+    low, high = np.minimum(a["min"], b["min"]), np.maximum(a["max"], b["max"])
+    return {"min": low, "max": high, "mean": a["mean"] + apart * share, "std": np.sqrt(variance), "count": count}
 
 
 def write_video(path: Path, parts: Iterable[Array], fps: float, video: str) -> None:

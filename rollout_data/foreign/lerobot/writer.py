@@ -8,16 +8,18 @@ survives a kill, and is read by lerobot alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from storage.core import arguments
-from storage.core.durable import replace_file
-from storage.errors import UsageError
+from storage.core.durable import replace_file, sync_path
+from storage.errors import CorruptFileError, UsageError
 
-from ..guards import optional, read_object
+from ..guards import damage_named, optional, read_object
 from ..writer import EpisodeToWrite, ForeignWriter
 from .columns import (
     ENCODERS,
@@ -68,6 +70,7 @@ class Writer(ForeignWriter):
         self._has_success &= all("next.success" not in episode.schema for episode in self.episodes)
         self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
         self._notes: list[dict[str, Any]] = []
+        self._stats = dict[str, Mapping[str, Any]]()
         info = self._info()
         if not (self.path / INFO_NAME).exists():
             if self.path.exists() and any(self.path.iterdir()):
@@ -82,10 +85,27 @@ class Writer(ForeignWriter):
         return self._take_up()
 
     def _take_up(self) -> set[str]:
-        parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
-        while (path := self.path / self._file(len(self._notes))).exists():
-            self._notes.append(json.loads(parquet.read_schema(path).metadata[_NOTE]))
+        while (self.path / self._file(len(self._notes))).exists():
+            try:
+                self._take(self._note(len(self._notes)))
+            except CorruptFileError:  # a power failure: the file is written again
+                break
         return {note["id"] for note in self._notes}
+
+    def _note(self, number: int) -> dict[str, Any]:
+        """Read the note in the data file of an episode."""
+        pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
+        parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
+        path = self.path / self._file(number)
+        with damage_named("read", repr(str(path)), "an intact file", pyarrow.ArrowException, OSError, LookupError):
+            found: dict[str, Any] = json.loads(parquet.read_schema(path).metadata[_NOTE])
+        return found
+
+    def _take(self, note: Mapping[str, Any]) -> None:
+        """Count an episode that is there: its statistics stay in its file, as they may be large."""
+        self._notes.append({name: note[name] for name in ("id", "length", "task")})
+        for name, stats in note["stats"].items():
+            self._stats[name] = joined(self._stats[name], stats) if name in self._stats else stats
 
     def _choose(self) -> list[Column]:
         """Say what becomes of the fields that all episodes have."""
@@ -143,17 +163,25 @@ class Writer(ForeignWriter):
         }
 
     def add(self, episode: EpisodeToWrite) -> None:
+        with ExitStack() as made:  # the data file comes to its place after the videos, or none of them does
+            note = self._write(episode, made.enter_context(self._replaced(self._file(len(self._notes)))), made)
+        self._take(note)
+        self.written.add(episode.id)
+        self._report(episode)
+
+    def _write(self, episode: EpisodeToWrite, data_file: Path, made: ExitStack) -> dict[str, Any]:
+        """Write the files of an episode; give its note."""
         pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
         parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
         number, length = len(self._notes), episode.length
         columns, statistics = {}, {}
         for column in self._columns:
-            made = statistics[column.name] = Statistics(column, self._version == "v3.0")
+            told = statistics[column.name] = Statistics(column, self._version == "v3.0")
             if column.kind == "video":
-                with self._replaced(self._file(number, column.name)) as new:
-                    write_video(new, _parts(episode, column, made), self._fps, self._video)
+                video_file = made.enter_context(self._replaced(self._file(number, column.name)))
+                write_video(video_file, _parts(episode, column, told), self._fps, self._video)
             else:
-                columns[column.name] = arrow_column(column, _parts(episode, column, made))
+                columns[column.name] = arrow_column(column, _parts(episode, column, told))
         columns |= {name.replace("/", "."): pyarrow.array(episode.read(name)) for name in self._texts}
         frames, task = np.arange(length), self._tasks.index(episode.task)
         if self._has_success:
@@ -164,23 +192,20 @@ class Writer(ForeignWriter):
         rows = (frames / self._fps, frames, np.full(length, number), start + frames, np.full(length, task))
         for (name, dtype), values in zip(SCALARS.items(), rows, strict=True):
             columns[name] = pyarrow.array(values.astype(dtype))
-        stats = {name: made.result() for name, made in statistics.items()}
+        stats = {name: told.result() for name, told in statistics.items()}
         note = {"id": episode.id, "length": length, "task": episode.task, "stats": stats}
-        about = {_NOTE: json.dumps(note)}
+        about = {_NOTE: json.dumps(note, default=np.ndarray.tolist)}
         if self._version == "v2.1":
             features = self._info()["features"]
             about[b"huggingface"] = hub_features({name: features[name] for name in columns})
         table = pyarrow.table(columns).replace_schema_metadata(about)
-        with self._replaced(self._file(number)) as new:
-            parquet.write_table(
-                table, new, row_group_size=length, use_dictionary=[name.replace("/", ".") for name in self._texts]
-            )
-        self._notes.append(note)
-        self.written.add(episode.id)
-        self._report(episode)
+        texts = [name.replace("/", ".") for name in self._texts]
+        parquet.write_table(table, data_file, row_group_size=length, use_dictionary=texts)
+        return note
 
     def _replaced(self, name: str) -> Any:
-        return replace_file(self.path / name)
+        """Replace a file; all but the description are flushed together, by `close`."""
+        return replace_file(self.path / name, durable=name == INFO_NAME)
 
     def _report(self, episode: EpisodeToWrite) -> None:
         kept = {column.field.name for column in self._columns} | set(SCALARS)
@@ -197,7 +222,7 @@ class Writer(ForeignWriter):
             self.changed("pictures are stored as video, with loss", episode)
         if episode.terminated is not None or episode.truncated is not None:
             self.changed("how an episode ended is left out", episode)
-        if episode.final_observation is not None:
+        if episode.final:
             self.changed("the observation after the last step is left out", episode)
         if any("/" in name.partition("/")[2] for name in episode.schema):
             self.changed("the parts of nested names are joined by dots", episode)
@@ -210,24 +235,25 @@ class Writer(ForeignWriter):
 
     def close(self) -> None:
         self._write_tables()
-        is_complete = len(self.written) == len(self.episodes)
-        self._write_json(INFO_NAME, {**self._info(), **({} if is_complete else {UNFINISHED: True})})
+        for path in (*self.path.rglob("*"), self.path):
+            sync_path(path)
+        self._write_json(INFO_NAME, {**self._info(), **({} if self.is_complete else {UNFINISHED: True})})
 
     def _write_tables(self) -> None:
         """Write what concerns all episodes, but for the description of the set."""
-        stats = [note["stats"] for note in self._notes]
         if self._version == "v3.0":
             self._write_tables_3()
-            if stats:
-                self._write_json("meta/stats.json", {name: joined([one[name] for one in stats]) for name in stats[0]})
+            if self._stats:
+                self._write_json("meta/stats.json", self._stats)
             return
         episodes = [
             {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
             for number, note in enumerate(self._notes)
         ]
+        stats = ({"episode_index": at, "stats": self._note(at)["stats"]} for at in range(len(self._notes)))
         self._write_lines("tasks", [{"task_index": number, "task": task} for number, task in enumerate(self._tasks)])
         self._write_lines("episodes", episodes)
-        self._write_lines("episodes_stats", [{"episode_index": at, "stats": one} for at, one in enumerate(stats)])
+        self._write_lines("episodes_stats", stats)
         if self.options["groot"]:
             self._write_json("meta/modality.json", self._modality())
 
@@ -277,14 +303,14 @@ class Writer(ForeignWriter):
                 groups["action" if head == "action" else "state"][rest or head] = about
         return {**groups, "annotation": {_ANNOTATION.partition(".")[2]: {}}}
 
-    def _write_lines(self, name: str, lines: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        with self._replaced(f"meta/{name}.jsonl") as new:
-            new.write_text(text, encoding="utf-8")
+    def _write_lines(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
+        with self._replaced(f"meta/{name}.jsonl") as new, open(new, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         with self._replaced(name) as new:
-            new.write_text(json.dumps(content, indent=4, ensure_ascii=False), encoding="utf-8")
+            text = json.dumps(content, indent=4, ensure_ascii=False, default=np.ndarray.tolist)
+            new.write_text(text, encoding="utf-8")
 
 
 def _is_renamed(column: Column) -> bool:

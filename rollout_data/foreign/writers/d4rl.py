@@ -27,7 +27,7 @@ class Writer(ForeignWriter):
         missing_reward: What episodes without rewards get; None refuses them.
     """
 
-    format = "d4rl"
+    format, is_laid_out_first = "d4rl", True
     OPTIONS: ClassVar[Mapping[str, Any]] = {"missing_reward": None}
 
     def begin(self) -> set[str]:
@@ -40,7 +40,7 @@ class Writer(ForeignWriter):
                 differing = sorted(name for name in {*form, *forms[0]} if form.get(name) != forms[0].get(name))
                 where, got = f"episode {episode.id!r} as D4RL", f"another {', '.join(differing)}"
                 raise UsageError("write", where, "the same fields in all episodes", got, "Select episodes of one kind")
-        self._has_next = all(episode.final_observation is not None for episode in self.episodes)
+        self._has_next = all(bool(episode.final) for episode in self.episodes)
         flags = {name: (np.dtype(bool), ()) for name in ("terminals", "timeouts")}
         following = {"next_observations": forms[0]["observations"]} if forms and self._has_next else {}
         datasets = {
@@ -110,7 +110,7 @@ class Writer(ForeignWriter):
             self._file.write(
                 "next_observations", _joined([finals[name][None] for name in names]), first + episode.length - 1
             )
-        elif episode.final_observation is not None:
+        elif episode.final:
             self.changed("the observation after the last step is left out, as not all episodes have one", episode)
         if episode.terminated is None and episode.truncated is None:
             self.changed("the end, which is unknown, is written as a timeout", episode)
@@ -120,7 +120,7 @@ class Writer(ForeignWriter):
             self.changed("texts and metadata of episodes are left out", episode)
 
     def close(self) -> None:
-        self._file.close(is_complete=len(self.written) == len(self.episodes))
+        self._file.close(is_complete=self.is_complete)
 
 
 def _joined(columns: list[Array]) -> Array:

@@ -46,8 +46,8 @@ class Writer(robomimic.Writer):
         told = {"task": episode.task or None, "success": episode.success}
         return {**plain, **{name: value for name, value in told.items() if value is not None}}
 
-    def made(self, episode: EpisodeToWrite) -> dict[str, Array]:
-        found = {at: values for at, values in super().made(episode).items() if at != "dones"}
+    def made(self, episode: EpisodeToWrite, reads: bool = True) -> dict[str, Array]:
+        found = {at: values for at, values in super().made(episode, reads).items() if at != "dones"}
         kept = {name: np.asarray(value) for name, value in episode.metadata.items() if name.startswith(_INITIAL)}
         return found | {name: value for name, value in kept.items() if value.dtype.kind in "fiub"}
 

@@ -33,7 +33,7 @@ class Writer(ForeignWriter):
         missing_reward: What episodes without rewards get; None refuses them.
     """
 
-    format = "minari"
+    format, is_laid_out_first = "minari", True
     OPTIONS: ClassVar[Mapping[str, Any]] = {"dataset_id": None, "missing_reward": None}
 
     def begin(self) -> set[str]:
@@ -59,7 +59,7 @@ class Writer(ForeignWriter):
 
     def _length(self, episode: EpisodeToWrite) -> int:
         """Steps that are written: without the last one where what follows it is not known."""
-        has_final = finals_of(episode).keys() == episode.schema.below("observation").keys()
+        has_final = set(episode.final) >= episode.schema.below("observation").keys()
         if not has_final and episode.length == 1:
             advice = "Select episodes of two steps or more"
             where, expected = f"episode {episode.id!r} as Minari", "the observation after its only step"
@@ -99,9 +99,8 @@ class Writer(ForeignWriter):
             self.changed("texts and metadata of episodes are left out, but for the seed", episode)
 
     def close(self) -> None:
-        is_complete = len(self.written) == len(self.episodes)
-        self._file.close(is_complete)
-        if is_complete and self.episodes:
+        self._file.close(self.is_complete)
+        if self.is_complete and self.episodes:
             first = self.episodes[0]
             parts_of_path = [one for one in self.path.parts[-2:] if one != os.sep]
             about = {

@@ -119,8 +119,7 @@ class Writer(ForeignWriter):
         stream.send_columns(path, timelines, columns)
 
     def close(self) -> None:
-        is_whole = {one.id for one in self.episodes} <= self.written
-        if not is_whole or not self._folder.exists():
+        if not self.is_complete or not self._folder.exists():
             return
         temporary = self._folder / "whole.tmp"
         stream = self._stream(temporary)

@@ -74,8 +74,9 @@ class Writer(ForeignWriter):
         return content
 
     def close(self) -> None:
-        if len(self.written) < len(self.episodes):
+        if not self.is_complete:
             return
+        episodes = {self._numbers[one.id]: one for one in self.episodes if one.id in self.written}
         index = {
             str(number): {
                 "num_samples": episode.length,
@@ -84,9 +85,9 @@ class Writer(ForeignWriter):
                 "shape": [episode.length, 1],
                 "model_weights_id": _WEIGHTS,
             }
-            for number, episode in enumerate(self.episodes)
+            for number, episode in episodes.items()
         }
-        total = sum(episode.length for episode in self.episodes)
+        total = sum(episode.length for episode in episodes.values())
         about = {
             "trajectory_format": "pt",
             "size": len(index),
@@ -95,7 +96,7 @@ class Writer(ForeignWriter):
         }
         tables = {
             "metadata.json": {**about, "seed": 0},
-            "trajectory_index.json": {"trajectory_index": index, "trajectory_id_list": list(range(len(index)))},
+            "trajectory_index.json": {"trajectory_index": index, "trajectory_id_list": list(episodes)},
         }
         for name, content in tables.items():
             temporary = self.path / f".tmp_{name}"

@@ -34,7 +34,7 @@ class Writer(ForeignWriter):
         env_name, env_kwargs: Of `env_args`, where the recording does not say them.
     """
 
-    format = "robomimic"
+    format, is_laid_out_first = "robomimic", True
     OPTIONS: ClassVar[Mapping[str, Any]] = {"next_obs": False, "obs_key": "state", "env_name": "", "env_kwargs": None}
 
     def begin(self) -> set[str]:
@@ -47,7 +47,8 @@ class Writer(ForeignWriter):
             group = f"data/{self._demos[episode.id]}"
             for name, field, at in self.columns(episode):
                 datasets[f"{group}/{at}"] = written_dtype(field), (episode.length, *self._shape(name, field))
-            datasets.update({f"{group}/{at}": (one.dtype, one.shape) for at, one in self.made(episode).items()})
+            made = self.made(episode, reads=False)
+            datasets.update({f"{group}/{at}": (one.dtype, one.shape) for at, one in made.items()})
             attributes[group] = {"num_samples": episode.length, **self.about_episode(episode)}
         masks = {f"mask/{name}": np.array(demos, "S") for name, demos in self._masks().items() if demos}
         self._file = EpisodeFile(self.path, datasets, masks, attributes)
@@ -71,7 +72,7 @@ class Writer(ForeignWriter):
         self._file.note(episode.id)
 
     def close(self) -> None:
-        self._file.close(is_complete=len(self.written) == len(self.episodes))
+        self._file.close(is_complete=self.is_complete)
 
     def about_root(self) -> dict[str, Any]:
         """Attributes of the file."""
@@ -91,12 +92,13 @@ class Writer(ForeignWriter):
             told["id"] = episode.id
         return {"ep_meta": json.dumps(told)}
 
-    def made(self, episode: EpisodeToWrite) -> dict[str, Array]:
-        """Datasets of a demo that are made of several fields, or of none: their rows."""
+    def made(self, episode: EpisodeToWrite, reads: bool = True) -> dict[str, Array]:
+        """Datasets of a demo that are made of several fields, or of none: their rows, zero where nothing is read."""
         found = {}
-        if names := [name for name in episode.schema if name.startswith("action/")]:
-            columns = [np.asarray(episode.read(name)).reshape(episode.length, -1) for name in names]
-            found["actions"] = np.concatenate(columns, axis=1)
+        if fields := [field for name, field in episode.schema.items() if name.startswith("action/")]:
+            empty = [np.zeros((episode.length, *field.shape), written_dtype(field)) for field in fields]
+            columns = [np.asarray(episode.read(field.name)) for field in fields] if reads else empty
+            found["actions"] = np.concatenate([one.reshape(episode.length, -1) for one in columns], axis=1)
         if episode.terminated is not None and "dones" not in episode.schema:
             found["dones"] = np.zeros(episode.length, np.int64)
             found["dones"][-1] = episode.terminated
@@ -104,7 +106,7 @@ class Writer(ForeignWriter):
 
     def columns(self, episode: EpisodeToWrite) -> Iterator[tuple[str, Field, str]]:
         """Say which dataset of a demo has which field: (name, field, dataset)."""
-        final = self._finals(episode)
+        final = episode.final if self.options.get("next_obs") else ()
         for name, field in episode.schema.items():
             head, _, rest = name.partition("/")
             if name == "action":
@@ -143,7 +145,7 @@ class Writer(ForeignWriter):
             self.changed("rewards of several terms are left out", episode)
         if episode.terminated is not None or episode.truncated is not None:
             self.changed("how an episode ended is left out, but for `dones`, which readers do not take for it", episode)
-        if episode.final_observation is not None and not self.options.get("next_obs"):
+        if episode.final and not self.options.get("next_obs"):
             self.changed("the observation after the last step is left out", episode)
         if lost := [name for name in episode.metadata if name not in _plain(episode.metadata)]:
             self.changed(f"metadata that JSON cannot hold is left out ({', '.join(lost)})", episode)

@@ -54,10 +54,10 @@ class Writer(ForeignWriter):
         return {name for name, folder in self._folders.items() if folder.is_dir() and any(folder.iterdir())}
 
     def add(self, episode: EpisodeToWrite) -> None:
-        folder, length = self._folders[episode.id], episode.length
+        folder, length, chunk = self._folders[episode.id], episode.length, self._chunk(episode)
         temporary = self.path / f".tmp_{folder.name}.pickle"
         with open(temporary, "wb") as out:
-            pickle.dump(self._chunk(episode), out, protocol=4)
+            pickle.dump(chunk, out, protocol=4)
             out.flush()
             os.fsync(out.fileno())
         folder.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ class Writer(ForeignWriter):
         self.written.add(episode.id)
         if episode.texts or episode.task or episode.metadata:
             self.changed("texts and metadata of episodes are left out", episode)
-        if episode.final_observation is not None:
+        if episode.final:
             self.changed("the observation after the last step is left out", episode)
 
     def _chunk(self, episode: EpisodeToWrite) -> dict[str, Any]:
@@ -107,9 +107,10 @@ class Writer(ForeignWriter):
         return narrow
 
     def close(self) -> None:
-        if len(self.written) < len(self.episodes):
+        if not self.is_complete:
             return
-        first = self.episodes[0].schema if self.episodes else {}
+        episodes = [one for one in self.episodes if one.id in self.written]
+        first = episodes[0].schema if episodes else {}
         components = {
             _component(name.partition("/")[2]): field
             for name, field in first.items()
@@ -119,21 +120,22 @@ class Writer(ForeignWriter):
             "config": self.metadata.get("config"),
             "env": self.options["env"] or str(self.metadata.get("env", "")),
             "policy": self.options["policy"] or str(self.metadata.get("policy", "")),
-            "rollout_storage_length": max((one.length for one in self.episodes), default=0),
+            "rollout_storage_length": max((one.length for one in episodes), default=0),
             "success_traj_only": False,
             "min_timesteps": 0,
             "min_episodes": 0,
             "use_critic_obs": "privileged_observation" in first,
-            "total_timesteps": sum(one.length for one in self.episodes),
-            "total_trajectories": len(self.episodes),
+            "total_timesteps": sum(one.length for one in episodes),
+            "total_trajectories": len(episodes),
         }
         if components:
             about["obs_segments"] = {name: list(field.shape) for name, field in components.items()}
             coded = {name: "normalized_image" for name, field in components.items() if field.dtype == "uint8"}
             about["obs_disassemble_mapping"] = coded
-        last_s = max((folder.stat().st_mtime for folder in self._folders.values()), default=0)
-        for number, folder in enumerate(self._folders.values()):
-            time_s = last_s - _STEP_S * (len(self._folders) - number)
+        folders = [self._folders[one.id] for one in episodes]
+        last_s = max((folder.stat().st_mtime for folder in folders), default=0)
+        for number, folder in enumerate(folders):
+            time_s = last_s - _STEP_S * (len(folders) - number)
             os.utime(folder, (time_s, time_s))
             for file in folder.iterdir():
                 os.utime(file, (time_s, time_s))
