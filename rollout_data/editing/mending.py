@@ -22,7 +22,7 @@ from ..recordings.episode import OBSERVATION, Episode, joined
 from ..recordings.recording import Recording
 
 Array = np.ndarray[Any, Any]
-_ENDS = re.compile(r"(.*/)?(dones?|terminals?|terminated|truncat\w+|timeouts?)")
+_ENDS = re.compile(r"(.*[/.])?(dones?|terminals?|terminated|truncat\w+|timeouts?)")
 #: Factors between units that are often mixed up: degrees, millimetres, centimetres, bytes; of times besides.
 _UNITS, _TIMES = (180 / np.pi, 1e3, 1e2, 255.0), (1e3, 1e6, 1e9)
 #: Logarithm of how far a ratio may be from one of these.

@@ -66,7 +66,7 @@ def test_a_flipped_bit_of_any_row_is_named_by_block_trajectory_field_and_frame(t
     worlds = {"envs": (vectorized(rng), None), "parts": (arm(rng, 8), None), "coded": (few, coded)}
     for name, (world, edit) in worlds.items():
         path = write_own(tmp_path / name, world, edit)
-        for _ in range(12):
+        for _ in range(6):
             block = path / f"rollout_w_{rng.integers(3):06d}.h5"
             header, data = read_header(block), block.read_bytes()
             table = str(rng.choice([DATA, FINAL], p=[0.8, 0.2]))

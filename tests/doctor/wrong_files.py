@@ -301,10 +301,18 @@ def counts_of_demos(path: Path, rng: Rng, place: tuple[str, str]) -> Broken:
     return target, {5} if "5" in place[0] else None
 
 
-@broken("STR08", episodes="total_episodes", steps="total_steps")
-def counts_of_minari(path: Path, rng: Rng, key: str) -> Broken:
-    target = write(path, walker(rng), "minari")
-    edited_json(target / "data/metadata.json", lambda about: about.update({key: about[key] + 3}))
+@broken(
+    "STR08",
+    minari_episodes=("minari", "total_episodes"),
+    minari_steps=("minari", "total_steps"),
+    lerobot_frames=("lerobot", "total_frames"),
+    lerobot_episodes=("lerobot", "total_episodes"),
+)
+def totals(path: Path, rng: Rng, place: tuple[str, str]) -> Broken:
+    form, key = place
+    target = write(path, walker(rng), form)
+    name = "data/metadata.json" if form == "minari" else "meta/info.json"
+    edited_json(target / name, lambda about: about.update({key: about[key] + 3}))
     return target, None
 
 
@@ -314,13 +322,6 @@ def steps_of_an_episode(path: Path, rng: Rng) -> Broken:
     with h5py.File(target / "data/main_data.hdf5", "r+") as file:
         file[f"episode_{number}"].attrs["total_steps"] += 2
     return target, {number}
-
-
-@broken("STR08", frames="total_frames", episodes="total_episodes")
-def counts_of_lerobot(path: Path, rng: Rng, key: str) -> Broken:
-    target = write(path, arm(rng), "lerobot")
-    edited_json(target / "meta/info.json", lambda info: info.update({key: info[key] + 4}))
-    return target, None
 
 
 @broken("STR08")

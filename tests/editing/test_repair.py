@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import rollout_data
 from rollout_data import RolloutWriter, doctor, drop, edits_of, repair, tag
-from rollout_data.editing.repairing import REPORT_NAME
+from rollout_data.editing.repairing import ASKS, REPORT_NAME
 from rollout_data.format.header import read_header
 from rollout_data.tools.command import main
 from rollout_data.tools.rewrite import check_folder
@@ -198,8 +198,10 @@ def test_other_formats_become_folders_of_our_own_and_twice_the_same_bytes(tmp_pa
         assert all(np.array_equal(one.read(name), source.read(name)) for name in ("action", "observation/pose"))
 
 
-@pytest.mark.parametrize("name", ["shared_rows", "ranges_share_rows", "short_video_cut", "missing_block"])
-def test_what_files_say_wrongly_is_left_out_and_found_no_more(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["shared_rows", "ranges_share_rows", "short_video_cut", "missing_block", "end_inside_lerobot"]
+)
+def test_what_files_say_wrongly_is_mended_and_found_no_more(tmp_path: Path, name: str) -> None:
     case = next(one for one in wrong_cases() if one.name == name)
     path, named = case.written(tmp_path / "wrong", 0)
     whole = set(rollout_data.open(path, **({} if path.name == "own" else {"on_bad_index": "rebuild"})).ids)
@@ -207,7 +209,22 @@ def test_what_files_say_wrongly_is_left_out_and_found_no_more(tmp_path: Path, na
     assert not done.remaining and not done.problems and not doctor(done.path, only=[case.code]).findings
     left = {one.metadata.get("id", one.id) for one in rollout_data.open(done.path)}
     gone = {int(one.rpartition(":")[2]) for one in whole - left}
-    assert left < whole if name == "missing_block" else gone == named
+    assert left < whole if name == "missing_block" else gone == named, "left out, or divided under other names"
+
+
+@pytest.mark.soak
+def test_what_was_mended_of_any_defect_is_found_no_more(tmp_path: Path) -> None:
+    left, refused = [], []
+    for number, case in enumerate(wrong_cases()):
+        path, _ = case.written(tmp_path / str(number) / "wrong", 0)
+        try:
+            done = repair(path, tmp_path / str(number) / "new", only=[case.code], yes=ASKS)
+        except DataFileError:  # nothing can be opened
+            refused.append(case.name)
+        else:
+            left += [case.name] if done.remaining or done.problems else []
+        shutil.rmtree(tmp_path / str(number))
+    assert left == [] and refused == ["cut_file_robomimic", "metadata_of_others_minari"]
 
 
 def test_trajectories_that_opening_leaves_out_are_named_apart_from_places(tmp_path: Path) -> None:
