@@ -26,7 +26,7 @@ class RolloutDataError(Exception):
         message: The whole text instead of its parts; `DataLoader` gives it, to tell what happened in a worker.
 
     Attributes:
-        kind: What is wrong in a word, as in "gap", for those who sort errors; "" if nobody said.
+        kind: What is wrong in a word, as in "gap", for those who sort errors; "" if unknown.
         episode: Name of the episode that is concerned, or of its folder; "" if it is none, or several.
     """
 

@@ -40,7 +40,7 @@ def doctor(
         only: Codes of the rules to run, or beginnings of codes such as "VAL"; () is all.
         skip: Codes of rules, or beginnings of codes, to leave out.
         settings: Thresholds to change: {"VAL05.ranges": 100}.
-        sample: Read the data of so many episodes at most, evenly spread.
+        sample: Read the data of this number of episodes at most, evenly spread.
         progress: Show a progress bar.
 
     Raises:

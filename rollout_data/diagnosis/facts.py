@@ -19,7 +19,7 @@ _SAMPLE_BYTES, _PIECE_FRAMES, _QUANTILE_ROWS = 8 << 20, 512, 10_000
 _MAX_CELLS = 6_000_000
 _MAX_FAR = 100_000
 FAR = np.dtype([("dim", np.int64), ("number", np.int64), ("frame", np.int64), ("value", np.float64)])
-#: A dimension is continuous if it is float with so many distinct values.
+#: A dimension is continuous if it is float with at least this number of distinct values.
 MIN_DISTINCT = 20
 
 

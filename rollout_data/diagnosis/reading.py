@@ -124,7 +124,7 @@ class Reading:
                 yield from self._try(chosen, chosen * 0, lengths[some])
 
     def pieces(self, numbers: Array, frames: int) -> Iterator[Batch]:
-        """Yield a piece of so many frames from the middle of each of some episodes, or all of a short one."""
+        """Yield a piece of this number of frames from the middle of each of some episodes, or all of a short one."""
         counts = np.minimum(frames, self.lengths[numbers])
         starts = (self.lengths[numbers] - counts) // 2
         for some in self._together(numbers, counts):

@@ -27,7 +27,7 @@ _ENDS = re.compile(r"(.*[/.])?(dones?|terminals?|terminated|truncat\w+|timeouts?
 _UNITS, _TIMES = (180 / np.pi, 1e3, 1e2, 255.0), (1e3, 1e6, 1e9)
 #: Logarithm of how far a ratio may be from one of these.
 _NEAR = 0.7
-#: Of a resting start or end, so many frames stay.
+#: Frames that stay of a resting start or end.
 _REST = 5
 #: What the index tells of an episode, which is not noted of it.
 _INDEXED = ("env", "writer", "end_time_ns")

@@ -43,7 +43,7 @@ ASKS = ("VAL10", "VAL13", "IMG04", "TIM08")
 REPORT_NAME = "repair.json"
 _MENDED, _STAGING = "mended", ".mending"
 _BLOCK_BYTES = 256 << 20
-#: Blocks that are gone are looked for among so many of a writer.
+#: Blocks of a writer, at most, that missing blocks are looked for among.
 _MOST_GONE = 10_000
 #: Findings about whole blocks of ours: what is intact of them stays, and what lacks a part then is dropped.
 _OF_BLOCKS = ("FIL01", "FIL02", "FIL03", "STR01", "STR02", "STR03", "STR05", "STR06")

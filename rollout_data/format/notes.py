@@ -24,7 +24,7 @@ TABLE, BYTES, NOTES_CRC = "table", "bytes", "notes_crc"
 NOTE_DTYPE = np.dtype([("key", "<i8"), ("num_bytes", "<u4"), ("checksum", "<u4")])
 #: Of one note, and of all that is said of one episode.
 MAX_NOTE_BYTES = 1 << 20
-#: So many bytes, or one note, are read at once.
+#: Bytes that are read at once, or one note if it is larger.
 _PORTION_BYTES = 1 << 20
 #: Kind -> (key, UTF-8), as they are written.
 Notes = Mapping[str, Sequence[tuple[int, bytes]]]

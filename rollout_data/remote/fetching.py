@@ -1,6 +1,6 @@
 """Requests to a store, many at once, that end: with an answer, or with one error.
 
-One rule: nobody waits for a request longer than its time-out. A request that fails or hangs is sent again a bounded
+One rule: no caller waits for a request longer than its time-out. A request that fails or hangs is sent again a bounded
 number of times; the thread of one that hangs is given up and keeps no other from being sent. What is requested, and
 of which store, is not known here.
 """

@@ -76,7 +76,7 @@ class RemoteFile(Guarded):
         return more[: stop - start]
 
     def is_written(self, num_bytes: int, start: int) -> bool:
-        return len(self.read_at(num_bytes, start)) == num_bytes  # whoever sends it has it
+        return len(self.read_at(num_bytes, start)) == num_bytes  # what the store sends is there
 
 
 class RemoteFolder(BlockFolder):

@@ -23,7 +23,7 @@ from .access import RemoteFiles, RemoteOptions, remote_path
 from .fetching import Fetcher
 from .folder import HEAD_BYTES, RemoteFolder
 
-#: Blocks are uploaded by so many threads, each in the time of a request for every so many bytes.
+#: Threads that upload, and bytes of a block that add the time-out of one request to its own.
 _NUM_THREADS, _BYTES = 4, 4 << 20
 
 

@@ -50,7 +50,7 @@ def packed(values: Array) -> dict[str, Any]:
 
 
 def digits(values: Any, count: int = 5) -> Any:
-    """Give numbers with so many digits; None for what is not finite."""
+    """Give numbers with `count` digits; None for what is not finite."""
     if isinstance(values, (np.ndarray, list)):
         return [digits(value, count) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
     return float(f"{values:.{count}g}") if math.isfinite(values) else None

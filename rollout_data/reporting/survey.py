@@ -22,7 +22,7 @@ NUM_BUCKETS, QUANTILES = 400, (0.01, 0.05, 0.5, 0.95, 0.99)
 _NUM_RANKED = 512
 #: A field with more dimensions is drawn as a whole as well, one with more than the second number only as a whole.
 _MAX_APART, _MAX_COLUMNS = 64, 256
-#: Fields of so many dimensions are drawn before single dimensions of others: actions, rewards.
+#: Fields of at most this number of dimensions are drawn before single dimensions of others: actions, rewards.
 _NARROW = 16
 #: A field and a dimension of it; `WHOLE` is all of them together.
 Column = tuple[str, int]
@@ -149,7 +149,7 @@ class Survey:
         return found
 
     def chosen(self, weights: Mapping[Column, int], count: int) -> list[Column]:
-        """Choose so many columns: fields as wholes, narrow fields, those of most weight."""
+        """Choose `count` columns: fields as wholes, narrow fields, those of most weight."""
 
         def urgency(column: Column) -> tuple[Any, ...]:
             width = self.scan.schema[column[0]].num_elements

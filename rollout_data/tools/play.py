@@ -21,7 +21,7 @@ from ..recordings.table import end_of
 from ..remote.access import DataDir
 
 BARS, ASCII_BARS, NOT_FINITE = "▁▂▃▄▅▆▇█", "_.,-=+*#", "!"
-#: So many dimensions of a field are shown that was not asked for by its name.
+#: Dimensions that are shown of a field that was not asked for by its name.
 _MAX_DIMENSIONS = 12
 _PART_BYTES = 64 << 20
 Array = np.ndarray[Any, Any]

@@ -47,8 +47,8 @@ class Limits:
     """When a row is over.
 
     Attributes:
-        max_use: After so many draws; `inf` or None for no limit.
-        max_staleness: So many learner iterations after it was collected; `inf` or None for no limit.
+        max_use: After this number of draws; `inf` or None for no limit.
+        max_staleness: This number of learner iterations after it was collected; `inf` or None for no limit.
     """
 
     max_use: float | None = inf

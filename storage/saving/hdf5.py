@@ -38,7 +38,7 @@ _MAX_EXPANSION, _MAX_UNWRITTEN_BYTES = 1100, 1 << 26
 #: No attribute that is read here is larger.
 _MAX_ATTRIBUTE_BYTES = 1 << 12
 #: Kinds of messages in the head of an object: an attribute, where the head goes on, and where there are more than eight
-#: attributes; so many parts are followed.
+#: attributes; last, the most parts that are followed.
 _ATTRIBUTE, _GOES_ON, _ATTRIBUTES_APART, _MAX_PARTS = 12, 16, 21, 256
 #: Where the head of a fractal heap says how wide its table is, how large its first blocks are, how many bits places
 #: have, where the first block or table is, and how many rows the table has.

@@ -74,7 +74,7 @@ def action_is_next_state(scan: Scan, settings: Settings) -> Iterator[Found]:
 
 
 def _equal(scan: Scan, settings: Settings, later: int, what: str) -> Iterator[Found]:
-    """Compare actions with observations of the same width, so many frames later."""
+    """Compare actions with observations of the same width, a number of frames later."""
     for action in scan.group("action"):
         dims = np.flatnonzero(scan.facts[action].is_continuous)
         for name in scan.group("observation") if len(dims) else ():

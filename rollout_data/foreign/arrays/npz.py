@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 _MAX_MEMBERS, _MAX_HEAD_BYTES = 4096, 10_000
 #: DEFLATE gives no more for a byte.
 _MAX_EXPANSION = 1032
-#: States of zlib, 40 KB each, are kept at distances of at least this, at most so many of an array.
+#: States of zlib, 40 KB each, are kept at distances of at least this, at most the second number for an array.
 _MIN_SPACING, _MAX_STATES = 1 << 20, 256
 #: An array of columns (Fortran order) that is packed has to be unpacked as a whole.
 _MAX_WHOLE_BYTES = 1 << 28

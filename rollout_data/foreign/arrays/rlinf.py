@@ -234,7 +234,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, path: Path) -> None:
-    """Refuse what has no values of its own in the file: a tensor may repeat one value for ever."""
+    """Refuse what has no values of its own in the file: a tensor may repeat one value without end."""
     is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
     if not is_plain or tensor.nbytes > path.stat().st_size:
         raise ValueError(f"{name[:80]!r} is no plain tensor")

@@ -21,7 +21,7 @@ from .files import Files, Found, OpenFile
 
 #: Flags are read in pieces of as many rows.
 _FLAGS_AT_ONCE = 1 << 22
-#: So many ends of episodes are compared with the next beginnings.
+#: Number of ends of episodes that are compared with the next beginnings.
 _COMPARED_ENDS = 50
 Array = np.ndarray[Any, Any]
 

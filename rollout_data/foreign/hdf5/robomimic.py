@@ -23,7 +23,7 @@ from .files import Found, OpenFile, matches, numbered
 
 DATA, DEMO, NUM_SAMPLES = "data", "demo_", "num_samples"
 _FIELDS = {"actions": "action", "rewards": "reward", "obs": "observation"}
-#: While a file is opened, so many episodes and bytes of observations are compared with the next ones; rows at a time.
+#: Limits of the comparison with the next ones while a file is opened: episodes, bytes of observations, rows at a time.
 _COMPARED_EPISODES, _COMPARED_BYTES, _COMPARED_ROWS = 50, 1 << 24, 256
 _MAX_MASK_BYTES = 1 << 24
 

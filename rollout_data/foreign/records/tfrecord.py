@@ -241,7 +241,7 @@ def crc32c(data: memoryview | bytes) -> int:
 
 
 def _over(num_bytes: int) -> Array:
-    """Give the linear map of a CRC by so many zero bytes: what becomes of each of its 32 bits."""
+    """Give the linear map of a CRC by a number of zero bytes: what becomes of each of its 32 bits."""
     found: Array = np.uint32(1) << _BITS
     power = _tables()[0][found & 255] ^ (found >> 8)
     while num_bytes:
