@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from storage.errors import RolloutDataError
 
@@ -118,7 +119,12 @@ def _trajectories(folder: BlockFolder) -> Iterator[list[Part]]:
 
 
 def write_packed(
-    folder: BlockFolder, target: Path, writer: str, block_bytes: int, origins: Sequence[tuple[int, int]] = ()
+    folder: BlockFolder,
+    target: Path,
+    writer: str,
+    block_bytes: int,
+    origins: Sequence[tuple[int, int]] = (),
+    progress: bool = False,
 ) -> PackSummary:
     """Write the trajectories of a folder into blocks of a new writer, in the order of their completion.
 
@@ -128,6 +134,7 @@ def write_packed(
         writer: A name that is free there.
         block_bytes: Size of a block at most, except that a trajectory is not cut.
         origins: (env, end in ns) of each trajectory, in place of what is recorded; the blocks then tell no other time.
+        progress: Show a progress bar.
     """
     num_trajectories = num_frames = num_in_block = 0
     codecs: dict[str, str] = {}  # what "auto" chose
@@ -150,7 +157,7 @@ def write_packed(
         num_in_block += length
         blocks[-1] += parts
     blocks = [block for block in blocks if block]
-    for sequence, block in enumerate(blocks):
+    for sequence, block in enumerate(tqdm(blocks, desc="pack", unit=" blocks", disable=not progress)):
         content = rebuilt(block, writer, sequence, codecs)
         content.notes = {EPISODES: said[sequence], TEXTS: _texts(block)}
         content.fragments, content.reward_sums = _joined(content.fragments, content.reward_sums)

@@ -47,7 +47,7 @@ _MAX_MAPPINGS = 50_000
 _MAX_READ_ONCE_BYTES, _MAPPED_AROUND_BYTES = 64 << 20, 64 << 10
 #: Threads that ask the kernel for pages while the disk is the limit.
 _NUM_ADVISERS = 4
-#: The caller itself asks for at most this number of runs; for none where the second number of them, evenly spread, are in memory.
+#: With more runs than this, threads ask; runs, evenly spread, that are probed first: if all are in memory, none asks.
 _FEW_RUNS, _NUM_PROBES = 8, 16
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from storage.errors import DataFileError, SchemaError, UsageError
 
@@ -27,12 +28,14 @@ from .folder import HEAD_BYTES, RemoteFolder
 _NUM_THREADS, _BYTES = 4, 4 << 20
 
 
-def push(data_dir: str | os.PathLike[str], url: str, *, remote: RemoteOptions | None = None) -> int:
+def push(
+    data_dir: str | os.PathLike[str], url: str, *, remote: RemoteOptions | None = None, progress: bool = False
+) -> int:
     """Upload the blocks of a folder that are not there yet, then metadata.json; give the number of blocks uploaded.
 
     Each is put on the condition that nothing has its name, where the store can do that; otherwise it is looked up
     before. An upload that fails, or takes longer than `remote.timeout_s` for every 4 MiB of the largest block, is
-    repeated `remote.num_retries` times.
+    repeated `remote.num_retries` times. With `progress`, a bar shows how far it is.
 
     Raises:
         UsageError: There is no block, or `url` is none.
@@ -57,7 +60,7 @@ def push(data_dir: str | os.PathLike[str], url: str, *, remote: RemoteOptions | 
     paths = [folder.data_dir / name for name in sorted(folder.blocks)]
     puts = [fetcher.submit(partial(_put_block, files, path), "push", f"{str(path)!r} to {url!r}") for path in paths]
     try:
-        num_new: int = sum(map(fetcher.wait, puts))
+        num_new: int = sum(map(fetcher.wait, tqdm(puts, desc="push", unit=" blocks", disable=not progress)))
     finally:
         for put in puts:
             put.forget()

@@ -39,7 +39,7 @@ def curves(values: Array, num_points: int) -> dict[str, Any]:
 
 
 def _stretches(values: Array, num_points: int) -> list[Array]:
-    """The least and the greatest of at most `num_points` stretches, NaN if there is none; the values if they are fewer."""
+    """The least and greatest of at most `num_points` stretches, NaN if there is none; the values if they are fewer."""
     finite = np.where(np.isfinite(values), values, np.nan)
     if len(values) <= num_points:
         return [finite]

@@ -52,7 +52,7 @@ def ls(options: argparse.Namespace) -> Answer:
 
 def convert(options: argparse.Namespace) -> Answer:
     given = dict(pair.partition("=")[::2] for pair in options.option)
-    chosen = {name: _value(text) for name, text in given.items()}
+    chosen = {name: option_value(text) for name, text in given.items()}
     source = selected(open_recording(options.data_dir), options.select)
     done = convert_recording(source, options.target, options.to, progress=options.progress, **chosen)
     lines = [
@@ -64,7 +64,7 @@ def convert(options: argparse.Namespace) -> Answer:
     return Answer(about, lines, 1 if done.problems else 0)
 
 
-def _value(text: str) -> Any:
+def option_value(text: str) -> Any:
     """Read an option as JSON, or as text where it is none."""
     try:
         return json.loads(text)
@@ -103,7 +103,7 @@ def bench(options: argparse.Namespace) -> Answer:
 
 
 def verify(options: argparse.Namespace) -> Answer:
-    report = repair_folder(options.data_dir) if options.repair else check_folder(options.data_dir, options.progress)
+    report = (repair_folder if options.repair else check_folder)(options.data_dir, options.progress)
     lines = []
     for name, problem in report.problems.items():
         lines.append(f"{name}: {problem}")
@@ -133,7 +133,7 @@ def pack(options: argparse.Namespace) -> Answer:
     if bool(options.out_dir) == options.in_place:
         got = "both" if options.in_place else "neither"
         raise UsageError("pack", repr(options.data_dir), "either OUT_DIR or --in-place", got)
-    summary = pack_dataset(options.data_dir, options.out_dir, options.block_mb << 20)
+    summary = pack_dataset(options.data_dir, options.out_dir, options.block_mb << 20, options.progress)
     packed = f"{summary.num_trajectories:,} trajectories, {summary.num_frames:,} frames"
     line = f"{packed}: {summary.num_blocks_before:,} blocks became {summary.num_blocks_after:,}"
     return Answer(vars(summary), [line])
@@ -141,11 +141,12 @@ def pack(options: argparse.Namespace) -> Answer:
 
 def prune(options: argparse.Namespace) -> Answer:
     limits = {name: getattr(options, name) for name in LIMITS}
-    paths = list(map(str, prune_folder(options.data_dir, dry_run=options.dry_run, **limits)))
+    pruned = prune_folder(options.data_dir, dry_run=options.dry_run, progress=options.progress, **limits)
+    paths = list(map(str, pruned))
     line = f"{len(paths):,} blocks {'would be' if options.dry_run else 'were'} deleted"
     return Answer({"files": paths, "dry_run": options.dry_run}, [*paths, line])
 
 
 def push(options: argparse.Namespace) -> Answer:
-    num_blocks = push_folder(options.data_dir, options.url)
+    num_blocks = push_folder(options.data_dir, options.url, progress=options.progress)
     return Answer({"num_blocks": num_blocks}, [f"{num_blocks:,} blocks were uploaded"])

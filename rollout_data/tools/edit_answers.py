@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
-from typing import Any
 
 from storage.errors import UsageError
 
 from ..editing import edits, folders, repairing
 from ..recordings.opening import open as open_recording
-from .answers import Answer
+from .answers import Answer, option_value
 from .selecting import selected
 
 
@@ -30,7 +28,7 @@ def tag(options: argparse.Namespace) -> Answer:
     if options.undo:
         num = edits.untag(options.data_dir, _chosen(options))
         return Answer({"num_trajectories": num}, [f"what was said of {num:,} trajectories was taken back"])
-    said = {name: _value(text) for name, text in _pairs("tag", options.set).items()}
+    said = {name: option_value(text) for name, text in _pairs("tag", options.set).items()}
     num = edits.tag(options.data_dir, _chosen(options) or [], **said)
     return Answer({"num_trajectories": num}, [f"{num:,} trajectories were tagged"])
 
@@ -40,7 +38,7 @@ def merge(options: argparse.Namespace) -> Answer:
 
 
 def split(options: argparse.Namespace) -> Answer:
-    parts = {name: _value(text) for name, text in _pairs("split", options.parts).items()}
+    parts = {name: option_value(text) for name, text in _pairs("split", options.parts).items()}
     done = folders.split(options.data_dir, parts or None, options.to, seed=options.seed)
     answers = {name: _made(one) for name, one in done.items()}
     about = {name: answer.about for name, answer in answers.items()}
@@ -94,11 +92,3 @@ def _pairs(action: str, given: list[str]) -> dict[str, str]:
     if wrong := [pair for pair in given if "=" not in pair]:
         raise UsageError(action, "", "NAME=VALUE", repr(wrong[0]))
     return {name: value for name, _, value in (pair.partition("=") for pair in given)}
-
-
-def _value(text: str) -> Any:
-    """Read a value as JSON, or as text where it is none."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

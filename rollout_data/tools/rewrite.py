@@ -95,17 +95,17 @@ def _report(folder: BlockFolder) -> FolderReport:
     return FolderReport(len(folder.blocks), len(index), index.num_frames, index.num_broken, dict(folder.problems))
 
 
-def repair_folder(data_dir: str | os.PathLike[str]) -> FolderReport:
+def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> FolderReport:
     """Set damaged files aside, keep what is intact of them, clean up after dead writers, renew the index cache.
 
     Returns:
         What was found and done; its counts are those after the repair.
     """
-    folder = open_folder(data_dir, verify=True)
+    folder = open_folder(data_dir, verify=True, progress=progress)
     found, path, described = _report(folder), folder.data_dir, load_metadata(folder.data_dir)
     dead = recover_dead_writers(path)
     moved, salvaged = [], {}
-    for name in sorted(found.problems):
+    for name in tqdm(sorted(found.problems), desc="repair", unit=" files", disable=not progress):
         content, num_lost = intact_part(path / name)
         moved.append(_set_aside(path / name))
         if content is not None:
@@ -131,7 +131,10 @@ def _set_aside(path: Path) -> Path:
 
 
 def pack_dataset(
-    data_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str] | None = None, block_bytes: int = 1 << 30
+    data_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str] | None = None,
+    block_bytes: int = 1 << 30,
+    progress: bool = False,
 ) -> PackSummary:
     """Rewrite the trajectories of a folder contiguously, in the order of their completion.
 
@@ -139,12 +142,13 @@ def pack_dataset(
         data_dir: A folder without a living writer. Every block must be intact.
         out_dir: A new or empty folder for the result; None replaces the blocks in place.
         block_bytes: Size of a block at most, except that a trajectory is not cut.
+        progress: Show progress bars.
 
     Raises:
         UsageError: A writer is at work in `data_dir`, or `out_dir` is not empty.
         DataFileError: A block is damaged, or there is none; nothing was changed.
     """
-    folder = _finished(data_dir)
+    folder = _finished(data_dir, progress)
     source = folder.data_dir
     target = source / STAGING_FOLDER if out_dir is None else arguments.path("pack into", "", out_dir)
     if out_dir is None and target.exists():
@@ -154,7 +158,7 @@ def pack_dataset(
         raise UsageError("pack into", repr(str(target)), "a new or empty folder", "files in it")
     try:
         writer = f"packed-{secrets.token_hex(4)}"
-        summary = write_packed(folder, target, writer, block_bytes)
+        summary = write_packed(folder, target, writer, block_bytes, progress=progress)
         if out_dir is None:  # a death in between leaves trajectories twice, never none, and none that was dropped
             for path in sorted(target.glob("rollout_*.h5")):
                 path.rename(source / path.name)
@@ -170,10 +174,10 @@ def pack_dataset(
             shutil.rmtree(target, ignore_errors=True)
 
 
-def _finished(data_dir: str | os.PathLike[str]) -> BlockFolder:
+def _finished(data_dir: str | os.PathLike[str], progress: bool) -> BlockFolder:
     """Open a folder of intact blocks that no writer records into."""
     recover_dead_writers(Path(data_dir))
-    folder = open_folder(data_dir, verify=True)
+    folder = open_folder(data_dir, verify=True, progress=progress)
     where = repr(str(folder.data_dir))
     if alive := sorted(folder.data_dir.glob(".rollout_*.journal")):
         raise UsageError("pack", where, "a folder that no writer records into", f"a writer with {alive[0].name!r}")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from storage.core.arguments import is_whole
 from storage.errors import UsageError
@@ -31,6 +32,7 @@ def prune(
     frames: int | None = None,
     bytes: int | None = None,
     dry_run: bool = False,
+    progress: bool = False,
 ) -> list[Path]:
     """Delete the blocks that the newest trajectories do not need; writers and readers may be at work.
 
@@ -44,6 +46,7 @@ def prune(
         frames: How many frames are kept, of whole trajectories.
         bytes: How many bytes of files. At least one limit must be given; all that are given hold.
         dry_run: Delete nothing.
+        progress: Show a progress bar.
 
     Returns:
         The files, oldest first for each writer.
@@ -69,7 +72,7 @@ def prune(
             if (found > known.max(initial=-1)).any() or not kept.isdisjoint(found.tolist()):
                 break
             old.append(block.path)
-    for path in () if dry_run else old:
+    for path in tqdm([] if dry_run else old, desc="prune", unit=" blocks", disable=not progress):
         path.unlink(missing_ok=True)
     if old and not dry_run:
         save_index_cache(data_dir)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -203,7 +204,18 @@ def test_a_reader_that_has_left_is_no_traceback() -> None:
     assert len(done.stderr.splitlines()) <= 1 and b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("call", ["verify", "convert - OUT", "bench - --seconds 0.001"])
+LONG = (
+    "verify",
+    "verify - --repair",
+    "convert - OUT",
+    "bench - --seconds 0.001",
+    "pack - OUT",
+    "prune - --frames 3",
+    pytest.param("push - memory://progress", marks=pytest.mark.skipif(not find_spec("fsspec"), reason="no fsspec")),
+)
+
+
+@pytest.mark.parametrize("call", LONG)
 def test_long_work_shows_its_progress_on_a_terminal_and_json_stays_alone(
     walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
