@@ -20,6 +20,15 @@ from rollout_data.foreign.formats import FORMATS
 
 ROOT = Path(__file__).parents[1] / "data" / "formats"
 CASES = sorted(ROOT.glob("*/*.case.json"))
+#: Format -> packages of extras that its files may need.
+PACKAGES = {
+    "aloha": ("PIL",),
+    "lerobot": ("pyarrow", "PIL", "av"),
+    "mcap": ("lz4", "zstandard"),
+    "minari": ("pyarrow", "PIL"),
+    "rlds": ("PIL",),
+    "zarr": ("numcodecs",),
+}
 #: Kind of end -> (terminated, truncated).
 ENDS = {"terminated": (True, False), "truncated": (False, True), "unknown": (None, None)}
 
@@ -29,6 +38,8 @@ def load(path: Path) -> dict[str, Any]:
     case: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not set(case["format"]) & set(FORMATS):
         pytest.skip(f"{case['format'][0]} is not read")
+    for package in {one for name in case["format"] for one in PACKAGES.get(name, ())}:
+        pytest.importorskip(package, reason=f"its files need the package {package}")
     return case
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,26 @@ def test_flipped_bytes_of_a_table_are_errors_or_other_numbers(tmp_path: Path, ki
                 _ = episode.observation, episode.action, episode.final_observation
         except RolloutDataError:
             pass
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_compressed_tables_are_read_and_bombs_are_refused(tmp_path: Path, codec: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    root = in_tables(tmp_path / "x", "arrow")
+    for path in root.glob("data/*/*.arrow"):
+        table = pyarrow.ipc.open_file(path).read_all()
+        options = pyarrow.ipc.IpcWriteOptions(compression=codec)
+        with pyarrow.OSFile(str(path), "wb") as out, pyarrow.ipc.new_file(out, table.schema, options=options) as writer:
+            writer.write_table(table)
+    check_all(rollout_data.open(root), names={number: str(number) for number in LENGTHS})
+    path = root / "data" / "9" / "part-0.arrow"
+    intact, claim = path.read_bytes(), struct.pack("<q", (LENGTHS[9] + 1) * 32 * 48 * 3)  # of the pictures
+    assert claim in intact
+    for lie in (1 << 28, 1 << 50, (1 << 63) - 1):
+        path.write_bytes(intact.replace(claim, struct.pack("<q", lie)))
+        recording = rollout_data.open(root)
+        assert [one.id for one in recording] == ["2", "10"]
+        assert "expected a batch of at most 268435456 bytes" in str(recording.problems[0])
 
 
 @pytest.mark.parametrize("kind", ["hdf5", "arrow", "parquet"])
