@@ -118,7 +118,7 @@ def test_prune_counts_what_is_left_and_never_revives(walk: Path) -> None:
     assert edit_files(walk)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.sets(st.integers(0, 9))), max_size=6))
 def test_edits_are_those_of_a_set_and_undoing_is_the_identity(sound: Path, tmp_path_factory, steps) -> None:
     walk = tmp_path_factory.mktemp("law") / "walk"

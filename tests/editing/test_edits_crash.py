@@ -15,7 +15,7 @@ from tests.editing.folders import content, files
 from tests.killed import has_ended, workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-#: About so many of the changes are tried daily, besides the last ones; all of them in the soak.
+#: About so many of the changes of some works are tried daily, besides the last ones; all of all in the soak.
 NUM_TRIED, NUM_LAST = 2, 2
 
 
@@ -39,8 +39,11 @@ def state_of(folder: Path) -> list[object]:
     return [content(folder / "walk"), [content(one) for one in parts]]
 
 
-@pytest.mark.parametrize("tried", [NUM_TRIED, pytest.param(10**6, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize(
+    ("name", "tried"),
+    [(name, NUM_TRIED) for name in ("drop", "split", "repair")]
+    + [pytest.param(name, 10**6, marks=pytest.mark.soak) for name in WORK],
+)
 def test_a_kill_at_any_change_leaves_the_old_or_the_new_state(begun: Path, process, name: str, tried: int) -> None:
     place, seen = list(WORK).index(name), []
     shutil.copytree(begun / "begun", whole := begun / f"{name}_{tried}")
