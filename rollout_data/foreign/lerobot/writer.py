@@ -8,6 +8,7 @@ survives a kill, and is read by lerobot alike.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -235,6 +236,7 @@ class Writer(ForeignWriter):
 
     def close(self) -> None:
         self._write_tables()
+        os.sync()  # all at once: of 4,000 files, one after the other, each waits for the disk
         for path in (*self.path.rglob("*"), self.path):
             sync_path(path)
         self._write_json(INFO_NAME, {**self._info(), **({} if self.is_complete else {UNFINISHED: True})})
