@@ -41,9 +41,9 @@ $(BENCH_READY): $(INPUTS) benchmarks/peers.py
 demo: $(READY)
 	$(VENV)/bin/python examples/record_stream_learn.py
 
-# One process per core, and one thread in each.
+# Three processes for two cores, as many tests wait for the disk or for others; one thread in each.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) * 3 / 2 ))
 
 # Apart: Ray is large, and its actors start for a minute or two.
 test-ray: $(READY)
