@@ -279,6 +279,15 @@ def test_the_contact_sheet_opens_episodes(visit: Visit) -> None:
     assert visit.opened().startswith(f"Trajectory {thumbs.nth(2).inner_text().strip()} ")
 
 
+def test_no_part_is_wider_than_a_phone(visit: Visit) -> None:
+    width = "document.documentElement.scrollWidth"
+    visit.page.set_viewport_size({"width": 390, "height": 844})
+    # Charts follow the width a moment later.
+    wait = f"for (let k = 0; k < 300 && {width} > 390; k++) await new Promise(requestAnimationFrame)"
+    assert visit.page.evaluate(f"async () => {{ {wait}; return {width}; }}") == 390
+    visit.page.set_viewport_size({"width": 1280, "height": 900})
+
+
 def test_paper_has_the_findings_and_the_first_rows(visit: Visit) -> None:
     visit.page.emulate_media(media="print")
     visit.page.evaluate("window.onbeforeprint()")
