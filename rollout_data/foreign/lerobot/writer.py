@@ -72,6 +72,7 @@ class Writer(ForeignWriter):
         self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
         self._notes: list[dict[str, Any]] = []
         self._stats = dict[str, Mapping[str, Any]]()
+        self._num_frames = 0
         info = self._info()
         if not (self.path / INFO_NAME).exists():
             if self.path.exists() and any(self.path.iterdir()):
@@ -105,6 +106,7 @@ class Writer(ForeignWriter):
     def _take(self, note: Mapping[str, Any]) -> None:
         """Count an episode that is there: its statistics stay in its file, as they may be large."""
         self._notes.append({name: note[name] for name in ("id", "length", "task")})
+        self._num_frames += note["length"]
         for name, stats in note["stats"].items():
             self._stats[name] = joined(self._stats[name], stats) if name in self._stats else stats
 
@@ -137,30 +139,32 @@ class Writer(ForeignWriter):
         template = video_template(self._version) if camera else data_template(self._version)
         return file_name(template, values, self.path)
 
-    def _info(self) -> dict[str, Any]:
-        names = [column.name for column in self._columns if column.kind == "video"]
-        lengths = [note["length"] for note in self._notes]
+    def _features(self) -> dict[str, Any]:
         texts = {name.replace("/", "."): {"dtype": "string", "shape": [1], "names": None} for name in self._texts}
         added = {"next.success": "bool"} if self._has_success else {}
         added |= {_ANNOTATION: "int64"} if self.options["groot"] else {}
         scalars = {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in {**added, **SCALARS}.items()}
         features = {column.name: column.feature(self._fps, self._video) for column in self._columns}
+        return {**features, **texts, **scalars}
+
+    def _info(self) -> dict[str, Any]:
+        names, num_episodes = [column.name for column in self._columns if column.kind == "video"], len(self._notes)
         sizes: dict[str, Any] = {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
         if self._version == "v2.1":
-            sizes = {"total_videos": len(names) * len(lengths), "total_chunks": -(-len(lengths) // _CHUNKS_SIZE)}
+            sizes = {"total_videos": len(names) * num_episodes, "total_chunks": -(-num_episodes // _CHUNKS_SIZE)}
         return {
             "codebase_version": self._version,
             "robot_type": self.metadata.get("robot_type"),
-            "total_episodes": len(lengths),
-            "total_frames": sum(lengths),
+            "total_episodes": num_episodes,
+            "total_frames": self._num_frames,
             "total_tasks": len(self._tasks),
             "chunks_size": _CHUNKS_SIZE,
             **sizes,
             "fps": int(self._fps) if self._fps == int(self._fps) else self._fps,
-            "splits": {"train": f"0:{len(lengths)}"},
+            "splits": {"train": f"0:{num_episodes}"},
             "data_path": data_template(self._version),
             "video_path": video_template(self._version) if names else None,
-            "features": {**features, **texts, **scalars},
+            "features": self._features(),
         }
 
     def add(self, episode: EpisodeToWrite) -> None:
@@ -189,15 +193,14 @@ class Writer(ForeignWriter):
             columns["next.success"] = pyarrow.array((frames == length - 1) & bool(episode.success))
         if self.options["groot"]:
             columns[_ANNOTATION] = pyarrow.array(np.full(length, task))
-        start = sum(note["length"] for note in self._notes)
-        rows = (frames / self._fps, frames, np.full(length, number), start + frames, np.full(length, task))
+        rows = (frames / self._fps, frames, np.full(length, number), self._num_frames + frames, np.full(length, task))
         for (name, dtype), values in zip(SCALARS.items(), rows, strict=True):
             columns[name] = pyarrow.array(values.astype(dtype))
         stats = {name: told.result() for name, told in statistics.items()}
         note = {"id": episode.id, "length": length, "task": episode.task, "stats": stats}
         about = {_NOTE: json.dumps(note, default=np.ndarray.tolist)}
         if self._version == "v2.1":
-            features = self._info()["features"]
+            features = self._features()
             about[b"huggingface"] = hub_features({name: features[name] for name in columns})
         table = pyarrow.table(columns).replace_schema_metadata(about)
         texts = [name.replace("/", ".") for name in self._texts]
