@@ -106,7 +106,8 @@ class Jumps(Collector):
             if not steps.shape[1]:
                 continue
             at = [int(level * (steps.shape[1] - 1)) for level in (0.4, 0.9, 0.995)]
-            distinct = (np.diff(np.sort(values), axis=1) > 0).sum(1)
+            ordered = np.sort(values)
+            distinct = (ordered[:, 1:] > ordered[:, :-1]).sum(1)
             dims = np.flatnonzero((steps[:, at[0]] > 0) & (distinct >= MIN_DISTINCT))[:left]
             left -= len(dims)
             infos = zip(numbers.tolist(), (scan.recording.info(one).schema for one in numbers.tolist()), strict=True)
@@ -116,9 +117,10 @@ class Jumps(Collector):
             except (RolloutDataError, OSError):
                 continue
             first = first.reshape(len(first), -1)[:, dims].astype(np.float64)
-            sd = np.maximum(first.std(0), 1e-6 + 0.02 * np.std(values[dims], axis=1))
-            limits = steps[dims, at[1]], 1.5 * steps[dims, at[2]]
-            self._parts.append((name, dims, *limits, first.mean(0), sd))
+            with np.errstate(invalid="ignore", over="ignore"):
+                sd = np.maximum(first.std(0), 1e-6 + 0.02 * np.std(values[dims], axis=1))
+                limits = steps[dims, at[1]], 1.5 * steps[dims, at[2]]
+                self._parts.append((name, dims, *limits, first.mean(0), sd))
         self.num_dims = sum(len(part[1]) for part in self._parts)
 
     def add(self, batch: Batch) -> None:
@@ -144,10 +146,11 @@ class Jumps(Collector):
 
     def _scores(self, batch: Batch, rows: Array) -> Array:
         """`[D, n]`: how far rows are from first frames, in their standard deviations."""
-        parts = [
-            np.abs(batch.columns(name)[dims][:, rows] - mean[:, None]) / sd[:, None]
-            for name, dims, _, _, mean, sd in self._parts
-        ]
+        with np.errstate(invalid="ignore"):
+            parts = [
+                np.abs(batch.columns(name)[dims][:, rows] - mean[:, None]) / sd[:, None]
+                for name, dims, _, _, mean, sd in self._parts
+            ]
         return np.concatenate(parts) if parts else np.zeros((0, len(rows)))
 
 

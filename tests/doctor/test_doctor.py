@@ -45,6 +45,26 @@ def test_a_sample_reads_only_some_episodes(folder: Path) -> None:
     assert doctor(folder, only=["VAL"], sample=2).summary["examined"] == 2
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("bad", [slice(0, None), slice(0, 12), slice(3, 4)], ids=["all", "half", "one"])
+def test_no_rule_fails_or_warns_where_numbers_are_not_finite_and_pictures_black(
+    tmp_path: Path, bad: slice, value: float
+) -> None:
+    rng = np.random.default_rng(0)
+    steps = np.cumsum(rng.standard_normal((24, 40, 1, 4)), axis=1).astype(np.float32)
+    quat = np.abs(steps) / np.linalg.norm(steps, axis=-1, keepdims=True)
+    camera = rng.integers(1, 255, (24, 40, 1, 16, 16, 3), dtype=np.uint8)
+    steps[bad, ..., 1], quat[bad], camera[bad] = value, value, 0
+    done = np.arange(40)[:, None] == 39
+    metadata = {"frame_rate_hz": 50, "statistics": {"action": {"mean": [0] * 4, "std": [1] * 4}}}
+    with RolloutWriter(tmp_path, 1, durable=False, metadata=metadata) as writer:
+        for k in range(24):
+            observation = {"state": steps[k], "quat": quat[k], "camera": camera[k]}
+            writer.add_rollout(observation=observation, action=steps[k], reward=steps[k, ..., 1], done=done)
+    assert not [finding.message for finding in doctor(tmp_path).findings if finding.code == "FIL00"]
+
+
 @pytest.mark.parametrize("wrong", [{"only": ["VAL99"]}, {"skip": [""]}, {"settings": {"VAL01.none": 1}}, {"sample": 0}])
 def test_unknown_rules_thresholds_and_numbers_are_the_callers_mistakes(folder: Path, wrong: dict) -> None:
     with pytest.raises(UsageError):

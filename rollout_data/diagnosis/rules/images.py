@@ -50,10 +50,11 @@ def _frozen(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, s
 
 
 def _swapped(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
-    if camera.channels < 3:
+    is_lit = (camera.looked > 0) & (camera.dark == 0)
+    if camera.channels < 3 or not is_lit.any():
         return np.zeros(scan.num_episodes, bool), camera.dark, ""
     grid = camera.mean(camera.grid)[..., :3]
-    usual = np.median(grid[(camera.looked > 0) & (camera.dark == 0)], axis=0)
+    usual = np.median(grid[is_lit], axis=0)
     told, swapped = (np.abs(one - usual).mean((1, 2)) for one in (grid, grid[..., ::-1]))
     wrong = (told > settings["levels"]) & (told > settings["ratio"] * swapped)
     return wrong, told, "red and blue seem exchanged"

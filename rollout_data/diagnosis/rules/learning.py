@@ -88,7 +88,8 @@ def _equal(scan: Scan, settings: Settings, later: int, what: str) -> Iterator[Fo
                     inner = np.ones(len(batch), bool)
                     inner[batch.offsets[1:] - 1] = not later
                     rows = np.flatnonzero(inner)
-                    num_equal += int((np.abs(a[:, rows] - o[:, rows + later]) <= near).all(0).sum())
+                    with np.errstate(invalid="ignore", over="ignore"):
+                        num_equal += int((np.abs(a[:, rows] - o[:, rows + later]) <= near).all(0).sum())
                     num_all += len(rows)
             if num_all and num_equal > settings["share"] * num_all:
                 evidence = {"share": num_equal / num_all, "threshold": settings["share"], "observation": name}

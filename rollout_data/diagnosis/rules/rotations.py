@@ -43,7 +43,8 @@ class Rotations(Collector):
             self.num_flips[name][batch.numbers] += np.add.reduceat(flips.astype(np.int64), starts)
             if batch.starts[0] == 0:
                 largest = np.take_along_axis(rows, np.abs(rows).argmax(-1)[..., None], -1)
-                mean = np.add.reduceat(rows * np.sign(largest), starts, axis=0) / counts[:, None, None]
+                with np.errstate(invalid="ignore", over="ignore"):
+                    mean = np.add.reduceat(rows * np.sign(largest), starts, axis=0) / counts[:, None, None]
                 self.mean[name][batch.numbers] = mean
 
 
@@ -98,9 +99,10 @@ def order(scan: Scan, settings: Settings) -> Iterator[Found]:
             few, many = groups
             if len(few) < settings["episodes"]:
                 continue
-            centre, spread = mean[many].mean(0), np.maximum(mean[many].std(0), 0.01)
             turned = np.roll(mean[few], 1 if largest[few[0]] == 3 else -1, axis=1)
-            before, after = (np.abs((one.mean(0) - centre) / spread).max() for one in (mean[few], turned))
+            with np.errstate(invalid="ignore", over="ignore"):
+                centre, spread = mean[many].mean(0), np.maximum(mean[many].std(0), 0.01)
+                before, after = (np.abs((one.mean(0) - centre) / spread).max() for one in (mean[few], turned))
             if before > settings["before"] and after < settings["after"]:
                 frames = [(number, 0, scan.lengths[number]) for number in few.tolist()]
                 evidence = {"deviations_before": before, "deviations_after_rolling": after, "quaternion": part}

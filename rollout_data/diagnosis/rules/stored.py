@@ -29,7 +29,8 @@ def sums(scan: Scan, settings: Settings) -> Iterator[Found]:
     """STA01: what is stored of single episodes disagrees with their rows."""
     if scan.failure is None:
         for name, numbers, stored, found, scale in reward_sums(scan):
-            wrong = np.flatnonzero(np.abs(stored - found) > settings["share"] * scale)
+            with np.errstate(invalid="ignore"):
+                wrong = np.flatnonzero(np.abs(stored - found) > settings["share"] * scale)
             if len(wrong):
                 message = f"stored sums of {name!r} differ, as {stored[wrong[0]]:.6g} for {found[wrong[0]]:.6g}"
                 evidence = {"largest": float(np.abs(stored - found)[wrong].max()), "threshold": settings["share"]}
@@ -62,8 +63,9 @@ def statistics(scan: Scan, settings: Settings) -> Iterator[Found]:
         if facts is None or any(one.shape != facts.spread.shape for one in told.values.values()):
             continue
         sample, count = facts.sorted, np.maximum(1, np.isfinite(facts.sorted).sum(1))
-        with np.errstate(invalid="ignore"):
-            sd, nan = np.nanstd(sample, axis=1, dtype=np.float64), np.full(len(sample), np.nan)
+        known, nan = np.ma.masked_where(np.isnan(sample), sample), np.full(len(sample), np.nan)
+        with np.errstate(invalid="ignore", over="ignore"):
+            sd = known.std(axis=1, dtype=np.float64).filled(np.nan)
             mean = np.average(facts.mean, axis=0, weights=facts.lengths)
             far = np.abs(told.values.get("mean", nan) - mean) > settings["sd"] * sd + 1e-6 * (1 + np.abs(mean))
             ratio = told.values.get("std", nan) / np.where(sd > 1e-6 * (1 + np.abs(mean)), sd, np.nan)

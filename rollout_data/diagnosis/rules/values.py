@@ -104,7 +104,7 @@ def outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
                 places += [(a, dim, one["number"], one["frame"]) for a, one in zip(away.tolist(), chosen, strict=False)]
         peak = np.where(active, 0, np.nan_to_num(np.maximum(np.abs(facts.low), np.abs(facts.high)), posinf=0))
         usual = float(np.maximum(np.abs(facts.low), np.abs(facts.high))[:, active].max(initial=0))
-        rare = np.sort(peak[peak > usual])[::-1] if usual > 0 else peak[:0, 0]
+        rare = np.sort(peak[peak > usual].astype(np.float64))[::-1] if usual > 0 else peak[:0, 0]
         steps = rare >= settings["gap"] * np.append(rare[1:], usual)
         alone = np.flatnonzero(steps & (rare > settings["passive"] * usual))
         for row, dim in np.argwhere(peak >= rare[alone[-1]])[:20] if len(alone) else ():
@@ -128,7 +128,8 @@ def placeholder(scan: Scan, settings: Settings) -> Iterator[Found]:
         for dim in _dims(facts.is_active & ~facts.is_constant):
             ordered = facts.sorted[dim, np.isfinite(facts.sorted[dim])]
             far = facts.far["value"][facts.far["dim"] == dim]
-            for value in dict.fromkeys([float(ordered[-1]), float(ordered[0]), *np.unique(far).tolist()[:20]]):
+            ends = ordered[-1:].tolist() + ordered[:1].tolist()
+            for value in dict.fromkeys([*ends, *np.unique(far).tolist()[:20]]):
                 rest = ordered[ordered != value]
                 count = max(len(ordered) - len(rest), int((far == value).sum()))
                 is_rare = (
@@ -313,7 +314,8 @@ def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Found]:
 def wraps(scan: Scan, settings: Settings) -> Iterator[Found]:
     """VAL14: steps of a whole turn."""
     for name, facts in _signals(scan):
-        span = facts.high.max(0) - facts.low.min(0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            span = facts.high.max(0) - facts.low.min(0)
         for turn in _TURNS:
             usual = facts.usual_step(turn / 2)
             is_angle = facts.is_continuous & facts.is_active & (span < 3 * turn) & (turn > 10 * usual)
@@ -355,12 +357,13 @@ def drift(scan: Scan, settings: Settings) -> Iterator[Found]:
 
 
 def _halves(means: Array) -> tuple[Array, Array]:
-    """Give how far the later half of rows lies above the earlier one, and the deviation within the halves."""
-    parts = np.array_split(np.where(np.isfinite(means), means, np.nan).astype(np.float64), 2)
-    with np.errstate(invalid="ignore"):
-        return np.nanmean(parts[1], 0) - np.nanmean(parts[0], 0), np.sqrt(
-            (np.nanvar(parts[0], 0) + np.nanvar(parts[1], 0)) / 2
-        )
+    """Give how far the later half of rows lies above the earlier one, and the deviation within the halves.
+
+    NaN where all values of a half are not finite.
+    """
+    early, late = np.array_split(np.ma.masked_invalid(means.astype(np.float64)), 2)
+    shift, noise = late.mean(0) - early.mean(0), np.ma.sqrt((early.var(0) + late.var(0)) / 2)
+    return shift.filled(np.nan), noise.filled(np.nan)
 
 
 def overflow(scan: Scan, settings: Settings) -> Iterator[Found]:
