@@ -104,7 +104,7 @@ __all__ = sorted(_HOMES)
 
 _storage = importlib.util.find_spec("storage")
 _folders = list(_storage.submodule_search_locations or ()) if _storage else []
-if _storage and not any(os.path.exists(os.path.join(folder, "errors.py")) for folder in _folders):
+if _storage and not any(os.path.exists(os.path.join(folder, "onpolicy", "rollout_storage.py")) for folder in _folders):
     raise ImportError(
         f"cannot import rollout_data: its package 'storage' is hidden by {_storage.origin or _folders[0]!r}. "
         "Rename that folder or file, or start Python from another folder."

@@ -70,8 +70,10 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, num_t
     try:
         _write_file(temporary, content, durable, num_threads)
         os.rename(temporary, path)
-    except BaseException:  # Ctrl-C too: nothing is left behind
+    except BaseException as error:  # Ctrl-C too: nothing is left behind
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)
         raise
     if durable:
         sync_path(folder)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from storage.core.arguments import whole
 from storage.core.shown import Shown
-from storage.core.threads import Unique
+from storage.core.threads import Owner, Unique
 from storage.errors import DatasetExhausted, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
@@ -31,6 +31,8 @@ from .passes import Undecided
 from .stream import RolloutStream
 
 _TOLD, _END = "told", object()
+#: Iterations of the process from which this one was forked: to end them would end its workers.
+_of_parents: list[Any] = []
 
 
 class PrefetchedBatches(Unique):
@@ -177,7 +179,7 @@ class RolloutLoader(Shown):
             "collate_fn": partial(_collated, self._options.get("collate_fn") or default_convert),
         }
         batches = iter(DataLoader(_WithLosses(readers), batch_size=None, num_workers=self.num_workers, **options))
-        dataset.agree = tell
+        dataset.agree, owner = tell, Owner("an iteration over a loader")
         try:
             while (position := dataset.next_position()) is not None:
                 batch, losses = next(batches)
@@ -186,12 +188,16 @@ class RolloutLoader(Shown):
                 dataset.commit(position)
                 dataset.release(position)
                 yield batch
+                owner.check()
                 if dataset.agree is not tell:
                     raise UsageError("go on with an iteration", "over a loader", "one at a time", "a newer one")
         finally:
             if dataset.agree is tell:
                 dataset.agree = agree
-            board.end()
+            if owner.is_own:
+                board.end()
+            else:
+                _of_parents.append(batches)
             del batches
 
 

@@ -22,7 +22,7 @@ from .bench import bench_as_text
 from .info import as_text, describe, listing, listing_as_text
 from .pictures import save_gif, save_mp4
 from .play import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
-from .rewrite import FolderReport, check_folder, pack_dataset, repair_folder
+from .rewrite import FolderReport, check_folder, open_folder, pack_dataset, repair_folder
 from .selecting import selected
 
 
@@ -141,6 +141,7 @@ def pack(options: argparse.Namespace) -> Answer:
 
 def prune(options: argparse.Namespace) -> Answer:
     limits = {name: getattr(options, name) for name in LIMITS}
+    open_folder(options.data_dir)  # or say that it holds no data
     pruned = prune_folder(options.data_dir, dry_run=options.dry_run, progress=options.progress, **limits)
     paths = list(map(str, pruned))
     line = f"{len(paths):,} blocks {'would be' if options.dry_run else 'were'} deleted"

@@ -21,9 +21,10 @@ _FINAL = ("final_observation", "final_observations", "final_obs", "terminal_obse
 _FINAL_PRIVILEGED = ("final_privileged_observation", "final_critic_observations")
 _TIMEOUTS = ("time_outs", "TimeLimit.truncated")
 _PRIVILEGED_GROUPS = ("critic", "privileged")
-#: What only envs of rsl_rl, Isaac Gym and Isaac Lab have, which are reset in the step in which their episode ends.
+#: What only envs of rsl_rl, legged_gym and Isaac Lab have, which are reset in the step in which their episode ends.
+#: `time_outs` alone do not tell: other tasks of Isaac Gym have them too, and are reset a step later.
 _SAME_STEP_ATTRIBUTES = ("get_observations", "get_privileged_observations", "episode_length_buf")
-_SAME_STEP_INFOS = {*_FINAL, "final_info", "time_outs"}
+_SAME_STEP_INFOS = {*_FINAL, "final_info"}
 
 
 class Simulator:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+import rollout_data
 from rollout_data import (
     RecordingWrapper,
     RolloutDataset,
@@ -207,6 +208,24 @@ def prefetch(folder: Path) -> None:
     assert len(seen) == len(whole) and all(map(torch.equal, seen, whole))
 
 
+def loader(folder: Path) -> None:
+    record(folder)
+    whole = [batch.reward.clone() for batch in RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)]
+    dataset = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
+    batches = iter(rollout_data.loader(dataset, 2, multiprocessing_context="fork"))
+    seen = [next(batches).reward.clone() for _ in range(2)]
+
+    def child() -> None:
+        nonlocal batches
+        refused([lambda: next(batches)])
+        batches = iter(())  # what the child drops goes on in the parent
+        os._exit(0)  # the exit hook of `multiprocessing` ends the workers of the process that forked
+
+    fork(child)
+    seen += [batch.reward.clone() for batch in batches]
+    assert len(seen) == len(whole) and all(map(torch.equal, seen, whole))
+
+
 def windows(folder: Path) -> None:
     loader = WindowLoader(WindowDataset(record(folder), length=4), 3, shuffle=False)
     batches = iter(loader)
@@ -283,7 +302,7 @@ def workers(folder: Path) -> None:
 
 PROGRAMS = {
     program.__name__: program
-    for program in (writer, wrapper, saver, unused_saver, collector, prefetch, windows, trajectories, workers)
+    for program in (writer, wrapper, saver, unused_saver, collector, prefetch, loader, windows, trajectories, workers)
 }
 
 if __name__ == "__main__":

@@ -212,6 +212,20 @@ class OldRslRl(RslRl):
         return state, rewards, done, {**extras, **beside}
 
 
+class IsaacGym(GymForm):
+    """Four values, observations in a dict, `time_outs`; an env is reset in the step after its last one."""
+
+    def __init__(self):
+        super().__init__("torch", "next_step")
+
+    def reset(self):
+        return {"obs": super().reset()[0]}
+
+    def step(self, actions):
+        observation, rewards, terminated, truncated, infos = super().step(actions)
+        return {"obs": observation}, rewards, terminated | truncated, {**infos, "time_outs": truncated}
+
+
 class LeggedGym(RslRl):
     """Five values, of which the second is the privileged observation."""
 

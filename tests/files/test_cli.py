@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -306,6 +307,18 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path, capsys, command)
     os.close(writer)
 
 
+def test_a_full_disk_is_one_line_with_the_file(tmp_path, capsys):
+    record(tmp_path / "data", num_steps=3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        assert main(["pack", str(tmp_path / "data"), str(tmp_path / "packed")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "File too large" in line and "packed" in line
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_a_folder_that_may_not_be_read_is_one_line(tmp_path):
     record(tmp_path / "data", num_steps=3)
@@ -317,7 +330,9 @@ def test_a_folder_that_may_not_be_read_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("content", [{}, {"a.png": b"x", "b.h5": b"y"}, {"metadata.json": b'{"name": "x"}'}])
-@pytest.mark.parametrize("call", ["info", "info --json", "verify", "verify --repair", "pack --in-place"])
+@pytest.mark.parametrize(
+    "call", ["info", "info --json", "verify", "verify --repair", "pack --in-place", "prune --frames 5"]
+)
 def test_a_folder_that_is_no_dataset_is_refused(tmp_path, capsys, content, call):
     for name, text in content.items():
         (tmp_path / name).write_bytes(text)

@@ -100,14 +100,16 @@ def test_names_with_a_colon_are_names(tmp_path, monkeypatch, name):
     assert RolloutDataset(name, 1, device="cpu").num_frames == 1
 
 
-@pytest.mark.parametrize("kind", ["package", "module", "folder"])
+@pytest.mark.parametrize("kind", ["package", "with errors", "module", "folder"])
 def test_a_folder_called_storage_that_hides_ours_is_named(tmp_path, kind):
     hiding = tmp_path / ("storage.py" if kind == "module" else "storage")
     if kind == "module":
         hiding.write_text("")
     else:
         hiding.mkdir()
-        (hiding / ("__init__.py" if kind == "package" else "data.txt")).write_text("")
+        (hiding / ("data.txt" if kind == "folder" else "__init__.py")).write_text("")
+        if kind == "with errors":
+            (hiding / "errors.py").write_text("")
     (tmp_path / "there").mkdir()
     os.symlink(ROOT / "rollout_data", tmp_path / "there" / "rollout_data")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, tmp_path / "there")))}

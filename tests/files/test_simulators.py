@@ -13,6 +13,7 @@ from tests.files.simulator_fakes import (
     SB3,
     GymForm,
     Gymnasium029,
+    IsaacGym,
     IsaacLab,
     LeggedGym,
     ManiSkill,
@@ -34,6 +35,7 @@ FAKES = {
     "legged_gym": (LeggedGym, "observation", True, False, {}),
     "silent, same step": (GymForm, "observation", False, False, {"autoreset": "same_step"}),
     "silent, next step": (lambda: GymForm(mode="next_step"), "observation", False, True, {"autoreset": "next_step"}),
+    "isaac gym": (IsaacGym, "observation/obs", False, True, {"autoreset": "next_step"}),
     "tensors, next step": (lambda: GymForm("torch", "next_step", "NextStep"), "observation", False, True, {}),
     "tensors, disabled": (lambda: GymForm("torch", "disabled", "Disabled"), "observation", False, True, {}),
 }
@@ -44,7 +46,7 @@ def policy_of(env):
     def policy(observation):
         state = observation
         while hasattr(state, "items"):
-            state = state["policy"] if "policy" in list(state.keys()) else state["state"]
+            state = next(state[name] for name in ("policy", "state", "obs") if name in list(state.keys()))
         assert isinstance(state, torch.Tensor if env.library == "torch" else np.ndarray)
         return state[:, 1:] + (torch.zeros(1) if env.library == "torch" else np.float32(0))
 
@@ -143,7 +145,7 @@ class FourValues(GymForm):
         return observation, rewards, terminated | truncated, infos
 
 
-@pytest.mark.parametrize("form", [GymForm, FourValues])
+@pytest.mark.parametrize("form", [GymForm, FourValues, IsaacGym])
 def test_an_env_that_does_not_tell_when_it_is_reset_is_asked_about(tmp_path, form):
     env = form()
     with pytest.raises(UsageError) as caught:
