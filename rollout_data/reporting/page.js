@@ -69,6 +69,7 @@ function paint(element) {
   if (isPrinting) for (const { marker } of figure.traces) delete marker?.pattern; // megabytes of PDF for each chart
   const axis = { gridcolor: palette[GRID], zerolinecolor: palette[GRID], automargin: true };
   const layout = { ...styles.layout, font: { color: palette[INK], size: 12 }, ...figure.layout };
+  layout.width = isPrinting ? 310 : element.clientWidth; // the columns of paper in page.css are as wide
   for (const name of ["xaxis", "yaxis", "yaxis2", "yaxis3"]) layout[name] &&= { ...axis, ...layout[name] };
   Plotly.react(element, figure.traces, layout, { displayModeBar: false, responsive: true });
   if (isNew) element.on("plotly_click", ({ points }) => showEpisode(points[0].customdata));

@@ -288,15 +288,21 @@ def test_no_part_is_wider_than_a_phone(visit: Visit) -> None:
     visit.page.set_viewport_size({"width": 1280, "height": 900})
 
 
-def test_paper_has_the_findings_and_the_first_rows(visit: Visit) -> None:
-    visit.page.emulate_media(media="print")
+def test_paper_has_the_findings_the_first_rows_and_charts_as_wide_as_their_boxes(visit: Visit) -> None:
+    def spare() -> float:
+        gap = "Math.abs(svg.closest('.plot').clientWidth - svg.getBoundingClientRect().width)"
+        return float(max(visit.page.eval_on_selector_all(".chart .main-svg", f"all => all.map(svg => {gap})")))
+
     visit.page.evaluate("window.onbeforeprint()")
-    assert len(visit.rows()) == 40
+    visit.page.emulate_media(media="print")
+    visit.page.set_viewport_size({"width": 718, "height": 1000})  # A4 less margins of 1 cm
+    assert len(visit.rows()) == 40 and spare() < 1
     assert visit.page.locator("#finding-0").is_visible() and not visit.page.locator("#filters").is_visible()
     assert visit.page.locator(".chart .plot:not(:has(.main-svg))").count() == 0
-    visit.page.evaluate("window.onafterprint()")
+    visit.page.set_viewport_size({"width": 1280, "height": 900})
     visit.page.emulate_media(media="screen")
-    assert len(visit.rows()) != 40
+    visit.page.evaluate("window.onafterprint()")
+    assert len(visit.rows()) != 40 and spare() < 1
 
 
 def test_the_page_becomes_a_pdf_of_moderate_size(visit: Visit) -> None:
