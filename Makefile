@@ -8,13 +8,14 @@ INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt tests/for
 SOAK_S ?= 1800
 NAMES ?=
 
-.PHONY: demo test test-ray lint docs bench soak fuzz clean help
+.PHONY: demo test test-ray test-trainers lint docs bench soak fuzz clean help
 
 help:
 	@echo "make demo    learn, record, stream, clone: the whole library in a few minutes (open demo/report.html first)"
 	@echo "make test    all tests; those of the report page skip without a browser, on Debian:"
 	@echo "             apt-get install --no-install-recommends chromium fonts-dejavu-core"
 	@echo "make test-ray  install Ray (500 MB) and run the tests that need it; make test skips them without it"
+	@echo "make test-trainers  the same with accelerate and Lightning"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the site of README, guides and docstrings in out/site"
 	@echo "make bench   all benchmarks against the limit and the installable peers (NAMES='playback record' for some)"
@@ -49,6 +50,11 @@ test: $(READY)
 test-ray: $(READY)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/ray_actors
+
+# Apart as well: each of these tests starts two ranks.
+test-trainers: $(READY)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/files/trainers.txt
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/files/test_trainers.py
 
 lint: $(READY)
 	$(VENV)/bin/python -m ruff check .
