@@ -185,13 +185,14 @@ def member(group: h5py.Group, name: str, path: Path) -> Any:
 
 def attribute(node: Any, name: str) -> Any:
     """Give the value of an attribute; None if there is none, or if it is not one small value."""
-    if name not in node.attrs:
+    attributes = node.attrs  # a file opens its first group for it each time
+    if name not in attributes:
         return None
-    found = node.attrs.get_id(name)
+    found = attributes.get_id(name)
     if found.shape != () or found.get_storage_size() > _MAX_ATTRIBUTE_BYTES:
         return None
     check_text(node.id, name.encode(), found)
-    return node.attrs[name]
+    return attributes[name]
 
 
 def check_text(node: Any, name: bytes, found: h5py.h5a.AttrID) -> None:

@@ -143,7 +143,7 @@ def test_edits_are_those_of_a_set_and_undoing_is_the_identity(sound: Path, tmp_p
         elif step == "untag":
             untag(walk, chosen)
             said = {one: value for one, value in said.items() if one not in chosen}
-        assert ids(walk) == by_the_format(walk) == every - gone
+        assert by_the_format(walk) == every - gone
         found = {one.id: one.metadata.get("place") for one in rollout_data.open(walk)}
         assert found == {one: said.get(one) for one in every - gone}
     undrop(walk)
@@ -187,14 +187,15 @@ def test_edits_come_through_a_push_and_so_does_undoing(walk: Path) -> None:
 
 def test_many_editors_at_once_lose_no_edit(walk: Path) -> None:
     every = sorted(ids(walk))
-    threads = [threading.Thread(target=drop, args=(walk, [one])) for one in every[:8]]
-    threads += [threading.Thread(target=tag, args=(walk, [one]), kwargs={"place": one}) for one in every[8:]]
+    threads = [threading.Thread(target=drop, args=(walk, [one])) for one in every[6:10]]
+    threads += [threading.Thread(target=tag, args=(walk, [one]), kwargs={"place": one}) for one in every[10:16]]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert ids(walk) == set(every[8:])
-    assert all(told[2]["place"] == one for one, told in content(walk).items())
+    assert ids(walk) == {*every} - {*every[6:10]}
+    places = {one: told[2]["place"] for one, told in content(walk).items() if "place" in told[2]}
+    assert places == {one: one for one in every[10:16]}
     assert not [one for one in os.listdir(walk) if one.startswith((".tmp", ".rollout"))]
 
 

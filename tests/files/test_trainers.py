@@ -20,7 +20,9 @@ ALL = sorted((number, frame) for number, length in enumerate(LENGTHS) for frame 
 
 
 def needs(name):
-    return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed: make test-trainers")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(name) is None, reason=f"{name} is not installed: make test-trainers"
+    )
 
 
 def run_ranks(*readings):

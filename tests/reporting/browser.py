@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+#: The largest difference in width of a drawn plot from its box, in pixels.
+SPARE = """Math.max(0, ...[...document.querySelectorAll(".plot .main-svg")].map((svg) =>
+  Math.abs(svg.closest(".plot").clientWidth - svg.getBoundingClientRect().width)))"""
 HOW = "see the browser with: apt-get install --no-install-recommends chromium fonts-dejavu-core; pip install playwright"
 
 
@@ -40,6 +43,12 @@ class Visit:
         self.page.on("console", lambda said: self.errors.append(said.text) if said.type != "log" else None)
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window another size, which charts follow a moment later."""
+        self.page.set_viewport_size({"width": width, "height": height})
+        wait = f"for (let k = 0; k < 300 && {SPARE} > 1; k++) await new Promise(requestAnimationFrame)"
+        self.page.evaluate(f"async () => {{ {wait} }}")
 
     def rows(self) -> list[list[str]]:
         """Texts of the rows of the table that are in the page."""

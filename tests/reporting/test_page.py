@@ -13,7 +13,7 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutWriter, report
-from tests.reporting.browser import Visit, started
+from tests.reporting.browser import SPARE, Visit, started
 from tests.reporting.reading import embedded
 
 NUM_EPISODES, NUM_STEPS, WIDTH = 60, 40, 3
@@ -78,9 +78,12 @@ def open_page(browser: Any, page: Path) -> Visit:
 @pytest.fixture
 def visit(open_page: Visit, page: Path) -> Iterator[Visit]:
     """The page as it is at first; opening it anew for each test would take seconds."""
-    open_page.page.evaluate("[document.forms[0]].forEach((form) => { form.reset(); form.oninput(); })")
-    open_page.page.click("[data-sort=number]")
-    open_page.page.click("[data-sort=rank]")
+    open_page.page.evaluate("""() => {
+        document.forms[0].reset();
+        document.forms[0].oninput();
+        for (const key of ["number", "rank"]) document.querySelector(`[data-sort=${key}]`).click();
+        document.getElementById("view").replaceChildren();
+    }""")
     yield open_page
     assert open_page.errors == []
     assert open_page.requests == [page.as_uri()]
@@ -196,7 +199,7 @@ def test_only_rows_in_sight_are_in_the_page_and_every_column_sorts(visit: Visit)
     assert visit.numbers()[0] == BROKEN and len(visit.numbers()) < NUM_EPISODES
     for column, cells in enumerate(zip(*visit.rows(), strict=True)):
         button = visit.page.locator("#rows thead button").nth(column)
-        button.click()
+        button.evaluate("button => button.click()")
         first = visit.rows()
         button.click()
         assert visit.page.locator("#rows thead th").nth(column).get_attribute("aria-sort") == "descending"
@@ -280,29 +283,22 @@ def test_the_contact_sheet_opens_episodes(visit: Visit) -> None:
 
 
 def test_no_part_is_wider_than_a_phone(visit: Visit) -> None:
-    width = "document.documentElement.scrollWidth"
-    visit.page.set_viewport_size({"width": 390, "height": 844})
-    # Charts follow the width a moment later.
-    wait = f"for (let k = 0; k < 300 && {width} > 390; k++) await new Promise(requestAnimationFrame)"
-    assert visit.page.evaluate(f"async () => {{ {wait}; return {width}; }}") == 390
-    visit.page.set_viewport_size({"width": 1280, "height": 900})
+    visit.resize(390, 844)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
+    visit.resize(1280, 900)
 
 
 def test_paper_has_the_findings_the_first_rows_and_charts_as_wide_as_their_boxes(visit: Visit) -> None:
-    def spare() -> float:
-        gap = "Math.abs(svg.closest('.plot').clientWidth - svg.getBoundingClientRect().width)"
-        return float(max(visit.page.eval_on_selector_all(".chart .main-svg", f"all => all.map(svg => {gap})")))
-
     visit.page.evaluate("window.onbeforeprint()")
     visit.page.emulate_media(media="print")
     visit.page.set_viewport_size({"width": 718, "height": 1000})  # A4 less margins of 1 cm
-    assert len(visit.rows()) == 40 and spare() < 1
+    assert len(visit.rows()) == 40 and visit.page.evaluate(SPARE) < 1
     assert visit.page.locator("#finding-0").is_visible() and not visit.page.locator("#filters").is_visible()
     assert visit.page.locator(".chart .plot:not(:has(.main-svg))").count() == 0
     visit.page.set_viewport_size({"width": 1280, "height": 900})
     visit.page.emulate_media(media="screen")
     visit.page.evaluate("window.onafterprint()")
-    assert len(visit.rows()) != 40 and spare() < 1
+    assert len(visit.rows()) != 40 and visit.page.evaluate(SPARE) < 1
 
 
 def test_the_page_becomes_a_pdf_of_moderate_size(visit: Visit) -> None:
