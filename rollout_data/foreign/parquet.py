@@ -5,9 +5,11 @@ One rule: what a file declares is compared with its size before it is read, and 
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -30,6 +32,9 @@ _VALUES_PER_BYTE = 1 << 5
 _MAX_FOOTERS = 64
 #: Arrow's names -> ours.
 _KINDS = {"halffloat": "float16", "float": "float32", "double": "float64", "string": "text", "string_view": "text"}
+#: Numbers of fields in a footer: of the file, a row group, a column in it, and its statistics; the kind of texts.
+_ROW_GROUPS, _COLUMNS, _ABOUT_COLUMN = 4, 1, 3
+_KIND, _NUM_VALUES, _NUM_BYTES, _STATISTICS, _NULL_COUNT, _LEAST_AND_LARGEST, _BYTES = 1, 5, 6, 12, 3, (6, 5), 6
 Array = np.ndarray[Any, Any]
 
 
@@ -106,28 +111,54 @@ class ParquetFile:
 
     def bounds(self, name: str) -> tuple[int, int] | None:
         """Give the least and the largest number of a column of integers, as the footer says; None if it does not."""
-        if self._footer.num_row_groups != 1 or len(self._leaves.get(name, ())) != 1:
+        kind = str(self.types.get(name, "none"))
+        if self._footer.num_row_groups != 1 or kind not in ("int32", "int64"):
             return None
-        found = self._footer.row_group(0).column(self._leaves[name][0]).statistics
-        is_told = found is not None and found.has_min_max and isinstance(found.min, int) and not found.null_count
-        return (int(found.min), int(found.max)) if is_told else None
+        *_, found = self._column(0, self._leaves[name][0])
+        least, largest = (found.get(field) for field in _LEAST_AND_LARGEST)
+        if found.get(_NULL_COUNT) or not (isinstance(least, bytes) and isinstance(largest, bytes)):
+            return None
+        return int.from_bytes(least, "little", signed=True), int.from_bytes(largest, "little", signed=True)
 
     def _batch_rows(self, name: str, width: int | None, groups: range) -> int:
         """Say how many rows of a column to decode at a time, after comparing what it declares."""
         if name not in self.types:
             raise self._damaged(f"the column {name!r}", "none of that name")
         largest, most_listed = 1, self.num_rows + self._num_bytes * _VALUES_PER_BYTE
-        for group in map(self._footer.row_group, groups):
-            for leaf in map(group.column, self._leaves[name]):
-                most_values = group.num_rows * max(width, 1) if width is not None else most_listed
+        for group in groups:
+            for leaf in self._leaves[name]:
+                kind, num_values, num_bytes, _ = self._column(group, leaf)
+                num_rows = int(self._starts[group + 1] - self._starts[group])
+                most_values = num_rows * max(width, 1) if width is not None else most_listed
                 most_bytes = max(_MAX_COLUMN_BYTES, self._num_bytes * _MAX_EXPANSION)
-                if leaf.num_values > most_values or leaf.total_uncompressed_size > most_bytes:
-                    got = f"{leaf.num_values} values in {leaf.total_uncompressed_size} bytes"
+                if num_values > most_values or num_bytes > most_bytes:
+                    got = f"{num_values} values in {num_bytes} bytes"
                     raise self._damaged(f"at most {most_values} values, {most_bytes} bytes of {name!r}", got)
                 # A text that is repeated is stored once: as many rows may each be all that there is.
-                is_text = leaf.physical_type == "BYTE_ARRAY"
-                largest = max(largest, leaf.total_uncompressed_size if is_text else 8 * (width or 1))
+                largest = max(largest, num_bytes if kind == _BYTES else 8 * (width or 1))
         return max(1, _BATCH_BYTES // largest)
+
+    def _column(self, group: int, leaf: int) -> tuple[int, int, int, dict[int, Any]]:
+        """Give what the footer says of a column of a row group: its kind, values and bytes, and its statistics.
+
+        Not by Arrow: where it finds sizes, histograms and types that contradict each other, it ends the process.
+        """
+        with damage_named("read", repr(str(self.path)), "an intact footer", LookupError, TypeError, RecursionError):
+            kind, num_values, num_bytes, statistics = self._columns[group][leaf]
+            return kind, int(num_values), int(num_bytes), dict(statistics)
+
+    @cached_property
+    def _columns(self) -> list[list[tuple[Any, ...]]]:
+        with open(self.path, "rb") as file:
+            file.seek(-8, os.SEEK_END)
+            size = int.from_bytes(file.read(4), "little")
+            file.seek(-8 - size, os.SEEK_END)
+            groups = _Thrift(file.read(size)).value(_Thrift.STRUCT)[_ROW_GROUPS]
+        columns = [[column[_ABOUT_COLUMN] for column in group[_COLUMNS]] for group in groups]
+        return [
+            [(one[_KIND], one[_NUM_VALUES], one[_NUM_BYTES], one.get(_STATISTICS, {})) for one in group]
+            for group in columns
+        ]
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -165,6 +196,65 @@ class ParquetFiles:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParquetFiles, (self._root,)
+
+
+class _Thrift:
+    """Values in Thrift's compact protocol, as Parquet's footers have them: a struct is a dict by numbers of fields."""
+
+    STRUCT = 12
+    _TRUE, _BYTE, _LAST_INTEGER, _DOUBLE, _BINARY, _MAP = 1, 3, 6, 7, 8, 11
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def value(self, kind: int) -> Any:
+        """Read the next value, of a kind in the numbers of the protocol."""
+        if self._BYTE < kind <= self._LAST_INTEGER:
+            number = self._number()
+            return number >> 1 ^ -(number & 1)
+        if kind == self._BINARY:
+            return self._bytes(self._number())
+        if kind == self.STRUCT:
+            return self._struct()
+        if kind < self._BYTE:  # the kind is the value
+            return kind == self._TRUE
+        if kind == self._BYTE:
+            return self._byte()
+        if kind == self._DOUBLE:
+            return self._bytes(8)
+        if kind == self._MAP:
+            num = self._number()
+            kinds = self._byte() if num else 0
+            return [(self._element(kinds >> 4), self._element(kinds & 15)) for _ in range(num)]
+        head = self._byte()  # a list or a set
+        num = head >> 4 if head < 0xF0 else self._number()
+        return [self._element(head & 15) for _ in range(num)]
+
+    def _element(self, kind: int) -> Any:
+        return self.value(max(kind, self._BYTE))
+
+    def _struct(self) -> dict[int, Any]:
+        found, field = dict[int, Any](), 0
+        while head := self._byte():
+            field = field + (head >> 4) if head >> 4 else self.value(self._LAST_INTEGER)
+            found[field] = self.value(head & 15)
+        return found
+
+    def _number(self) -> int:
+        number = shift = 0
+        while (byte := self._byte()) & 128 and shift < 64:
+            number, shift = number | (byte & 127) << shift, shift + 7
+        return number | byte << shift
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _bytes(self, num: int) -> bytes:
+        self._at += num
+        if self._at > len(self._data):
+            raise LookupError("the footer ends too early")
+        return self._data[self._at - num : self._at]
 
 
 def _num_leaves(kind: Any) -> int:

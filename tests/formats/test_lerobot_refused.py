@@ -275,6 +275,25 @@ def test_more_rows_than_a_file_can_hold_are_refused_before_they_are_read(tmp_pat
         assert any("rows in" in str(problem) for problem in recording.problems)
 
 
+def test_no_flipped_bit_of_a_footer_ends_the_process(tmp_path: Path) -> None:
+    """Arrow throws where nothing catches it when types, counts and histograms of a footer contradict each other."""
+    path = LeRobotSet(tmp_path / "set", [1]).write()
+    tasks = path / "meta" / "tasks.parquet"
+    raw = tasks.read_bytes()
+    start, is_refused = len(raw) - 8 - int.from_bytes(raw[-8:-4], "little"), []
+    for place in [(start + at, bit) for at in (*range(45), *range(150, 240)) for bit in range(8)]:
+        flipped = bytearray(raw)
+        flipped[place[0]] ^= 1 << place[1]
+        tasks.write_bytes(flipped)
+        try:
+            rollout_data.open(path)
+            is_refused.append(False)
+        except DataFileError as error:
+            is_refused.append(True)
+            assert "tasks.parquet" in str(error)
+    assert any(is_refused) and not all(is_refused)
+
+
 def test_a_picture_that_unpacks_to_more_than_its_file_is_refused(tmp_path: Path) -> None:
     data = b"\x89PNG\r\n\x1a\n" + bytes(136 << 20)
     made = LeRobotSet(tmp_path / "set", [1])
