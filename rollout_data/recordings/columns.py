@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from storage.core.fields import Schema
+from storage.errors import CorruptFileError
 
 from ..foreign.reader import ForeignReader
 from ..format.header import DATA
@@ -49,14 +50,17 @@ class ReaderColumns:
 
 
 class OwnColumns(ReaderColumns):
-    """Of a folder of our own: from its index and its notes."""
+    """Of a folder of our own: from its index and its notes; episode by episode where a note is damaged."""
 
     def __init__(self, reader: FolderReader) -> None:
+        super().__init__(reader)
         self._store = reader.store
         fields = [one for one in reader.store.layouts[DATA].schema.values() if not one.is_text]
         self._schema = Schema(fields)
 
     def column(self, name: str) -> Array:
+        if self._columns is None:
+            return super().column(name)
         index = self._store.index
         named = np.array([writer[writer.find(":") + 1 :] for writer in index.writers] or [""])[index.writer]
         if name == "id":
@@ -80,18 +84,23 @@ class OwnColumns(ReaderColumns):
         )
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
+        if self._columns is None:
+            return super().schemas()
         places: dict[Schema, int] = {}
         which = [places.setdefault(self._without(names or ()), len(places)) for names in self._noted(ABSENT)]
         return np.array(which, np.int64), list(places)
 
     def _noted(self, name: str) -> list[Any]:
         """Give what was noted under a name, for each episode; None where nothing was."""
-        return self._columns.get(name) or [None] * len(self._store.index)
+        return (self._columns or {}).get(name) or [None] * len(self._store.index)
 
     @cached_property
-    def _columns(self) -> dict[str, list[Any]]:
-        """What was noted under all names that are asked for, so that each note is parsed once."""
-        return Notes().columns(self._store, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
+    def _columns(self) -> dict[str, list[Any]] | None:
+        """What was noted under all names that are asked for, each note parsed once; None if one is damaged."""
+        try:
+            return Notes().columns(self._store, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
+        except CorruptFileError:
+            return None
 
     def _without(self, absent: Sequence[str]) -> Schema:
         return Schema(one for one in self._schema.values() if one.name not in absent) if absent else self._schema

@@ -373,3 +373,19 @@ def test_notes_that_cannot_be_read_are_damage(block, tmp_path, data):
     for read in (lambda: notes.column(store, "task"), lambda: notes.of(store, 0)):
         with pytest.raises(CorruptFileError, match=block.name):
             read()
+
+
+def test_a_damaged_note_costs_the_table_that_note_alone(tmp_path):
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        for number in range(6):
+            writer.add(
+                observation=np.zeros((1, 1)), action=np.zeros(1), done=[True], episode=[{"task": f"task {number}"}]
+            )
+    (path,) = tmp_path.glob("rollout_*.h5")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"task 3") + 5] ^= 1
+    path.write_bytes(data)
+    recording = rollout_data.open(tmp_path)
+    assert recording.table["task"].tolist() == ["task 0", "task 1", "task 2", "", "task 4", "task 5"]
+    assert len(recording.filter(task="task 4")) == 1 and recording[3].length == 1
+    assert any("note" in str(problem) for problem in recording.problems)
