@@ -34,14 +34,15 @@ class LaggingFileSystem(AbstractFileSystem):  # type: ignore[misc]
     latency_s = 0.03
     fails: Any = staticmethod(lambda path, start, stop: None)
     requests: list[tuple[str, Any, Any]] = []  # noqa: RUF012 - of the class on purpose
-    num_now = most_at_once = 0
+    most_at_once = 0
+    _under_way: list[str] = []  # noqa: RUF012
     _lock = threading.Lock()
 
     @classmethod
     def start(cls, root: Path, latency_s: float = 0.03) -> None:
         """Serve a folder from now on, and count from 0."""
         cls.root, cls.latency_s, cls.requests = root, latency_s, []
-        cls.num_now = cls.most_at_once = 0
+        cls.most_at_once, cls._under_way = 0, []  # those from before go on counting in their own list
         cls.fails = staticmethod(lambda path, start, stop: None)
         fsspec.register_implementation(PROTOCOL, cls, clobber=True)
 
@@ -61,12 +62,12 @@ class LaggingFileSystem(AbstractFileSystem):  # type: ignore[misc]
         kind, name = type(self), str(self._strip_protocol(path)).strip("/")
         with kind._lock:
             kind.requests.append((name, start, stop))
-            kind.num_now += 1
-            kind.most_at_once = max(kind.most_at_once, kind.num_now)
+            (under_way := kind._under_way).append(name)
+            kind.most_at_once = max(kind.most_at_once, len(under_way))
         try:
             kind.fails(name, start, stop)
             time.sleep(kind.latency_s)
         finally:
             with kind._lock:
-                kind.num_now -= 1
+                under_way.remove(name)
         return name
