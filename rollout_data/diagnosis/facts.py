@@ -112,7 +112,7 @@ class Facts:
         numbers, changed = batch.numbers, steps != 0
         with np.errstate(invalid="ignore", over="ignore"):
             low, high = (one.reduceat(columns, starts, axis=1).T for one in (np.minimum, np.maximum))
-            total = np.add.reduceat(columns, starts, axis=1).T
+            total = np.add.reduceat(columns[:, batch.overlap :], starts, axis=1).T
             step = np.maximum.reduceat(np.abs(steps), starts, axis=1).T
         changes = np.add.reduceat(changed.view(np.int8), starts, axis=1, dtype=np.int32).T
         if not np.isfinite(total).all():

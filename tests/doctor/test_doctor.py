@@ -71,6 +71,14 @@ def test_unknown_rules_thresholds_and_numbers_are_the_callers_mistakes(folder: P
         doctor(folder, **wrong)
 
 
+def test_an_episode_read_in_pieces_has_the_sum_of_its_rewards(tmp_path: Path) -> None:
+    rng, done = np.random.default_rng(0), np.arange(100)[:, None] == 99
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:  # 64 pictures are a piece
+        pictures, values = np.zeros((100, 1, 100, 120, 3), np.uint8), rng.random((100, 1, 2)) + 1
+        writer.add_rollout(observation={"camera": pictures}, action=values, reward=values[..., 0], done=done)
+    assert [finding.code for finding in doctor(tmp_path).findings if finding.code.startswith("STA")] == []
+
+
 def test_what_cannot_be_opened_is_examined_without_an_exception(tmp_path: Path) -> None:
     diagnosis = doctor(tmp_path, only=["VAL"])
     assert diagnosis.summary["episodes"] == 0 and {code for code, _ in diagnosis.skipped} >= {"VAL01"}
