@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import resource
 import shutil
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,59 @@ def test_declared_sizes_take_no_memory(tmp_path: Path) -> None:
 
     recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), grow))
     assert len(recording) == 2 and "bytes in a file of" in str(recording.problems[0])
+
+
+def _chunk(data: bytes, **storage: Any) -> Any:
+    """Give a change that makes an observation of one chunk, whatever it unpacks to."""
+
+    def change(file: h5py.File) -> None:
+        dataset = file.create_dataset("data/demo_9/obs/bomb", (1, 6), "f8", chunks=(1, 6), **storage)
+        dataset.id.write_direct_chunk((0, 0), data)
+
+    return change
+
+
+def _zeros(file: h5py.File) -> None:
+    """A gigabyte of zeros in small chunks that say what they hold."""
+    dataset = file.create_dataset("data/demo_9/obs/bomb", (1, 1 << 30), "u1", chunks=(1, 1 << 23), compression="gzip")
+    for place in range(0, 1 << 30, 1 << 23):
+        dataset.id.write_direct_chunk((0, place), zlib.compress(bytes(1 << 23), 9))
+
+
+def _packed_twice(file: h5py.File) -> None:
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_chunk((1, 6))
+    settings.set_deflate(9)
+    settings.set_deflate(9)
+    space, kind = h5py.h5s.create_simple((1, 6)), h5py.h5t.IEEE_F64LE
+    h5py.h5d.create(file["data/demo_9/obs"].id, b"bomb", kind, space, settings)
+
+
+#: What unpacks to more than a file should hold -> what is said, at the opening or the reading of its demo.
+BOMBS: dict[str, tuple[Any, str]] = {
+    "a chunk of gzip": (_chunk(zlib.compress(random.Random(0).randbytes(600_000)), compression="gzip"), "got more"),
+    "a chunk of LZF": (_chunk(b"\0a" + b"\xe0\xff\0" * (1 << 21), compression="lzf"), "got more"),
+    "zeros": (_zeros, "1073741824 bytes in a file of"),
+    "gzip in gzip": (_packed_twice, r"filters \[1, 1\]"),
+    "another filter": (_chunk(bytes(9), scaleoffset=4), r"filters \[6\]"),
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_what_unpacks_to_too_much_is_refused_before_it_is_unpacked(tmp_path: Path, what: str) -> None:
+    change, said = BOMBS[what]
+    recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), change))
+    with pytest.raises(CorruptFileError, match=said):
+        raise recording.problems[0] if recording.problems else AssertionError(recording[1].observation["bomb"].shape)
+    check_demo(recording[0], 2, 3)
+
+
+def test_large_chunks_that_are_honest_are_read(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (1, 600_000), "u1")
+    storage = {"compression": "gzip", "chunks": noise.shape, "shuffle": True, "fletcher32": True}
+    path = robomimic(tmp_path / "x.hdf5")
+    edited(path, lambda file: file.create_dataset("data/demo_9/obs/noise", data=noise, **storage))
+    np.testing.assert_array_equal(rollout_data.open(path)[1].observation["noise"], noise)
 
 
 @pytest.mark.parametrize("user_block", [0, 512])
