@@ -178,7 +178,7 @@ class TestMotion:
         assert episode.metadata.get("body_names") == (names or (option if isinstance(option, list) else None))
         np.testing.assert_array_equal(episode.observation["body_quat_w"], arrays["body_quat_w"])
 
-    @pytest.mark.parametrize("option", ["deepest", 3, ["a", "b"], [1, 2, 3, 4]])
+    @pytest.mark.parametrize("option", ["deepest", 3, ["a", "b"], [1, 2, 3, 4], np.array(list("abcd"))])
     def test_an_order_of_other_bodies_is_the_callers_mistake(self, tmp_path: Path, option: Any) -> None:
         np.savez(tmp_path / "a.npz", **clip_arrays())
         with pytest.raises(UsageError, match="body_order"):
@@ -189,6 +189,8 @@ class TestMotion:
         [
             ({"body_pos_w": np.zeros((5, 4, 3), "float32")}, "above the ground"),
             ({"body_quat_w": np.ones((5, 4, 4), "float32")}, "unit quaternions"),
+            ({"body_pos_w": np.full((5, 4, 3), [[[0.5]]] * 3 + [[[-1]], [[0.5]]], "float32")}, "frame 3 of"),
+            ({"body_quat_w": np.full((5, 4, 4), [[[0.5]]] * 4 + [[[0.6]]], "float32")}, "frame 4 of"),
             ({"joint_pos": np.zeros((5, 7), "f4"), "joint_vel": np.zeros((5, 7), "f4")}, "merged links"),
         ],
     )
@@ -211,8 +213,10 @@ class TestMotion:
         np.savez(tmp_path / "0.npz", **clip_arrays(0))
         np.savez(tmp_path / "1.npz", **{**clip_arrays(1), **change})
         np.savez(tmp_path / "2.npz", **clip_arrays(2))
+        (tmp_path / "-.npz").write_bytes((tmp_path / "0.npz").read_bytes()[:200])
         recording = rollout_data.open(tmp_path)
-        assert [episode.id for episode in recording] == ["0", "2"] and "1.npz" in str(recording.problems[0])
+        assert [episode.id for episode in recording] == ["0", "2"]
+        assert ["/1.npz" in str(recording.problems[0]), "/-.npz" in str(recording.problems[1])] == [True, True]
         np.testing.assert_array_equal(recording[1].observation["joint_pos"], state(2, 5))
         with pytest.raises(CorruptFileError):
             rollout_data.open(tmp_path / "1.npz")
@@ -292,8 +296,9 @@ class TestHostileFiles:
     def test_a_pickle_is_refused_and_not_run(self, tmp_path: Path, format: str, name: str) -> None:
         arrays = {**ogbench_arrays([3]), **clip_arrays(), name: np.array([Touch(tmp_path / "run")], object)}
         np.savez(tmp_path / "a.npz", **arrays)
-        with pytest.raises(UnsafeFileError, match="pickled"):
-            rollout_data.open(tmp_path / "a.npz", format=format)
+        for named in (format, None):  # also where the content tells the format
+            with pytest.raises(UnsafeFileError, match="pickled"):
+                rollout_data.open(tmp_path / "a.npz", format=named)
         assert not (tmp_path / "run").exists()
 
     def test_an_array_that_declares_more_than_its_bytes_is_refused(self, tmp_path: Path) -> None:
@@ -305,10 +310,10 @@ class TestHostileFiles:
             rollout_data.open(tmp_path / "a.npz", format="ogbench")
 
     def test_an_archive_that_unpacks_to_gigabytes_takes_no_memory(self, tmp_path: Path) -> None:
-        rows = 1 << 26
+        rows = 1 << 25
         head = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '%b', 'fortran_order': False, 'shape': %b, }"
-        with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            for name, width in (("observations", 8), ("actions", 1), ("terminals", 1)):
+        with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, width in (("observations", 9), ("actions", 1), ("terminals", 1)):
                 shape = b"(%d, %d)" % (rows, width) if width > 1 else b"(%d,)" % rows
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     member.write((head % (b"|u1", shape)).ljust(127) + b"\n")
@@ -316,7 +321,9 @@ class TestHostileFiles:
                         member.write(bytes(1 << 24))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         episode = rollout_data.open(tmp_path / "a.npz")[0]
-        assert episode.read("observation", 1 << 25, (1 << 25) + 5).sum() == 0
+        assert episode.read("observation", 1 << 24, (1 << 24) + 5).sum() == 0
+        with pytest.raises(CorruptFileError, match="at once"):
+            _ = episode.observation
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
 
     def test_a_file_cut_or_changed_anywhere_is_refused_or_read_as_it_was(self, tmp_path: Path) -> None:
@@ -339,11 +346,11 @@ class TestHostileFiles:
                     np.testing.assert_array_equal(observation, state(number, len(observation)))
                     np.testing.assert_array_equal(acted, action(number, len(acted)))
 
-    @pytest.mark.parametrize("name", ["../secret.npz", "link"])
-    def test_a_folder_gives_nothing_that_lies_outside(self, tmp_path: Path, name: str) -> None:
+    def test_a_folder_gives_nothing_that_lies_outside(self, tmp_path: Path) -> None:
         (tmp_path / "clips").mkdir()
         np.savez(tmp_path / "secret.npz", **clip_arrays())
         np.savez(tmp_path / "clips" / "a.npz", **clip_arrays())
         (tmp_path / "clips" / "b.npz").symlink_to(tmp_path / "secret.npz")
-        with pytest.raises(UnsafeFileError):
-            rollout_data.open(tmp_path / "clips", format="motion")
+        for named in ("motion", None):
+            with pytest.raises(UnsafeFileError):
+                rollout_data.open(tmp_path / "clips", format=named)

@@ -7,7 +7,7 @@ is ever permuted.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -17,11 +17,11 @@ import numpy as np
 
 from storage.core.durable import open_regular, read_text
 from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
+from storage.errors import CorruptFileError, DataFileError, UsageError
 
 from ..guards import file_inside, natural
 from ..reader import EpisodeInfo, ForeignReader
-from .npz import Array, NpzArray, is_zip, read_npz
+from .npz import Array, NpzArray, array_names, is_zip, read_npz
 
 #: Names that tell the layout, and axes: frames T, joints J, bodies B; the others are sizes.
 _TRACKING = {
@@ -45,6 +45,10 @@ _BODY_NAMES, _JOINT_NAMES = "body_names", ("joint_names", "dof_names")
 #: Texts of 3 bytes make lists of 64 in memory.
 _MAX_JSON_BYTES, _MAX_NAMES_BYTES, _HEAD_BYTES = 16 << 20, 1 << 20, 4096
 _ORDERS = ("breadth", "depth")
+#: Files of a folder, to tell its format; bytes of an array of poses, to tell whether they are right, and how closely.
+_MAX_LOOKED_AT, _CHECKED_BYTES, _TOLERANCE = 8, 1 << 22, 1e-2
+#: Fields and metadata of a clip of frames.
+_Json = tuple[dict[str, Array], dict[str, Any]]
 
 
 class Reader(ForeignReader):
@@ -59,20 +63,23 @@ class Reader(ForeignReader):
     @classmethod
     def detect(cls, path: Path) -> bool:
         try:
-            paths = _clip_paths(path)
-            return bool(paths) and all(map(_is_clip, islice(paths, 3)))
-        except (OSError, RolloutDataError):
+            return any(map(_is_clip, islice(_listed(path), _MAX_LOOKED_AT)))
+        except OSError:
             return False
 
     def scan(self) -> Sequence[EpisodeInfo]:
         order = self.options["body_order"]
         is_names = isinstance(order, (list, tuple)) and all(isinstance(name, str) for name in order)
-        if order is not None and order not in _ORDERS and not is_names:
+        if order is not None and not is_names and not (isinstance(order, str) and order in _ORDERS):
             expected = "body_order='breadth', 'depth' or the names of the bodies"
             raise UsageError("open", repr(str(self.path)), expected, repr(order))
-        self._latest: tuple[Path, dict[str, Array]] | None = None
+        self._latest: tuple[Path | None, _Json] = (None, ({}, {}))
         episodes = []
-        for path in _clip_paths(self.path):
+        for path in _listed(self.path):
+            if self.path != path:
+                path = file_inside(self.path, path.name)
+                if path.suffix != ".npz" and not _is_clip(path):
+                    continue
             try:
                 episodes.append(self._read_npz(path) if is_zip(path) else self._read_json(path))
             except DataFileError as error:
@@ -101,7 +108,8 @@ class Reader(ForeignReader):
             elif one.dtype.kind in "biufU" and prod(one.shape) * one.dtype.itemsize <= _MAX_NAMES_BYTES:
                 metadata[name] = one.read().tolist()
             else:
-                self.problem("read the array", one.where, "numbers", str(one.dtype), "It is left out")
+                expected, got = f"{sizes['T']} rows of numbers, or few values", f"{one.dtype}{list(one.shape)}"
+                self.problem("read the array", one.where, expected, got, "It is left out")
         metadata["body_order"] = self._body_order(path, metadata, sizes.get("B", 0))
         schema = Schema(Field(name, one.shape[1:], dtype_name(one.dtype, name)) for name, one in fields.items())
         return EpisodeInfo(path.stem, sizes["T"], schema, metadata=metadata, source=fields)
@@ -116,48 +124,53 @@ class Reader(ForeignReader):
         return "names"
 
     def _check_poses(self, path: Path, names: list[str], fields: Mapping[str, NpzArray], sizes: dict[str, int]) -> None:
-        """Report what hints at another order of bodies or numbers; looks at the first frame."""
-        where, advice = f"the first frame of {str(path)!r}", "The rows are given as they are stored"
-        positions, rotations = (fields.get(f"observation/{name}") for name in names[2:4])
-        if positions and sizes["B"] and not (height := positions.read(0, 1)[0, 0, 2]) > 0:
-            self.problem("understand", where, "body 0 above the ground", f"height {height:.3g}", advice)
-        if rotations and not np.allclose(np.linalg.norm(rotations.read(0, 1), axis=-1), 1, atol=1e-2):
-            self.problem("understand", where, "unit quaternions", "others", advice)
+        """Report what hints at another order of bodies or numbers; of a long clip looks at the first frames."""
+        where, advice = repr(str(path)), "The rows are given as they are stored"
+        checks = (
+            (names[2], "body 0 above the ground", lambda rows: rows[:, 0, 2] > 0),
+            (names[3], "unit quaternions", lambda rows: abs(np.linalg.norm(rows, axis=-1) - 1).max(-1) < _TOLERANCE),
+        )
+        for name, expected, is_right in checks:
+            one = fields.get(f"observation/{name}")
+            if one and sizes["B"]:
+                num_rows = _CHECKED_BYTES // (prod(one.shape[1:]) * one.dtype.itemsize)
+                wrong = np.flatnonzero(~is_right(one.read(0, max(1, num_rows))))
+                if len(wrong):
+                    self.problem("understand", f"frame {wrong[0]} of {where}", expected, "others", advice)
         if sizes.get("B", sizes["J"] + 1) != sizes["J"] + 1:
             got, advice = f"{sizes['B']} for {sizes['J']} joints", "Look for 'world' or merged links"
             self.problem("understand", where, "a body for each joint and the root", got, advice)
 
     def _read_json(self, path: Path) -> EpisodeInfo:
-        fields, metadata = _json_clip(path)
+        fields, metadata = self._json(path)
         schema = Schema(Field(name, one.shape[1:], "float64") for name, one in fields.items())
         return EpisodeInfo(path.name, len(fields["observation"]), schema, metadata=metadata, source=path)
+
+    def _json(self, path: Path) -> _Json:
+        if self._latest[0] != path:
+            self._latest = path, _json_clip(path)
+        return self._latest[1]
 
     def read(self, number: int, name: str, start: int, stop: int) -> Array:
         source = self.episodes[number].source
         if isinstance(source, dict):
             found: Array = source[name].read(start, stop)
             return found
-        if self._latest is None or self._latest[0] != source:
-            self._latest = source, _json_clip(source)[0]
-        copied: Array = self._latest[1][name][start:stop].copy()
-        return copied
+        return self._json(source)[0][name][start:stop].copy()
 
 
-def _clip_paths(path: Path) -> list[Path]:
-    """List the clips of a folder by the numbers in their names; a file by itself."""
+def _listed(path: Path) -> list[Path]:
+    """List what may be clips in a folder, by the numbers in their names; a file by itself."""
     if not path.is_dir():
-        return [path] if is_zip(path) or _begins_as_clip(path) else []
+        return [path]
     names = sorted((one.name for one in path.iterdir() if not one.name.startswith(".")), key=natural)
-    found = [file_inside(path, name) for name in names if name.endswith((".npz", ".txt", ".json"))]
-    return [one for one in found if one.suffix == ".npz" or _begins_as_clip(one)]
+    return [path / name for name in names if name.endswith((".npz", ".txt", ".json"))]
 
 
 def _is_clip(path: Path) -> bool:
-    return _layout(read_npz(path)) is not None if is_zip(path) else _begins_as_clip(path)
-
-
-def _begins_as_clip(path: Path) -> bool:
-    """True for a JSON object with frames."""
+    """True for arrays with the names of a clip, and for a JSON object with frames."""
+    if is_zip(path):
+        return _layout(array_names(path)) is not None
     try:
         with open(open_regular(path), "rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -166,7 +179,7 @@ def _begins_as_clip(path: Path) -> bool:
     return head.lstrip().startswith(b"{") and b'"Frames"' in head
 
 
-def _layout(arrays: Mapping[str, NpzArray]) -> dict[str, str] | None:
+def _layout(arrays: Collection[str]) -> dict[str, str] | None:
     return next((layout for first, other, layout in _LAYOUTS if first in arrays and other in arrays), None)
 
 
@@ -201,7 +214,7 @@ def _names(stored: NpzArray, num_names: int | None) -> list[str]:
     return [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored.read().tolist()]
 
 
-def _json_clip(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+def _json_clip(path: Path) -> _Json:
     """Read a clip of frames: poses `[T, D]` and how long each lasts, s; and what else the file says."""
     expected = "a JSON object with 'Frames', rows of equally many numbers"
     try:

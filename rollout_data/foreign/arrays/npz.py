@@ -26,8 +26,8 @@ _MAX_MEMBERS, _MAX_HEAD_BYTES = 4096, 10_000
 _MAX_EXPANSION = 1032
 #: States of zlib, 40 KB each, are kept at distances of at least this, at most the second number for an array.
 _MIN_SPACING, _MAX_STATES = 1 << 20, 256
-#: An array of columns (Fortran order) that is packed has to be unpacked as a whole.
-_MAX_WHOLE_BYTES = 1 << 28
+#: Of a packed array at once: the first number of bytes, or the second for each packed one. Zeros alone shrink further.
+_FREE_BYTES, _MAX_READ_EXPANSION = 1 << 28, 256
 #: What a damaged file makes zipfile and numpy raise.
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, ValueError, SyntaxError, EOFError, NotImplementedError, RuntimeError, LookupError,
@@ -50,10 +50,14 @@ class Unpacking:
         path, offset: Where the packed bytes begin.
         packed_bytes, num_bytes: Their number, packed and unpacked.
         checksum: CRC-32 of the unpacked ones; compared when the end is reached.
+
+    Attributes:
+        most_bytes: What may be asked for at once: a small file may unpack to more than there is memory.
     """
 
     def __init__(self, path: Path, offset: int, packed_bytes: int, num_bytes: int, checksum: int) -> None:
         self._arguments = (path, offset, packed_bytes, num_bytes, checksum)
+        self.most_bytes = max(_FREE_BYTES, packed_bytes * _MAX_READ_EXPANSION)
         self._spacing = max(_MIN_SPACING, -(-num_bytes // _MAX_STATES))
         # Piece -> (state of zlib, packed bytes before it, CRC-32 of what is before it). Set by number, not appended
         # to: two threads may pass the same place.
@@ -133,10 +137,7 @@ class NpzArray:
             return only
         stop = self.shape[0] if stop is None else min(stop, self.shape[0])
         start = min(start, stop)
-        if self.is_fortran and len(self.shape) > 1:
-            if self.packed and prod(self.shape) * self.dtype.itemsize > _MAX_WHOLE_BYTES:
-                expected = f"rows, or an array of at most {_MAX_WHOLE_BYTES} bytes"
-                raise DataFileError("read", self.where, expected, "packed columns")
+        if self.is_fortran and len(self.shape) > 1:  # of columns that are packed all are unpacked
             whole: Array = self._stored(self.shape[::-1], 0).transpose()
             return whole[start:stop]
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
@@ -148,6 +149,9 @@ class NpzArray:
         if not num_bytes:
             found = np.empty(shape, self.dtype)
         elif self.packed:
+            if num_bytes > self.packed.most_bytes:
+                expected = f"at most {self.packed.most_bytes} bytes at once"
+                raise CorruptFileError("unpack", self.where, expected, str(num_bytes))
             found = np.frombuffer(self.packed.read(begin, begin + num_bytes), self.dtype).reshape(shape)
         else:
             try:
@@ -161,6 +165,17 @@ class NpzArray:
     def where(self) -> str:
         """Its name and file, for errors."""
         return f"{self.name!r} of {str(self.path)!r}"
+
+
+def array_names(path: Path) -> set[str]:
+    """Name the arrays of an npz file, without a look at them; none if it is no such file."""
+    try:
+        if not is_zip(path):
+            return set()
+        with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
+            return {name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")}
+    except (OSError, DataFileError, *_DAMAGE):
+        return set()
 
 
 def read_npz(path: Path) -> dict[str, NpzArray]:

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError, RolloutDataError
+from storage.errors import CorruptFileError
 
 from ..reader import EpisodeInfo, ForeignReader
-from .npz import Array, NpzArray, is_zip, read_npz
+from .npz import Array, NpzArray, array_names, read_npz
 
+_REQUIRED = {"observations", "actions", "terminals"}
 _NAMES = {"observations": "observation", "actions": "action"}
 _MAX_ROWS, _MAX_EPISODES, _ROWS_AT_ONCE = 1 << 32, 1 << 18, 1 << 20
 
@@ -27,15 +28,11 @@ class Reader(ForeignReader):
 
     @classmethod
     def detect(cls, path: Path) -> bool:
-        try:
-            found = read_npz(path) if is_zip(path) else {}
-        except RolloutDataError:
-            return False
-        return {"observations", "actions", "terminals"} <= set(found)
+        return array_names(path) >= _REQUIRED
 
     def scan(self) -> Sequence[EpisodeInfo]:
         arrays = read_npz(self.path)
-        if missing := {"observations", "actions", "terminals"} - set(arrays):
+        if missing := _REQUIRED - arrays.keys():
             raise CorruptFileError("open", repr(str(self.path)), f"the array {min(missing)!r}", "none")
         num_rows = self._check_rows(arrays)
         self._fields = {_NAMES.get(name, name): one for name, one in arrays.items() if name != "terminals"}
@@ -66,7 +63,7 @@ class Reader(ForeignReader):
             has_rows = bool(one.shape) and one.shape[0] == num_rows and one.dtype.kind in "biuf"
             if not has_rows or (name == "terminals" and len(one.shape) > 2):
                 expected, got = f"{num_rows} rows of numbers in {name!r}", f"{one.dtype}{list(one.shape)}"
-                if name in ("observations", "actions", "terminals"):
+                if name in _REQUIRED:
                     raise CorruptFileError("open", repr(str(self.path)), expected, got)
                 self.problem("read the array", repr(str(self.path)), expected, got, "It is left out")
                 del arrays[name]
