@@ -166,6 +166,12 @@ def test_without_a_topic_the_file_s_topics_are_listed(tmp_path: Path, options: d
         rollout_data.open(path, **options)
 
 
+@pytest.mark.parametrize("options", [{"action": 3}, {"action": [ARM, 3]}, {"action": ARM, "clock": [STATE]}])
+def test_what_is_no_name_of_a_topic_is_the_callers_mistake(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="names of topics"):
+        rollout_data.open(write(tmp_path / "a.mcap", session(50, 3)), **options)
+
+
 def test_values_keep_their_kinds(tmp_path: Path) -> None:
     schema = {
         "/all": {"properties": {"id": {"type": "integer"}, "ids": {"type": "array", "items": {"type": "integer"}}}}

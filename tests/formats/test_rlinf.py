@@ -90,6 +90,7 @@ def test_episodes_lie_between_the_dones_of_a_column(tmp_path: Path) -> None:
 def test_an_observation_of_the_next_episode_is_no_final_one(tmp_path: Path) -> None:
     recording = rollout_data.open(write(tmp_path / "a", {0: block(0, is_reset=True)}))
     assert [episode.final_observation is None for episode in recording] == [True, True, False, False]
+    assert ["after 2 dones" in str(problem) for problem in recording.problems] == [True]
 
 
 def test_observations_after_steps_that_are_no_copies_are_kept(tmp_path: Path) -> None:
@@ -148,9 +149,21 @@ def test_ranks_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_entries_without_a_file_and_files_without_an_entry_are_reported(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {0: block(0), 1: block(1)})
     (folder / "trajectory_1_w0.pt").rename(folder / "trajectory_9_w0.pt")
-    recording = rollout_data.open(folder)
-    assert len(recording) == 4
-    assert ["no such file" in str(one) or "trajectory_9" in str(one) for one in recording.problems] == [True, True]
+    recording, rebuilt = rollout_data.open(folder), rollout_data.open(folder, on_bad_index="rebuild")
+    assert [episode.metadata["trajectory_id"] for episode in recording] == [0] * 4
+    assert [episode.metadata["trajectory_id"] for episode in rebuilt] == [0] * 4 + [9] * 4
+    np.testing.assert_array_equal(rebuilt[4].action, action(10, 3))
+    for problems in (recording.problems, rebuilt.problems):
+        assert ["no file of 1" in str(problems[0]), "trajectory_9" in str(problems[1])] == [True, True]
+
+
+@pytest.mark.parametrize("ids", [[0, 0], ["a"], 3, [[0]]])
+def test_an_index_whose_ids_are_no_ids_is_refused(tmp_path: Path, ids: Any) -> None:
+    folder = write(tmp_path / "a", {0: block(0)})
+    about = json.loads((folder / "trajectory_index.json").read_text())
+    (folder / "trajectory_index.json").write_text(json.dumps(about | {"trajectory_id_list": ids}))
+    with pytest.raises(CorruptFileError, match="the index of"):
+        rollout_data.open(folder)
 
 
 def test_an_index_of_other_sizes_is_refused_or_rebuilt(tmp_path: Path) -> None:
@@ -237,6 +250,11 @@ def test_a_link_to_another_place_is_refused(tmp_path: Path) -> None:
     (folder / "trajectory_0_w0.pt").symlink_to(tmp_path / "elsewhere.pt")
     with pytest.raises(UnsafeFileError):
         rollout_data.open(folder)
+    write(tmp_path / "b", {0: block(0)})
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank_0").symlink_to(tmp_path / "b")
+    with pytest.raises(UnsafeFileError):
+        rollout_data.open(tmp_path / "ranks")
 
 
 def test_files_cut_anywhere_are_refused(tmp_path: Path) -> None:

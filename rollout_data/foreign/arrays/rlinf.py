@@ -65,7 +65,7 @@ class Reader(ForeignReader):
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
         episodes: list[EpisodeInfo] = []
         for folder in _folders(self.path):
-            for number, entry, path in self._listed(folder):
+            for number, entry, path in self._listed(folder, choice == "rebuild"):
                 try:
                     block = self._load(path)
                     shape = _shape(block, path)
@@ -88,36 +88,39 @@ class Reader(ForeignReader):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_latest": (None, {})}
 
-    def _listed(self, folder: Path) -> list[tuple[int, dict[str, Any], Path]]:
-        """List id, entry and file of each trajectory, in the order of the index."""
-        index, where = _index(folder), repr(str(folder))
+    def _listed(self, folder: Path, is_rebuilt: bool) -> list[tuple[int, dict[str, Any], Path]]:
+        """List id, entry and file of each trajectory: in the order of the index, then, if rebuilt, what it lacks."""
+        index, where, at = _index(folder), repr(str(folder)), folder.relative_to(self.path)
         if index is None:
             return []
+        about = read_object(file_inside(self.path, str(at / index)), _MAX_JSON_BYTES)
         if (folder / "metadata.json").exists():
-            self.metadata |= read_object(file_inside(folder, "metadata.json"), _MAX_JSON_BYTES)
+            self.metadata |= read_object(file_inside(self.path, str(at / "metadata.json")), _MAX_JSON_BYTES)
         if (kind := self.metadata.get("trajectory_format", "pt")) != "pt":
             raise UnsafeFileError("open", where, "trajectories as 'pt'", repr(kind)[:40], _PICKLE_ADVICE)
         with damage_named("read the index of", where, "'trajectory_index' and 'trajectory_id_list'", *_DAMAGE):
-            about = read_object(file_inside(folder, index), _MAX_JSON_BYTES)
-            entries = [(int(one), dict(about["trajectory_index"][str(one)])) for one in about["trajectory_id_list"]]
+            known = about["trajectory_index"]
+            entries = {int(one): dict(known.get(str(one), {})) for one in about["trajectory_id_list"]}
+            if len(entries) < len(about["trajectory_id_list"]):
+                raise ValueError("an id twice")
         files: dict[int, list[str]] = {}
         for name in sorted(os.listdir(folder), key=natural):
             if one := _FILE.fullmatch(name):
                 files.setdefault(int(one[1]), []).append(name)
+        if lacking := [number for number in entries if number not in files]:
+            got = f"no file of {', '.join(map(str, lacking))}"
+            self.problem("find what is in the index of", where, "every file", _short(got), "They are left out")
+        if spare := [name for number in files if number not in entries for name in files[number]]:
+            advice = "They are read" if is_rebuilt else "They are left out; on_bad_index='rebuild' reads them"
+            self.problem("find in the index of", where, "every file", _short(f"not {', '.join(spare)}"), advice)
         found = []
-        for number, entry in entries:
-            named, there = f"trajectory_{number}_{entry.get('model_weights_id')}.pt", files.pop(number, [])
-            chosen = named if named in there else there[-1] if there else None
-            if chosen is None:
-                self.problem("read", f"trajectory {number} of {where}", repr(named), "no such file", "It is left out")
-            elif not chosen.endswith(".pt"):
-                at = f"trajectory {number} of {where}"
-                raise UnsafeFileError("read", at, "a file of 'pt'", repr(chosen), _PICKLE_ADVICE)
-            else:
-                found.append((number, entry, file_inside(folder, chosen)))
-        if files:
-            got = ", ".join(name for names in files.values() for name in names)
-            self.problem("find in the index of", where, "every file", f"not {got}"[:200], "They are left out")
+        for number in [*entries, *(files.keys() - entries.keys() if is_rebuilt else ())]:
+            entry, there = entries.get(number, {}), files.get(number, [])
+            named = f"trajectory_{number}_{entry.get('model_weights_id')}.pt"
+            if there and not (chosen := named if named in there else there[-1]).endswith(".pt"):
+                raise UnsafeFileError("read", f"{chosen!r} of {where}", "a file of 'pt'", "a pickle", _PICKLE_ADVICE)
+            if there:
+                found.append((number, entry, file_inside(self.path, str(at / chosen))))
         return found
 
     def _load(self, path: Path) -> dict[str, Any]:
@@ -160,12 +163,13 @@ class Reader(ForeignReader):
         final = Schema(
             one for one in with_next if fields.get(f"next_{one.name}") == replace(one, name=f"next_{one.name}")
         )
-        found = []
+        found, num_resets = [], 0
         for column, run, start, stop in _runs(dones):
             flags = [bool(ends[name][stop - 1, column]) if name in ends else False for name in _ENDS[1:]]
             is_known = any(flags) and bool(dones[stop - 1, column])
             # A simulator that starts again at once stores the next episode's observation after a done.
             is_reset = follows is not None and stop < shape[0] and bool(follows[stop - 1, column])
+            num_resets += is_reset
             found.append(
                 EpisodeInfo(
                     f"{prefix}_{column}_{run}",
@@ -180,6 +184,9 @@ class Reader(ForeignReader):
                     source=_Place(path, column, start),
                 )
             )
+        if num_resets:
+            got, advice = f"that of the next episode after {num_resets} dones", "These have no final observation"
+            self.problem("take the last of 'next_obs' of", repr(str(path)), "the episode's", got, advice)
         return found
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
@@ -201,6 +208,10 @@ def _folders(path: Path) -> list[Path]:
         return []
     ranks = [one for one in path.iterdir() if re.fullmatch(r"rank_\d+", one.name) and one.is_dir()]
     return [path] if _index(path) else [path / name for name in sorted((one.name for one in ranks), key=natural)]
+
+
+def _short(text: str) -> str:
+    return text if len(text) < 200 else f"{text[:200]}..."
 
 
 def _index(folder: Path) -> str | None:

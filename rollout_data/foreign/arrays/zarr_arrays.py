@@ -59,8 +59,8 @@ class Store:
             begin, size = (member_begin(file, member), member.compress_size) if member else (0, file.seek(0, 2))
             if member and member.compress_type == zipfile.ZIP_DEFLATED:
                 file.seek(begin)
-                unpacked = zlib.decompressobj(-zlib.MAX_WBITS).decompress(file.read(size), _MAX_CHUNK_BYTES)
-                return unpacked[start:][:num_bytes]
+                most = start + num_bytes if start >= 0 else _MAX_CHUNK_BYTES
+                return zlib.decompressobj(-zlib.MAX_WBITS).decompress(file.read(size), most)[start:][:num_bytes]
             if member and (member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1):
                 raise DataFileError("read", repr(name), "a member that is stored or deflated", "another")
             first = max(0, size + start) if start < 0 else min(start, size)

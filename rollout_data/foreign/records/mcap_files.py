@@ -67,8 +67,11 @@ class Reader(ForeignReader):
 
     def scan(self) -> Sequence[EpisodeInfo]:
         action = self.options["action"]
-        self._actions = [action] if isinstance(action, str) else list(action or ())
+        self._actions = list(action or ()) if isinstance(action, (list, tuple)) else [action] if action else []
         self._clock: Any = self.options["clock"] or next(iter(self._actions), None)
+        if not all(isinstance(name, (str, type(None))) for name in (*self._actions, self._clock)):
+            got = f"action={action!r}, clock={self.options['clock']!r}"
+            raise UsageError("open", repr(str(self.path)), "names of topics", got)
         self._latest: tuple[Any, dict[Any, Any]] = (None, {})
         episodes, refused = [], list[RolloutDataError]()
         for path in _paths(self.path):

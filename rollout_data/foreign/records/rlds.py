@@ -29,7 +29,7 @@ _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _TASKS = ("language_instruction", "natural_language_instruction")
 #: Flags of steps that say no more than where the episode begins and stops.
 _BOUNDS = ("is_first", "is_last")
-_MAX_METADATA_BYTES, _MAX_JSON_BYTES = 1 << 16, 1 << 24
+_MAX_METADATA_BYTES, _MAX_JSON_BYTES, _MAX_SHARDS, _MAX_EPISODES = 1 << 16, 1 << 24, 1 << 16, 1 << 18
 _CHOICES = {"last_step": ("keep", "final"), "on_bad_index": ("refuse", "rebuild")}
 _Stored = Mapping[str, Feature]
 
@@ -61,7 +61,7 @@ class Reader(ForeignReader):
             got = ", ".join(folder.name for folder in folders) or "none"
             raise ForeignFileError("open", repr(str(self.path)), "one version", got, "Open the folder of a version")
         self._folder, self._checked, self._numbers = folders[0], set[int](), Counter[str]()
-        info, tree = (read_object(file_inside(self._folder, name), _MAX_JSON_BYTES) for name in (_INFO, _FEATURES))
+        info, tree = (read_object(self._file(name), _MAX_JSON_BYTES) for name in (_INFO, _FEATURES))
         try:
             self._leaves = dict(declared_leaves(tree))
             shards = list(self._shards(info))
@@ -78,12 +78,17 @@ class Reader(ForeignReader):
             self.problem("tell ends apart in", repr(str(self._folder)), "other ends too", "terminated only", advice)
         return episodes
 
+    def _file(self, name: str) -> Path:
+        return file_inside(self.path, str(self._folder.relative_to(self.path) / name))
+
     def _shards(self, info: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
         """Yield split, file name and number of episodes of each shard."""
         if (file_format := info.get("fileFormat") or "tfrecord") != "tfrecord":
             raise ForeignFileError("open", repr(str(self._folder)), "TFRecord files", repr(file_format))
         for split in info["splits"]:
             lengths = [int(length) for length in split.get("shardLengths", ())]
+            if len(lengths) > _MAX_SHARDS:
+                raise ValueError(f"{len(lengths)} shards")
             for shard, length in enumerate(lengths):
                 number, total = f"{shard:05d}", f"{len(lengths):05d}"
                 values = {"DATASET": info["name"], "SPLIT": split["name"], "FILEFORMAT": file_format}
@@ -111,10 +116,12 @@ class Reader(ForeignReader):
     def _scan_shard(self, split: str, name: str, length: int, episodes: list[EpisodeInfo]) -> None:
         names, found = list(self.splits.get(split, ())), 0
         try:
-            path = file_inside(self._folder, name)
+            path = self._file(name)
             data = open_map(path)
             for start, stop in read_records(data, path):
                 number, found = self._numbers[split], found + 1
+                if len(episodes) + len(self.problems) > _MAX_EPISODES:
+                    raise CorruptFileError("read", repr(str(path)), f"at most {_MAX_EPISODES} episodes", "more")
                 self._numbers[split] += 1
                 try:
                     info = self._episode(data, start, stop, f"{split}_{number}")

@@ -16,8 +16,8 @@ from ..pictures import decode_picture
 from .tfrecord import BYTES, FLOATS, INTEGERS, Array, Feature, count, items, numbers
 
 MAX_STEPS, _MAX_DEPTH = 1 << 20, 64
-#: DEFLATE gives no more for a byte.
-_MAX_EXPANSION = 1032
+#: Of packed tensors at once: the first number of bytes, or the second for each packed one.
+_FREE_BYTES, _MAX_EXPANSION = 1 << 28, 256
 #: What a list of float32 holds of other floats; lists of int64 hold every integer.
 _FLOATS = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float32"}
 #: Encoding of a tensor -> kind of leaf.
@@ -79,6 +79,8 @@ class Leaf:
         if self.kind == "text":
             return [text(item) for item in chosen]
         out = np.empty((len(steps), *shape), DTYPES[self.dtype][1])
+        if self.kind == "zlib" and out.nbytes > max(_FREE_BYTES, _MAX_EXPANSION * sum(map(len, chosen))):
+            raise ValueError(f"{out.nbytes} bytes of tensors expected")
         for row, item in enumerate(chosen):
             out[row] = self._tensor(item, out.shape[1:], out.dtype, f"{where}, step {steps[row]}")
         return out
@@ -90,8 +92,6 @@ class Leaf:
             pixels = decode_picture(item, where, wanted)
             return pixels.view("<f4").reshape(shape) if is_packed else pixels.reshape(shape)
         num_bytes = prod(shape) * dtype.itemsize
-        if num_bytes > len(item) * _MAX_EXPANSION:
-            raise ValueError(f"{num_bytes} bytes of a tensor expected")
         stored = zlib.decompressobj().decompress(item, num_bytes + 1) if self.kind == "zlib" else item
         if len(stored) != num_bytes:
             raise ValueError(f"{num_bytes} bytes of a tensor expected")
