@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from math import floor, inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -124,13 +124,17 @@ class QueueRolloutStorage(RolloutStorage):
         return self.num_transitions_per_env if self.buffer_full else super()._num_rows_for(action, allow_partial=True)
 
 
-_Labelled: Any = batch_type([brought("action_labels", batch="action_labels")], MiniBatch)
+if TYPE_CHECKING:
+    _Labelled = MiniBatch
+else:  # no type checker knows fields that are computed
+    _Labelled = batch_type([brought("action_labels", batch="action_labels")], MiniBatch)
 
 
-class ActionLabelMiniBatch(_Labelled):  # type: ignore[misc]
+class ActionLabelMiniBatch(_Labelled):
     """A `MiniBatch` that ends with `action_labels`, `[M, *A]` like the actions; returns are None if not computed."""
 
     __slots__ = ()
+    action_labels: Any
     __repr__ = described
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,10 +45,13 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
     return replaced(columns, *made, Column("next_valid", (), batch="next_valid"))
 
 
-_Fields: Any = batch_type(_with_next(rollout_columns(1, 1, 1, 1)), MiniBatch)
+if TYPE_CHECKING:
+    _Fields = MiniBatch
+else:  # no type checker knows fields that are computed
+    _Fields = batch_type(_with_next(rollout_columns(1, 1, 1, 1)), MiniBatch)
 
 
-class SarsaMiniBatch(_Fields):  # type: ignore[misc]
+class SarsaMiniBatch(_Fields):
     """A `MiniBatch` with the observations one step later.
 
     Attributes:
@@ -58,6 +61,9 @@ class SarsaMiniBatch(_Fields):  # type: ignore[misc]
     """
 
     __slots__ = ()
+    next_obs: Any
+    next_critic_obs: Any
+    next_valid: Any
     __repr__ = described
 
 

@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("mypy")
 
 USER_CODE = """
-from rollout_data import RolloutDataset, Transition, loader
-from storage import MiniBatch, RolloutStorage
+import rollout_data
+from rollout_data import RolloutDataset, Transition, WindowDataset, loader
+from storage import ActionLabelRollout, MiniBatch, RolloutStorage, SarsaRolloutStorage
 
 dataset = RolloutDataset("walk", num_envs=4)
 for batch in dataset:
@@ -28,6 +29,17 @@ for rows in storage.mini_batch_generator(2, 1):
     rows.advantage  # wrong
     also: MiniBatch = rows
     print(rows.advantages, batch.observation, batch.done.any())
+sarsa, labelled = SarsaRolloutStorage(4, 6, (3,), None, (2,)), ActionLabelRollout(4, 6, (3,), None, (2,))
+for pairs in sarsa.recurrent_mini_batch_generator(2, 1):
+    pairs.next_ob  # wrong
+    print(pairs.next_obs, pairs.next_critic_obs, pairs.next_valid, pairs.masks)
+for labels in labelled.mini_batch_generator(2, 1):
+    labels.action_label  # wrong
+    print(labels.action_labels, labels.returns)
+for episode in rollout_data.open("walk").filter(success=True):
+    episode.rewards  # wrong
+    print(episode.reward)
+WindowDataset("walk", lenght=3)  # wrong
 """
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import rollout_data
 from rollout_data import RolloutDataset, WindowDataset, WindowMixture
@@ -76,6 +77,13 @@ def test_workers_deliver_what_one_process_does(tmp_path):
     one = [batch.action for batch in stream(recording, 2, num_transitions_per_env=2)]
     many = [batch.action for batch in rollout_data.loader(stream(recording, 2, num_transitions_per_env=2), 2)]
     assert len(one) == len(many) and all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+
+
+def test_a_worker_that_was_started_anew_ends_without_a_fault(tmp_path, capfd):
+    windows = WindowDataset(demos(tmp_path))
+    options = {"num_workers": 1, "multiprocessing_context": "spawn", "collate_fn": windows.collate}
+    assert len(list(DataLoader(windows, 4, **options))) == 4
+    assert "fault" not in capfd.readouterr().err
 
 
 def test_a_stream_resumes_in_mid_episode(tmp_path):

@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import threading
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -348,6 +349,8 @@ class Files:
     def _forget(self) -> None:
         self._process, self._lock = os.getpid(), threading.RLock()
         self._open: OrderedDict[Path, tuple[ExitStack, OpenFile]] = OrderedDict()
+        # While Python is there to answer HDF5, which would end the process with a fault when it closes what is left.
+        weakref.finalize(self, _close, self._open)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_known": self._known}
@@ -385,6 +388,11 @@ class Files:
                 raise CorruptFileError("read", repr(str(path)), expected, "another", advice)
             return stack.pop_all(), OpenFile(path, file, guarded)
         raise AssertionError("unreachable")
+
+
+def _close(files: Mapping[Path, tuple[ExitStack, OpenFile]]) -> None:
+    for stack, _ in files.values():
+        stack.close()
 
 
 class _Owner(NamedTuple):
