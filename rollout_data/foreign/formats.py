@@ -5,13 +5,15 @@ One rule: a format is detected by its content; the first that matches, in the or
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from storage.errors import ForeignFileError, UsageError, nearest
+from storage.errors import ForeignFileError, RolloutDataError, UsageError, nearest
 
 from .reader import ForeignReader
+from .traps import look_for_copies, look_for_resets
 from .writer import ForeignWriter
 
 #: Format -> the module of this folder with its class `Reader`; in the order in which they are tried.
@@ -88,5 +90,7 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> Forei
         known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
         raise UsageError("open", repr(str(path)), f"{known} (of {chosen})", repr(unknown[0]))
     reader = kind(path, options)
-    reader.look_for_copies()
+    for look in (look_for_copies, look_for_resets):
+        with suppress(RolloutDataError):  # reading the episode raises it again
+            look(reader)
     return reader

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,8 +18,6 @@ from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, UsageError
 
 NO_FIELDS = Schema([])
-#: Of an episode, to tell actions from copies of observations.
-_COMPARED_STEPS, _MAX_COMPARED_BYTES = 256, 1 << 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,27 +113,6 @@ class ForeignReader(ABC):
         """Read a field of the observation after the last step, of those in `EpisodeInfo.final`: `[*shape]`."""
         where, got = f"of episode {self.episodes[number].name!r} of {str(self.path)!r}", "no such observation"
         raise UsageError("read the final observation", where, f"a format with {name!r}", got)
-
-    def look_for_copies(self) -> None:
-        """Report actions that are the observations of their steps or the next ones, or always the same.
-
-        They were copied, as when an arm is led by hand, or commanded nothing. Looks at the first episode of two steps.
-        """
-        number, info = next(((at, one) for at, one in enumerate(self.episodes) if one.length > 1), (0, None))
-        action = info.schema.get("action") if info is not None else None
-        if info is None or action is None or not 0 < action.row_bytes <= _MAX_COMPARED_BYTES:
-            return
-        steps, where = min(info.length, _COMPARED_STEPS), f"the actions of {info.name!r} of {str(self.path)!r}"
-        alike = [name for name, one in info.schema.below("observation").items() if one.shape == action.shape]
-        with suppress(RolloutDataError):  # reading it raises it again
-            actions = self.read(number, "action", 0, steps)
-            if (actions == actions[0]).all():
-                self.problem("take as commands", where, "actions that change", "the same in all steps")
-            for name in alike:
-                seen = self.read(number, name, 0, steps).astype(actions.dtype)
-                for shift, which in ((0, "the same"), (1, "the next")):
-                    if np.array_equal(actions[: steps - shift], seen[shift:]):
-                        self.problem("take as commands", where, f"other values than {name!r}", f"those of {which} step")
 
     def problem(self, action: str, where: str, expected: str, got: str, advice: str = "") -> DataFileError:
         """Note something that was left out, repaired or inferred; gives it."""

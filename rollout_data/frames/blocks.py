@@ -24,7 +24,7 @@ from ..index.metadata import load_metadata
 from ..index.stand_ins import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
 from ..remote.access import RemoteFiles
 from ..remote.folder import RemoteFolder
-from .kind import BlocksInUse, Choice, Kind, Origins
+from .kind import BlocksInUse, Choice, Kind, Origins, control_modes
 from .remote import RemoteFrames
 from .shared import SharedMemory, Spot, share, shared_at
 from .store import FileFrames, FileMap, FrameStore, MappedFrames, can_map, read_block
@@ -66,6 +66,13 @@ class Blocks(Kind):
         # After a look the headers are known: counting them anew would read each block twice.
         found = load_metadata(folder.data_dir) if self._last is not None else None
         return read_metadata(folder.data_dir) if found is None else counted_metadata(folder, found)
+
+    @property
+    def modes(self) -> set[str]:
+        local = [load_metadata(folder.data_dir) for folder in self._folders] if not self._source.is_remote else []
+        return control_modes(
+            [*(one.metadata for one in self.remote), *(one.context for one in local if one is not None)]
+        )
 
     @property
     def remote(self) -> list[RemoteFolder]:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from storage.core.fields import Schema
 from storage.errors import DataFileError
 
-from ..format.header import layouts_of
+from ..foreign.traps import copied_actions
+from ..format.header import DATA, layouts_of
 from ..index.block import Block, Key
 from ..index.folder import block_entries
 from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..trajectory_folders.trajectory_folder import FolderScan, numbers_within, read_chunk_rows, scan_trajectory_folder
 from ..trajectory_folders.trajectory_listing import ChunkFile, is_trajectory_folder
-from .kind import BlocksInUse, Choice, Kind, Origins
+from .kind import BlocksInUse, Choice, Kind, Origins, control_modes
 from .shared import Spot
 from .store import GONE, FileFrames, FrameStore, Place
 
@@ -45,6 +48,8 @@ class Chunks(Kind):
         if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
             where, advice = repr(str(labelled[0])), "They label the states that another policy reached (DAgger)"
             source.report(DataFileError("take the actions", f"of {where}", "those executed", "a teacher's", advice))
+        for scan in self._scans:
+            self._report_copies(scan)
 
     @staticmethod
     def is_there(path: Path) -> bool:
@@ -54,6 +59,10 @@ class Chunks(Kind):
     @property
     def metadata(self) -> dict[str, Any]:
         return dict(self._scans[0].metadata)
+
+    @property
+    def modes(self) -> set[str]:
+        return control_modes(scan.metadata for scan in self._scans)
 
     def refresh(self, in_use: BlocksInUse) -> None:
         scans = [scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable) for old in self._scans]
@@ -78,6 +87,24 @@ class Chunks(Kind):
 
     def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
         return self._last
+
+    def _report_copies(self, scan: FolderScan) -> None:
+        """Report actions that command nothing, by the first chunk of two frames; see `copied_actions`."""
+        listed = np.flatnonzero(scan.fragments["length"] > 1)
+        if not len(listed):
+            return
+        one, chunk, layout = scan.fragments[listed[0]], int(scan.chunk_of[listed[0]]), layouts_of(scan.schema)[DATA]
+
+        def read(name: str, count: int) -> np.ndarray:
+            column = layout.column_of[name].name
+            rows = read_chunk_rows(scan, chunk, columns=[column])[column][one["row"] : one["row"] + count]
+            found: np.ndarray = layout.decoded(name, torch.from_numpy(rows)).numpy()
+            return found
+
+        with suppress(DataFileError, OSError):  # reading it raises it again
+            for problem in copied_actions(layout.schema, int(one["length"]), read):
+                where = f"the actions of {str(scan.chunk_paths[chunk])!r}"
+                self._source.report(DataFileError("take as commands", where, *problem))
 
     def _report_left_out(self) -> None:
         for scan in self._scans:

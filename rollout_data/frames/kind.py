@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -96,13 +96,17 @@ class Origins:
             raise DataFileError("open the folders together", repr(str(where)), expected, difference, advice)
 
 
-def mixed_modes(found: Iterable[Mapping[str, Any]]) -> DataFileError | None:
-    """Build the problem that actions of several sources, by their metadata, do not mean the same; None if they do."""
-    modes = sorted({str(metadata.get("control_mode", "unknown")) for metadata in found} - {"unknown"})
+def control_modes(found: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Give what the actions control, by metadata of recordings or of episodes; those that do not tell are left out."""
+    return {str(metadata.get("control_mode", "unknown")) for metadata in found} - {"unknown"}
+
+
+def mixed_modes(modes: Set[str]) -> DataFileError | None:
+    """Build the problem that actions of one stream do not mean the same; None if there is one mode, or none known."""
     if len(modes) < 2:
         return None
     advice = "Convert the actions, or train on one of them"
-    return DataFileError("mix the actions", "of several sources", "one control mode", ", ".join(modes), advice)
+    return DataFileError("mix the actions", "", "one control mode", ", ".join(sorted(modes)), advice)
 
 
 class Kind(ABC):
@@ -124,6 +128,11 @@ class Kind(ABC):
     @abstractmethod
     def metadata(self) -> dict[str, Any]:
         """What the first folder says of the whole."""
+
+    @property
+    @abstractmethod
+    def modes(self) -> set[str]:
+        """What the actions control; see `control_modes`."""
 
     @abstractmethod
     def refresh(self, in_use: BlocksInUse) -> None:

@@ -24,7 +24,7 @@ from ..index.block import Block, Key
 from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import Origin
-from .kind import BlocksInUse, Kind, Origins, mixed_modes
+from .kind import BlocksInUse, Kind, Origins, control_modes
 from .shared import Spot
 from .store import GONE, FileFrames, FrameStore, Place
 
@@ -52,8 +52,6 @@ class Readers(Kind):
         for reader in self._readers:
             for problem in reader.problems:
                 source.report(problem)
-        if mixed := mixed_modes([reader.metadata for reader in self._readers]):
-            source.report(mixed)
 
     @staticmethod
     def is_there(path: Path) -> bool:
@@ -63,6 +61,11 @@ class Readers(Kind):
     def metadata(self) -> dict[str, Any]:
         found = dict(self._readers[0].metadata)
         return {"frame_rate_hz": found["fps"], **found} if "fps" in found else found
+
+    @property
+    def modes(self) -> set[str]:
+        episodes = (self._readers[number].episodes[episode].metadata for number, episode in self._chosen())
+        return control_modes([*(reader.metadata for reader in self._readers), *episodes])
 
     def refresh(self, in_use: BlocksInUse) -> None:
         """Do nothing: what was found is played."""
@@ -79,12 +82,15 @@ class Readers(Kind):
             self._last = self._store()
         return sight is not None
 
-    def _store(self) -> FrameStore:
-        chosen = [
-            (number, episode)
-            for number, (origin, reader) in enumerate(zip(self._source.origins, self._readers, strict=True))
-            for episode in sorted(chosen_episodes(reader, origin.ids))
+    def _chosen(self) -> list[_Found]:
+        """Give the episodes that are read."""
+        readers = enumerate(zip(self._source.origins, self._readers, strict=True))
+        return [
+            (number, one) for number, (origin, reader) in readers for one in sorted(chosen_episodes(reader, origin.ids))
         ]
+
+    def _store(self) -> FrameStore:
+        chosen = self._chosen()
         infos = [self._readers[number].episodes[episode] for number, episode in chosen]
         fit = common_fields([info.schema for info in infos])
         self._report(fit, infos)

@@ -22,7 +22,7 @@ from .blocks import Blocks
 from .chunks import Chunks
 from .coded import CHUNK_CACHE_BYTES
 from .kind import BlocksInUse as BlocksInUse
-from .kind import Kind, Origins
+from .kind import Kind, Origins, mixed_modes
 from .readers import Readers
 from .shared import Spot
 from .store import FrameStore
@@ -40,6 +40,7 @@ class Source(Origins):
     ) -> None:
         super().__init__(data_dir, verify_on_open, chunk_cache_bytes, remote)
         self._kind: Kind | None = None
+        self._has_compared = False
         self._decide(_kind_of_all(self.origins))
 
     def _decide(self, kind: type[Kind] | None) -> None:
@@ -56,11 +57,19 @@ class Source(Origins):
         """Contents of the first folder's metadata.json, with the established totals."""
         return read_metadata(self.paths[0]) if self._kind is None else self._kind.metadata
 
+    @property
+    def modes(self) -> set[str]:
+        """What the actions control; see `control_modes`."""
+        return set() if self._kind is None else self._kind.modes
+
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
         """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
         self._decide(_kind_of_all(self.origins) if self._kind is None else None)
         if self._kind is not None:
             self._kind.refresh(in_use)
+            if not self._has_compared and (mixed := mixed_modes(self.modes)):
+                self.report(mixed)
+            self._has_compared = True
 
     def release(self, in_use: BlocksInUse = tuple) -> None:
         """Unmap blocks that are gone and not `in_use`, which gives the disk their room back; for between batches.

@@ -151,6 +151,20 @@ class FrameStore:
         """Copy runs of rows of `row_bytes / 4` words into `out`, on `device` (see `gather`)."""
         gather(self._words(place), runs, self._first(place, runs), length, out)
 
+    def rows(self, column: str, trajectory: Int64s, frame: Int64s, count: Int64s) -> torch.Tensor:
+        """Read pieces of trajectories one after the other: `[sum of count, row_bytes]` uint8; new memory."""
+        out = torch.empty((int(count.sum()), self.layouts[DATA].columns[column].row_bytes // 4), dtype=torch.int32)
+        if len(out):
+            self.copy((DATA, column), self.locate(trajectory, frame, count, np.cumsum(count) - count), 0, out)
+            self.note_read_once(out.nbytes)
+        return out.view(torch.uint8)
+
+    def array(self, place: Place, rows: torch.Tensor) -> np.ndarray:
+        """Give a field, (table, name), of rows of its column as numpy has it: bfloat16 as float32."""
+        values = self.layouts[place[0]].decoded(place[1], rows)
+        found: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        return found
+
     def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
         """Final observation rows `[K, row_bytes]` uint8 of trajectories that have one; new memory."""
         block, row = self.index.final_block[trajectories], self.index.final_row[trajectories]

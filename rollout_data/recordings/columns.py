@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError
@@ -106,13 +105,8 @@ class OwnColumns(ReaderColumns):
         return Schema(one for one in self._schema.values() if one.name not in absent) if absent else self._schema
 
     def read(self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
-        layout, targets = self._store.layouts[DATA], np.cumsum(counts) - counts
-        runs, found, size = self._store.locate(numbers, starts, counts, targets), dict[str, Any](), int(counts.sum())
-        for column in {layout.column_of[name].name: layout.column_of[name] for name in names}.values():
-            rows = torch.empty((size, column.row_bytes // 4), dtype=torch.int32)
-            self._store.copy((DATA, column.name), runs, 0, rows)
-            self._store.note_read_once(rows.nbytes)
-            for name in (one for one in names if one in column.offsets):
-                values = layout.decoded(name, rows.view(torch.uint8))
-                found[name] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        column_of, found = self._store.layouts[DATA].column_of, dict[str, Any]()
+        for column in {column_of[name].name: column_of[name] for name in names}.values():
+            rows = self._store.rows(column.name, numbers, starts, counts)
+            found |= {name: self._store.array((DATA, name), rows) for name in names if name in column.offsets}
         return found

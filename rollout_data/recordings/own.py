@@ -16,7 +16,7 @@ from ..foreign.reader import NO_FIELDS, EpisodeInfo, ForeignReader
 from ..format.header import DATA, FINAL
 from ..frames.kind import Kind
 from ..frames.source import Source
-from ..frames.store import FrameStore, Place
+from ..frames.store import FrameStore
 from ..index.index import End
 from ..index.metadata import ENDS
 from ..index.notes import Notes
@@ -67,26 +67,13 @@ class FolderReader(ForeignReader):
         wanted = number, column.name, start, stop
         if self._last is None or self._last[0] != wanted:  # the fields of one row are asked for one after the other
             one = np.array([number])
-            runs = self.store.locate(one, one * 0 + start, one * 0 + stop - start, one * 0)
-            rows = torch.empty((stop - start, column.row_bytes // 4), dtype=torch.int32)
-            if stop > start:
-                self.store.copy((DATA, column.name), runs, 0, rows)
-                self.store.note_read_once(rows.nbytes)
-            self._last = wanted, rows.view(torch.uint8)
-        found: np.ndarray[Any, Any] = _array(self.store, (DATA, name), self._last[1]).copy()
-        return found
+            self._last = wanted, self.store.rows(column.name, one, one * 0 + start, one * 0 + stop - start)
+        return self.store.array((DATA, name), self._last[1]).copy()
 
     def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
         column = self.store.layouts[FINAL].column_of[name].name
-        found: np.ndarray[Any, Any] = _array(self.store, (FINAL, name), self.store.finals(column, np.array([number])))
+        found: np.ndarray[Any, Any] = self.store.array((FINAL, name), self.store.finals(column, np.array([number])))
         return found[0, ...]
-
-
-def _array(store: FrameStore, place: Place, rows: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Give one field of rows as numpy knows it: bfloat16 as float32."""
-    values = store.layouts[place[0]].decoded(place[1], rows)
-    found: np.ndarray[Any, Any] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-    return found
 
 
 class _Infos(Sequence[EpisodeInfo]):

@@ -101,14 +101,18 @@ class RemotePath(PosixPath):
 def origins_of(data_dir: DataDirs) -> list[Origin]:
     """Give what a `data_dir` argument names, so that it stays the same when the process goes elsewhere."""
     try:
-        is_one = isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
-        listed: Any = [data_dir] if is_one else data_dir
+        listed: Any = [data_dir] if is_one(data_dir) else data_dir
         origins = [_origin(one) for one in listed]
     except TypeError as cause:
         raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
     if not origins:
         raise UsageError("open the dataset", "", "at least one data folder", "none")
     return origins
+
+
+def is_one(data_dir: Any) -> bool:
+    """Tell a place of data from a list of some; a recording is one although it is a sequence."""
+    return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
 
 
 def _origin(one: Any) -> Origin:

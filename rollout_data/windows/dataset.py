@@ -78,7 +78,7 @@ class WindowDataset(WindowBatches):
 
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
-        opened_as: What it shows, for `at`: a short list of plain data.
+        opened_as: What it shows, for `at`: a short list of plain data; the fourth is `len` when it was first opened.
 
     Raises:
         UsageError: An argument is wrong, or nothing was recorded.
@@ -117,7 +117,7 @@ class WindowDataset(WindowBatches):
         self._flatten_observations, self._has_texts, self._notes = bool(flatten_observations), bool(texts), Notes()
         self._verify_on_open, self._remote = verify_on_open, remote or RemoteOptions()
         self._chunk_cache_bytes = whole("open the dataset", "chunk_cache_bytes", chunk_cache_bytes, 0)
-        self.opened_as: list[Any] | None = None
+        self.opened_as: Any = None
         self._spot: Spot | None = None
         self._may_lack = False
         self._open()
@@ -159,9 +159,8 @@ class WindowDataset(WindowBatches):
             raise UsageError("open the windows again", f"of {self.data_dir!r}", what, str(form))
         if upto is None and self._source.holds_blocks:
             upto = self._store.index.writers_upto()
-        #: Windows that it had when it was opened for the first time.
-        self.num_at_first: int = len(self) if num_windows is None else num_windows
-        self.opened_as = [upto, found_now, first_of_training, self.num_at_first, form_now]
+        num_windows = len(self) if num_windows is None else num_windows
+        self.opened_as = [upto, found_now, first_of_training, num_windows, form_now]
         mask_is_one = self._delta is None
         self._reader = WindowReader(
             self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
@@ -217,6 +216,11 @@ class WindowDataset(WindowBatches):
     def metadata(self) -> dict[str, Any]:
         """Contents of metadata.json of the (first) folder."""
         return self._source.metadata
+
+    @property
+    def modes(self) -> set[str]:
+        """What the actions control, as far as metadata tell; of more than one a warning was given."""
+        return self._source.modes
 
     @property
     def texts(self) -> dict[int, str]:

@@ -25,6 +25,7 @@ from ..frames.kind import mixed_modes
 from ..frames.normalization import FieldStatistics, compute_statistics
 from ..index.agreement import ShardChoice, agreement_of, checked_shard, current_shard
 from ..index.index import Int64s
+from ..remote.access import DataDir, is_one
 from .dataset import WindowDataset
 from .index import Even, arrivals, checked_windows, rank_batches
 from .shared import WindowBatches, collate_windows
@@ -34,11 +35,13 @@ _VERSION = 3
 
 
 class WindowMixture(WindowBatches):
-    """Windows of several `WindowDataset`s, which must have the same fields, deltas and masks.
+    """Windows of several recordings, which must have the same fields, deltas and masks.
 
     Args:
-        datasets: The members; their windows are numbered one after the other.
+        datasets: The members: `WindowDataset`s, paths and `Recording`s, or one of them. Their windows are numbered one
+            after the other.
         weights: How probable each member is, of any sum; None makes all windows equally probable.
+        **options: Of `WindowDataset`, for the members that are paths or recordings.
 
     `draw`, `sampler()` and `WindowLoader` go by the weights; numbers and `len` do not.
 
@@ -46,10 +49,18 @@ class WindowMixture(WindowBatches):
         UsageError: Members or weights do not fit together; a member that has a weight has no window.
     """
 
-    def __init__(self, datasets: Sequence[WindowDataset], weights: Sequence[float] | None = None) -> None:
-        self.datasets = list(datasets)
+    def __init__(
+        self,
+        datasets: WindowDataset | DataDir | Sequence[WindowDataset | DataDir],
+        weights: Sequence[float] | None = None,
+        **options: Any,
+    ) -> None:
+        listed: Any = [datasets] if isinstance(datasets, WindowDataset) or is_one(datasets) else datasets
+        self.datasets = [one if isinstance(one, WindowDataset) else WindowDataset(one, **options) for one in listed]
         if not self.datasets:
             raise UsageError("mix datasets", "", "at least one", "none")
+        if options and all(isinstance(one, WindowDataset) for one in listed):
+            raise UsageError("mix datasets", "", "no options, as all members are datasets", ", ".join(options))
         self._given = weights
         if any(dataset.is_remote for dataset in self.datasets):
             advice = "Copy them first, or load each by a WindowLoader of its own"
@@ -60,7 +71,7 @@ class WindowMixture(WindowBatches):
                 parts = [f"{a} instead of {b}" for a, b in zip(dataset.form, first, strict=False) if a != b]
                 got = parts[0] if parts else "others"
                 raise UsageError("mix datasets", f"with number {number}", "the fields and deltas of number 0", got)
-        if problem := mixed_modes([dataset.metadata for dataset in self.datasets]):
+        if problem := mixed_modes(set().union(*(dataset.modes for dataset in self.datasets))):
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
         self._open()
         sizes = np.diff(self._first)
@@ -70,7 +81,7 @@ class WindowMixture(WindowBatches):
 
     def _open(self) -> None:
         super()._open()
-        sizes = np.array([dataset.num_at_first for dataset in self.datasets], np.int64)
+        sizes = np.array([dataset.opened_as[3] for dataset in self.datasets], np.int64)
         if not sizes.any():
             raise UsageError("mix datasets", "", "windows in at least one", "none")
         try:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 
 import rollout_data
+from rollout_data import RolloutWriter
 from storage.errors import RolloutDataWarning
 from tests.formats.folders import NaiveFolder, write_metadata
 from tests.formats.hdf5_files import robomimic
 from tests.formats.lerobot_sets import LeRobotSet, lists
+from tests.formats.test_aloha_files import maniskill
 from tests.formats.values import action, state
 
 
@@ -33,6 +38,25 @@ def test_actions_that_are_copies_are_reported(tmp_path: Path, version: str, shif
     assert said in str(problem)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_copied_actions_of_trajectory_folders_are_reported(folder: NaiveFolder, shift: int) -> None:
+    rows = state(50, 5, 3).astype(np.float32)
+    folder.chunk(0, 0, 4, done=True, observations=rows[:4], actions=rows[shift : 4 + shift])
+    for take in (rollout_data.open, rollout_data.WindowDataset):
+        with pytest.warns(RolloutDataWarning, match=f"those of the {('same', 'next')[shift]} step"):
+            take(folder.data_dir)
+
+
+def test_copied_actions_of_a_group_are_reported(tmp_path: Path) -> None:
+    path = robomimic(tmp_path / "a.hdf5", lengths={1: 3}, next_obs=False)
+    with h5py.File(path, "r+") as file:
+        del file["data/demo_1/actions"]
+        file["data/demo_1/actions/pose"] = file["data/demo_1/obs/low"][:]
+        file["data/demo_1/actions/gripper"] = np.arange(3.0)[:, None]
+        file["data"].attrs["env_args"] = json.dumps({"env_name": "Lift", "type": 2})
+    assert "'action/pose' that differs from 'observation/low'" in str(rollout_data.open(path, "isaaclab").problems)
+
+
 def d4rl(path: Path, has_dummy_step: bool) -> Path:
     """Two episodes of three steps; a dummy step between them begins with the observation after the first."""
     parts = [state(50, 4), state(51, 4)]
@@ -46,27 +70,86 @@ def d4rl(path: Path, has_dummy_step: bool) -> Path:
     return path
 
 
-def test_a_dummy_step_after_an_end_is_reported(tmp_path: Path) -> None:
-    assert not rollout_data.open(d4rl(tmp_path / "a.hdf5", has_dummy_step=False)).problems
-    (problem,) = rollout_data.open(d4rl(tmp_path / "b.hdf5", has_dummy_step=True)).problems
-    assert "the one of the next row, 1 times" in str(problem) and "autoreset" in str(problem)
+def with_finals(path: Path, has_dummy_step: bool) -> Path:
+    """The same two episodes, each with its final observation."""
+    with h5py.File(path, "w") as file:
+        for number, first in ((0, 0), (1, 1 - has_dummy_step)):
+            rows = np.concatenate([state(50, 4)[3:], state(51, 4)]) if number else state(50, 4)
+            demo, length = file.create_group(f"data/demo_{number}"), len(rows[first:]) - 1
+            demo.attrs["num_samples"], demo["actions"] = length, action(50 + number, length)
+            demo["obs/low"], demo["next_obs/low"] = rows[first:-1], rows[first + 1 :]
+        file["data"].attrs["env_args"] = json.dumps({"env_name": "Lift", "type": 1, "env_kwargs": {}})
+    return path
 
 
-def controlled(path: Path, kind: str) -> Path:
-    robomimic(path, next_obs=False)
-    settings = {"env_name": "Lift", "type": 1, "env_kwargs": {"controller_configs": {"type": kind}}}
+@pytest.mark.parametrize("write", [d4rl, with_finals])
+def test_a_dummy_step_after_an_end_is_reported(tmp_path: Path, write: Callable[[Path, bool], Path]) -> None:
+    assert not rollout_data.open(write(tmp_path / "a.hdf5", False)).problems
+    (problem,) = rollout_data.open(write(tmp_path / "b.hdf5", True)).problems
+    assert "the first one of the next episode, 1 times" in str(problem) and "autoreset" in str(problem)
+
+
+def controlled(path: Path, kind: Any) -> Path:
+    robomimic(path, lengths={1: 3}, next_obs=False)
+    settings = {"env_name": "Lift", "type": 1, "env_kwargs": {"controller_configs": kind}}
     with h5py.File(path, "r+") as file:
         file["data"].attrs["env_args"] = json.dumps(settings)
     return path
 
 
-def test_sources_of_different_control_modes_do_not_mix_silently(tmp_path: Path) -> None:
-    paths = [controlled(tmp_path / f"{kind}.hdf5", kind) for kind in ("OSC_POSE", "JOINT_POSITION")]
-    with pytest.warns(RolloutDataWarning, match="one control mode, got JOINT_POSITION, OSC_POSE"):
-        rollout_data.WindowDataset(paths, length=1)
+def parts(kind: str) -> dict[str, Any]:
+    return {"type": "BASIC", "body_parts": {"right": {"type": kind, "input_type": "delta"}}}
+
+
+def of_robomimic(folder: Path) -> list[Path]:
+    return [controlled(folder / f"{kind}.hdf5", {"type": kind}) for kind in ("JOINT_POSITION", "OSC_POSE")]
+
+
+def of_parts(folder: Path) -> list[Path]:
+    return [controlled(folder / f"{kind}.hdf5", parts(kind)) for kind in ("JOINT_POSITION", "OSC_POSE")]
+
+
+def of_ours(folder: Path) -> list[Path]:
+    for kind in ("JOINT_POSITION", "OSC_POSE"):
+        with RolloutWriter(folder / kind, 1, metadata={"control_mode": kind}) as writer:
+            writer.add(observation=np.zeros((1, 2)), action=np.ones((1, 1)), reward=[0.0], done=[True])
+    return [folder / "JOINT_POSITION", folder / "OSC_POSE"]
+
+
+def of_folders(folder: Path) -> list[Path]:
+    made = [NaiveFolder(folder / kind) for kind in ("JOINT_POSITION", "OSC_POSE")]
+    for one in made:
+        one.chunk(0, 0, 3, done=True)
+        write_metadata(one, control_mode=one.data_dir.name)
+    return [one.data_dir for one in made]
+
+
+@pytest.mark.parametrize("write", [of_robomimic, of_parts, of_ours, of_folders])
+def test_sources_of_different_control_modes_do_not_mix_silently(
+    tmp_path: Path, write: Callable[[Path], list[Path]]
+) -> None:
+    paths = write(tmp_path)
     datasets = [rollout_data.WindowDataset(path, length=1) for path in paths]
-    with pytest.warns(RolloutDataWarning, match="one control mode, got JOINT_POSITION, OSC_POSE"):
-        rollout_data.WindowMixture(datasets)
+    for mix in (
+        lambda: rollout_data.WindowDataset(paths, length=1),
+        lambda: rollout_data.RolloutDataset([rollout_data.open(path) for path in paths], 1).get_batch(),
+        lambda: rollout_data.WindowMixture(datasets),
+        lambda: rollout_data.WindowMixture(paths),
+    ):
+        with pytest.warns(RolloutDataWarning, match="one control mode, got .*JOINT_POSITION.*, .*OSC_POSE"):
+            mix()
+
+
+def test_episodes_of_different_control_modes_in_one_file_do_not_mix_silently(tmp_path: Path) -> None:
+    path = maniskill(tmp_path / "x.h5")
+    about = json.loads(path.with_suffix(".json").read_text())
+    about["episodes"][0]["control_mode"] = "pd_joint_pos"
+    path.with_suffix(".json").write_text(json.dumps(about))
+    with pytest.warns(RolloutDataWarning, match="one control mode, got pd_ee, pd_joint_pos"):
+        rollout_data.WindowDataset(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RolloutDataWarning)
+        rollout_data.WindowDataset(rollout_data.open(path)[1:])
 
 
 def test_labels_of_a_teacher_are_not_taken_for_executed_actions(folder: NaiveFolder) -> None:

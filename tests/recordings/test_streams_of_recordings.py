@@ -154,8 +154,12 @@ def test_lists_and_mixtures_take_paths_and_recordings(tmp_path):
     np.testing.assert_array_equal(
         batch.action[:, 0, 0], [*action(0, 2)[:, 0], *action(1, 3)[:, 0], *action(4, 6)[:, 0]]
     )
-    mixture = WindowMixture([WindowDataset(one), WindowDataset(two)])
-    assert len(mixture) == 15
+    mixture = WindowMixture([one, two[1:], WindowDataset(two[:1], 2)], [1, 2, 1], length=2)
+    assert [len(member) for member in mixture.datasets] == [3, 5, 3] and len(mixture) == 11
+    np.testing.assert_array_equal(mixture[3]["action"], action(4, 2))
+    assert len(WindowMixture(two)) == 10 and len(WindowMixture(str(one), length=2)) == 3
+    with pytest.raises(UsageError, match="no options, as all members are datasets, got length"):
+        WindowMixture(mixture.datasets, length=2)
     recorded(tmp_path / "own")
     with pytest.raises(UsageError, match="expected folders of one kind"):
         stream([one, tmp_path / "own"]).get_batch()

@@ -21,8 +21,6 @@ from .files import Files, Found, OpenFile
 
 #: Flags are read in pieces of as many rows.
 _FLAGS_AT_ONCE = 1 << 22
-#: Number of ends of episodes that are compared with the next beginnings.
-_COMPARED_ENDS = 50
 Array = np.ndarray[Any, Any]
 
 
@@ -155,8 +153,6 @@ class FlatReader(ForeignReader):
         )
         final = Schema(Field(ours, schema[name].shape, schema[name].dtype) for name, ours in self.steps.final.items())
         starts = np.concatenate([[0], stops[:-1]])
-        for following, ours in self.steps.final.items():
-            self._check_reset(following, ours, stops[:-1][:_COMPARED_ENDS].tolist())
         return [
             EpisodeInfo(
                 str(number),
@@ -169,14 +165,6 @@ class FlatReader(ForeignReader):
             )
             for number, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True))
         ]
-
-    def _check_reset(self, following: str, ours: str, stops: Sequence[int]) -> None:
-        """Report episodes that begin with the observation that is said to follow the one before."""
-        pairs = [(self.rows(following, stop - 1, stop), self.rows(ours, stop, stop + 1)) for stop in stops]
-        if count := sum(bool(np.array_equal(*pair)) for pair in pairs):
-            where, got = f"{following!r} at ends in {str(self.path)!r}", f"the one of the next row, {count} times"
-            advice = "A step that only reset the simulator follows (autoreset), or the last observations are missing"
-            self.problem("believe", where, "observations of their own", got, advice)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         first: int = self.episodes[number].source

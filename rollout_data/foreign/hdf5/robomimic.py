@@ -196,9 +196,14 @@ def _without_next(layout: Layout) -> Layout:
 def _control_mode(env_args: Mapping[str, Any]) -> str:
     """Say how actions control the robot, in robosuite's words; "unknown" if the file does not."""
     settings: Any = env_args.get("env_kwargs")
-    settings = settings.get("controller_configs") if isinstance(settings, dict) else None
+    return _mode_of(settings.get("controller_configs") if isinstance(settings, dict) else None) or "unknown"
+
+
+def _mode_of(settings: Any) -> str:
+    """Give the mode of a controller, and of the parts of one that is made of several."""
     if not isinstance(settings, dict) or not isinstance(settings.get("type"), str):
-        return "unknown"
+        return ""
     delta = {True: "delta", False: "absolute"}.get(settings.get("control_delta", ""), "")
-    kind = settings.get("input_type", delta)
-    return f"{settings['type']} {kind}".strip()
+    parts = settings.get("body_parts")
+    each = [f"{name} {_mode_of(one)}" for name, one in sorted(parts.items())] if isinstance(parts, dict) else []
+    return " ".join(filter(None, [settings["type"], str(settings.get("input_type", delta)), ", ".join(each)])).strip()
