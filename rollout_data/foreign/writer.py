@@ -36,6 +36,15 @@ class EpisodeToWrite(Protocol):
         """The observation after the last step: an array, a dict of arrays by flat names, or None."""
 
 
+#: What metadata of a recording say of its files, which follows from the episodes.
+DERIVED = frozenset((
+    "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "success_traj_only", "frame_rate_hz",
+    "total_timesteps", "total_trajectories",
+))  # fmt: skip
+#: Metadata that tell nothing.
+_NOTHING: tuple[Any, ...] = ("unknown", "", None, [], {})
+
+
 class ForeignWriter(ABC):
     """Write episodes one after the other; made by `formats.writer_class(name)(path, episodes, metadata, options)`.
 
@@ -56,6 +65,8 @@ class ForeignWriter(ABC):
     format: ClassVar[str]
     #: Names of the arguments that `convert(..., **options)` takes for this format, with their defaults.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    #: Names in the metadata of a recording that the format holds; None is all.
+    HOLDS: ClassVar[frozenset[str] | None] = frozenset()
     #: All places are chosen before a row is written: leaving out an episode means to begin again without it.
     is_laid_out_first: ClassVar[bool] = False
 
@@ -67,6 +78,8 @@ class ForeignWriter(ABC):
         self.report: dict[str, list[str]] = {}
         self.left_out: set[str] = set()
         self.written: set[str] = self.begin()
+        if self.HOLDS is not None and (lost := sorted(_told(metadata) - self.HOLDS)):
+            self.report[f"metadata of the recording are left out: {', '.join(lost)}"] = [one.id for one in episodes]
 
     @abstractmethod
     def begin(self) -> set[str]:
@@ -94,3 +107,9 @@ class ForeignWriter(ABC):
     def changed(self, what: str, episode: EpisodeToWrite) -> None:
         """Note in the report that something of an episode was changed or left out."""
         self.report.setdefault(what, []).append(episode.id)
+
+
+def _told(metadata: Mapping[str, Any]) -> set[str]:
+    """Name what tells something; arrays, which do not compare as one, always do."""
+    plain = {name: value for name, value in metadata.items() if isinstance(value, (str, list, dict, type(None)))}
+    return metadata.keys() - DERIVED - {name for name, value in plain.items() if value in _NOTHING}

@@ -68,7 +68,8 @@ class FolderReader(ForeignReader):
         if self._last is None or self._last[0] != wanted:  # the fields of one row are asked for one after the other
             one = np.array([number])
             self._last = wanted, self.store.rows(column.name, one, one * 0 + start, one * 0 + stop - start)
-        return self.store.array((DATA, name), self._last[1]).copy()
+        found: np.ndarray[Any, Any] = self.store.array((DATA, name), self._last[1]).copy()
+        return found
 
     def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
         column = self.store.layouts[FINAL].column_of[name].name

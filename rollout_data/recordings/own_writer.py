@@ -46,6 +46,7 @@ class OwnWriter(ForeignWriter):
     """
 
     format = OWN
+    HOLDS = None
     OPTIONS: ClassVar[Mapping[str, Any]] = {"obs_disassemble_mapping": {}}
 
     def begin(self) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import rollout_data
-from rollout_data import RolloutDataset
+from rollout_data import RolloutDataset, RolloutWriter
 from rollout_data.tools.command import main
 from storage.errors import RolloutDataWarning, UsageError
 from tests.formats.cases import CASES, load, open_case
@@ -114,6 +115,52 @@ def test_what_is_changed_is_in_the_report(tmp_path):
     assert changes["field 'observation/cam' is left out: expected a field of all episodes"] == ["demo_2"]
     (left_out,) = [what for what in changes if what.startswith("the episode is left out")]
     assert changes[left_out] == ["demo_1"] and "float64[7] instead of float64[3]" in left_out
+
+
+def odd(folder: Path) -> rollout_data.Recording:
+    """Two episodes with what not every format can hold, and metadata of every kind."""
+    about = {"robot": "arm", "control_mode": "joint delta", "notes": {"a": [1, 2]}}
+    with RolloutWriter(folder, 2, durable=False, metadata=about) as writer:
+        for step in range(3):
+            said = {"task": "lift", "seed": 3, "tags": ["a"]} if step == 0 else {"success": True}
+            row = np.full((2, 3), step, np.float32)
+            observation = {"state": row, "fine": row.astype(np.float64)}
+            record = {"observation": observation, "action": row.astype(np.float16), "truncated": [step == 2] * 2}
+            more = {"reward": row, "count": np.full(2, step), "words": ["a", "b"], "privileged_observation": row}
+            writer.add(**record, **more, final_observation=observation, episode=[said, said])
+    return rollout_data.open(folder)
+
+
+#: Format -> what is told of `odd`, besides what is kept.
+LEFT_OUT = {
+    "rollout-data": "",
+    "lerobot": "control_mode notes robot .*ended after metadata",
+    "robomimic": "notes robot words several .*ended after",
+    "isaaclab": "tags control_mode notes robot words several .*ended after",
+    "minari": "control_mode notes robot made .*besides seed",
+    "d4rl": "control_mode notes robot joined metadata",
+    "rlinf": "control_mode notes robot texts",
+    "trajectory-folders": "float64 float16 count texts after",
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_nothing_is_left_out_without_a_word(tmp_path, name):
+    recording = odd(tmp_path / "odd")
+    options = {"missing_reward": 0.0} if name == "minari" else {}
+    done = convert(recording, tmp_path / "x.hdf5", to=name, **options)
+    said = "\n".join(done.changes)
+    for word in LEFT_OUT[name].split():
+        assert re.search(word, said), (word, said)
+    assert bool(said) == bool(LEFT_OUT[name]) and all(set(ids) <= set(recording.ids) for ids in done.changes.values())
+    told = rollout_data.open(tmp_path / "x.hdf5").metadata
+    for key, value in (("robot", "arm"), ("control_mode", "joint delta"), ("notes", {"a": [1, 2]})):
+        assert told.get(key) == value or key in said
+
+
+def test_rewards_of_several_terms_need_a_word_for_minari(tmp_path):
+    with pytest.raises(UsageError, match=r"expected one reward a step, got none or several\. Say missing_reward="):
+        convert(odd(tmp_path / "odd"), tmp_path / "x", to="minari")
 
 
 def test_a_conversion_refuses_what_is_not_its_own(tmp_path):

@@ -56,6 +56,11 @@ class Writer(ForeignWriter):
     """
 
     format = "lerobot"
+    HOLDS = frozenset((
+        "chunks_size", "codebase_version", "data_files_size_in_mb", "data_path", "features", "fps", "robot_type",
+        "splits", "tasks", "total_chunks", "total_episodes", "total_frames", "total_tasks", "total_videos", "units",
+        "video_files_size_in_mb", "video_path",
+    ))  # fmt: skip
     OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": "", "groot": False}
 
     def begin(self) -> set[str]:

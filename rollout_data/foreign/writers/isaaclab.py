@@ -30,6 +30,7 @@ class Writer(robomimic.Writer):
     """
 
     format = "isaaclab"
+    HOLDS = frozenset(("env", "env_args", "env_name", "format_version", "quaternion_order", "total"))
     OPTIONS: ClassVar[Mapping[str, Any]] = {"env_name": ""}
 
     def about_root(self) -> dict[str, Any]:
@@ -43,6 +44,10 @@ class Writer(robomimic.Writer):
 
     def about_episode(self, episode: EpisodeToWrite) -> dict[str, Any]:
         plain = {name: value for name, value in episode.metadata.items() if isinstance(value, (str, int, float))}
+        if lost := sorted(name for name in episode.metadata.keys() - plain.keys() if not name.startswith(_INITIAL)):
+            self.changed(
+                f"metadata of episodes are left out unless they are texts or numbers: {', '.join(lost)}", episode
+            )
         told = {"task": episode.task or None, "success": episode.success}
         return {**plain, **{name: value for name, value in told.items() if value is not None}}
 

@@ -42,9 +42,11 @@ class Writer(ForeignWriter):
         self._groups = {episode.id: f"episode_{number}" for number, episode in enumerate(self.episodes)}
         for episode in self.episodes:
             group, length = self._groups[episode.id], self._length(episode)
-            if "reward" not in episode.schema and self.options["missing_reward"] is None:
+            if not _has_reward(episode) and self.options["missing_reward"] is None:
                 advice = "Say missing_reward=, or select episodes with one reward a step"
-                raise UsageError("write", f"episode {episode.id!r} as Minari", "a field 'reward'", "none", advice)
+                raise UsageError(
+                    "write", f"episode {episode.id!r} as Minari", "one reward a step", "none or several", advice
+                )
             datasets |= {f"{group}/{name}": (np.dtype(bool), (length,)) for name in _FLAGS}
             datasets[f"{group}/rewards"] = np.dtype("<f8"), (length,)
             for name, field in episode.schema.items():
@@ -68,10 +70,10 @@ class Writer(ForeignWriter):
 
     def add(self, episode: EpisodeToWrite) -> None:
         group, length, finals = self._groups[episode.id], self._length(episode), finals_of(episode)
-        for name in episode.schema:
-            if not (at := _place(name)):
+        for name, field in episode.schema.items():
+            if not (at := _place(name)) or (at == "rewards" and field.num_elements > 1):
                 self.changed(
-                    "fields besides observation, action and reward are left out, unless they are infos", episode
+                    "fields besides observation, action and one reward are left out, unless they are infos", episode
                 )
                 continue
             rows_written = length + 1 if at.split("/")[0] in ("observations", "infos") else length
@@ -80,7 +82,7 @@ class Writer(ForeignWriter):
                 self._file.write(f"{group}/{at}", rows[: max(0, rows_written - start)], start)
             if length == episode.length and name in finals:
                 self._file.write(f"{group}/{at}", finals[name][None], length)
-        if "reward" not in episode.schema:
+        if not _has_reward(episode):
             self._file.write(f"{group}/rewards", np.full(length, self.options["missing_reward"]))
             self.changed("rewards are made up by missing_reward", episode)
         if length < episode.length:
@@ -117,6 +119,10 @@ class Writer(ForeignWriter):
             temporary.write_text(json.dumps(about, indent=2), "utf-8")
             os.replace(temporary, self.path / "data" / "metadata.json")
             sync_path(self.path / "data")
+
+
+def _has_reward(episode: EpisodeToWrite) -> bool:
+    return "reward" in episode.schema and episode.schema["reward"].num_elements == 1
 
 
 def _place(name: str) -> str:

@@ -37,7 +37,7 @@ Array = np.ndarray[Any, Any]
 class Writer(ForeignWriter):
     """A file; numbers become float64 scalars, pictures images, grey ones of other dtypes than uint8 depth images."""
 
-    format = "rerun"
+    format, HOLDS = "rerun", None
 
     def begin(self) -> set[str]:
         self._rr = optional("rerun", "rerun-sdk", "rerun", "or write recordings of Rerun")

@@ -35,6 +35,7 @@ class Writer(ForeignWriter):
     """
 
     format, is_laid_out_first = "robomimic", True
+    HOLDS = frozenset(("control_mode", "env", "env_args", "env_name", "total"))
     OPTIONS: ClassVar[Mapping[str, Any]] = {"next_obs": False, "obs_key": "state", "env_name": "", "env_kwargs": None}
 
     def begin(self) -> set[str]:
@@ -81,7 +82,9 @@ class Writer(ForeignWriter):
     def about(self) -> dict[str, Any]:
         """Attributes of `data`."""
         given, name = self.metadata.get("env_args"), self.options["env_name"] or str(self.metadata.get("env", ""))
-        made = {"env_name": name, "type": _REAL, "env_kwargs": self.options["env_kwargs"] or {}}
+        mode = self.metadata.get("control_mode", "unknown")
+        controller = {} if mode == "unknown" else {"controller_configs": {"type": mode}}
+        made = {"env_name": name, "type": _REAL, "env_kwargs": self.options["env_kwargs"] or controller}
         total = sum(episode.length for episode in self.episodes)
         return {"total": total, "env_args": json.dumps(given if isinstance(given, dict) and given else made)}
 

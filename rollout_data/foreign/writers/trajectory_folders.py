@@ -17,7 +17,7 @@ import numpy as np
 from storage.core.durable import sync_path
 from storage.errors import UsageError
 
-from ..writer import EpisodeToWrite, ForeignWriter
+from ..writer import DERIVED, EpisodeToWrite, ForeignWriter
 
 _KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
 #: Folders are this many seconds apart.
@@ -33,6 +33,7 @@ class Writer(ForeignWriter):
     """
 
     format = "trajectory-folders"
+    HOLDS = None
     OPTIONS: ClassVar[Mapping[str, Any]] = {"env": "", "policy": "", "missing_reward": None}
 
     def begin(self) -> set[str]:
@@ -116,7 +117,9 @@ class Writer(ForeignWriter):
             for name, field in first.items()
             if name.startswith("observation/")
         }
+        told = {name: value for name, value in self.metadata.items() if name not in DERIVED}
         about = {
+            **json.loads(json.dumps(told, default=str)),
             "config": self.metadata.get("config"),
             "env": self.options["env"] or str(self.metadata.get("env", "")),
             "policy": self.options["policy"] or str(self.metadata.get("policy", "")),
