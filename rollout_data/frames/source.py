@@ -1,6 +1,7 @@
 """Data folders as one source of trajectories: what is there now, as an index and a store of rows.
 
-One rule: a snapshot never changes; `refresh` makes a new one when the folders have. `KINDS` lists what can be read.
+One rule: a snapshot never changes; `refresh` makes a new one when the folders have. What cannot be read is marked and
+reported once, and costs the trajectories that it concerns, and no other.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import DataFileError, UsageError
 
 from ..format.header import layouts_of
 from ..index.folder import block_entries, read_metadata
-from ..index.index import LostBlockError, TrajectoryIndex
+from ..index.index import Int64s, LostBlockError, TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import DataDirs, Origin, RemoteOptions
 from .blocks import Blocks
+from .cached import CachedFrames
 from .chunks import Chunks
 from .coded import CHUNK_CACHE_BYTES
 from .kind import BlocksInUse as BlocksInUse
@@ -26,6 +30,9 @@ from .kind import Kind, Origins, mixed_modes
 from .readers import Readers
 from .shared import Spot
 from .store import FrameStore
+
+#: Trajectories that cannot be read, and why.
+Losses = list[tuple[Int64s, DataFileError]]
 
 
 class Source(Origins):
@@ -106,6 +113,48 @@ class Source(Origins):
             if self._kind is not None:
                 self._kind.leave_out(problem.key)
         self.report(problem)
+
+    def leave_out(self, store: FrameStore, trajectories: Int64s, problem: DataFileError, skips: bool) -> Losses:
+        """Mark those of some trajectories that cannot be read, and report why; what is left of them is not `valid`.
+
+        Returns:
+            Which ones, and why.
+
+        Raises:
+            DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True.
+        """
+        if isinstance(problem, LostBlockError):
+            blocks = [number for number, block in enumerate(store.index.blocks) if block.key == problem.key]
+            found: Losses = [(store.index.trajectories_in(blocks), problem)]
+        else:
+            whys = {one: _damage(store, one) for one in trajectories.tolist()} if skips else {}
+            found = [(np.array([one]), why) for one, why in whys.items() if why is not None]
+        lost = [(left, why) for all_lost, why in found if len(left := all_lost[~store.is_lost[all_lost]])]
+        if not lost:
+            raise problem
+        for left, why in lost:
+            self.forget(why, len(left))
+            store.is_lost[left] = True
+        return lost
+
+    def note_loss(self, store: FrameStore, keys: Sequence[tuple[str, int]], problem: DataFileError) -> None:
+        """Mark and report trajectories that another process could not read, unless this was known."""
+        found = store.index.find(keys)
+        known = found[found >= 0]
+        num_new = len(keys) - int(store.is_lost[known].sum())
+        store.is_lost[known] = True
+        if num_new:
+            self.forget(problem, num_new)
+
+
+def _damage(store: FrameStore, trajectory: int) -> DataFileError | None:
+    """Say why a trajectory cannot be read; None if it can, or is known to be lost."""
+    if not store.is_lost[trajectory]:
+        try:
+            CachedFrames(store, np.array([trajectory]), store.device)
+        except DataFileError as problem:
+            return problem
+    return None
 
 
 def _kind_of_all(origins: Sequence[Origin]) -> type[Kind] | None:

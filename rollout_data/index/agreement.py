@@ -60,14 +60,18 @@ def checked_shard(value: Any) -> Shard | None:
     """Check a `shard` argument; None stands for "auto"."""
     if isinstance(value, str) and value in ("auto", "none"):
         return None if value == "auto" else ALONE
+    return checked_share(value, "shard 'auto', 'none' or (rank, world size) with 0 <= rank < world size")
+
+
+def checked_share(value: Any, expected: str) -> Shard:
+    """Check a pair (number, total)."""
     try:
-        shard = None if isinstance(value, str) else Shard(*map(operator.index, value))
+        share = None if isinstance(value, str) else Shard(*map(operator.index, value))
     except TypeError:
-        shard = None
-    if shard is None or not 0 <= shard.number < shard.total:
-        expected = "shard 'auto', 'none' or (rank, world size) with 0 <= rank < world size"
+        share = None
+    if share is None or not 0 <= share.number < share.total:
         raise UsageError("share the data out", "", expected, repr(value))
-    return shard
+    return share
 
 
 def current_shard(chosen: Shard | None = None) -> Shard:

@@ -26,7 +26,6 @@ from ..frames.cached import CachedFrames
 from ..index.agreement import Board, Look
 from ..transition import Transition
 from .cursor import Plan, Position
-from .losses import count_lost
 from .passes import Undecided
 from .stream import RolloutStream
 
@@ -184,7 +183,7 @@ class RolloutLoader(Shown):
             while (position := dataset.next_position()) is not None:
                 batch, losses = next(batches)
                 for loss in losses:
-                    count_lost(dataset.source, dataset.position.deal.source, *loss)
+                    dataset.source.note_loss(dataset.position.deal.source, *loss)
                 dataset.commit(position)
                 dataset.release(position)
                 yield batch

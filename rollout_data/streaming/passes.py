@@ -25,11 +25,10 @@ from ..frames.cached import CachedFrames
 from ..frames.sights import Sights
 from ..frames.source import BlocksInUse, Source
 from ..frames.store import FrameStore
-from ..index.agreement import Agree, current_shard
+from ..index.agreement import Agree, Shard, current_shard
 from ..index.index import Int64s, TrajectoryIndex, name_keys, random_keys, stable_order
 from ..index.stand_ins import Lengths, lacking
 from .cursor import Deal, Position, go_on_with
-from .losses import leave_out
 
 
 class Undecided(Exception):
@@ -39,6 +38,7 @@ class Undecided(Exception):
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
+_LANES = 0  # the seed of what divides trajectories into lanes: by their names alone, hence the same for ever
 _MOST_FRAMES, _MOST_BATCHES = 1 << 62, 1 << 20
 _NONE = np.zeros(0, np.int64)
 #: Passes of different epochs must never share a number.
@@ -57,6 +57,7 @@ class PassOptions:
     wait_timeout_s: float = 60.0
     poll_interval_s: float = 0.25
     refresh_s: float | None = None
+    lane: Shard | None = None
 
     @property
     def is_endless(self) -> bool:
@@ -103,6 +104,8 @@ def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] 
     if options.keep_latest_n_trajs or options.refresh_s is not None:
         is_eligible &= index.is_complete()
     found = np.flatnonzero(is_eligible)
+    if options.lane is not None:
+        found = found[index.random_keys(found, _LANES) % np.uint64(options.lane.total) == options.lane.number]
     if bounds is None:
         return found[-options.keep_latest_n_trajs :]
     (first_end, first_writer, first_number), (end, writer, number) = bounds
@@ -398,7 +401,7 @@ class Dealer:
                 try:
                     made.append(CachedFrames(store, trajectories, device, self.is_shared))
                 except DataFileError as problem:
-                    leave_out(self.source, store, trajectories, problem, self.skips)
+                    self.source.leave_out(store, trajectories, problem, self.skips)
             return made[0].told() if self.is_shared else None
 
         told = self.agree(f"frames_{turn}", make) if self.is_shared else make()

@@ -17,8 +17,7 @@ from ..index.index import Int64s, TrajectoryIndex
 from .cursor import Bools, Position, StreamState
 from .passes import Dealer, Name, PassOptions, Section, sections_at
 
-#: 1 was the state of one shard. 3 did not hold the lengths of what is played; it continues while that is there.
-_VERSION, _WITHOUT_LENGTHS = 4, 3
+_VERSION = 4
 #: Of a trajectory, so that those of all envs together are counted in int64.
 _MOST_FRAMES = 1 << 38
 _KEYS = {
@@ -65,12 +64,12 @@ class Misfit(Exception):
 
 def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int, share: slice) -> None:
     """Raise `Misfit` unless a state is of these settings, and gives a rank that reads `share` `num_envs` envs."""
-    if saved.get("version") not in (_VERSION, _WITHOUT_LENGTHS):
+    if saved.get("version") != _VERSION:
         raise Misfit(f"a state of version {_VERSION}", repr(saved.get("version")))
     if ("live" in saved) != (options.refresh_s is not None):
         got = "a state with refresh_s" if "live" in saved else "one without"
         raise Misfit(f"refresh_s={options.refresh_s} as in this dataset", got)
-    if saved.keys() - {"live"} != _KEYS - ({"length"} if saved["version"] == _WITHOUT_LENGTHS else set()):
+    if saved.keys() - {"live"} != _KEYS:
         raise Misfit("a state as state_dict() gives it", f"the keys {sorted(saved)}")
     if share.stop - share.start != num_envs:
         all_envs = saved["settings"]["num_envs"]
@@ -90,7 +89,7 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     live = saved.get("live", {"turn": saved["pass"], "left": 0, "upto": None, "fresh": None})
     turn, left = operator.index(live["turn"]), operator.index(live["left"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
-    store = dealer.resumed(turn, saved["upto"], _played(saved, keys) if "length" in saved else {})
+    store = dealer.resumed(turn, saved["upto"], _played(saved, keys))
     frame = np.array(saved["frame"], np.int64)
     is_first, is_exhausted = (np.array(saved[name], bool) for name in ("is_first", "is_exhausted"))
     trajectory = store.index.find(keys)
@@ -145,6 +144,7 @@ def _settings(options: PassOptions) -> dict[str, Any]:
     """What decides the order of frames, besides the number of envs."""
     settings = asdict(options)
     settings["starting_frame_range"] = list(settings["starting_frame_range"])
+    settings["lane"] = options.lane and list(options.lane)
     for name in ("wait_timeout_s", "poll_interval_s", "refresh_s"):
         del settings[name]
     return settings

@@ -29,7 +29,6 @@ from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader, ReadAhead
 from .cursor import ALL, Deal, Plan, Position, StreamState, deal_next, plan_steps, share_of
-from .losses import leave_out
 from .passes import Dealer, PassOptions, Undecided
 from .resume import Misfit, check_settings, position_in, state_at
 
@@ -144,14 +143,6 @@ class RolloutStream(RolloutFileBase[Transition]):
         if self._noted() is not None:
             self._note(self._epoch, self._saved_name)
 
-    def _begin_epoch(self) -> None:
-        """Take the number of the next epoch, and ask who reads what."""
-        if not is_in_worker() and (noted := self._noted()) is not None:  # workers have read
-            self._epoch, self._is_used = noted[0], False
-            self._note()
-        if self._is_used:
-            self._epoch, self._is_used = self._epoch + 1, False
-
     def _new_dealer(self, num_envs: int) -> Dealer:
         """What orders passes for this process, of `num_envs` envs in all; made anew when rank or epoch may differ."""
         self._shard = self._rank()
@@ -173,7 +164,11 @@ class RolloutStream(RolloutFileBase[Transition]):
             raise Undecided
 
     def reset_all(self) -> None:
-        self._begin_epoch()
+        if not is_in_worker() and (noted := self._noted()) is not None:  # workers have read
+            self._epoch, self._is_used = noted[0], False
+            self._note()
+        if self._is_used:
+            self._epoch, self._is_used = self._epoch + 1, False
         num_envs = self.num_envs * self._rank().total
         dealer = self._new_dealer(num_envs)
         deal = dealer.first()
@@ -187,6 +182,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         if num and (self._passes.is_endless or num * loops >= num_envs):
             return
         among = "" if self._shard.total == 1 else f" for {self._shard.total} ranks"
+        among += "" if self._passes.lane is None else " in lane {} of {}".format(*self._passes.lane)
         left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
         expected, got = f"at least {num_envs} trajectories{among}", f"{num}{left_out}"
         advice = "Use fewer envs, more passes (dataset_loops) or more data"
@@ -283,7 +279,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         for part in plan.parts:
             try:
                 played, store = np.union1d(part.pieces.trajectory, part.ends.trajectory), part.deal.source
-                lost = leave_out(self.source, store, played, problem, self.on_error == "skip")
+                lost = self.source.leave_out(store, played, problem, self.on_error == "skip")
             except DataFileError:
                 continue
             self.losses += [(store.index.keys(left), why) for left, why in lost]

@@ -339,13 +339,3 @@ def test_a_state_tells_the_number_of_the_epoch_that_comes_next(tmp_path):
             second.load_state_dict(state)
             assert order(second) == epochs[expected]
         assert order(first) == epochs[expected]
-
-
-def test_a_state_without_the_lengths_of_what_is_played_continues(tmp_path):
-    record(tmp_path, [5, 3, 8, 2, 6])
-    one, other = (RolloutDataset(tmp_path, 2, 0, True, device="cpu") for _ in range(2))
-    one.get_batch(3)
-    state = one.state_dict()
-    assert len(state.pop("length")) == 2
-    other.load_state_dict({**state, "version": 3})
-    assert torch.equal(other.get_batch(20).observation, one.get_batch(20).observation)
