@@ -39,7 +39,8 @@ def push(
 
     Raises:
         UsageError: There is no block, or `url` is none.
-        DataFileError: A block is damaged (nothing is uploaded then), or another one has its name there.
+        DataFileError: A block is damaged (nothing is uploaded then), or another one has its name there, or there is
+            no such bucket, or no right to write to it.
         SchemaError: The URL holds data of other fields.
         FetchError: An upload failed each time.
     """
@@ -61,13 +62,16 @@ def push(
     puts = [fetcher.submit(partial(_put_block, files, path), "push", f"{str(path)!r} to {url!r}") for path in paths]
     try:
         num_new: int = sum(map(fetcher.wait, tqdm(puts, desc="push", unit=" blocks", disable=not progress)))
+        target = str(files.path / METADATA_NAME)
+        with suppress(FileExistsError):
+            last = partial(files.system.pipe_file, target, text, mode="create")
+            fetcher.wait(fetcher.submit(last, "push", f"to {target!r}"))
+    except OSError as cause:
+        where, expected = f"{str(data_dir)!r} to {url!r}", "blocks that stay, and a place where they may be put"
+        raise DataFileError("push", where, expected, f"{type(cause).__name__}: {cause}") from cause
     finally:
         for put in puts:
             put.forget()
-    target = str(files.path / METADATA_NAME)
-    with suppress(FileExistsError):
-        last = partial(files.system.pipe_file, target, text, mode="create")
-        fetcher.wait(fetcher.submit(last, "push", f"to {target!r}"))
     return num_new
 
 

@@ -129,11 +129,18 @@ def test_urls_of_other_stores_are_published_read_and_played(folder, tmp_path, ur
         assert torch.equal(far.get_batch(7).observation, near.get_batch(7).observation)
 
 
-def test_an_upload_that_fails_is_repeated_and_in_the_end_one_error(folder, monkeypatch):
-    failing = Failing(monkeypatch, 0, ConnectionError("the line is down"))
-    with pytest.raises(DataFileError, match="the line is down, 2 times"):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConnectionError("the line is down"), "the line is down, 2 times"),
+        (FileNotFoundError("no such bucket"), "a place where they may be put, got FileNotFoundError: no such bucket"),
+        (PermissionError("no right"), "a place where they may be put, got PermissionError: no right"),
+    ],
+)
+def test_an_upload_that_fails_is_repeated_if_that_may_help_and_in_the_end_one_error(folder, monkeypatch, error, told):
+    Failing(monkeypatch, 0, error)
+    with pytest.raises(DataFileError, match=told):
         push(folder, "memory://broken", remote=RemoteOptions(num_retries=1))
-    assert failing.num >= 2
 
 
 def test_another_file_of_that_name_is_never_replaced(folder, tmp_path):

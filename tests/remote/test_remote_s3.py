@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("s3fs")
-pytest.importorskip("moto.server")
-pytest.importorskip("boto3")
+# Where they are installed but lack something, the tests fail.
+if not all(map(find_spec, ("s3fs", "moto", "boto3"))):
+    pytest.skip("needs s3fs, moto and boto3", allow_module_level=True)
 
 import boto3
 import torch
@@ -55,6 +56,8 @@ def test_a_bucket_is_read_as_the_folder_is(server, tmp_path):
     small = RemoteOptions(chunk_bytes=4096, num_chunks=3, num_requests=8, storage_options=storage)
     num_blocks = len(list(folder.glob("*.h5")))
     assert [push(folder, "s3://reading/runs/walk", remote=small) for _ in range(2)] == [num_blocks, 0]
+    with pytest.raises(DataFileError, match=r"a place where they may be put, got FileNotFoundError: .* bucket"):
+        push(folder, "s3://no-such-bucket/walk", remote=small)
     near, far = WindowDataset(folder, 4), WindowDataset("s3://reading/runs/walk", 4, remote=small)
     loader = check_epoch(near, far, 64, seed=1)
     batches = iter(loader)
