@@ -134,6 +134,32 @@ def test_a_writer_that_stopped_is_taken_up(tmp_path, name):
     assert not [one for one in tmp_path.rglob(".*") if one.parent.name != "ours"], "nothing is left beside it"
 
 
+@pytest.mark.parametrize("name", [name for name in WRITERS if not writer_class(name).is_laid_out_first])
+def test_what_a_killed_writer_left_opens_with_the_episodes_that_are_whole(tmp_path, name):
+    source = record(tmp_path / "ours", dtype=torch.float32)
+    writer = writer_class(name)(tmp_path / "set.hdf5", source, source.metadata, {})
+    for number in (0, 1):
+        writer.add(source[number])
+        back = rollout_data.open(tmp_path / "set.hdf5")
+        assert [len(one) for one in back] == LENGTHS[: number + 1]
+        assert all(np.array_equal(mine.action, theirs.action) for mine, theirs in zip(source, back, strict=False))
+
+
+def test_tasks_and_texts_come_back_from_rlinf_and_what_is_reshaped_is_told(tmp_path):
+    with RolloutWriter(tmp_path / "ours", 1, durable=False) as recorder:
+        for frame in range(3):
+            notes = {"episode": [{"task": "поднять куб"}], "terminated": [True]} if frame == 2 else {}
+            grid = torch.full((1, 2, 2), float(frame))
+            recorder.add(observation=grid, action=grid, reward=grid[:, :1, 0], note=[[f"ü{frame}"]], **notes)
+    source = rollout_data.open(tmp_path / "ours")
+    report = write(source, tmp_path / "rlinf", "rlinf").report
+    (episode,) = rollout_data.open(tmp_path / "rlinf")
+    assert (episode.task, episode["forward_inputs/note"]) == ("поднять куб", ["ü0", "ü1", "ü2"])
+    assert np.array_equal(episode.action, source[0].action) and any("rows of one" in one for one in report)
+    report = write(source, tmp_path / "folders", "trajectory-folders").report
+    assert {"'observation' is flattened", "'action' is flattened"} <= report.keys()
+
+
 @pytest.mark.parametrize("victim", [1, 3])
 @pytest.mark.parametrize("name", [OWN, *WRITERS, *EXPORTS])
 def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(tmp_path, name, victim):

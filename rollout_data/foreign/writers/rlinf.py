@@ -1,25 +1,28 @@
 """Writing RLinf's trajectory checkpoints: a `.pt` file for each episode, `trajectory_index.json` and `metadata.json`.
 
-One rule: an episode is a block `[T, 1, ...]`; its file is renamed when it is complete, and the index names files that
-are there.
+One rule: an episode is a block `[T, 1, ...]`; its file is renamed when it is complete. The index, which may name files
+that are not there, is written first, and `metadata.json` when all are there: what was stopped opens with what is whole.
 """
 
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from storage.core.durable import sync_path
+from storage.core.durable import replace_file
 from storage.errors import UsageError
 
+from ..guards import read_object
 from ..writer import EpisodeToWrite, ForeignWriter
 from .robomimic import finals_of
 
-_WEIGHTS = "recorded"
+_WEIGHTS, _INDEX, _METADATA = "recorded", "trajectory_index.json", "metadata.json"
+_ACTIONS_AND_REWARDS = {"action": "actions", "reward": "rewards"}
 
 
 class Writer(ForeignWriter):
@@ -29,24 +32,38 @@ class Writer(ForeignWriter):
 
     def begin(self) -> set[str]:
         self._numbers = {episode.id: number for number, episode in enumerate(self.episodes)}
-        if (self.path / "trajectory_index.json").exists():
+        index, there = self._index(self.episodes), self.path / _INDEX
+        if (self.path / _METADATA).exists() or (there.exists() and read_object(there) != index):
             raise UsageError("write", repr(str(self.path)), "a new folder", "a complete set", "Choose another one")
-        self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(".tmp_*"):
-            left.unlink()
-        return {name for name, number in self._numbers.items() if (self.path / self._file_name(number)).exists()}
+        self._write(_INDEX, index)
+        return {episode.id for episode in self.episodes if self._file(episode).exists()}
 
-    def _file_name(self, number: int) -> str:
-        return f"trajectory_{number}_{_WEIGHTS}.pt"
+    def _file(self, episode: EpisodeToWrite) -> Path:
+        return self.path / f"trajectory_{self._numbers[episode.id]}_{_WEIGHTS}.pt"
+
+    def _index(self, episodes: Sequence[EpisodeToWrite]) -> dict[str, Any]:
+        index = {
+            str(self._numbers[episode.id]): {
+                "num_samples": episode.length,
+                "trajectory_id": self._numbers[episode.id],
+                "max_episode_length": episode.length,
+                "shape": [episode.length, 1],
+                "model_weights_id": _WEIGHTS,
+            }
+            for episode in episodes
+        }
+        return {"trajectory_index": index, "trajectory_id_list": list(map(int, index))}
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        with replace_file(self.path / name) as temporary:
+            temporary.write_text(json.dumps(content, indent=1), "utf-8")
 
     def add(self, episode: EpisodeToWrite) -> None:
-        number, content = self._numbers[episode.id], self._content(episode)
-        temporary = self.path / f".tmp_{number}.pt"
-        torch.save(content, temporary)
-        os.replace(temporary, self.path / self._file_name(number))
+        with replace_file(self._file(episode)) as temporary:
+            torch.save(self._content(episode), temporary)
         self.written.add(episode.id)
-        if episode.texts or episode.task or episode.metadata:
-            self.changed("texts and metadata of episodes are left out", episode)
+        if episode.metadata.keys() - {"task"}:
+            self.changed("metadata of episodes is left out", episode)
         if episode.terminated is None and episode.truncated is None:
             self.changed("the end, which is unknown, is only in `dones`", episode)
 
@@ -55,17 +72,25 @@ class Writer(ForeignWriter):
         finals = finals_of(episode)
         for name, field in episode.schema.items():
             head, _, rest = name.partition("/")
-            values = torch.from_numpy(np.array(episode.read(name)))
-            values = values.to(field.torch_dtype)
+            values = torch.from_numpy(np.array(episode.read(name))).to(field.torch_dtype)
             if head == "observation":
                 content.setdefault("curr_obs", {})[rest or "states"] = values[:, None]
                 if name in finals:
                     last = torch.from_numpy(np.array(finals[name])).to(values.dtype)[None]
                     content.setdefault("next_obs", {})[rest or "states"] = torch.cat([values[1:], last])[:, None]
-            elif name in ("action", "reward"):
-                content[f"{name}s"] = values[:, None]
+            elif name in _ACTIONS_AND_REWARDS:
+                content[_ACTIONS_AND_REWARDS[name]] = values[:, None]
             else:
                 content.setdefault("forward_inputs", {})[name] = values[:, None]
+        if episode.schema.get("reward") and episode.schema["reward"].shape == (1,):
+            self.changed("'reward' is read as numbers, not as rows of one", episode)
+        texts = {name: episode.read(name) for name in episode.texts}
+        if episode.task:
+            texts["task_descriptions"] = [episode.task] * episode.length
+        for name, rows in texts.items():
+            head, _, rest = name.partition("/")
+            group, key = ("curr_obs", rest) if head == "observation" and rest else ("forward_inputs", name)
+            content.setdefault(group, {})[key] = [[text] for text in rows]
         last_row = torch.arange(episode.length)[:, None] == episode.length - 1
         content["dones"] = last_row
         if episode.terminated is not None or episode.truncated is not None:
@@ -74,32 +99,10 @@ class Writer(ForeignWriter):
         return content
 
     def close(self) -> None:
-        if not self.is_complete:
+        if not self.is_complete or (self.path / _METADATA).exists():
             return
-        episodes = {self._numbers[one.id]: one for one in self.episodes if one.id in self.written}
-        index = {
-            str(number): {
-                "num_samples": episode.length,
-                "trajectory_id": number,
-                "max_episode_length": episode.length,
-                "shape": [episode.length, 1],
-                "model_weights_id": _WEIGHTS,
-            }
-            for number, episode in episodes.items()
-        }
-        total = sum(episode.length for episode in episodes.values())
-        about = {
-            "trajectory_format": "pt",
-            "size": len(index),
-            "total_samples": total,
-            "trajectory_counter": len(index),
-        }
-        tables = {
-            "metadata.json": {**about, "seed": 0},
-            "trajectory_index.json": {"trajectory_index": index, "trajectory_id_list": list(episodes)},
-        }
-        for name, content in tables.items():
-            temporary = self.path / f".tmp_{name}"
-            temporary.write_text(json.dumps(content, indent=1), "utf-8")
-            os.replace(temporary, self.path / name)
-        sync_path(self.path)
+        episodes = [one for one in self.episodes if one.id in self.written]
+        size, total = len(episodes), sum(one.length for one in episodes)
+        about = {"trajectory_format": "pt", "size": size, "total_samples": total, "trajectory_counter": size, "seed": 0}
+        self._write(_METADATA, about)
+        self._write(_INDEX, self._index(episodes))

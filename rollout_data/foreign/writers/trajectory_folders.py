@@ -74,8 +74,9 @@ class Writer(ForeignWriter):
         chunk: dict[str, Any] = {}
         for name, field in episode.schema.items():
             head, _, rest = name.partition("/")
-            values = np.array(episode.read(name))
-            flat = values.reshape(length, -1)
+            flat = np.array(episode.read(name)).reshape(length, -1)
+            if len(field.shape) > 1 and name in (*_KEYS, "reward"):
+                self.changed(f"{name!r} is flattened", episode)
             if head == "observation" and rest:
                 chunk[f"obs_{_component(rest)}"] = self._narrowed(flat, episode, keeps_bytes=True)
                 if field.dtype == "uint8":
