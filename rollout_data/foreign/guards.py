@@ -61,6 +61,12 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
+def listed(folder: Path, endings: tuple[str, ...] = ("",)) -> list[Path]:
+    """List what lies in a folder by the numbers in its names, hidden ones left out; nothing is opened."""
+    names = (one.name for one in folder.iterdir() if one.name.endswith(endings) and not one.name.startswith("."))
+    return [folder / name for name in sorted(names, key=natural)]
+
+
 def parse_json(text: str, path: Path) -> Any:
     """Parse JSON; infinities and NaN, as Python writes them, are numbers."""
     try:

@@ -189,7 +189,7 @@ def test_the_last_step_can_be_the_final_observation(tmp_path: Path) -> None:
     assert [len(episode) for episode in final] == [3] and "0 steps" in str(final.problems[0])
     np.testing.assert_array_equal(final[0].final_observation["state"], state(50, 4)[3])
     np.testing.assert_array_equal(final[0].action, action(50, 3))
-    with pytest.raises(UsageError, match="'keep' or 'final'"):
+    with pytest.raises(UsageError, match="last_step one of 'final', 'keep'"):
         rollout_data.open(folder, last_step="drop")
 
 

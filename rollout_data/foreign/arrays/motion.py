@@ -19,34 +19,27 @@ from storage.core.durable import open_regular, read_text
 from storage.core.fields import Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UsageError
 
-from ..guards import file_inside, natural
+from ..guards import file_inside, listed
 from ..reader import EpisodeInfo, ForeignReader
 from .npz import Array, NpzArray, array_names, is_zip, read_npz
 
-#: Names that tell the layout, and axes: frames T, joints J, bodies B; the others are sizes.
-_TRACKING = {
-    "joint_pos": "TJ",
-    "joint_vel": "TJ",
-    "body_pos_w": "TB3",
-    "body_quat_w": "TB4",
-    "body_lin_vel_w": "TB3",
-    "body_ang_vel_w": "TB3",
-}
-_AMP = {
-    "dof_positions": "TJ",
-    "dof_velocities": "TJ",
-    "body_positions": "TB3",
-    "body_rotations": "TB4",
-    "body_linear_velocities": "TB3",
-    "body_angular_velocities": "TB3",
-}
-_LAYOUTS = (("joint_pos", "body_pos_w", _TRACKING), ("dof_positions", "dof_positions", _AMP))
+#: The arrays of a layout, and their axes: frames T, joints J, bodies B; the others are sizes.
+_TRACKING = ("joint_pos", "joint_vel", "body_pos_w", "body_quat_w", "body_lin_vel_w", "body_ang_vel_w")
+_AMP = (
+    "dof_positions", "dof_velocities", "body_positions", "body_rotations",
+    "body_linear_velocities", "body_angular_velocities",
+)  # fmt: skip
+_AXES = ("TJ", "TJ", "TB3", "TB4", "TB3", "TB3")
+_POSITIONS, _ROTATIONS = 2, 3
+#: Names that tell a layout.
+_LAYOUTS = (({"joint_pos", "body_pos_w"}, _TRACKING), ({"dof_positions"}, _AMP))
 _BODY_NAMES, _JOINT_NAMES = "body_names", ("joint_names", "dof_names")
 #: Texts of 3 bytes make lists of 64 in memory.
 _MAX_JSON_BYTES, _MAX_NAMES_BYTES, _HEAD_BYTES = 16 << 20, 1 << 20, 4096
 _ORDERS = ("breadth", "depth")
 #: Files of a folder, to tell its format; bytes of an array of poses, to tell whether they are right, and how closely.
 _MAX_LOOKED_AT, _CHECKED_BYTES, _TOLERANCE = 8, 1 << 22, 1e-2
+_Layout = tuple[str, ...]
 #: Fields and metadata of a clip of frames.
 _Json = tuple[dict[str, Array], dict[str, Any]]
 
@@ -63,7 +56,7 @@ class Reader(ForeignReader):
     @classmethod
     def detect(cls, path: Path) -> bool:
         try:
-            return any(map(_is_clip, islice(_listed(path), _MAX_LOOKED_AT)))
+            return any(map(_is_clip, islice(_candidates(path), _MAX_LOOKED_AT)))
         except OSError:
             return False
 
@@ -75,7 +68,7 @@ class Reader(ForeignReader):
             raise UsageError("open", repr(str(self.path)), expected, repr(order))
         self._latest: tuple[Path | None, _Json] = (None, ({}, {}))
         episodes = []
-        for path in _listed(self.path):
+        for path in _candidates(self.path):
             if self.path != path:
                 path = file_inside(self.path, path.name)
                 if path.suffix != ".npz" and not _is_clip(path):
@@ -95,10 +88,10 @@ class Reader(ForeignReader):
         layout = _layout(arrays)
         if layout is None:
             raise CorruptFileError("read", repr(str(path)), f"arrays {', '.join(_TRACKING)}", "others")
-        sizes = _sizes(path, layout, arrays)
+        sizes = _sizes(layout, arrays)
         self.metadata["quaternion_order"] = "wxyz"
         fields = {f"observation/{name}": arrays.pop(name) for name in layout if name in arrays}
-        self._check_poses(path, list(layout), fields, sizes)
+        self._check_poses(path, layout, fields, sizes)
         metadata: dict[str, Any] = {"fps": _fps(arrays.pop("fps"))} if "fps" in arrays else {}
         for name, one in arrays.items():
             if name == _BODY_NAMES or name in _JOINT_NAMES:
@@ -123,12 +116,16 @@ class Reader(ForeignReader):
         metadata[_BODY_NAMES] = list(order)
         return "names"
 
-    def _check_poses(self, path: Path, names: list[str], fields: Mapping[str, NpzArray], sizes: dict[str, int]) -> None:
+    def _check_poses(self, path: Path, layout: _Layout, fields: Mapping[str, NpzArray], sizes: dict[str, int]) -> None:
         """Report what hints at another order of bodies or numbers; of a long clip looks at the first frames."""
         where, advice = repr(str(path)), "The rows are given as they are stored"
         checks = (
-            (names[2], "body 0 above the ground", lambda rows: rows[:, 0, 2] > 0),
-            (names[3], "unit quaternions", lambda rows: abs(np.linalg.norm(rows, axis=-1) - 1).max(-1) < _TOLERANCE),
+            (layout[_POSITIONS], "body 0 above the ground", lambda rows: rows[:, 0, 2] > 0),
+            (
+                layout[_ROTATIONS],
+                "unit quaternions",
+                lambda rows: abs(np.linalg.norm(rows, axis=-1) - 1).max(-1) < _TOLERANCE,
+            ),
         )
         for name, expected, is_right in checks:
             one = fields.get(f"observation/{name}")
@@ -159,12 +156,8 @@ class Reader(ForeignReader):
         return self._json(source)[0][name][start:stop].copy()
 
 
-def _listed(path: Path) -> list[Path]:
-    """List what may be clips in a folder, by the numbers in their names; a file by itself."""
-    if not path.is_dir():
-        return [path]
-    names = sorted((one.name for one in path.iterdir() if not one.name.startswith(".")), key=natural)
-    return [path / name for name in names if name.endswith((".npz", ".txt", ".json"))]
+def _candidates(path: Path) -> list[Path]:
+    return listed(path, (".npz", ".txt", ".json")) if path.is_dir() else [path]
 
 
 def _is_clip(path: Path) -> bool:
@@ -179,14 +172,14 @@ def _is_clip(path: Path) -> bool:
     return head.lstrip().startswith(b"{") and b'"Frames"' in head
 
 
-def _layout(arrays: Collection[str]) -> dict[str, str] | None:
-    return next((layout for first, other, layout in _LAYOUTS if first in arrays and other in arrays), None)
+def _layout(names: Collection[str]) -> _Layout | None:
+    return next((layout for needed, layout in _LAYOUTS if needed.issubset(names)), None)
 
 
-def _sizes(path: Path, layout: dict[str, str], arrays: Mapping[str, NpzArray]) -> dict[str, int]:
+def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:
     """Compare the shapes of all arrays; give the number of frames T, joints J and bodies B."""
     sizes = {"3": 3, "4": 4}
-    for name, axes in layout.items():
+    for name, axes in zip(layout, _AXES, strict=True):
         if name not in arrays:
             continue
         one = arrays[name]

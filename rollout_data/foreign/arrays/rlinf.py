@@ -7,7 +7,6 @@ dones of a column; the last of a column mostly has an open end.
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import re
 import zipfile
@@ -20,11 +19,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
+from storage.core import arguments
 from storage.core.durable import open_regular
 from storage.core.fields import MAX_FIELDS, Field, Schema, dtype_name
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
-from ..guards import damage_named, file_inside, natural, read_object
+from ..guards import damage_named, file_inside, listed, read_object
 from ..reader import NO_FIELDS, EpisodeInfo, ForeignReader
 from .npz import Array
 
@@ -60,12 +60,12 @@ class Reader(ForeignReader):
         return any(_index(folder) for folder in _folders(path))
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        if (choice := self.options["on_bad_index"]) not in ("refuse", "rebuild"):
-            raise UsageError("open", repr(str(self.path)), "on_bad_index='refuse' or 'rebuild'", repr(choice))
+        given, choices = self.options["on_bad_index"], ("refuse", "rebuild")
+        is_rebuilt = arguments.choice("open the checkpoint", "on_bad_index", given, choices) == "rebuild"
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
         episodes: list[EpisodeInfo] = []
         for folder in _folders(self.path):
-            for number, entry, path in self._listed(folder, choice == "rebuild"):
+            for number, entry, path in self._listed(folder, is_rebuilt):
                 try:
                     block = self._load(path)
                     shape = _shape(block, path)
@@ -77,7 +77,7 @@ class Reader(ForeignReader):
                 if entry.get("num_samples", shape[0] * shape[1]) != shape[0] * shape[1]:
                     got, advice = f"{shape[0]} x {shape[1]}", "Pass on_bad_index='rebuild' to believe the files"
                     told = f"{entry['num_samples']} samples, as the index tells"
-                    if choice == "refuse":
+                    if not is_rebuilt:
                         raise CorruptFileError("open", repr(str(path)), told, got, advice)
                     self.problem("agree with the index on", repr(str(path)), told, got, "The file is believed")
                 episodes += found
@@ -104,9 +104,9 @@ class Reader(ForeignReader):
             if len(entries) < len(about["trajectory_id_list"]):
                 raise ValueError("an id twice")
         files: dict[int, list[str]] = {}
-        for name in sorted(os.listdir(folder), key=natural):
-            if one := _FILE.fullmatch(name):
-                files.setdefault(int(one[1]), []).append(name)
+        for path in listed(folder):
+            if one := _FILE.fullmatch(path.name):
+                files.setdefault(int(one[1]), []).append(path.name)
         if lacking := [number for number in entries if number not in files]:
             got = f"no file of {', '.join(map(str, lacking))}"
             self.problem("find what is in the index of", where, "every file", _short(got), "They are left out")
@@ -206,8 +206,8 @@ def _folders(path: Path) -> list[Path]:
     """List the folder with an index, or those of the ranks in it."""
     if not path.is_dir():
         return []
-    ranks = [one for one in path.iterdir() if re.fullmatch(r"rank_\d+", one.name) and one.is_dir()]
-    return [path] if _index(path) else [path / name for name in sorted((one.name for one in ranks), key=natural)]
+    ranks = (one for one in listed(path) if re.fullmatch(r"rank_\d+", one.name) and one.is_dir())
+    return [path] if _index(path) else list(ranks)
 
 
 def _short(text: str) -> str:

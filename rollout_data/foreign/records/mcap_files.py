@@ -16,7 +16,7 @@ import numpy as np
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
-from ..guards import damage_named, file_inside, natural
+from ..guards import damage_named, file_inside, listed
 from ..reader import EpisodeInfo, ForeignReader
 from .mcap_log import MAGIC, Log, Topic
 from .tfrecord import Array, open_map
@@ -75,6 +75,7 @@ class Reader(ForeignReader):
         self._latest: tuple[Any, dict[Any, Any]] = (None, {})
         episodes, refused = [], list[RolloutDataError]()
         for path in _paths(self.path):
+            path = path if path == self.path else file_inside(self.path, path.name)
             try:
                 log = Log(path)
                 if not log.is_whole:
@@ -225,10 +226,8 @@ def _schema(topic: Topic) -> Any:
 
 def _paths(path: Path) -> list[Path]:
     """List the files of a folder with nothing but such files; a file by itself."""
-    if not path.is_dir():
-        return [path]
-    names = sorted((one.name for one in path.iterdir() if not one.name.startswith(".")), key=natural)
-    return [file_inside(path, name) for name in names] if all(name.endswith(".mcap") for name in names) else []
+    found = listed(path) if path.is_dir() else [path]
+    return found if not path.is_dir() or all(one.suffix == ".mcap" for one in found) else []
 
 
 def _about(topic: Topic) -> str:

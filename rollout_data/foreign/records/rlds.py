@@ -14,8 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
+from storage.core import arguments
 from storage.core.fields import Field, Schema
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UsageError
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError
 
 from ..guards import file_inside, read_object
 from ..pictures import decode_picture, picture_format
@@ -52,10 +53,8 @@ class Reader(ForeignReader):
             return False
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        for name, allowed in _CHOICES.items():
-            if self.options[name] not in allowed:
-                expected = " or ".join(map(repr, allowed))
-                raise UsageError("open", repr(str(self.path)), f"{name} of {expected}", repr(self.options[name]))
+        for name, choices in _CHOICES.items():
+            arguments.choice("open the set", name, self.options[name], choices)
         folders = _version_folders(self.path)
         if len(folders) != 1:
             got = ", ".join(folder.name for folder in folders) or "none"
