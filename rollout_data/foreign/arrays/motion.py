@@ -7,7 +7,7 @@ is ever permuted.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -119,7 +119,7 @@ class Reader(ForeignReader):
     def _check_poses(self, path: Path, layout: _Layout, fields: Mapping[str, NpzArray], sizes: dict[str, int]) -> None:
         """Report what hints at another order of bodies or numbers; of a long clip looks at the first frames."""
         where, advice = repr(str(path)), "The rows are given as they are stored"
-        checks = (
+        checks: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (
             (layout[_POSITIONS], "body 0 above the ground", lambda rows: rows[:, 0, 2] > 0),
             (
                 layout[_ROTATIONS],
@@ -153,7 +153,8 @@ class Reader(ForeignReader):
         if isinstance(source, dict):
             found: Array = source[name].read(start, stop)
             return found
-        return self._json(source)[0][name][start:stop].copy()
+        copied: Array = self._json(source)[0][name][start:stop].copy()
+        return copied
 
 
 def _candidates(path: Path) -> list[Path]:
