@@ -156,6 +156,10 @@ def test_tasks_and_texts_come_back_from_rlinf_and_what_is_reshaped_is_told(tmp_p
     (episode,) = rollout_data.open(tmp_path / "rlinf")
     assert (episode.task, episode["forward_inputs/note"]) == ("поднять куб", ["ü0", "ü1", "ü2"])
     assert np.array_equal(episode.action, source[0].action) and any("rows of one" in one for one in report)
+    clips = rollout_data.open(Path(__file__).parents[1] / "data" / "formats" / "motion_npz" / "clips")
+    write(clips, tmp_path / "clips", "rlinf")  # observations only
+    for mine, theirs in zip(clips, rollout_data.open(tmp_path / "clips"), strict=True):
+        same(mine.observation, theirs.observation)
     report = write(source, tmp_path / "folders", "trajectory-folders").report
     assert {"'observation' is flattened", "'action' is flattened"} <= report.keys()
 

@@ -270,8 +270,9 @@ def _renamed(content: dict[str, Any], name: str) -> str:
 
 def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
     """Give T and B of a block."""
-    for name in ("prev_logprobs", "reward", "action"):
-        value = block.get(name)
+    named = [name for name in ("prev_logprobs", "reward", "action") if name in block]
+    for name in named or [name for name in block if name.split("/")[0] == "observation"]:
+        value = block[name]
         if isinstance(value, torch.Tensor) and value.dim() >= 2 and min(value.shape[:2]) > 0:
             return int(value.shape[0]), int(value.shape[1])
     raise CorruptFileError("read", repr(str(path)), "'prev_logprobs' or 'rewards' of [T, B, ...]", "none")

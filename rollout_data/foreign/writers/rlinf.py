@@ -82,6 +82,7 @@ class Writer(ForeignWriter):
                 content[_ACTIONS_AND_REWARDS[name]] = values[:, None]
             else:
                 content.setdefault("forward_inputs", {})[name] = values[:, None]
+                self.changed(f"{name!r} is called 'forward_inputs/{name}'", episode)
         if episode.schema.get("reward") and episode.schema["reward"].shape == (1,):
             self.changed("'reward' is read as numbers, not as rows of one", episode)
         texts = {name: episode.read(name) for name in episode.texts}
