@@ -27,14 +27,17 @@ _BATCH_BYTES, _BATCH_ROWS = 1 << 25, 1 << 16
 _ROWS_PER_BYTE, _MAX_COLUMN_BYTES, _MAX_EXPANSION = 1 << 4, 1 << 27, 4
 #: Columns of integers are read as a whole: 64 MiB each.
 _MAX_WHOLE_ROWS = 1 << 23
-#: Of columns in lists of unknown lengths.
-_VALUES_PER_BYTE = 1 << 5
+#: Of columns in lists of unknown lengths: the least of both is the most that one may have.
+_VALUES_PER_BYTE, _VALUES_PER_ROW, _MANY_VALUES = 1 << 5, 1 << 6, 1 << 20
 _MAX_FOOTERS = 64
 #: Arrow's names -> ours.
 _KINDS = {"halffloat": "float16", "float": "float32", "double": "float64", "string": "text", "string_view": "text"}
 #: Numbers of fields in a footer: of the file, a row group, a column in it, and its statistics; the kind of texts.
 _ROW_GROUPS, _COLUMNS, _ABOUT_COLUMN = 4, 1, 3
 _KIND, _NUM_VALUES, _NUM_BYTES, _STATISTICS, _NULL_COUNT, _LEAST_AND_LARGEST, _BYTES = 1, 5, 6, 12, 3, (6, 5), 6
+_NUM_STORED_BYTES, _FIRST_PAGES = 7, (9, 11)
+#: The same in the header of a page: unpacked and stored bytes, and what says how many values it has.
+_PAGE_BYTES, _PAGE_STORED_BYTES, _PAGE_VALUES, _MAX_HEADER_BYTES = 2, 3, (5, 8), 1 << 16
 Array = np.ndarray[Any, Any]
 
 
@@ -54,6 +57,7 @@ class ParquetFile:
     def __init__(self, path: Path) -> None:
         self.path, self._num_bytes = path, path.stat().st_size
         self._footer: Any = None
+        self._known_sizes: dict[tuple[int, int], tuple[int, int, int]] = {}
         with self._opened() as file:
             self._footer, schema = file.metadata, file.schema_arrow
         self.num_rows: int = self._footer.num_rows
@@ -103,6 +107,8 @@ class ParquetFile:
                 raise self._damaged(f"the column {name!r} of integers", kind)
         if self.num_rows > _MAX_WHOLE_ROWS:
             raise self._damaged(f"at most {_MAX_WHOLE_ROWS} rows", str(self.num_rows))
+        for name in names:
+            self._batch_rows(name, 1, range(self._footer.num_row_groups))
         with self._opened() as file:
             table = file.read(columns=list(names), use_threads=False)
         parts = {name: table.column(name).chunks for name in names}
@@ -114,7 +120,7 @@ class ParquetFile:
         kind = str(self.types.get(name, "none"))
         if self._footer.num_row_groups != 1 or kind not in ("int32", "int64"):
             return None
-        *_, found = self._column(0, self._leaves[name][0])
+        found = self._columns[0][self._leaves[name][0]].get(_STATISTICS, {})
         least, largest = (found.get(field) for field in _LEAST_AND_LARGEST)
         if found.get(_NULL_COUNT) or not (isinstance(least, bytes) and isinstance(largest, bytes)):
             return None
@@ -124,12 +130,15 @@ class ParquetFile:
         """Say how many rows of a column to decode at a time, after comparing what it declares."""
         if name not in self.types:
             raise self._damaged(f"the column {name!r}", "none of that name")
-        largest, most_listed = 1, self.num_rows + self._num_bytes * _VALUES_PER_BYTE
+        largest, most_listed = (
+            1,
+            min(self._num_bytes * _VALUES_PER_BYTE, self.num_rows * _VALUES_PER_ROW + _MANY_VALUES),
+        )
         for group in groups:
             for leaf in self._leaves[name]:
-                kind, num_values, num_bytes, _ = self._column(group, leaf)
+                kind, num_values, num_bytes = self._sizes(group, leaf)
                 num_rows = int(self._starts[group + 1] - self._starts[group])
-                most_values = num_rows * max(width, 1) if width is not None else most_listed
+                most_values = num_rows * max(width, 1) if width is not None else num_rows + most_listed
                 most_bytes = max(_MAX_COLUMN_BYTES, self._num_bytes * _MAX_EXPANSION)
                 if num_values > most_values or num_bytes > most_bytes:
                     got = f"{num_values} values in {num_bytes} bytes"
@@ -138,27 +147,43 @@ class ParquetFile:
                 largest = max(largest, num_bytes if kind == _BYTES else 8 * (width or 1))
         return max(1, _BATCH_BYTES // largest)
 
-    def _column(self, group: int, leaf: int) -> tuple[int, int, int, dict[int, Any]]:
-        """Give what the footer says of a column of a row group: its kind, values and bytes, and its statistics.
+    def _sizes(self, group: int, leaf: int) -> tuple[int, int, int]:
+        """Give the kind of a column of a row group, and how many values and unpacked bytes it has.
+
+        Its pages are asked as well as the footer: Arrow takes the memory that they declare.
+        """
+        if (group, leaf) not in self._known_sizes:
+            about = self._columns[group][leaf]
+            with self._footer_named(), open(self.path, "rb") as file:
+                position = min(about[first] for first in _FIRST_PAGES if first in about)
+                end, num_values, num_bytes = position + about[_NUM_STORED_BYTES], 0, 0
+                while position < end:
+                    file.seek(position)
+                    page = _Thrift(file.read(min(_MAX_HEADER_BYTES, end - position)))
+                    header = page.value(_Thrift.STRUCT)
+                    position += page.position + max(0, header[_PAGE_STORED_BYTES])
+                    num_values += sum(header[kind][1] for kind in _PAGE_VALUES if kind in header)
+                    num_bytes += header[_PAGE_BYTES]
+                num_values, num_bytes = max(about[_NUM_VALUES], num_values), max(about[_NUM_BYTES], num_bytes)
+                self._known_sizes[group, leaf] = int(about[_KIND]), int(num_values), int(num_bytes)
+        return self._known_sizes[group, leaf]
+
+    @cached_property
+    def _columns(self) -> list[list[dict[int, Any]]]:
+        """Row group -> column -> what the footer says of it.
 
         Not by Arrow: where it finds sizes, histograms and types that contradict each other, it ends the process.
         """
-        with damage_named("read", repr(str(self.path)), "an intact footer", LookupError, TypeError, RecursionError):
-            kind, num_values, num_bytes, statistics = self._columns[group][leaf]
-            return kind, int(num_values), int(num_bytes), dict(statistics)
-
-    @cached_property
-    def _columns(self) -> list[list[tuple[Any, ...]]]:
-        with open(self.path, "rb") as file:
+        with self._footer_named(), open(self.path, "rb") as file:
             file.seek(-8, os.SEEK_END)
             size = int.from_bytes(file.read(4), "little")
             file.seek(-8 - size, os.SEEK_END)
             groups = _Thrift(file.read(size)).value(_Thrift.STRUCT)[_ROW_GROUPS]
-        columns = [[column[_ABOUT_COLUMN] for column in group[_COLUMNS]] for group in groups]
-        return [
-            [(one[_KIND], one[_NUM_VALUES], one[_NUM_BYTES], one.get(_STATISTICS, {})) for one in group]
-            for group in columns
-        ]
+            return [[dict(column[_ABOUT_COLUMN]) for column in group[_COLUMNS]] for group in groups]
+
+    def _footer_named(self) -> Any:
+        kinds = (OSError, LookupError, TypeError, ValueError, RecursionError)
+        return damage_named("read", repr(str(self.path)), "an intact footer, and headers of pages", *kinds)
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -205,28 +230,26 @@ class _Thrift:
     _TRUE, _BYTE, _LAST_INTEGER, _DOUBLE, _BINARY, _MAP = 1, 3, 6, 7, 8, 11
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+        self._data, self.position = data, 0
 
     def value(self, kind: int) -> Any:
         """Read the next value, of a kind in the numbers of the protocol."""
         if self._BYTE < kind <= self._LAST_INTEGER:
             number = self._number()
             return number >> 1 ^ -(number & 1)
-        if kind == self._BINARY:
-            return self._bytes(self._number())
         if kind == self.STRUCT:
             return self._struct()
+        if kind == self._BINARY:
+            return self._bytes(self._number())
         if kind < self._BYTE:  # the kind is the value
             return kind == self._TRUE
-        if kind == self._BYTE:
-            return self._byte()
-        if kind == self._DOUBLE:
-            return self._bytes(8)
+        if kind in (self._BYTE, self._DOUBLE):
+            return self._bytes(1 if kind == self._BYTE else 8)
         if kind == self._MAP:
             num = self._number()
-            kinds = self._byte() if num else 0
+            kinds = self._bytes(1)[0] if num else 0
             return [(self._element(kinds >> 4), self._element(kinds & 15)) for _ in range(num)]
-        head = self._byte()  # a list or a set
+        head = self._bytes(1)[0]  # a list or a set
         num = head >> 4 if head < 0xF0 else self._number()
         return [self._element(head & 15) for _ in range(num)]
 
@@ -235,26 +258,25 @@ class _Thrift:
 
     def _struct(self) -> dict[int, Any]:
         found, field = dict[int, Any](), 0
-        while head := self._byte():
+        while head := self._data[self.position]:
+            self.position += 1
             field = field + (head >> 4) if head >> 4 else self.value(self._LAST_INTEGER)
             found[field] = self.value(head & 15)
+        self.position += 1
         return found
 
     def _number(self) -> int:
         number = shift = 0
-        while (byte := self._byte()) & 128 and shift < 64:
-            number, shift = number | (byte & 127) << shift, shift + 7
+        while (byte := self._data[self.position]) & 128 and shift < 64:
+            number, shift, self.position = number | (byte & 127) << shift, shift + 7, self.position + 1
+        self.position += 1
         return number | byte << shift
 
-    def _byte(self) -> int:
-        self._at += 1
-        return self._data[self._at - 1]
-
     def _bytes(self, num: int) -> bytes:
-        self._at += num
-        if self._at > len(self._data):
-            raise LookupError("the footer ends too early")
-        return self._data[self._at - num : self._at]
+        self.position += num
+        if self.position > len(self._data):
+            raise LookupError("it ends too early")
+        return self._data[self.position - num : self.position]
 
 
 def _num_leaves(kind: Any) -> int:

@@ -210,6 +210,22 @@ def test_a_video_without_the_frames_is_refused_and_left_out_when_the_index_is_re
     assert ("observation/images.left" in recording[0].schema) is (damage == "short")
 
 
+@pytest.mark.parametrize("damage", ["missing", "empty", "short"])
+def test_a_short_video_of_version_2_is_found_when_the_set_is_opened(tmp_path: Path, damage: str) -> None:
+    pytest.importorskip("av", reason="the extra `video` is missing")
+    path = sample(tmp_path, "lerobot_v21/groot_video")
+    file = path / "videos" / "chunk-000" / "observation.images.ego_view" / "episode_000000.mp4"
+    file.unlink()
+    if damage == "short":
+        shutil.copy(file.with_name("episode_000001.mp4"), file)
+    elif damage == "empty":
+        file.touch()
+    with pytest.raises(CorruptFileError, match=r"episode 0 of|episode_000000"):
+        rollout_data.open(path)
+    recording = rollout_data.open(path, on_bad_index="rebuild")
+    assert ["observation/images.ego_view" in episode.schema for episode in recording] == [False, True]
+
+
 def test_any_range_of_a_video_is_that_of_the_whole(tmp_path: Path) -> None:
     pytest.importorskip("av", reason="the extra `video` is missing")
     recording = rollout_data.open(ROOT / "lerobot_v3/video_h264")

@@ -121,6 +121,15 @@ def test_a_set_without_an_index_can_be_rebuilt(tmp_path: Path) -> None:
     check(rollout_data.open(path, on_bad_index="rebuild"), LENGTHS)
 
 
+@pytest.mark.parametrize(("version", "name"), [("v3.0", "tasks.parquet"), ("v2.1", "tasks.jsonl")])
+def test_tasks_are_those_of_the_index_where_their_file_is_missing(tmp_path: Path, version: str, name: str) -> None:
+    path = LeRobotSet(tmp_path / "set", LENGTHS, version).write()
+    (path / "meta" / name).unlink()
+    recording = rollout_data.open(path)
+    check(recording, LENGTHS)
+    assert name in str(recording.problems[0])
+
+
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
 def test_a_damaged_file_of_one_episode_costs_that_episode(tmp_path: Path, damage: str) -> None:
     path = LeRobotSet(tmp_path / "set", LENGTHS, "v2.1").write()
@@ -168,8 +177,9 @@ def test_a_template_makes_names_inside_the_folder_and_nothing_else(tmp_path: Pat
     outside = tmp_path / "data" / "chunk-000" / "file-000.parquet"
     outside.parent.mkdir(parents=True)
     shutil.copy(path / "data" / "chunk-000" / "file-000.parquet", outside)
-    with pytest.raises((CorruptFileError, UnsafeFileError)):
-        rollout_data.open(path)
+    for choice in ("refuse", "rebuild"):
+        with pytest.raises((CorruptFileError, UnsafeFileError)):
+            rollout_data.open(path, on_bad_index=choice)
 
 
 def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
@@ -224,6 +234,19 @@ def test_a_row_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
     path = made.write()
     with pytest.raises(CorruptFileError, match=r"values|bytes"):
         rollout_data.open(path)[0].read("observation/state")
+
+
+def test_pages_that_hold_more_than_the_footer_says_are_refused(tmp_path: Path) -> None:
+    nulls = pa.ListArray.from_arrays(pa.array([0, 3, 3_000_000], pa.int32()), pa.nulls(3_000_000, pa.float32()))
+    made = LeRobotSet(tmp_path / "set", [2])
+    made.tables[0] = made.tables[0].set_column(0, "observation.state", nulls)
+    file = made.write() / "data" / "chunk-000" / "file-000.parquet"
+    data, num_values = file.read_bytes(), b"\x80\x9b\xee\x02"  # as Thrift writes 3,000,000
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    assert num_values in data[start:]
+    file.write_bytes(data[:start] + data[start:].replace(num_values, b"\x8c\x80\x80\x00"))  # 6
+    with pytest.raises(CorruptFileError, match="3000000 values"):
+        rollout_data.open(tmp_path / "set")[0].read("observation/state")
 
 
 @pytest.mark.parametrize("kind", ["ragged", "null", "other"])

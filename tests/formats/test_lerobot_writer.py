@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 pa = pytest.importorskip("pyarrow", reason="the extra `formats` is missing")
+import pyarrow.parquet as pq  # noqa: E402
+
 import rollout_data  # noqa: E402
 from rollout_data.foreign.formats import writer_class  # noqa: E402
 from rollout_data.recordings.converting import convert  # noqa: E402
@@ -121,6 +123,10 @@ def test_statistics_are_those_of_all_frames(tmp_path: Path) -> None:
     pixels = np.concatenate([episode["observation/images.hwc"] for episode in source]) / 255
     np.testing.assert_allclose(np.squeeze(got["observation.images.hwc"]["std"]), pixels.std((0, 1, 2)))
     assert np.shape(got["observation.images.hwc"]["mean"]) == (3, 1, 1)
+    entries = pq.read_table(tmp_path / "set" / "meta" / "episodes").to_pylist()
+    for entry, episode in zip(entries, source, strict=True):  # lerobot makes those of a part of the set of these
+        np.testing.assert_allclose(entry["stats/action/mean"], episode.action.mean(0, np.float64))
+        assert entry["stats/observation.images.hwc/count"] == [len(episode)]
 
 
 def test_the_texts_of_tasks_are_the_index_that_pandas_reads(tmp_path: Path) -> None:

@@ -143,12 +143,13 @@ class Statistics:
 
     def add(self, rows: Array) -> None:
         """Take more rows, `[n, *shape]`."""
-        values = rows.astype(np.float64)
-        values = values.reshape(-1, rows.shape[-1] if self._has_channels else 1) if self._is_picture else values
         self._num_frames += len(rows)
-        self._num_values += len(values)
-        self._low, self._high = np.minimum(self._low, values.min(0)), np.maximum(self._high, values.max(0))
-        self._sum, self._squares = self._sum + values.sum(0), self._squares + (values**2).sum(0)
+        rows = rows.reshape(-1, rows.shape[-1] if self._has_channels else 1) if self._is_picture else rows
+        values = rows.astype(np.float64)
+        self._num_values += len(rows)
+        self._low, self._high = np.minimum(self._low, rows.min(0)), np.maximum(self._high, rows.max(0))
+        self._sum = self._sum + values.sum(0)
+        self._squares = self._squares + np.einsum("n...,n...->...", values, values)
 
     def result(self) -> dict[str, Array]:
         """Give what LeRobot stores: name -> numbers; `count` is that of the frames."""

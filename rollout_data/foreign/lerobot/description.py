@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from string import Formatter
@@ -15,7 +16,7 @@ from typing import Any
 
 from storage.core.arguments import is_real, is_whole
 from storage.core.fields import DTYPES, Field
-from storage.errors import CorruptFileError, ForeignFileError
+from storage.errors import CorruptFileError, ForeignFileError, UnsafeFileError
 
 from ..guards import file_inside, read_object
 from ..parquet import first_row
@@ -31,6 +32,17 @@ INDEX_COLUMNS = ("episode_index", "frame_index", "index")
 UNFINISHED = "is_unfinished"
 _NUMBERS = ("chunk_index", "file_index", "episode_chunk", "episode_index")
 _DEFAULT_CHUNKS_SIZE = 1000
+#: Version -> the usual names of data files and of video files.
+TEMPLATES = {
+    "v3.0": (
+        "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    ),
+    "v2.1": (
+        "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    ),
+}
 _OBSERVATION = "observation"
 
 
@@ -44,7 +56,7 @@ class Info:
         major: 2 or 3.
         fps: Frames in a second.
         features: Name -> what is said of it.
-        data_path, video_path: Templates of the names of files; the second is "" where there is no video.
+        data_path, video_path: Templates of the names of files.
     """
 
     path: Path
@@ -66,20 +78,6 @@ class Info:
         return int(self.content.get("chunks_size", _DEFAULT_CHUNKS_SIZE))
 
 
-def data_template(version: str) -> str:
-    """Give the usual names of data files."""
-    if version == "v3.0":
-        return "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-    return "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
-
-
-def video_template(version: str) -> str:
-    """Give the usual names of video files."""
-    if version == "v3.0":
-        return "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-    return "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
-
-
 def read_info(path: Path) -> Info:
     """Read and check the description of a dataset.
 
@@ -98,11 +96,8 @@ def read_info(path: Path) -> Info:
     is_v3 = version.lstrip("v").startswith("3")
     features: Any = content.get("features")
     fps: Any = content.get("fps")
-    name = "v3.0" if is_v3 else "v2.1"
-    paths = {
-        "data_path": content.get("data_path") or data_template(name),
-        "video_path": content.get("video_path") or "",
-    }
+    usual = zip(("data_path", "video_path"), TEMPLATES["v3.0" if is_v3 else "v2.1"], strict=True)
+    paths: dict[str, Any] = {name: content.get(name) or template for name, template in usual}
     checks = {
         "features": (features, isinstance(features, dict) and all(isinstance(one, dict) for one in features.values())),
         "fps": (fps, is_real(fps) and 0 < float(fps) < float("inf")),
@@ -116,6 +111,8 @@ def read_info(path: Path) -> Info:
     for name, (value, is_right) in checks.items():
         if not is_right or (name == "chunks_size" and not value):
             raise CorruptFileError("open", repr(str(file)), f"a {name!r} as LeRobot writes it", repr(value)[:80])
+    for name, key in (("data_path", {}), ("video_path", {"video_key": ""})):
+        file_name(paths[name], {**dict.fromkeys(_NUMBERS, 0), **key}, path)
     return Info(path, content, 3 if is_v3 else 2, float(fps), features, **paths)
 
 
@@ -130,7 +127,10 @@ def name_pattern(template: str, where: Path) -> re.Pattern[str]:
     return re.compile("".join(parts), re.ASCII)
 
 
+@lru_cache(maxsize=64)
 def _parts(template: str, where: Path) -> list[tuple[str, str, str]]:
+    if template.startswith("/") or ".." in template.split("/"):
+        raise UnsafeFileError("open", repr(template[:80]), f"files below {str(where)!r}", "names that lead out of it")
     try:
         parts = [(text, name or "", spec or "", kind) for text, name, spec, kind in Formatter().parse(template)]
     except ValueError as cause:

@@ -26,6 +26,8 @@ from ..parquet import ParquetFile, ParquetFiles
 from .description import INDEX_COLUMNS, UNFINISHED, Info, file_name, name_pattern
 
 SUCCESS, TASK = "next.success", "task_index"
+#: Version -> the file of the texts of tasks.
+_TASK_NAMES = {2: "meta/tasks.jsonl", 3: "meta/tasks.parquet"}
 #: As objects they take twenty times as much.
 _MAX_LINES_BYTES = 1 << 24
 #: More parts of episodes than this in a file, besides those of the index, are no recording.
@@ -88,7 +90,12 @@ class Index:
         self.entries: dict[int, Entry] = {}
         self.tasks: dict[int, str] = {}
         read_tasks = _read_tasks_3 if info.major == 3 else _read_tasks_2
-        self._take(lambda: self.tasks.update(read_tasks(info)), "metadata")
+        if (info.path / _TASK_NAMES[info.major]).exists():
+            self._take(lambda: self.tasks.update(read_tasks(info)), "metadata")
+        else:
+            where, advice = f"the tasks of {str(info.path)!r}", "The index of the episodes tells their tasks"
+            wrong = CorruptFileError("open", where, f"a file {_TASK_NAMES[info.major]!r}", "none", advice)
+            self.problems.append(wrong.of("metadata"))
         self._take(self._read_entries, "metadata")
         self._take(self._check_entries)
         runs = self._read_runs()
@@ -283,7 +290,7 @@ def _data_files(info: Info) -> list[str]:
 
 
 def _read_tasks_3(info: Info) -> dict[int, str]:
-    file = ParquetFile(file_inside(info.path, "meta/tasks.parquet"))
+    file = ParquetFile(file_inside(info.path, _TASK_NAMES[3]))
     texts = [name for name, kind in file.types.items() if "string" in str(kind)]
     texts = [name for name in texts if name in ("task", "__index_level_0__")] or texts
     if len(texts) != 1:
@@ -296,7 +303,7 @@ def _read_tasks_3(info: Info) -> dict[int, str]:
 
 
 def _read_tasks_2(info: Info) -> dict[int, str]:
-    return {line[TASK]: str(line.get("task", "")) for line in _read_lines(info, "meta/tasks.jsonl", TASK)}
+    return {line[TASK]: str(line.get("task", "")) for line in _read_lines(info, _TASK_NAMES[2], TASK)}
 
 
 def _read_lines(info: Info, name: str, *numbers: str) -> list[dict[str, Any]]:

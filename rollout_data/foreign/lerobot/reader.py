@@ -186,7 +186,7 @@ class Reader(ForeignReader):
                     if entry is None or camera not in entry.videos:
                         raise index.bad(f"episode {episode}", f"where its video of {camera!r} is", "nothing")
                     file, start_s = entry.videos[camera]
-                    if (end_s := ends(file, info.major)) < start_s + (length - 0.5) / info.fps:
+                    if (end_s := ends(file)) < start_s + (length - 0.5) / info.fps:
                         expected = f"{length} frames of {camera!r} from {start_s:.3f} s on"
                         raise index.bad(f"episode {episode}", expected, f"a video that ends at {end_s:.3f} s")
                 except DataFileError as problem:
@@ -196,12 +196,12 @@ class Reader(ForeignReader):
                     missing.setdefault(episode, []).append(camera)
         return missing
 
-    def _end_of(self, name: str, major: int) -> float:
-        """Give when a video ends; of version 2, with a file for each episode, that is left to reading it."""
+    def _end_of(self, name: str) -> float:
+        """Give when a video ends; without PyAV only an empty file is known to end."""
         path = file_inside(self.path, name)
         if not path.stat().st_size:
             raise CorruptFileError("read", repr(str(path)), "a video", "an empty file")
-        return end_time(path) if major == 3 and find_spec("av") else float("inf")
+        return end_time(path) if find_spec("av") else float("inf")
 
     def _episode(self, index: Index, episode: int, missing: Sequence[str]) -> EpisodeInfo:
         runs, entry = index.runs[episode], index.entries.get(episode, Entry((), 0, 0, "", {}))

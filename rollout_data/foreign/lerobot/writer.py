@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,11 +35,15 @@ from .columns import (
     joined,
     write_video,
 )
-from .description import INFO_NAME, UNFINISHED, data_template, file_name, video_template
+from .description import INFO_NAME, TEMPLATES, UNFINISHED, file_name
 
 _CHUNKS_SIZE = 1000
 _UNKNOWN_FPS = 30
 _PART_BYTES = 1 << 22
+#: Rows of the index; with statistics each may take a hundred kilobytes.
+_ENTRIES_AT_ONCE = 100
+#: Folder of files that are not in their places yet.
+_UNFINISHED_FILES = ".unfinished"
 #: Key of a data file's own metadata: id, task and statistics of its episode.
 _NOTE = b"rollout_data.episode"
 _MAX_LIST_DIMENSIONS = 5
@@ -141,8 +146,7 @@ class Writer(ForeignWriter):
         chunk, file = divmod(number, _CHUNKS_SIZE)
         values: dict[str, int | str] = {"chunk_index": chunk, "file_index": file, "video_key": camera}
         values |= {"episode_chunk": chunk, "episode_index": number}
-        template = video_template(self._version) if camera else data_template(self._version)
-        return file_name(template, values, self.path)
+        return file_name(TEMPLATES[self._version][bool(camera)], values, self.path)
 
     def _features(self) -> dict[str, Any]:
         texts = {name.replace("/", "."): {"dtype": "string", "shape": [1], "names": None} for name in self._texts}
@@ -167,8 +171,8 @@ class Writer(ForeignWriter):
             **sizes,
             "fps": int(self._fps) if self._fps == int(self._fps) else self._fps,
             "splits": {"train": f"0:{num_episodes}"},
-            "data_path": data_template(self._version),
-            "video_path": video_template(self._version) if names else None,
+            "data_path": TEMPLATES[self._version][0],
+            "video_path": TEMPLATES[self._version][1] if names else None,
             "features": self._features(),
         }
 
@@ -212,9 +216,17 @@ class Writer(ForeignWriter):
         parquet.write_table(table, data_file, row_group_size=length, use_dictionary=texts)
         return note
 
-    def _replaced(self, name: str) -> Any:
-        """Replace a file; all but the description are flushed together, by `close`."""
-        return replace_file(self.path / name, durable=name == INFO_NAME)
+    @contextmanager
+    def _replaced(self, name: str) -> Iterator[Path]:
+        """Give a path to write a file to, which then takes its place; `close` flushes all of them at once.
+
+        All are written in one folder: of 1,000 files, a folder each, made and removed, takes more than what is in it.
+        """
+        new, path = self.path / _UNFINISHED_FILES / name.replace("/", "."), self.path / name
+        for folder in (new.parent, path.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        yield new
+        os.replace(new, path)
 
     def _report(self, episode: EpisodeToWrite) -> None:
         kept = {column.field.name for column in self._columns} | set(SCALARS)
@@ -244,6 +256,7 @@ class Writer(ForeignWriter):
 
     def close(self) -> None:
         self._write_tables()
+        shutil.rmtree(self.path / _UNFINISHED_FILES, ignore_errors=True)
         os.sync()  # all at once: of 4,000 files, one after the other, each waits for the disk
         for path in (*self.path.rglob("*"), self.path):
             sync_path(path)
@@ -278,28 +291,36 @@ class Writer(ForeignWriter):
             "column_indexes": [],
             "pandas_version": "2.0.0",
         }
-        starts = np.cumsum([0, *(note["length"] for note in self._notes)]).tolist()
-        cameras = [column.name for column in self._columns if column.kind == "video"]
-        rows = []
-        for number, note in enumerate(self._notes):
-            place = {"chunk_index": number // _CHUNKS_SIZE, "file_index": number % _CHUNKS_SIZE}
-            row = {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
-            row |= {f"data/{name}": value for name, value in place.items()}
-            row |= {"dataset_from_index": starts[number], "dataset_to_index": starts[number + 1]}
-            for camera in cameras:
-                row |= {f"videos/{camera}/{name}": value for name, value in place.items()}
-                row |= {
-                    f"videos/{camera}/from_timestamp": 0.0,
-                    f"videos/{camera}/to_timestamp": note["length"] / self._fps,
-                }
-            rows.append({**row, "meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0})
-        for name, table in (
-            ("meta/tasks.parquet", tasks.replace_schema_metadata({b"pandas": json.dumps(pandas)})),
-            ("meta/episodes/chunk-000/file-000.parquet", pyarrow.Table.from_pylist(rows)),
+        with self._replaced("meta/tasks.parquet") as new:
+            parquet.write_table(tasks.replace_schema_metadata({b"pandas": json.dumps(pandas)}), new)
+        if not self._notes:
+            return
+        table = pyarrow.Table.from_pylist([self._entry(0, 0)])
+        with (
+            self._replaced("meta/episodes/chunk-000/file-000.parquet") as new,
+            parquet.ParquetWriter(new, table.schema) as file,
         ):
-            if table.num_columns:
-                with self._replaced(name) as new:
-                    parquet.write_table(table, new)
+            start = 0
+            for first in range(0, len(self._notes), _ENTRIES_AT_ONCE):
+                rows = []
+                for number in range(first, min(first + _ENTRIES_AT_ONCE, len(self._notes))):
+                    rows.append(self._entry(number, start))
+                    start += rows[-1]["length"]
+                file.write_table(pyarrow.Table.from_pylist(rows, table.schema))
+
+    def _entry(self, number: int, start: int) -> dict[str, Any]:
+        """Describe an episode for the index of version 3; `start` is its first frame in the set."""
+        note = self._note(number)
+        place = {"chunk_index": number // _CHUNKS_SIZE, "file_index": number % _CHUNKS_SIZE}
+        row = {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
+        row |= {f"data/{name}": value for name, value in place.items()}
+        row |= {"dataset_from_index": start, "dataset_to_index": start + note["length"]}
+        for camera in (column.name for column in self._columns if column.kind == "video"):
+            times = {"from_timestamp": 0.0, "to_timestamp": note["length"] / self._fps}
+            row |= {f"videos/{camera}/{name}": value for name, value in {**place, **times}.items()}
+        for feature, stats in note["stats"].items():  # lerobot makes the statistics of a part of the set of these
+            row |= {f"stats/{feature}/{name}": value for name, value in stats.items()}
+        return {**row, "meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
 
     def _modality(self) -> dict[str, Any]:
         """Say which columns GR00T reads: whole vectors, each camera, and the task."""
@@ -318,8 +339,8 @@ class Writer(ForeignWriter):
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        with self._replaced(name) as new:
-            text = json.dumps(content, indent=4, ensure_ascii=False, default=np.ndarray.tolist)
+        text = json.dumps(content, indent=4, ensure_ascii=False, default=np.ndarray.tolist)
+        with replace_file(self.path / name) if name == INFO_NAME else self._replaced(name) as new:
             new.write_text(text, encoding="utf-8")
 
 
