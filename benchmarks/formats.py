@@ -2,13 +2,16 @@
 
 The sets have 1,000 episodes of 100 frames of 32 + 8 + 1 floats (16 MB), written by our writers. The limit of opening is
 to list the episodes with h5py or to read the tables with pyarrow; that of windows is a gather of the same windows from
-memory into a reused output; that of converting is to read the same fields and to write as many bytes.
+memory into a reused output; that of converting is to read the same fields and to write as many bytes. Windows of
+pictures come from the same frames of 128 x 128 pixels, stored as pictures (ours as they are, LeRobot's as PNG) or as
+H.264; LeRobot's own dataset class reads LeRobot's set (lerobot asks for another torch: install it with --no-deps).
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,10 @@ from rollout_data import WindowDataset
 
 from . import data, peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
+from .images import FRAME_RATE_HZ, image_set
 
+#: Windows of pictures: episodes, frames of each, and windows in a batch.
+PICTURES, PICTURE_BATCH = (8, 64), 32
 NUM_EPISODES, NUM_STEPS, WIDTHS = 1000, 100, {"observation": 32, "action": 8}
 LENGTH, BATCH = 10, 256
 #: What we promise: a set of 1,000 episodes opens within half a second.
@@ -49,6 +55,8 @@ def cases(quick: bool) -> Iterator[Case]:
         yield _windows(name, path)
     for name in sets:
         yield _converting(name, source, num_episodes)
+    for coding in ("", "h264"):
+        yield _pictures(coding, quick)
 
 
 def _made(name: str, tag: str, source: Path) -> Path:
@@ -110,6 +118,44 @@ def _windows(name: str, path: Path) -> Case:
     if name == "robomimic":
         contenders.append(Contender("robomimic", lambda: _batches(lambda: _loader(_robomimic(path))), PEER))
     return Case(f"windows L={LENGTH} B={BATCH}, {name}", tuple(contenders), num_bytes=BATCH * LENGTH * row_bytes)
+
+
+def _pictures(coding: str, quick: bool) -> Case:
+    num, num_steps = (2, 16) if quick else PICTURES
+    frames = image_set(num, num_steps)["rgb"]
+    kind, folder = coding or "pictures", data.DATA / f"formats-rgb-{coding or 'raw'}"
+    shutil.rmtree(folder, ignore_errors=True)
+    chains = {"rgb": f"{coding}:crf=23"} if coding else {}
+    with rollout_data.RolloutWriter(folder / "ours", num, obs_disassemble_mapping=chains, durable=False) as writer:
+        observation = {"rgb": torch.from_numpy(frames).transpose(0, 1)}
+        done = torch.arange(num_steps)[:, None].expand(-1, num) == num_steps - 1
+        writer.add_rollout(observation=observation, action=torch.zeros(num_steps, num, 1), done=done)
+
+    def read_by_lerobot() -> Call:
+        found = peers.load("lerobot", "datasets.lerobot_dataset")
+        version, path, fps = found.CODEBASE_VERSION, folder / "theirs", int(FRAME_RATE_HZ)
+        if not path.exists():
+            options: dict[str, Any] = {"version": version, "video": coding, "fps": fps}
+            rollout_data.convert(folder / "ours", path, "lerobot", progress=False, **options)
+        times = {"observation.images.rgb": [frame / fps for frame in range(LENGTH)]}
+        read = found.LeRobotDataset("bench/rgb", root=path, delta_timestamps=times, video_backend="pyav")
+        return _batches(lambda: DataLoader(read, PICTURE_BATCH, shuffle=True, drop_last=True))
+
+    dataset = WindowDataset(folder / "ours", LENGTH, fields=["observation"], padding="repeat", chunk_cache_bytes=0)
+    loader = partial(DataLoader, dataset, PICTURE_BATCH, shuffle=True, drop_last=True, collate_fn=dataset.collate)
+    rows = torch.from_numpy(frames).reshape(num * num_steps, -1)
+    first = torch.from_numpy(np.random.default_rng(0).integers(0, len(rows) - LENGTH + 1, PICTURE_BATCH))
+    places, out = (
+        (first[:, None] + torch.arange(LENGTH)).flatten(),
+        rows.new_empty(PICTURE_BATCH * LENGTH, rows.shape[1]),
+    )
+    contenders = (
+        Contender("gather from memory", lambda: lambda: torch.index_select(rows, 0, places, out=out), LIMIT),
+        Contender("WindowDataset", lambda: _batches(loader), OURS),
+        Contender("lerobot", read_by_lerobot, PEER),
+    )
+    size = PICTURE_BATCH * LENGTH * frames[0, 0].nbytes
+    return Case(f"windows L={LENGTH} B={PICTURE_BATCH} of RGB as {kind}", contenders, num_bytes=size)
 
 
 def _endless(make: Callable[[], Any]) -> Iterator[Any]:
