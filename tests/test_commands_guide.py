@@ -1,4 +1,4 @@
-"""What COMMANDS.md shows is what the commands print, but for figures that vary."""
+"""What the guides of the commands show is what these print, but for figures that vary."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import pytest
 
 from rollout_data.tools.command import COMMANDS, main
 
-GUIDE = Path(__file__).parents[1] / "rollout_data" / "COMMANDS.md"
-TEXT = GUIDE.read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```console\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-PREPARED = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+GUIDES = Path(__file__).parents[1] / "rollout_data"
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CALL = re.compile(r"^\$ rollout-data (.*)$", re.MULTILINE)
 
 
@@ -32,21 +30,23 @@ def without_figures(text: str) -> str:
     return re.sub(r" +", " ", re.sub(r"\d[\d.,:T-]*(e[+-]?\d+)?", "#", text))
 
 
+@pytest.mark.parametrize("guide", ["COMMANDS", "REPORT", "EDITING"])
 def test_every_example_prints_what_the_guide_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("PIL", "av", "fsspec"):
+    for module in ("PIL", "av", "fsspec", "plotly"):
         pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    for block in PREPARED:
-        exec(compile(block, "COMMANDS.md", "exec"), {"__name__": "block"})
-    capsys.readouterr()
-    for block in BLOCKS:
-        assert without_figures(printed(block, capsys).replace(f"{tmp_path}/", "")) == without_figures(block)
+    for kind, block in BLOCK.findall((GUIDES / f"{guide}.md").read_text(encoding="utf-8")):
+        if kind == "python":
+            exec(compile(block, guide, "exec"), {"__name__": "block"})
+            capsys.readouterr()
+        else:
+            assert without_figures(printed(block, capsys).replace(f"{tmp_path}/", "")) == without_figures(block)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_in_a_guide(name: str) -> None:
-    guides = "".join(path.read_text(encoding="utf-8") for path in GUIDE.parent.glob("*.md"))
+    guides = "".join(path.read_text(encoding="utf-8") for path in GUIDES.glob("*.md"))
     assert f"$ rollout-data {name} " in guides or f"`{name}`" in guides

@@ -16,13 +16,15 @@ from storage.errors import DataFileError
 from ..recordings.episode import Episode
 from .packing import Array, is_picture, packed, picture
 from .summary import dimensions_of
-from .survey import WHOLE, Column, Survey, quantiles
+from .survey import MEDIAN, WHOLE, Column, Survey, quantiles
 
 #: Points of a curve of an episode, of one of the worst, and of a finding; each is the least and greatest of its frames.
 NUM_POINTS, NUM_FINE_POINTS, NUM_SMALL_POINTS = 150, 600, 75
 #: Of small drawings.
 WIDTH, HEIGHT = 600, 192
-NUM_PICTURES, _NUM_SMALL_CURVES = 12, 3
+NUM_PICTURES = 12
+#: Of the few curves of a small drawing.
+_DASHES = ("", "5 3", "1.5 2.5")
 #: Frames that are shown on either side of a finding's.
 _AROUND = 25
 
@@ -96,37 +98,35 @@ class Closeups:
             return None
 
     def evidence(self, finding: Mapping[str, Any]) -> dict[str, Any]:
-        """Draw the worst place of a finding: curves with its frames shaded, or pictures."""
+        """Draw the worst place of a finding: pictures, or curves with its frames shaded; else the field as a whole."""
         places, numbers, field = finding["frames"], finding["trajectories"], finding["field"]
         number, start, stop = places[0] if places else (numbers[0] if numbers else -1, 0, 0)
-        if not 0 <= number < len(self.survey.table):
+        found, named, what = dict[str, Any](), dimensions_of(finding), "the whole recording"
+        columns = [one for one in self.survey.course.columns if one[0] == field and one[1] in named][: len(_DASHES)]
+        is_named = bool(columns)
+        if not is_named:
+            columns = [one for one in self.columns if field is None or f"{one[0]}/".startswith(f"{field}/")]
+        if 0 <= number < len(self.survey.table):
+            found = {"trajectory": number, "ticks": self._ticks(numbers)}
+            if field in self.survey.pictures:
+                return {**found, "pictures": self._compared_pictures(finding, number, start)}
+            frames = {0: "", 1: f"frame {start} of "}.get(stop - start, f"frames {start} to {stop - 1} of ")
+            what = f"{frames}trajectory {number}"
+            episode = self.survey.recording[number]
+            around = max(_AROUND, stop - start) if places else episode.length
+            first, last = max(0, start - around), min(episode.length, stop + around)
+            rows, start, stop = self._rows(episode, columns, first, last), start - first, stop - first
+        elif field is None or not columns:
             return {}
-        episode = self.survey.recording[number]
-        found: dict[str, Any] = {"trajectory": number, "ticks": self._ticks(numbers)}
-        if field in self.survey.pictures:
-            return {**found, "pictures": self._compared_pictures(finding, number, start)}
-        around = max(_AROUND, stop - start) if places else episode.length
-        first, last = max(0, start - around), min(episode.length, stop + around)
-        listed = [one for one in self.columns if field is None or one[0] == field or one[0].startswith(f"{field}/")]
-        rows = self._rows(episode, listed, first, last)
-        shown = [
-            one
-            for one in _telling(rows, start - first, stop - first, listed, finding)
-            if np.isfinite(rows[:, one]).any()
-        ]
-        names = [self.survey.name(listed[one]) for one in shown]
-        dashes = ("", "5 3", "1.5 2.5")
-        paths = [{"d": path(rows[:, one]), "dash": dash} for one, dash in zip(shown, dashes, strict=False)]
-        frames = f"frames {start} to {stop - 1} of " if stop > start else ""
-        scale = WIDTH / max(1, last - first)
-        shade = {"shade_x": round((start - first) * scale), "shade_width": round(max(stop - start, 0) * scale)}
-        return {
-            **found,
-            **shade,
-            "paths": paths,
-            "names": names,
-            "caption": f"{', '.join(names)}: {frames}trajectory {number}",
-        }
+        else:
+            rows = np.stack([self.survey.course.levels[one][MEDIAN] for one in columns], 1)
+        telling = range(len(columns)) if is_named else _telling(rows, start, stop)
+        shown = [one for one in telling if np.isfinite(rows[:, one]).any()]
+        names = [self.survey.name(columns[one]) for one in shown]
+        paths = [{"d": path(rows[:, one]), "dash": dash} for one, dash in zip(shown, _DASHES, strict=False)]
+        scale = WIDTH / max(1, len(rows))
+        shade = {"shade_x": round(start * scale), "shade_width": round((stop - start) * scale)}
+        return {**found, **shade, "paths": paths, "names": names, "caption": ": ".join([", ".join(names), what])}
 
     def _ticks(self, numbers: Sequence[int]) -> str:
         """Draw where in the recording some episodes are, as an SVG path."""
@@ -147,9 +147,9 @@ def path(values: Array) -> str:
     """Draw values from left to right as an SVG path, at most two points to a stretch; gaps where they are unknown."""
     points = np.concatenate(list(_stretches(values[:, None], NUM_SMALL_POINTS)), 1)
     finite = points[np.isfinite(points)]
-    low, span = finite.min(), np.ptp(finite) or 1.0
+    levels = (points.reshape(-1) - finite.min()) / np.ptp(finite) if np.ptp(finite) else 0.5 + 0 * points.reshape(-1)
     x = np.repeat((np.arange(len(points)) + 0.5) / len(points) * WIDTH, points.shape[1])
-    y = HEIGHT * (0.95 - 0.9 * (points.reshape(-1) - low) / span)
+    y = HEIGHT * (0.95 - 0.9 * levels)
     drawn, pen = "", "M"
     for across, down in zip(x.tolist(), y.tolist(), strict=True):
         drawn += f"{pen}{across:.0f} {down:.0f}" if np.isfinite(down) else ""
@@ -157,16 +157,14 @@ def path(values: Array) -> str:
     return drawn
 
 
-def _telling(rows: Array, start: int, stop: int, columns: Sequence[Column], finding: Mapping[str, Any]) -> list[int]:
-    """Choose the few columns that show a finding: those it names, or those that stand out most in its frames."""
-    named = dimensions_of(finding)
-    known = [place for place, (_, dimension) in enumerate(columns) if dimension in named]
-    if known or not rows.size:
-        return known[:_NUM_SMALL_CURVES]
+def _telling(rows: Array, start: int, stop: int) -> list[int]:
+    """Choose the few columns that stand out most in some rows."""
+    if not rows.size:
+        return []
     finite = np.where(np.isfinite(rows), rows, np.nan)
     inside = finite[start:stop] if stop > start else finite
     low, middle, high = quantiles(finite.T, (0.0, 0.5, 1.0))
     apart = np.fmax.reduce(np.abs(inside - middle)) / np.maximum(high - low, 1e-30)
     scores = np.isnan(inside).mean(0) * 9 + np.nan_to_num(apart)
-    ranked = np.argsort(-scores, kind="stable")[:_NUM_SMALL_CURVES].tolist()
+    ranked = np.argsort(-scores, kind="stable")[: len(_DASHES)].tolist()
     return [place for place in ranked if scores[place] >= 0.8 * scores.max()]

@@ -56,7 +56,7 @@ def compared(one: Survey, other: Survey, names: Sequence[str], findings: Sequenc
     return {
         "heads": [{"text": name} for name in ("", *both)],
         "facts": [_row(name, values) for name, values in _facts(one, other, findings)],
-        "lists": [one for one in lists if one["items"]],
+        "lists": [*lists[:2], *(one for one in lists[2:] if one["items"])],
         "figures": [{**figure, "key": f"compared-{place}"} for place, figure in enumerate(drawn) if figure],
         "hint": f"The mean difference of 19 quantiles over the range of both; {len(listed)} of {len(rows)} dimensions.",
         "columns": [{"text": text} for text in heads],

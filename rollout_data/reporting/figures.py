@@ -129,17 +129,20 @@ def figures(survey: Survey) -> list[Figure]:
 
 def frames_of(number: int, findings: Sequence[Mapping[str, Any]], table: Array) -> dict[str, Any]:
     """What is marked in the curves of an episode: frames of findings, and its end."""
-    listed = [(one, frame) for one in findings for frame in one["frames"] if frame[0] == number]
-    listed = listed or [(one, (number, 0, 0)) for one in findings if number in one["trajectories"]][:1]
-    places = [[start, stop] for _, (_, start, stop) in listed]
-    end = f"end: {table['ends'][number]}" + (", success ✓" if table["success"][number] == 1 else "")
+    spans: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for one in findings:
+        for place, start, stop in one["frames"]:
+            if place == number and stop > start:
+                spans.setdefault((start, stop), []).append(one)
+    end = f"end: {table['ends'][number]}" + {1: ", success ✓", 0: ", failure ✗"}.get(int(table["success"][number]), "")
     over = {"y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
     notes = [{**over, "x": int(table["length"][number]) - 1, "xanchor": "right", "text": end}]
     shapes = []
-    for one, (_, start, stop) in listed:
-        if stop > start:
-            color = {"fillcolor": "@0" if one["severity"] == "info" else "@1", "opacity": 0.25, "line": {"width": 0}}
-            span = {"type": "rect", "x0": start - 0.5, "x1": stop - 0.5, "y0": 0, "y1": 1, "yref": "paper"}
-            shapes.append({**span, **color, "layer": "below"})
-            notes.append({**over, "x": start, "xanchor": "left", "text": one["code"], "font": {"size": 11}})
+    for (start, stop), listed in spans.items():
+        color = "@0" if listed[0]["severity"] == "info" else "@1"
+        span = {"type": "rect", "x0": start - 0.5, "x1": stop - 0.5, "y0": 0, "y1": 1, "yref": "paper"}
+        shapes.append({**span, "fillcolor": color, "opacity": 0.25, "line": {"width": 0}, "layer": "below"})
+        codes = ", ".join(dict.fromkeys(one["code"] for one in listed))
+        notes.append({**over, "x": start, "xanchor": "left", "text": codes, "font": {"size": 11}})
+    places = list(spans)
     return {"places": places, "start": places[0][0] if places else 0, "shapes": shapes, "annotations": notes[:9]}

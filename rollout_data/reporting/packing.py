@@ -10,16 +10,22 @@ import gzip
 import io
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
 
 from ..foreign.guards import optional
+from ..foreign.pictures import axes_of
 
 Array = np.ndarray[Any, Any]
 #: The code of a value that is not finite; others are 0 to 65534, from the least of a row to its greatest.
 UNKNOWN = 65535
-PICTURE_PIXELS, _JPEG_QUALITY = 96, 60
+PICTURE_PIXELS, _JPEG_QUALITY, _MIN_DEPTH_SIDE = 96, 60, 16
+#: In JSON: control characters, marks of direction, and what separates lines, after an even number of backslashes.
+_UNSEEN = re.compile(
+    r"(?<!\\)((?:\\\\)*)\\(u00[01][0-9a-f]|u007f|u00[89][0-9a-f]|u061c|u200[ef]|u202[8-9a-e]|u206[0-9a-f]|ufeff)"
+)
 
 
 def compressed(data: bytes) -> str:
@@ -62,30 +68,45 @@ def as_json(content: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
+def as_visible_json(content: Any) -> str:
+    """Write JSON where letters that cannot be seen, or that reverse others, are shown by their codes."""
+    return _UNSEEN.sub(r"\1\\\\\2", as_json(content))
+
+
 def is_picture(shape: tuple[int, ...]) -> bool:
     """True for rows of a field that are drawn as pictures: `[H, W, C]`, `[C, H, W]`, or `[H, W]` of depth."""
-    if len(shape) == 3:
-        return (shape[2] in (1, 3, 4) and min(shape[:2]) >= 8) or (shape[0] in (1, 3, 4) and min(shape[1:]) >= 8)
-    return len(shape) == 2 and min(shape) >= 16
+    return bool(axes_of(shape)) and (len(shape) == 3 or min(shape) >= _MIN_DEPTH_SIDE)
 
 
-def picture(pixels: Array) -> str:
+def pixels(rows: Array, low: float, high: float) -> Array:
+    """Give pictures as `[n, H, W, 3]` uint8.
+
+    Args:
+        rows: `[n, *shape]`, with axes that `axes_of` knows; of four channels the last one is left out.
+        low, high: What becomes black and white, where they are not uint8.
+    """
+    if rows.dtype != np.uint8:
+        rows = np.nan_to_num((rows - low) * (255.0 / max(high - low, 1e-30))).clip(0, 255).astype(np.uint8)
+    axes = axes_of(rows.shape[1:])
+    rows = rows[..., None] if axes == "HW" else np.moveaxis(rows, 1, -1) if axes == "CHW" else rows
+    return np.ascontiguousarray(np.repeat(rows, 3, -1) if rows.shape[-1] == 1 else rows[..., :3])
+
+
+def picture(row: Array) -> str:
     """Make a small JPEG of a picture, as a data URL.
 
     Args:
-        pixels: As `is_picture` says. Depth is stretched from its least to its greatest value, colours that are not
-            uint8 from 0 to 1.
+        row: As `is_picture` says. Depth is stretched from its least to its greatest value, colours that are not uint8
+            from 0 to 1 or 255.
     """
     image_module = optional("PIL.Image", "pillow", "report", "pictures for the page")
-    shown = pixels[..., None] if pixels.ndim == 2 else pixels
-    shown = shown if shown.shape[2] in (1, 3, 4) else np.moveaxis(shown, 0, 2)
-    if shown.dtype != np.uint8:
-        values = np.nan_to_num(shown.astype(np.float64))
-        low, high = (values.min(), values.max()) if shown.shape[2] == 1 else (0.0, 255.0 if values.max() > 1.5 else 1.0)
-        shown = np.clip((values - low) / ((high - low) or 1) * 255, 0, 255)
+    finite = row[np.isfinite(row)]
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    if row.ndim == 3 and 1 not in (row.shape[0], row.shape[2]):
+        low, high = 0.0, 255.0 if high > 1.5 else 1.0
+    shown = pixels(row[None], float(low), float(high))[0]
     step = max(1, min(shown.shape[:2]) // (2 * PICTURE_PIXELS))  # the quick part of making it small
-    shown = np.ascontiguousarray(shown[::step, ::step]).astype(np.uint8)
-    image = image_module.fromarray(shown[..., 0] if shown.shape[2] == 1 else shown[..., :3])
+    image = image_module.fromarray(np.ascontiguousarray(shown[::step, ::step]))
     image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
     out = io.BytesIO()
     image.save(out, "JPEG", quality=_JPEG_QUALITY, optimize=True)

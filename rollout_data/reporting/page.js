@@ -4,11 +4,9 @@
 
 const byId = (id) => document.getElementById(id);
 const read = (id) => JSON.parse(byId(id).textContent);
-const [page, diagnosis, styles] = ["page", "diagnosis", "styles"].map(read);
-const [INK, GRID] = [7, 8];
-const DASHES = ["solid", "dash", "dot", "dashdot"];
+const [page, diagnosis, styles] = ["page", "diagnosis", "styles"].map(read); // what styles hold: see page.html
 const darkness = matchMedia("(prefers-color-scheme: dark)");
-let palette = styles.light;
+let palette = darkness.matches ? styles.dark : styles.light;
 
 // ---- Templates, see page.html --------------------------------------------------------------------------------------
 function bind(root, values) {
@@ -17,7 +15,7 @@ function bind(root, values) {
       if (name === "data-if" && (!values[value] || values[value].length === 0)) part.remove();
       else if (name === "data-text") part.textContent = values[value];
       else if (name === "data-each") values[value]?.forEach((item) => part.append(filled(part.dataset.with, item)));
-      else if (name.startsWith("data-set-")) part.setAttribute(name.slice(9), values[value] ?? "");
+      else if (name.startsWith("data-set-") && values[value] != null) part.setAttribute(name.slice(9), values[value]);
     }
   }
   return root;
@@ -39,9 +37,8 @@ async function unpacked(pack) {
   const data = await uncompressed(pack.data);
   const value = (row, place) => {
     const code = data[place] | (data[data.length / 2 + place] << 8);
-    const [low, high] = [pack.low[row], pack.high[row]];
-    if (code === 65535) return null;
-    return code === 65534 ? high : low + (high - low) * (code / 65534);
+    const share = code / 65534;
+    return code === 65535 ? null : pack.low[row] * (1 - share) + pack.high[row] * share;
   };
   return pack.low.map((_, row) =>
     Array.from({ length: pack.planes }, (_, plane) => {
@@ -65,21 +62,16 @@ function draw(element, figure) {
 
 function paint(element) {
   const isNew = !element.data;
-  const figure = colored(drawings.get(element)());
-  if (isPrinting) for (const { marker } of figure.traces) delete marker?.pattern; // megabytes of PDF for each chart
-  const axis = { gridcolor: palette[GRID], zerolinecolor: palette[GRID], automargin: true };
-  const layout = { ...styles.layout, font: { color: palette[INK], size: 12 }, ...figure.layout };
+  const made = drawings.get(element)();
+  const layout = { ...styles.layout, ...made.layout };
   layout.width = isPrinting ? 310 : element.clientWidth; // the columns of paper in page.css are as wide
-  for (const name of ["xaxis", "yaxis", "yaxis2", "yaxis3"]) layout[name] &&= { ...axis, ...layout[name] };
-  Plotly.react(element, figure.traces, layout, { displayModeBar: false, responsive: true });
+  for (const name of ["xaxis", "yaxis", "yaxis2", "yaxis3"]) layout[name] &&= { ...styles.axis, ...layout[name] };
+  const color = (_, place, alpha) => `"${palette[place]}${alpha}"`; // "@3" is the fourth colour of the palette
+  const figure = JSON.parse(JSON.stringify({ traces: made.traces, layout }).replace(/"@(\d)(\w*)"/g, color));
+  if (isPrinting) for (const { marker } of figure.traces) delete marker?.pattern; // megabytes of PDF for each chart
+  Plotly.react(element, figure.traces, figure.layout, { displayModeBar: false, responsive: true });
   if (isNew) element.on("plotly_click", ({ points }) => showEpisode(points[0].customdata));
   watcher.unobserve(element);
-}
-
-// "@3" in a figure is the fourth colour of the palette.
-function colored(figure) {
-  const text = JSON.stringify(figure).replace(/"@(\d)(\w*)"/g, (_, place, alpha) => `"${palette[place]}${alpha}"`);
-  return JSON.parse(text);
 }
 
 function band(levels, size) {
@@ -176,8 +168,11 @@ function showRows() {
   if (isFocused) body.querySelector("[tabindex='0']")?.focus({ preventScroll: true });
 }
 
-const shownValue = (value) =>
-  typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 7 }) : (value ?? "–");
+function shownValue(value) {
+  if (typeof value !== "number") return value ?? "–";
+  const isPlain = value === 0 || (Math.abs(value) >= 1e-5 && Math.abs(value) < 1e12);
+  return isPlain ? value.toLocaleString("en", { maximumSignificantDigits: 7 }) : value.toExponential(4);
+}
 
 // ---- One episode ---------------------------------------------------------------------------------------------------
 const picked = new Set(page.curves.filter((column) => column.is_picked).map((column) => column.name));
@@ -188,7 +183,7 @@ async function showEpisode(number, isMoving = true) {
   if (row < 0) return;
   episodes ??= read("shown");
   const one = { ...page.episode, ...episodes[number], length: values.length[row], facts: values.facts[row] };
-  one.title = `Trajectory ${number} · ${values.id[row]}`;
+  one.title = `Trajectory ${number} · ${values.name[row]}`;
   opened = number;
   showRows();
   const rows = one.curves && (await unpacked(one.curves));
@@ -237,27 +232,31 @@ function showCurves(view, one, rows) {
 }
 
 function episodeFigure(one, rows, frame, isOverlaid) {
-  const { points, planes } = one.curves;
-  const frames = planes === 1 ? points : one.length;
-  const x = Array.from({ length: points }, (_, point) => Math.floor((point * frames) / points));
+  const { points } = one.curves;
+  const x = Array.from({ length: points }, (_, point) => Math.floor((point * one.length) / points));
+  const mode = points < 50 ? "lines+markers" : "lines";
   const traces = [];
   page.curves.forEach(({ name, label, axis, twin }, place) => {
     const isLaid = isOverlaid && twin !== null && picked.has(page.curves[twin].name);
     if (!picked.has(name) && !isLaid) return;
-    const line = { width: 1.5, color: `@${place % 7}`, dash: isLaid ? "dot" : DASHES[Math.floor(place / 7) % 4] };
-    const [low, high] = rows[place];
-    traces.push({ ...styles.line, x, y: low, name: label, legendgroup: label, yaxis: isLaid ? "y" : axis, line });
+    const line = { width: 1.5, color: `@${place % 7}`, dash: isLaid ? "dot" : styles.dashes[(place / 7) & 3] };
+    const [y, high] = rows[place];
+    traces.push({ ...styles.line, mode, x, y, name: label, legendgroup: label, yaxis: isLaid ? "y" : axis, line });
     const fill = { fill: "tonexty", fillcolor: `@${place % 7}55`, showlegend: false };
     if (high) traces.push({ ...traces.at(-1), ...fill, y: high });
   });
   const layout = { ...styles.episode_layout, annotations: one.annotations };
   layout.shapes = [{ ...styles.cursor, x0: frame, x1: frame }, ...one.shapes];
+  const used = Object.entries(styles.episode_axes).filter(([axis]) => traces.some((trace) => trace.yaxis === axis));
+  for (const [axis, text] of used) layout[`yaxis${axis.slice(1)}`] = { title: { text } };
+  layout.grid = { rows: used.length, columns: 1, subplots: used.map(([axis]) => [`x${axis}`]), ygap: 0.12 };
   layout.xaxis = { ...layout.xaxis, range: [-0.5, one.length - 0.5] };
   return { traces, layout };
 }
 
 // ---- Start ---------------------------------------------------------------------------------------------------------
 function chooseFinding(place) {
+  byId("filters").reset();
   filters.finding.value = place;
   applyFilters();
   page.findings[place].names.forEach((name) => picked.add(name));
@@ -266,12 +265,14 @@ function chooseFinding(place) {
 }
 
 document.onclick = (event) => {
-  const { number, finding, sort, copy: text } = event.target.closest("[data-number], button")?.dataset ?? {};
+  const part = event.target.closest("[data-number], button, .command, [data-finding]");
+  const { number, finding, sort, copy: text } = part?.dataset ?? {};
   if (number !== undefined) showEpisode(Number(number));
-  if (finding !== undefined) chooseFinding(finding);
+  if (finding !== undefined && (part.type === "button" || getSelection().isCollapsed)) chooseFinding(finding);
   if (sort !== undefined) sortBy(sort);
-  const select = () => getSelection().selectAllChildren(event.target.previousSibling);
-  if (text !== undefined) navigator.clipboard.writeText(text).then(() => (event.target.textContent = "Copied"), select);
+  if (text === undefined) return;
+  const select = () => getSelection().selectAllChildren(part.previousSibling);
+  navigator.clipboard?.writeText(text).then(() => (part.textContent = "Copied"), select) ?? select();
 };
 
 function repaint(isForPaper) {
@@ -286,7 +287,6 @@ async function start() {
   const plotly = document.createElement("script");
   plotly.textContent = new TextDecoder().decode(await uncompressed(byId("plotly").textContent));
   document.head.append(plotly);
-  palette = darkness.matches ? styles.dark : styles.light;
   showTable();
   await showCharts();
   darkness.onchange = () => repaint(false);

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from storage.core import arguments
 from storage.core.durable import replace_file
@@ -33,7 +34,7 @@ from ..remote.access import DataDir
 from .closeups import NUM_FINE_POINTS, NUM_POINTS, Closeups
 from .comparing import compared
 from .figures import figures, frames_of, shown
-from .packing import as_json, compressed, packed
+from .packing import as_json, as_visible_json, compressed, packed
 from .summary import (
     about,
     cards,
@@ -92,7 +93,9 @@ def report(
     ]
     target = arguments.path("write a report", "", out)
     for recording in recordings:
-        if recording.path in (target.absolute(), *target.absolute().parents):
+        if not len(recording):
+            raise UsageError("write a report", f"of {str(recording.path)!r}", "an episode at least", "none")
+        if recording.path.resolve() in (target.resolve(), *target.resolve().parents):
             advice = "Write it beside the recording"
             raise UsageError("write a report", repr(str(out)), "a place outside of the recording", "one in it", advice)
     with np.errstate(all="ignore"):  # what is not finite is drawn as unknown
@@ -107,7 +110,7 @@ class Page:
     """What stands on the page of a recording, and perhaps of another one beside it."""
 
     def __init__(self, recordings: Sequence[Recording], absolute_paths: bool, progress: bool) -> None:
-        self.names = [one.path.name for one in recordings]
+        self.names, self._progress = [one.path.name for one in recordings], progress
         self.hidden = [] if absolute_paths else [str(one.path.parent).rstrip(os.sep) + os.sep for one in recordings]
         kinds: list[type[Collector]] = [Course, *(kind for rule in RULES for kind in rule.collectors)]
         has_pictures = any(rule.needs == "G" for rule in RULES)
@@ -121,8 +124,12 @@ class Page:
             one["trajectories"] = one["trajectories"][: len(one["trajectories"]) - len(one["left_out"])]
         self.order = worst_first(self.survey, self.findings)
         self.marks = marks(self.survey)
-        named = [(one["field"], place) for one in self.findings for place in dimensions_of(one)]
-        marked = {column: len({*listed} - {"constant"}) + named.count(column) for column, listed in self.marks.items()}
+        severe = [one for one in self.findings if one["severity"] != "info"]
+        named = [(one["field"], place) for one in severe for place in dimensions_of(one)]
+        marked = {
+            column: len(listed) - 2 * ("constant" in listed) + named.count(column)
+            for column, listed in self.marks.items()
+        }
         self.columns = self.survey.chosen(marked, MAX_DRAWN)
         self.closeups = Closeups(self.survey, self.columns)
         self.notes: list[str] = []
@@ -152,10 +159,10 @@ class Page:
             "plotly": plotly,
             "diagnosis": as_json(self.diagnoses[0]),
         }
-        used = len(frame) + sum(map(len, parts.values())) + len(as_json(content))
+        used = len(frame) + sum(map(len, parts.values())) + len(as_visible_json(content))
         shown, content["sheet"] = self._episodes(MAX_PAGE_BYTES - used)
         content["notes"] = [{"text": note} for note in self.notes]
-        parts |= {"page": as_json(content), "shown": as_json(shown)}
+        parts |= {"page": as_visible_json(content), "shown": as_visible_json(shown)}
         return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], frame)
 
     def _content(self) -> dict[str, Any]:
@@ -239,10 +246,11 @@ class Page:
         worst, others = self.order[:NUM_WORST], self.order[NUM_WORST:]
         chosen = [*worst, *np.random.default_rng(0).permutation(others)[:NUM_RANDOM]]
         found: dict[int, Any] = {}
-        for place, number in enumerate(map(int, chosen)):
+        drawn = tqdm(chosen, desc="draw", unit=" episodes", disable=not self._progress)
+        for place, number in enumerate(map(int, drawn)):
             curves = self.closeups.episode_curves(number, NUM_FINE_POINTS if place < NUM_FINE else NUM_POINTS)
             one = {"why": "", "curves": curves, "pictures": [], **frames_of(number, self.findings, self.survey.table)}
-            budget -= len(as_json(one)) + len(f'"{number}":,')
+            budget -= len(as_visible_json(one)) + len(f'"{number}":,')
             if budget < 0:
                 self.notes.append(f"Curves of {len(chosen) - len(found):,} of {len(chosen):,} episodes did not fit.")
                 break

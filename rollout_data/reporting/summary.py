@@ -26,6 +26,8 @@ _CONTEXT = ("env", "env_id", "env_name", "robot_type", "policy", "version", "fra
 _WEIGHT = {"error": 1e6, "warning": 1e3, "info": 0.0}
 _MAX_TEXT = 120
 _MIN_AT_LIMIT = 0.05
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+_TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
 Findings = Sequence[Mapping[str, Any]]
 
 
@@ -59,52 +61,41 @@ def about(survey: Survey, made: str) -> list[dict[str, str]]:
 
 def cards(survey: Survey, diagnosis: Mapping[str, Any]) -> list[dict[str, str]]:
     """The cards: verdict, counts, size, ends, what no finding touches, what was skipped."""
-    findings, table = diagnosis["findings"], survey.table
+    findings, lengths, num_frames = diagnosis["findings"], survey.table["length"], survey.num_frames
     counts = Counter(one["severity"] for one in findings)
     worst = next((severity for severity in SIGNS if counts[severity]), "good")
-    verdict = {"error": "Not as it is", "warning": "With care", "info": "Yes", "good": "Yes"}[worst]
+    verdict = {"error": "● Not as it is", "warning": "▲ With care", "info": "○ Yes", "good": "✓ Yes"}[worst]
     found = ", ".join(f"{SIGNS[one]} {counted(counts[one], one)}" for one in SIGNS if counts[one])
     touched = {number for one in findings if one["severity"] != "info" for number in one["trajectories"]}
-    num_touched = int(table["length"][[number for number in touched if number < len(table)]].sum())
-    rate, ends = rate_hz(survey), Counter(table["ends"].tolist())
-    raw = survey.num_frames * sum(field.row_bytes for field in survey.recording.schema.values())
+    untouched = 1 - int(lengths[sorted(touched)].sum()) / num_frames
+    rate, ends = rate_hz(survey), Counter(survey.table["ends"].tolist())
+    raw = num_frames * sum(field.row_bytes for field in survey.recording.schema.values())
     stored = stored_bytes(survey.recording.path)
-    share = 1 - num_touched / max(1, survey.num_frames)
     reasons: dict[str, list[str]] = {}
     for one in diagnosis["skipped"]:
         reasons.setdefault(one["why"], []).append(one["code"])
+    least, middle, most = (f"{value:,.0f}" for value in np.quantile(lengths, (0, 0.5, 1)))
+    spread = (
+        f"{counted(int(lengths[0]), 'frame')} each" if least == most else f"{least} to {most} frames, median {middle}"
+    )
+    ratio = f"{stored / max(1, raw):.0%} of the values uncompressed ({_scaled(raw, _SIZES)})"
+    lasting = f"{_scaled(num_frames / rate, _TIMES)} at {rate:g} Hz" if rate else "rate unknown"
     skipped = "; ".join(f"{why} ({', '.join(codes)})" for why, codes in reasons.items())
-    lengths = table["length"] if len(table) else np.zeros(1, np.int64)
     listed = [
+        (f"card verdict {worst}", "May I train on this?", verdict, found or "no rule found anything"),
+        ("card", "trajectories", f"{len(lengths):,}", spread),
+        ("card", "frames", f"{num_frames:,}", lasting),
+        ("card", "size", _scaled(stored, _SIZES), ratio),
+        ("card", "ends", ", ".join(f"{count:,} {name}" for name, count in ends.most_common()), ""),
         (
-            "May I train on this?",
-            f"{'✓' if worst == 'good' else SIGNS[worst]} {verdict}",
-            found or "no rule found anything",
-        ),
-        (
-            "trajectories",
-            f"{len(table):,}",
-            f"{lengths.min():,} to {lengths.max():,} frames, median {np.median(lengths):,.0f}",
-        ),
-        (
-            "frames",
-            f"{survey.num_frames:,}",
-            _duration(survey.num_frames / rate) + f" at {rate:g} Hz" if rate else "rate unknown",
-        ),
-        ("size", size(stored), f"{stored / max(1, raw):.0%} of the values uncompressed ({size(raw)})"),
-        ("ends", ", ".join(f"{count:,} {name}" for name, count in ends.most_common()) or "none", ""),
-        (
+            "card",
             "frames untouched",
-            f"{math.floor(1000 * share) / 1000:.1%}",
-            "in trajectories that no error or warning names",
+            f"{math.floor(1000 * untouched) / 10}%",
+            "no error or warning in their trajectories",
         ),
-        ("rules skipped", str(len(diagnosis["skipped"])), skipped),
+        ("card skipped", "rules skipped", str(len(diagnosis["skipped"])), skipped),
     ]
-    kinds = [f"card verdict {worst}"] + ["card"] * (len(listed) - 2) + ["card skipped"]
-    return [
-        {"label": label, "value": value, "note": note, "kind": kind}
-        for (label, value, note), kind in zip(listed, kinds, strict=True)
-    ]
+    return [dict(zip(("kind", "label", "value", "note"), one, strict=True)) for one in listed]
 
 
 def stored_bytes(path: Any) -> int:
@@ -114,16 +105,10 @@ def stored_bytes(path: Any) -> int:
     return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(path) for name in names)
 
 
-def _duration(seconds: float) -> str:
-    return next(
-        (f"{seconds / unit:.3g} {name}" for name, unit in (("h", 3600), ("min", 60)) if seconds >= unit),
-        f"{seconds:.3g} s",
-    )
-
-
-def size(num_bytes: int) -> str:
-    """Give a number of bytes for people."""
-    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.2f} MB"
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Give a number in the largest unit that it reaches, else in the least."""
+    unit, name = next((one for one in units if value >= one[0]), units[-1])
+    return f"{value / unit:,.0f} {name}" if value >= 100 * unit else f"{value / unit:.3g} {name}"
 
 
 def finding_view(place: int, finding: Mapping[str, Any], name: str, evidence: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,6 +126,7 @@ def finding_view(place: int, finding: Mapping[str, Any], name: str, evidence: Ma
         "advice": finding["advice"],
         "command": command if finding["repair"] != "-" else "",
         "look": f"Show {counted(len(numbers), 'trajectory')}" if numbers else "",
+        "opens": place if numbers else None,
         "names": [],
         "trajectory": numbers[0] if numbers else None,
         **evidence,
@@ -151,51 +137,52 @@ def worst_first(survey: Survey, findings: Findings) -> Array:
     """Order of the episodes: by errors, then warnings, then how odd they are."""
     weights = np.nan_to_num(np.minimum(survey.oddness, 500.0))
     for one in findings:
-        listed = np.array([number for number in one["trajectories"] if number < len(weights)], np.int64)
-        weights[listed] += _WEIGHT[one["severity"]]
+        weights[one["trajectories"]] += _WEIGHT[one["severity"]]
     return np.argsort(-weights, kind="stable")
 
 
 def table(survey: Survey, findings: Findings, order: Array) -> tuple[list[dict[str, str]], dict[str, list[Any]]]:
-    """The columns of the table, without those that tell nothing, and their values in the order given."""
-    rows, touched = survey.table[order], dict[int, list[str]]()
+    """The columns of the table, and their values in the order given, with those that are not shown."""
+    rows, touched = survey.table[order], dict[int, set[str]]()
     for one in findings:
         for number in one["trajectories"]:
-            touched.setdefault(number, []).append(f"{SIGNS[one['severity']]} {one['code']}")
-    success = {1: "yes", 0: "no"}
-    columns: dict[str, tuple[str, list[Any]]] = {
-        "number": ("#", order.tolist()),
-        "findings": (
-            "findings",
-            [", ".join(sorted(set(touched.get(number, [])), key="●▲○".find)) for number in order.tolist()],
-        ),
-        "id": ("name", rows["id"].tolist()),
-        "writer": ("writer", rows["writer"].tolist()),
-        "env": ("env", [None if env < 0 else env for env in rows["env"].tolist()]),
-        "task": ("task", rows["task"].tolist()),
-        "length": ("length", rows["length"].tolist()),
-        "end": ("end", rows["ends"].tolist()),
-        "success": ("success", [success.get(one) for one in rows["success"].tolist()]),
-        "return": ("return", digits(rows["return"], 7)),
-        "oddness": ("robust z", digits(survey.oddness[order], 3)),
+            touched.setdefault(number, set()).add(f"{SIGNS[one['severity']]} {one['code']}")
+    success, numbers = {1: "yes", 0: "no"}, order.tolist()
+    columns: dict[str, list[Any]] = {
+        "number": numbers,
+        "findings": [", ".join(sorted(touched.get(number, ()), key=_by_severity)) for number in numbers],
+        "name": rows["id"].tolist(),
+        "writer": rows["writer"].tolist(),
+        "env": [None if env < 0 else env for env in rows["env"].tolist()],
+        "task": rows["task"].tolist(),
+        "length": rows["length"].tolist(),
+        "end": rows["ends"].tolist(),
+        "success": [success.get(one) for one in rows["success"].tolist()],
+        "return": digits(rows["return"], 7),
+        "robust z": digits(survey.oddness[order], 3),
     }
-    always = {"number", "id", "length", "end", "findings"}
-    shown = [name for name, (_, values) in columns.items() if name in always or len(set(values)) > 1]
-    found = {name: values for name, (_, values) in columns.items()}
-    found["facts"] = [_facts(found, place, survey.oddest[number]) for place, number in enumerate(order.tolist())]
-    found["rank"] = list(range(len(order)))
-    heads = [{"key": name, "label": columns[name][0], "sort": "rank" if name == "findings" else name} for name in shown]
-    return heads, found
+    heads = [
+        {"key": key, "label": "#" if key == "number" else key, "sort": "rank" if key == "findings" else key}
+        for key in columns
+    ]
+    oddest = survey.oddest[order].tolist()
+    rows_told = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    facts = [_facts(row, one) for row, one in zip(rows_told, oddest, strict=True)]
+    return heads, {**columns, "facts": facts, "rank": list(range(len(order)))}
 
 
-def _facts(found: Mapping[str, list[Any]], place: int, oddest: str) -> str:
-    row = {name: values[place] for name, values in found.items() if name != "facts"}
+def _by_severity(sign_and_code: str) -> tuple[int, str]:
+    return "●▲○".index(sign_and_code[0]), sign_and_code
+
+
+def _facts(row: Mapping[str, Any], oddest: str) -> str:
+    """Say in a line what the table has of an episode."""
     listed = [counted(row["length"], "frame"), f"end: {row['end']}"]
     listed += [f"success: {row['success']}"] if row["success"] else []
-    listed += [f"return {row['return']:,}"] if row["return"] is not None else []
+    listed += [f"return {row['return']:,.7g}"] if row["return"] is not None else []
     listed += [f"task “{row['task']}”"] if row["task"] else []
-    listed += [f"oddest in {oddest} (robust z {row['oddness']:g})"] if row["oddness"] else []
-    return "; ".join([*listed, *([row["findings"]] if row["findings"] else [])])
+    listed += [f"oddest in {oddest} (robust z {row['robust z']:g})"] if row["robust z"] else []
+    return "; ".join([*listed, *filter(None, [row["findings"]])])
 
 
 def options(values: Mapping[str, Sequence[Any]], findings: Findings) -> dict[str, list[dict[str, str]]]:

@@ -17,7 +17,7 @@ from ..diagnosis.scan import Collector, Scan
 from .packing import is_picture
 
 #: Stretches that the recording is cut into; of each are kept the least value, five quantiles, and the greatest.
-NUM_BUCKETS, QUANTILES = 400, (0.01, 0.05, 0.5, 0.95, 0.99)
+NUM_BUCKETS, QUANTILES, MEDIAN = 400, (0.01, 0.05, 0.5, 0.95, 0.99), 3
 #: Values of a stretch that quantiles are taken of.
 _NUM_RANKED = 512
 #: A field with more dimensions is drawn as a whole as well, one with more than the second number only as a whole.

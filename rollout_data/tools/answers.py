@@ -51,8 +51,7 @@ def ls(options: argparse.Namespace) -> Answer:
 
 
 def convert(options: argparse.Namespace) -> Answer:
-    given = dict(pair.partition("=")[::2] for pair in options.option)
-    chosen = {name: option_value(text) for name, text in given.items()}
+    chosen = {name: option_value(text) for name, text in pairs("convert", options.option).items()}
     source = selected(open_recording(options.data_dir), options.select)
     done = convert_recording(source, options.target, options.to, progress=options.progress, **chosen)
     lines = [
@@ -62,6 +61,13 @@ def convert(options: argparse.Namespace) -> Answer:
     lines += [*map(str, done.problems), f"{done.num_episodes:,} episodes, {done.num_present:,} of them were there"]
     about = {**vars(done), "problems": [str(problem) for problem in done.problems]}
     return Answer(about, lines, 1 if done.problems else 0)
+
+
+def pairs(action: str, given: Iterable[str]) -> dict[str, str]:
+    """Take NAME=VALUE apart."""
+    if wrong := [pair for pair in given if "=" not in pair]:
+        raise UsageError(action, "", "NAME=VALUE", repr(wrong[0]))
+    return {name: value for name, _, value in (pair.partition("=") for pair in given)}
 
 
 def option_value(text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+
+from storage.errors import UsageError
 
 from ..recordings.opening import open as open_recording
 from ..recordings.recording import Recording
@@ -44,8 +47,10 @@ def bench(source: DataDir, *, seconds: float = 0.2, progress: bool = False) -> d
         `times_limit`, the time of a batch over that of the copy; `plain_read_bytes_per_s` of the files as they are.
 
     Raises:
-        UsageError: There is no frame.
+        UsageError: There is no frame, or `seconds` is not positive.
     """
+    if not 0 < seconds < math.inf:
+        raise UsageError("measure", repr(str(source)), "seconds > 0", repr(seconds))
     recording = source if isinstance(source, Recording) else open_recording(source)
     files = [recording.path] if recording.path.is_file() else sorted(recording.path.rglob("*"))
     lengths = [recording.info(place).length for place in range(len(recording))]

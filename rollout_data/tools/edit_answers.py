@@ -9,7 +9,7 @@ from storage.errors import UsageError
 
 from ..editing import edits, folders, repairing
 from ..recordings.opening import open as open_recording
-from .answers import Answer, option_value
+from .answers import Answer, option_value, pairs
 from .selecting import selected
 
 
@@ -28,7 +28,7 @@ def tag(options: argparse.Namespace) -> Answer:
     if options.undo:
         num = edits.untag(options.data_dir, _chosen(options))
         return Answer({"num_trajectories": num}, [f"what was said of {num:,} trajectories was taken back"])
-    said = {name: option_value(text) for name, text in _pairs("tag", options.set).items()}
+    said = {name: option_value(text) for name, text in pairs("tag", options.set).items()}
     num = edits.tag(options.data_dir, _chosen(options) or [], **said)
     return Answer({"num_trajectories": num}, [f"{num:,} trajectories were tagged"])
 
@@ -38,7 +38,7 @@ def merge(options: argparse.Namespace) -> Answer:
 
 
 def split(options: argparse.Namespace) -> Answer:
-    parts = {name: option_value(text) for name, text in _pairs("split", options.parts).items()}
+    parts = {name: option_value(text) for name, text in pairs("split", options.parts).items()}
     done = folders.split(options.data_dir, parts or None, options.to, seed=options.seed)
     answers = {name: _made(one) for name, one in done.items()}
     about = {name: answer.about for name, answer in answers.items()}
@@ -86,9 +86,3 @@ def _chosen(options: argparse.Namespace) -> list[str] | None:
         recording = open_recording(options.data_dir)
         chosen = selected(recording.select(chosen) if chosen else recording, options.select).ids
     return chosen
-
-
-def _pairs(action: str, given: list[str]) -> dict[str, str]:
-    if wrong := [pair for pair in given if "=" not in pair]:
-        raise UsageError(action, "", "NAME=VALUE", repr(wrong[0]))
-    return {name: value for name, _, value in (pair.partition("=") for pair in given)}

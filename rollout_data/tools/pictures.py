@@ -18,6 +18,7 @@ from ..foreign.guards import optional
 from ..foreign.lerobot.columns import write_video
 from ..foreign.pictures import axes_of
 from ..recordings.episode import Episode
+from ..reporting.packing import pixels
 
 #: A GIF is made of all its frames at once: it has every second, third, ... one where all would take more.
 _PART_BYTES, _MAX_GIF_BYTES = 16 << 20, 256 << 20
@@ -90,11 +91,7 @@ def _pictures(episode: Episode, name: str, step: int, progress: bool) -> Iterato
         low, high = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
     for one in tqdm(parts, desc="pictures", disable=not progress):
         rows = np.asarray(episode.read(name, *one))[::step]
-        if field.dtype != "uint8":
-            rows = np.nan_to_num((rows - low) * (255.0 / max(high - low, 1e-30))).clip(0, 255).astype(np.uint8)
-        axes = axes_of(field.shape)
-        rows = rows[..., None] if axes == "HW" else np.moveaxis(rows, 1, -1) if axes == "CHW" else rows
-        yield np.ascontiguousarray(np.repeat(rows, 3, -1) if rows.shape[-1] == 1 else rows[..., :3])
+        yield pixels(rows, low, high)
 
 
 def _even(part: Array) -> Array:

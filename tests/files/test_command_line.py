@@ -93,6 +93,8 @@ def test_the_overview_has_every_command_with_its_summary(says: Says) -> None:
         ("convert WALK y --to lerbot", "expected 'lerobot', "),
         ("convert WALK y --option nonsense=1", "expected 'obs_disassemble_mapping', got 'nonsense'"),
         ("convert WALK WALK", "expected another place"),
+        ("convert WALK y --option nonsense", "expected NAME=VALUE, got 'nonsense'"),
+        ("bench WALK --seconds 0", "expected seconds > 0, got 0.0"),
         ("ls WALK --select nobody", "'nobody'"),
         ("ls WALK --select size>3", "expected a column "),
         ("ls WALK --select length>long", "expected a number, got 'long'"),

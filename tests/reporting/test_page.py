@@ -148,6 +148,9 @@ def test_a_finding_leads_to_its_trajectories_and_its_frames(visit: Visit) -> Non
     assert visit.page.inner_text("#view output").startswith("frame 10 of")
     shapes = visit.page.eval_on_selector("#view .plot", "plot => plot.layout.shapes")
     assert (shapes[1]["x0"], shapes[1]["x1"]) == (9.5, 14.5)
+    visit.page.select_option("[name=end]", "=terminated")
+    visit.page.click("#finding-0 .hint")
+    assert visit.numbers() == [BROKEN], "a click on a finding takes other filters away"
     command = visit.page.inner_text("#finding-0 code")
     assert command == "rollout-data repair walk --to walk-repaired --only VAL01"
     assert visit.colors("#finding-0 .sketch") > 3
@@ -193,6 +196,20 @@ def test_hovering_a_curve_moves_the_frame(visit: Visit) -> None:
     visit.page.wait_for_selector("#view .plot .hoverlayer *", state="attached")
     frame = int(visit.page.inner_text("#view output").split()[1])
     assert abs(frame - 0.75 * NUM_STEPS) <= 3
+
+
+def test_a_command_is_selected_where_pages_may_not_copy(visit: Visit) -> None:
+    visit.page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined, configurable: true})")
+    visit.page.click("#finding-0 [data-copy]")
+    assert visit.page.evaluate("getSelection().toString()") == visit.page.inner_text("#finding-0 code")
+    visit.page.evaluate("delete navigator.clipboard; getSelection().empty()")
+
+
+def test_the_table_has_the_columns_that_tell_of_an_episode(visit: Visit) -> None:
+    heads = visit.page.locator("#rows thead th").all_inner_texts()
+    assert " ".join(heads) == "# findings name writer env task length end success return robust z"
+    numbers = visit.page.evaluate("[0, 1234.5, -8.05504e38, 1e-300].map(shownValue)")  # no reward here is as large
+    assert numbers == ["0", "1,234.5", "-8.0550e+38", "1.0000e-300"]
 
 
 def test_only_rows_in_sight_are_in_the_page_and_every_column_sorts(visit: Visit) -> None:
@@ -243,6 +260,11 @@ def test_actions_are_laid_over_observations_of_the_same_name(visit: Visit) -> No
     assert "observation/state[0]" not in {curve["name"] for curve in visit.curves()}
     visit.page.check("#picked input >> nth=0")
     assert "observation/state[0]" in {curve["name"] for curve in visit.curves()}
+    visit.page.uncheck("#overlay")
+    visit.page.uncheck("#picked [value=reward]")
+    axes_drawn = visit.page.eval_on_selector("#view .plot", "({_fullLayout: l}) => [l.yaxis2.domain[0], !l.yaxis3]")
+    assert axes_drawn == [0, True], "axes without a curve take no room"
+    visit.page.check("#picked [value=reward]")
 
 
 def test_names_are_text_wherever_they_stand(visit: Visit) -> None:
@@ -283,6 +305,9 @@ def test_the_contact_sheet_opens_episodes(visit: Visit) -> None:
 
 
 def test_no_part_is_wider_than_a_phone(visit: Visit) -> None:
+    """Not with the longest names either."""
+    script = "all => all.forEach((one) => one.append('x'.repeat(300)))"
+    visit.page.eval_on_selector_all("#about dd, h3 span:not(.sign), .hint, figcaption, option", script)
     visit.resize(390, 844)
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
     visit.resize(1280, 900)

@@ -83,7 +83,36 @@ def test_wide_fields_are_drawn_as_wholes(tmp_path: Path) -> None:
     assert any("64 of 104 dimensions are drawn" in note["text"] for note in told["notes"])
 
 
-def test_the_page_does_not_go_into_the_recording(tmp_path: Path) -> None:
+def test_constant_dimensions_are_drawn_last_and_are_the_evidence_of_their_finding(tmp_path: Path) -> None:
+    folder = tmp_path / "walk"
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        values = np.random.default_rng(0).normal(size=(200, 1, 100))
+        values[..., :50] = 1
+        writer.add_rollout(observation=values, action=values[..., 50:52], done=np.arange(200)[:, None] == 199)
+    told = embedded(report(folder, tmp_path / "page.html"), "page")
+    assert {f"observation[{place}]" for place in range(50, 100)} < {field["title"] for field in told["fields"]}
+    (finding,) = (one for one in told["findings"] if "VAL03" in one["heading"])
+    assert finding["names"] == [f"observation[{place}]" for place in range(3)] and len(finding["paths"]) == 3
+    assert finding["caption"].endswith("the whole recording") and finding["opens"] is None
+
+
+def test_letters_that_cannot_be_seen_are_shown_and_equal_spans_are_shaded_once(tmp_path: Path) -> None:
+    folder = tmp_path / "walk"
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        for number in range(10):
+            values, done = np.random.default_rng(number).normal(size=(30, 1, 2)), np.arange(30)[:, None] == 29
+            values[10:14] = np.nan if number == 4 else values[10:14]
+            said = {"task": "pick \u202egnp.exe\x1b[31m \\u202e", "success": number != 4}
+            writer.add_rollout(observation=values, action=values, done=done, episode=[[said]] + [None] * 29)
+    made = report(folder, tmp_path / "page.html")
+    told, shown = embedded(made, "page"), embedded(made, "shown")["4"]
+    assert set(told["table"]["task"]) == {r"pick \u202egnp.exe\u001b[31m \u202e"}
+    assert [card["note"] for card in told["cards"] if card["label"] == "trajectories"] == ["30 frames each"]
+    assert len(shown["shapes"]) == 1
+    assert [note["text"] for note in shown["annotations"]] == ["end: terminated, failure ✗", "VAL01"]
+
+
+def test_the_page_does_not_go_into_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "walk")
     before = sorted(path.name for path in folder.iterdir())
     with pytest.raises(UsageError, match="expected a place outside of the recording"):
@@ -91,7 +120,11 @@ def test_the_page_does_not_go_into_the_recording(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nowhere"):
         report(tmp_path / "nowhere", tmp_path / "page.html")
     assert sorted(path.name for path in folder.iterdir()) == before
+    with pytest.raises(UsageError, match="expected an episode at least, got none"):
+        report(rollout_data.open(folder).filter(length=lambda length: length > 100), tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+    monkeypatch.chdir(folder)
+    assert report(".", "../page.html").exists()
 
 
 def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
