@@ -49,7 +49,7 @@ async function unpacked(pack) {
 }
 
 // ---- Charts: drawn when they come near the window, and all of them before printing ----------------------------------
-const drawings = new Map(); // element -> function that gives its figure
+const drawings = new WeakMap(); // element -> function that gives its figure
 const watcher = new IntersectionObserver(
   (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => paint(entry.target)),
   { rootMargin: "100px" },
@@ -210,7 +210,7 @@ function showCurves(view, one, rows) {
       image.src = url;
       caption.textContent = `${name}: frame ${shown}`;
     });
-    Plotly.relayout(plot, { "shapes[0].x0": frame, "shapes[0].x1": frame });
+    if (plot.data) Plotly.relayout(plot, { "shapes[0].x0": frame, "shapes[0].x1": frame });
   };
   slider.max = one.length - 1;
   slider.oninput = () => setFrame(slider.value);
@@ -225,10 +225,10 @@ function showCurves(view, one, rows) {
     if (target !== overlay) picked[target.checked ? "add" : "delete"](target.value);
     paint(plot);
   };
+  setFrame(one.start);
   draw(plot, () => episodeFigure(one, rows, slider.valueAsNumber, overlay?.checked));
   paint(plot);
   plot.on("plotly_hover", ({ points }) => setFrame(Math.round(points[0].x)));
-  setFrame(one.start);
 }
 
 function episodeFigure(one, rows, frame, isOverlaid) {
@@ -278,7 +278,7 @@ document.onclick = (event) => {
 function repaint(isForPaper) {
   isPrinting = isForPaper;
   palette = darkness.matches && !isForPaper ? styles.dark : styles.light;
-  for (const element of drawings.keys()) if (element.isConnected && (isForPaper || element.data)) paint(element);
+  for (const plot of document.querySelectorAll(".plot")) if (isForPaper || plot.data) paint(plot);
   showRows();
 }
 
