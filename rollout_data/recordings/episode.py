@@ -44,6 +44,14 @@ class Fields(dict[str, Any]):
             return default
 
 
+def end_of(info: EpisodeInfo) -> str:
+    """Name how an episode ended: "terminated", "truncated", "unknown", or "open" if the recording was cut there."""
+    if info.terminated or info.truncated:
+        return "terminated" if info.terminated else "truncated"
+    is_known = None not in (info.terminated, info.truncated) or info.metadata.get("ends") == "open"
+    return "open" if is_known else "unknown"
+
+
 class Episode:
     """T steps from reset to end; a field is read when it is first asked for, and then kept by this object.
 
@@ -77,9 +85,12 @@ class Episode:
         return self.length
 
     def __repr__(self) -> str:
-        end = "terminated" if self.terminated else "truncated" if self.truncated else "end unknown"
-        end = "end unknown" if self.terminated is None and self.truncated is None else end
-        about = [f"{self.length} steps", end, *(["success"] if self.success else [])]
+        end = end_of(self._info)
+        about = [
+            f"{self.length} steps",
+            {"unknown": "end unknown", "open": "open end"}.get(end, end),
+            *(["success"] if self.success else []),
+        ]
         about += [repr(self.task)] if self.task else []
         return f"<Episode {self.id!r}: {', '.join(about)}; {self.schema!r}>"
 

@@ -157,8 +157,10 @@ class Recording(Sequence[Episode]):
 
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self.ids[:_NUM_SHOWN])) + (", ..." if len(self) > _NUM_SHOWN else "")
-        left_out = f"; {len(self.problems)} problems" if self.problems else ""
-        return f"<Recording of {len(self)} episodes ({names}) in {str(self.path)!r}, {self.format}{left_out}>"
+        problems = f"; {_counted(len(self.problems), 'problem')}" if self.problems else ""
+        return (
+            f"<Recording of {_counted(len(self), 'episode')} ({names}) in {str(self.path)!r}, {self.format}{problems}>"
+        )
 
     def _of(self, numbers: Int64s) -> Recording:
         ids = tuple(self._reader.episodes[number].name for number in numbers.tolist())
@@ -236,6 +238,10 @@ class Recording(Sequence[Episode]):
         names = [name for name, field in store.layouts[DATA].schema.items() if not field.is_text]
         chosen = np.arange(len(store.index))
         return compute_statistics([(store, chosen)], None, names, quantiles, **options)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _some(name: str, there: Sequence[str]) -> str:

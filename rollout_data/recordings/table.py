@@ -10,20 +10,12 @@ import numpy as np
 from storage.errors import RolloutDataError, UsageError, nearest
 
 from ..foreign.reader import EpisodeInfo
-from .episode import Episode
+from .episode import Episode, end_of
 
 #: What metadata of an episode may tell, with what stands where they do not.
 _FROM_METADATA: dict[str, Any] = {"env": -1, "end_time_ns": 0, "writer": ""}
 _DTYPES: dict[str, Any] = {"env": np.int64, "length": np.int64, "return": np.float64, "success": np.int8}
 COLUMNS = ("id", "env", "length", "return", "ends", "success", "task", "time", "writer")
-
-
-def end_of(info: EpisodeInfo) -> str:
-    """Name how an episode ended: "terminated", "truncated", "unknown", or "open" if the recording was cut there."""
-    if info.terminated or info.truncated:
-        return "terminated" if info.terminated else "truncated"
-    is_known = None not in (info.terminated, info.truncated) or info.metadata.get("ends") == "open"
-    return "open" if is_known else "unknown"
 
 
 def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:

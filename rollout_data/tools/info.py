@@ -16,10 +16,11 @@ from ..frames.blocks import Blocks
 from ..frames.source import kind_of
 from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata
+from ..recordings.episode import end_of
 from ..recordings.opening import open as open_recording
 from ..recordings.own_writer import plain
 from ..recordings.recording import Recording
-from ..recordings.table import COLUMNS, end_of
+from ..recordings.table import COLUMNS
 from ..remote.access import DataDir, origins_of
 from .rewrite import open_folder
 

@@ -14,10 +14,9 @@ import numpy as np
 from storage.errors import UsageError, nearest
 
 from ..foreign.pictures import axes_of
-from ..recordings.episode import Episode
+from ..recordings.episode import Episode, end_of
 from ..recordings.opening import open as open_recording
 from ..recordings.recording import Recording
-from ..recordings.table import end_of
 from ..remote.access import DataDir
 
 BARS, ASCII_BARS, NOT_FINITE = "▁▂▃▄▅▆▇█", "_.,-=+*#", "!"

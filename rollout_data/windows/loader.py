@@ -199,7 +199,7 @@ class WindowMixture(WindowBatches):
         return MixtureSampler(self, num_samples, seed, even, shard)
 
 
-class MixtureSampler(Sampler[int]):
+class MixtureSampler(Shown, Sampler[int]):
     """Draws of a mixture, a function of (seed, epoch); each iteration is the next epoch.
 
     Rank r of W takes the draws r, r + W, ...; `even` and `shard` are as in `WindowLoader`. Trainers that split samplers

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Shown:
 def described(thing: Any) -> str:
     """Describe a store, dataset or batch: a line of facts, and a line for each field."""
     batch = dict(thing) if isinstance(thing, Mapping) else thing._asdict() if hasattr(thing, "_asdict") else None
+    batch = vars(thing) if is_dataclass(thing) else batch
     facts = [
         f"{name}={value}" for name, value in (_facts(thing) if batch is None else batch.items()) if _is_fact(value)
     ]
@@ -57,7 +59,8 @@ def _is_fact(value: Any) -> bool:
     """Whether a value is worth a word: no flag that is not set."""
     if isinstance(value, (list, tuple)):
         return 0 < len(value) <= 4 and all(isinstance(one, (int, str, os.PathLike)) for one in value)
-    return isinstance(value, (int, float, str, torch.device, os.PathLike)) and value is not False and value != ""
+    is_plain = isinstance(value, (int, float, str, torch.device, os.PathLike)) or hasattr(value, "origin")
+    return is_plain and value is not False and value != ""
 
 
 def _tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

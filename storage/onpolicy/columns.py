@@ -195,7 +195,7 @@ def shape_from_json(written: Any) -> Any:
 # -- the records of any storage ----------------------------------------------------------------
 
 
-@dataclass
+@dataclass(repr=False)
 class Transition:
     """What one step of all envs brings; every value has the envs first, `[B, ...]`.
 
@@ -233,6 +233,8 @@ class Transition:
     next_observations: Any = None
     next_critic_observations: Any = None
     action_labels: Any = None
+
+    __repr__ = described
 
     def clear(self) -> None:
         """Set every field to None, or to the default that a subclass gives it."""

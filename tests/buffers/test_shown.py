@@ -69,7 +69,9 @@ def test_datasets_say_where_and_what(folder):
     fields = ["  observation/pose: float32[3]", "  action: float64[1]", "  mode: texts"]
     windows = rd.WindowDataset(folder, 2)
     shown = {windows: f"WindowDataset(len=32, data_dir={folder}", rd.WindowLoader(windows, 4): "WindowLoader(len=8, ba"}
-    shown |= {rd.WindowMixture([windows, windows]): "WindowMixture(len=64"}
+    mixture = rd.WindowMixture([windows, windows])
+    shown |= {mixture: "WindowMixture(len=64", mixture.sampler(9): "MixtureSampler(len=9"}
+    shown |= {rd.WindowDataset(rd.open(folder)[:1], 2): "WindowDataset(len=4, data_dir=<Recording of 1 episode ("}
     for thing, head in shown.items():
         assert repr(thing).startswith(head) and repr(thing).splitlines()[1:] == fields
     dataset = rd.RolloutDataset(folder, 2, device="cpu")
@@ -84,8 +86,9 @@ def test_batches_say_their_fields_and_no_numbers(folder):
         rd.RolloutDataset(folder, 2, device="cpu").get_batch(3),
         rd.WindowDataset(folder, 2).__getitems__([0, 1]),
         next(iter(filled_rollout().mini_batch_generator(2, 1))),
+        storage.Transition(observations=torch.zeros(2, 3)),
     ]
-    for batch, field in zip(batches, ("observation: ", "observation/pose: ", "obs: "), strict=True):
+    for batch, field in zip(batches, ("observation: ", "observation/pose: ", "obs: ", "observations: "), strict=True):
         first, second, *_ = repr(batch).splitlines()
         assert first.startswith(type(batch).__name__) and second.strip().startswith(field + "float32[")
         assert "tensor(" not in repr(batch) and len(repr(batch).splitlines()) <= 18
