@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 from storage.core.arguments import whole
 from storage.core.shown import Shown
 from storage.core.threads import Owner, Unique
-from storage.errors import DatasetExhausted, UsageError
+from storage.errors import BackgroundError, DatasetExhausted, RolloutDataError, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
 from ..frames.cached import CachedFrames
@@ -129,7 +129,9 @@ class RolloutLoader(Shown):
     The batches are those of `iter(dataset)`, in that order, for any number of workers, also beside live writers.
     What workers could not read is in the dataset's `problems` and `num_lost_trajectories`, as if it had read itself.
     Do not read from the dataset while an iteration goes on; then it stands behind the last batch that was delivered.
-    With workers, going on with an iteration after a newer one was begun raises `UsageError`.
+    With workers, going on with an iteration after a newer one was begun raises `UsageError`. A worker that is killed
+    ends it with a `RuntimeError`: `BackgroundError`, or torch's, which may come at any time; a state then goes on with
+    the next batch.
 
     Args:
         dataset: A `RolloutDataset`.
@@ -181,7 +183,7 @@ class RolloutLoader(Shown):
         dataset.agree, owner = tell, Owner("an iteration over a loader")
         try:
             while (position := dataset.next_position()) is not None:
-                batch, losses = next(batches)
+                batch, losses = self._next(batches)
                 for loss in losses:
                     dataset.source.note_loss(dataset.position.deal.source, *loss)
                 dataset.commit(position)
@@ -198,6 +200,15 @@ class RolloutLoader(Shown):
             else:
                 _of_parents.append(batches)
             del batches
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches)
+        except (OSError, EOFError, RuntimeError) as cause:
+            if str(cause).startswith("Caught ") or isinstance(cause, RolloutDataError):  # of a worker that lives
+                raise
+            where, advice = f"of {self.dataset.data_dir!r}", "load_state_dict(state_dict()) goes on with the next batch"
+            raise BackgroundError("read a batch", where, "living workers", str(cause), advice) from cause
 
 
 loader = RolloutLoader
