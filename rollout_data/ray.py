@@ -45,31 +45,21 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
     columns: `done`, `timeout`, `next_mask`; `trajectory`, `frame` and `length`, int64, which `write_rollouts` needs.
     """
     import ray.data
-    from ray.data.block import BlockMetadata
 
     rows_per_task = arguments.whole("read rollouts", "rows_per_task", rows_per_task, 1)
     windows = WindowDataset(data_dir, **{"next_observations": True, **options})
     starts, tasks, first = np.concatenate(([0], np.cumsum(windows.lengths))), [], 0
     while first < len(windows.lengths):
         stop = max(first + 1, int(np.searchsorted(starts, starts[first] + rows_per_task, "right")) - 1)
-        about = BlockMetadata(int(starts[stop] - starts[first]), None, None)
-        tasks.append(ray.data.ReadTask(partial(_read, windows, first, starts[first : stop + 1]), about))
+        tasks.append({_TRAJECTORY: first, _FRAME: starts[first : stop + 1]})
         first = stop
-
-    class RolloutSource(ray.data.Datasource):
-        def estimate_inmemory_data_size(self) -> int | None:
-            return None
-
-        def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[Any]:
-            return tasks
-
-    return ray.data.read_datasource(RolloutSource(), override_num_blocks=max(1, len(tasks)))  # more would cut blocks
+    asked = ray.data.from_items(tasks, override_num_blocks=max(1, len(tasks)))
+    return asked.map_batches(partial(_read, windows), batch_size=1)
 
 
-def _read(windows: WindowDataset, first: int, starts: np.ndarray) -> Iterable[Any]:
-    """Read the trajectories from number `first` on, which begin at the frames `starts`, less the last."""
-    from ray.data.block import BlockAccessor
-
+def _read(windows: WindowDataset, asked: dict[str, Any]) -> dict[str, Any]:
+    """Read trajectories from a number on, which begin at these frames, less the last."""
+    (first,), (starts,) = asked[_TRAJECTORY], asked[_FRAME]
     frames, lengths = np.arange(starts[0], starts[-1]), np.diff(starts)
     flat = flatten(dict(windows.__getitems__(frames)))
     if clash := [name for name in _PLACE if name in flat]:
@@ -78,7 +68,7 @@ def _read(windows: WindowDataset, first: int, starts: np.ndarray) -> Iterable[An
     columns[_TRAJECTORY] = np.repeat(np.arange(first, first + len(lengths)), lengths)
     columns[_FRAME] = frames - np.repeat(starts[:-1], lengths)
     columns[_LENGTH] = np.repeat(lengths, lengths)
-    return [BlockAccessor.batch_to_block(columns)]
+    return columns
 
 
 def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: Any) -> None:

@@ -44,7 +44,7 @@ class Request:
 
 
 class Fetcher:
-    """Sends requests, `num_requests` at once, each from a thread that ends when none is left.
+    """Sends requests, `num_requests` at once, each attempt from a thread of its own.
 
     Args:
         num_requests: How many are under way at once.
@@ -60,7 +60,6 @@ class Fetcher:
         self._process, self._changed = os.getpid(), threading.Condition()
         self._queue: deque[Request] = deque()
         self._running: set[Request] = set()
-        self._num_threads = 0
 
     def submit(self, send: Callable[[], Any], action: str, where: str) -> Request:
         """Queue a request; it is called in a thread, and again where an attempt is repeated."""
@@ -94,19 +93,32 @@ class Fetcher:
     def _send(self, request: Request, pause_s: float = 0.0) -> None:
         request.begun_s = time.monotonic() + pause_s
         self._queue.append(request)
-        self._add_thread()
+        self._begin_attempts()
 
-    def _add_thread(self) -> None:
-        if self._queue and self._num_threads < self._num_requests:
-            self._num_threads += 1
-            threading.Thread(target=self._work, name="rollout-data fetch", daemon=True).start()
+    def _begin_attempts(self) -> None:
+        while self._queue and len(self._running) < self._num_requests:
+            request = self._queue.popleft()
+            if not request.is_done:
+                request.begun_s = max(request.begun_s, time.monotonic())
+                self._running.add(request)
+                attempt = request, request.num_attempts
+                threading.Thread(target=self._attempt, args=attempt, name="rollout-data fetch", daemon=True).start()
+
+    def _attempt(self, request: Request, number: int) -> None:
+        time.sleep(max(0.0, request.begun_s - time.monotonic()))
+        value, error = None, None  # type: Any, BaseException | None
+        try:
+            value = request.send()
+        except BaseException as cause:  # noqa: BLE001 - whatever a store raises reaches who waits
+            error = cause
+        with self._changed:
+            if request.num_attempts == number:  # it was not given up
+                self._end(request, value, error)
 
     def _give_up_overdue(self) -> None:
         now_s = time.monotonic()
         for request in [one for one in self._running if now_s - one.begun_s > self._timeout_s]:
-            self._num_threads -= 1
             self._end(request, None, TimeoutError(f"no answer within {self._timeout_s} s"))
-            self._add_thread()
 
     def _end(self, request: Request, value: Any, error: BaseException | None) -> None:
         """End an attempt: with an answer, with an error that is final, or to send the request again after a pause."""
@@ -121,25 +133,4 @@ class Fetcher:
             error.__cause__ = cause
         request.value, request.error, request.is_done = value, error, True
         self._changed.notify_all()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._queue:
-                    self._num_threads -= 1
-                    return
-                request = self._queue.popleft()
-                if request.is_done:
-                    continue
-                request.begun_s, attempt = max(request.begun_s, time.monotonic()), request.num_attempts
-                self._running.add(request)
-            time.sleep(max(0.0, request.begun_s - time.monotonic()))
-            value, error = None, None  # type: Any, BaseException | None
-            try:
-                value = request.send()
-            except BaseException as cause:  # noqa: BLE001 - whatever a store raises reaches who waits
-                error = cause
-            with self._changed:
-                if request.num_attempts != attempt:
-                    return  # it was given up, and another thread has this one's place
-                self._end(request, value, error)
+        self._begin_attempts()

@@ -189,15 +189,12 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
         """Frames of each env's trajectory, int64 `[len(env_ids)]`."""
-        raise self._no_lookup()
+        where = f"with {type(self).__name__}"
+        raise UsageError("look frames up by time", where, "a reader that can", "one that cannot")
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
         """Give a batch `[len(env_ids), ...]` of the frames at `position` (float64, counted in frames)."""
-        raise self._no_lookup()
-
-    def _no_lookup(self) -> UsageError:
-        where = f"with {type(self).__name__}"
-        return UsageError("look frames up by time", where, "a reader that can", "one that cannot")
+        return self.reference_num_frames(env_ids)  # raises
 
     def _ensure_started(self) -> None:
         if not self._is_started:

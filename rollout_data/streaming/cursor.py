@@ -149,7 +149,7 @@ def go_on_with(state: StreamState, before: Deal, deal: Deal, numbers: Int64s, ne
     """
     walk = _Walk(state, before, next_pass, 0, share=slice(0))
     shown = np.where(state.is_exhausted & (numbers < 0), len(deal.lengths) - 1, numbers)
-    walk.enter(deal, shown, state.is_exhausted.nonzero()[0], 0)
+    walk.refill(walk.enter(deal, shown, state.is_exhausted.nonzero()[0], 0), 0)
     return Position(walk.state_after(), walk.deal)
 
 
@@ -312,13 +312,9 @@ class _Walk:
                     self.stops.append((envs, np.full(len(envs), time)))
                     self.is_full &= time >= self.num_steps
                     return
-                envs = self._enter(*begun, envs, time)
+                envs = self.enter(*begun, envs, time)
 
-    def enter(self, deal: Deal, numbers: Int64s, waiting: Int64s, time: int) -> None:
-        """Go on with another deal, and deal to `waiting` and the envs whose trajectory is not in it any more."""
-        self.refill(self._enter(deal, numbers, waiting, time), time)
-
-    def _enter(self, deal: Deal, numbers: Int64s, waiting: Int64s, time: int) -> Int64s:
+    def enter(self, deal: Deal, numbers: Int64s, waiting: Int64s, time: int) -> Int64s:
         """Go on with another deal; gives `waiting` and the envs whose trajectory is not in it any more."""
         is_lost = (numbers < 0) & ~self.is_exhausted
         is_lost[waiting] = False

@@ -95,7 +95,7 @@ class RolloutStream(RolloutFileBase[Transition]):
     def _rank(self) -> Shard:
         """The share of this process; a worker that was not forked knows it from the process that made it."""
         shard = current_shard(self._chosen_shard)
-        if shard.total > 1:
+        if shard.total > 1 or self._passes.lane is not None:
             agreement.refuse_second_split()
         is_unknown = self._chosen_shard is None and shard == agreement.ALONE
         return self._travelled if is_unknown and is_in_worker() else shard

@@ -57,6 +57,7 @@ def iterate(dataset, reading, num_workers, start_method):
 def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as_dict=False, refresh_s=None):
     """Read a folder to its end, some of them beside a writer; gives the error, if there is one."""
     rank = dist.get_rank()
+    own = int(os.environ["RANK"]), 2
     dataset = RolloutDataset(
         data_dir,
         4,
@@ -65,7 +66,8 @@ def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as
         device="cpu",
         num_transitions_per_env=2,
         as_dict=as_dict,
-        shard=(int(os.environ["RANK"]), 2) if shard == "own" else shard,
+        shard=own if shard == "own" else "auto" if shard == "lane" else shard,
+        lane=own if shard == "lane" else None,
         refresh_s=refresh_s,
     )
     found, error = [], None
