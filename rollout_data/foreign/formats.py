@@ -1,10 +1,12 @@
 """The formats that are read and written, and which one a path has.
 
-One rule: a format is detected by its content; the first that matches, in the order of the table, is taken.
+One rule: a format is detected by its content; where several match, one that is a kind of another is taken, and others
+are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 from storage.errors import ForeignFileError, RolloutDataError, UsageError, nearest
 
+from .guards import natural
 from .reader import ForeignReader
 from .traps import look_for_copies, look_for_resets
 from .writer import ForeignWriter
@@ -51,40 +54,65 @@ WRITERS: dict[str, str] = {
 EXPORTS: dict[str, str] = {"rerun": "writers.rerun"}
 
 
+#: Entries of a folder without a format that are looked at, to say what is in it.
+_MAX_ENTRIES = 20
+
+
+def _class(name: str, kind: str, table: Mapping[str, str], action: str) -> Any:
+    if name not in table:
+        raise UsageError(action, "", f"format {nearest(name, table)}", repr(name))
+    return getattr(import_module(f".{table[name]}", __package__), kind)
+
+
 def reader_class(name: str) -> type[ForeignReader]:
     """Give the reader of a format."""
-    if name not in FORMATS:
-        raise UsageError("open", "", f"format {nearest(name, FORMATS)}", repr(name))
-    found: type[ForeignReader] = import_module(f".{FORMATS[name]}", __package__).Reader
+    found: type[ForeignReader] = _class(name, "Reader", FORMATS, "open")
     return found
 
 
 def writer_class(name: str) -> type[ForeignWriter]:
     """Give the writer of a format."""
-    known = {**WRITERS, **EXPORTS}
-    if name not in known:
-        raise UsageError("write", "", f"format {nearest(name, known)}", repr(name))
-    found: type[ForeignWriter] = import_module(f".{known[name]}", __package__).Writer
+    found: type[ForeignWriter] = _class(name, "Writer", {**WRITERS, **EXPORTS}, "write")
     return found
 
 
 def detect(path: Path) -> str | None:
-    """Name the format of a file or folder; None if it is none of them."""
+    """Name the first format that a file or folder may have; None if it has none of them."""
     return next((name for name in FORMATS if reader_class(name).detect(path)), None)
+
+
+def _only_format(path: Path) -> str:
+    """Name the format of a file or folder.
+
+    Raises:
+        ForeignFileError: It has none, or may have several; tells which, and those of the entries of a folder.
+    """
+    kinds = {name: kind for name in FORMATS if (kind := reader_class(name)).detect(path)}
+    found = [
+        name
+        for name, kind in kinds.items()
+        if not any(issubclass(one, kind) for one in kinds.values() if one is not kind)
+    ]
+    if len(found) == 1:
+        return found[0]
+    where, expected, advice = repr(str(path)), f"one of {', '.join(FORMATS)}", "Name its format="
+    if found:
+        raise ForeignFileError("open", where, "one format", f"what may be {' or '.join(found)}", advice)
+    entries = sorted(path.iterdir(), key=lambda one: natural(one.name))[:_MAX_ENTRIES] if path.is_dir() else []
+    known = {one.name: detect(one) for one in entries if not one.is_symlink()}
+    if inside := [f"{name!r} ({form})" for name, form in known.items() if form]:
+        raise ForeignFileError("open", where, expected, f"a folder of {', '.join(inside)}", "Open one of them")
+    raise ForeignFileError("open", where, expected, "something else", advice)
 
 
 def open_foreign(path: Path, format: str | None = None, **options: Any) -> ForeignReader:
     """Open a file or folder of another system.
 
     Raises:
-        ForeignFileError: It has no known format.
+        ForeignFileError: It has no known format, or may have several.
         UsageError: The format has no such option.
     """
-    chosen = format or detect(path)
-    if chosen is None:
-        raise ForeignFileError(
-            "open", repr(str(path)), f"one of {', '.join(FORMATS)}", "something else", "Name its format="
-        )
+    chosen = format or _only_format(path)
     kind = reader_class(chosen)
     if unknown := [name for name in options if name not in kind.OPTIONS]:
         known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"

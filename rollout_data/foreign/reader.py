@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from storage.core import arguments
 from storage.core.fields import Schema
-from storage.errors import DataFileError, RolloutDataError, UsageError
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
 NO_FIELDS = Schema([])
 
@@ -62,7 +63,8 @@ class ForeignReader(ABC):
         format: Key of `formats.FORMATS`.
         path: The file or folder, absolute.
         options: Arguments of `open` for this format, checked.
-        metadata: Of the whole: what the file says, and "lossy", the names of fields that were stored with loss.
+        metadata: Of the whole: what the file says, and "lossy", the names of fields that were stored with loss, and
+            "control_mode", how actions control the robot, "unknown" where the file does not tell.
         episodes: In the order of their numbers (never of their names as text).
         problems: What was left out, repaired or inferred, each an error with advice that was not raised.
         splits: Name -> names of episodes, where the file names parts of itself ("train", "valid"); they may overlap.
@@ -74,9 +76,11 @@ class ForeignReader(ABC):
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.path, self.options = path, {**self.OPTIONS, **options}
-        self.metadata: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {"lossy": [], "control_mode": "unknown"}
         self.problems: list[RolloutDataError] = []
         self.splits: dict[str, Sequence[str]] = {}
+        if "on_bad_index" in self.OPTIONS:
+            arguments.choice("open", "on_bad_index", self.options["on_bad_index"], ("refuse", "rebuild"))
         self.episodes: Sequence[EpisodeInfo] = self.scan()
 
     @classmethod
@@ -113,6 +117,29 @@ class ForeignReader(ABC):
         """Read a field of the observation after the last step, of those in `EpisodeInfo.final`: `[*shape]`."""
         where, got = f"of episode {self.episodes[number].name!r} of {str(self.path)!r}", "no such observation"
         raise UsageError("read the final observation", where, f"a format with {name!r}", got)
+
+    def checked_some(self, episodes: list[EpisodeInfo], what: str) -> list[EpisodeInfo]:
+        """Give the episodes.
+
+        Raises:
+            DataFileError: There is none; the first problem, if there is one.
+        """
+        if not episodes:
+            raise (self.problems or [CorruptFileError("read", repr(str(self.path)), what, "none")])[0]
+        return episodes
+
+    def distrust(self, where: str, expected: str, got: str, advice: str = "") -> None:
+        """Refuse an index that contradicts its data, or note it if `on_bad_index` is "rebuild".
+
+        Raises:
+            CorruptFileError: It is not.
+        """
+        is_refused = self.options["on_bad_index"] == "refuse"
+        advice += f'{". " if advice else ""}Open it with on_bad_index="rebuild" to read what is there' * is_refused
+        error = CorruptFileError("believe", where, expected[:200], got[:200], advice).of("counts")
+        if is_refused:
+            raise error
+        self.problems.append(error)
 
     def problem(self, action: str, where: str, expected: str, got: str, advice: str = "") -> DataFileError:
         """Note something that was left out, repaired or inferred; gives it."""

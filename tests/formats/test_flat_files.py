@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rollout_data
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, UsageError
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
 from tests.formats.cases import ROOT
 from tests.formats.hdf5_files import edited, replace, values
 
@@ -84,19 +84,42 @@ def test_terminals_that_mark_goals_end_nothing_on_request(tmp_path: Path) -> Non
     np.testing.assert_array_equal(recording[0]["terminals"], [False, False, True, False])
 
 
-def test_parts_of_a_chunked_set_are_one_row_after_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_parts_of_a_chunked_set_are_one_row_after_the_other(tmp_path: Path, is_joined: bool) -> None:
     flat(tmp_path / "whole.hdf5")
     with h5py.File(tmp_path / "whole.hdf5") as whole, h5py.File(tmp_path / "x.hdf5", "w") as file:
         names = ["observations", "actions", "rewards", "terminals", "timeouts", "infos/qpos"]
         for part, rows in enumerate(np.array_split(np.arange(10), 11)):  # the last part has no row
             for name in names:
                 file[f"virtual/{part}/{name}"] = whole[name][list(rows)] if len(rows) else whole[name][:0]
-        for name in names:
+        for name in names if is_joined else ():
             layout = h5py.VirtualLayout(whole[name].shape, whole[name].dtype)
             file.create_virtual_dataset(name, layout)
     recording = rollout_data.open(tmp_path / "x.hdf5")
     check_flat(recording)
     np.testing.assert_array_equal(recording[2]["infos/qpos"], values(0, 10, 2)[4:8])
+
+
+def test_more_ends_than_memory_has_episodes_for_are_refused(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.hdf5", "w") as file:
+        for name in ("observations", "actions", "rewards", "terminals", "timeouts"):
+            file.create_dataset(name, ((1 << 20) + 1, 1), "u1", chunks=(1 << 16, 1), compression="gzip")[:] = 1
+    with pytest.raises(CorruptFileError, match="at most 1048576 episodes, got 1048577"):
+        rollout_data.open(tmp_path / "x.hdf5")
+
+
+def test_a_file_that_may_have_several_formats_needs_its_name(tmp_path: Path) -> None:
+    path = edited(flat(tmp_path / "x.hdf5"), lambda file: file.create_dataset("traj_0/actions", data=[[1], [2]]))
+    with pytest.raises(ForeignFileError, match=r"expected one format, got what may be maniskill or d4rl\. Name its"):
+        rollout_data.open(path)
+    assert len(rollout_data.open(path, "d4rl")) == len(EPISODES) and len(rollout_data.open(path, "maniskill")) == 1
+
+
+def test_a_folder_of_recordings_tells_what_is_in_it(tmp_path: Path) -> None:
+    for name in ("walk-v10", "walk-v9"):
+        shutil.copytree(ROOT / "minari" / "cartpole-hdf5-v0", tmp_path / name)
+    with pytest.raises(ForeignFileError, match=r"'walk-v9' \(minari\), 'walk-v10' \(minari\)\. Open one of them"):
+        rollout_data.open(tmp_path)
 
 
 def test_real_files_of_d4rl_are_cut_where_their_flags_say() -> None:
@@ -127,7 +150,7 @@ def test_links_and_empty_files_are_refused(tmp_path: Path) -> None:
         rollout_data.open(tmp_path / "y.hdf5")
 
 
-def ring(folder: Path, at: int, is_full: bool, capacity: int = 10) -> Path:
+def ring(folder: Path, at: int, is_full: bool, flags: str = "", capacity: int = 10) -> Path:
     """Steps 0, 1, 2 ... of an endless run, the newest before `at`; an episode ends at every fourth step."""
     folder.mkdir()
     newest = at + capacity * is_full  # steps that were ever written
@@ -137,7 +160,7 @@ def ring(folder: Path, at: int, is_full: bool, capacity: int = 10) -> Path:
         file["observation-state"] = np.stack([steps, steps], 1).astype("f4")
         file["next-observation-state"] = np.stack([steps, steps], 1).astype("f4") + 1
         file["action"], file["reward"] = steps[:, None].astype("f4"), steps[:, None].astype("f4")
-        file["terminated"], file["truncated"] = steps[:, None] % 8 == 3, steps[:, None] % 8 == 7
+        file[f"{flags}terminated"], file[f"{flags}truncated"] = steps[:, None] % 8 == 3, steps[:, None] % 8 == 7
     about = {"capacity": capacity, "device": "cpu", "nested_key_separator": "-", "_idx": at, "_is_full": is_full}
     (folder / "config.json").write_text(json.dumps({**about, "__target__": "os.system"}))
     return folder
@@ -152,10 +175,11 @@ def ring(folder: Path, at: int, is_full: bool, capacity: int = 10) -> Path:
         (10, True, [[10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]),
     ],
 )
+@pytest.mark.parametrize("flags", ["", "next-"])
 def test_a_ring_is_given_in_the_order_of_writing(
-    tmp_path: Path, at: int, is_full: bool, expected: list[list[int]]
+    tmp_path: Path, at: int, is_full: bool, expected: list[list[int]], flags: str
 ) -> None:
-    recording = rollout_data.open(ring(tmp_path / "x", at, is_full))
+    recording = rollout_data.open(ring(tmp_path / "x", at, is_full, flags))
     assert recording.format == "bfm_zero"
     assert all("expected observations of their own" in str(one) for one in recording.problems)  # the run has no resets
     assert [one.reward.tolist() for one in recording] == expected

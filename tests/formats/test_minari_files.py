@@ -61,7 +61,7 @@ def in_groups(root: Path, is_jpeg: bool = False, **changes: Any) -> Path:
 def in_tables(root: Path, kind: str, is_jpeg: bool = False, num_parts: int = 1, **changes: Any) -> Path:
     """One table an episode, in `num_parts` files of two batches."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    describe(root / "data", kind, jpeg_encoding=is_jpeg, **changes)
+    describe(root / "data", kind, **{"jpeg_encoding": is_jpeg, **changes})
     for number, length in LENGTHS.items():
         folder = root / "data" / str(number)
         folder.mkdir()
@@ -146,11 +146,47 @@ def test_a_dataset_without_spaces_is_read(tmp_path: Path) -> None:
 def test_metadata_of_older_datasets_are_attributes_of_the_file(tmp_path: Path) -> None:
     root = in_groups(tmp_path / "x")
     (root / "data" / "metadata.json").unlink()
-    edited(root / "data" / "main_data.hdf5", lambda file: file.attrs.update(total_episodes=3, author="lab"))
+    told = {"total_episodes": 3, "author": "lab", "env_spec": json.dumps({"id": "Lift-v1"}), "lossy": "no list"}
+    edited(root / "data" / "main_data.hdf5", lambda file: file.attrs.update(told))
     for path in (root, root / "data", root / "data" / "main_data.hdf5"):
         recording = rollout_data.open(path)
         assert recording.metadata["author"] == "lab" and len(recording) == 3
+        assert (recording.metadata["env_name"], recording.metadata["lossy"]) == ("Lift-v1", [])
         np.testing.assert_array_equal(recording[2].observation["low"], values(10, 4))
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "parquet"])
+def test_shades_of_grey_have_the_shape_of_their_space(tmp_path: Path, kind: str) -> None:
+    space = {"type": "Box", "dtype": "uint8", "shape": [32, 48], "low": 0, "high": 255}
+    about = {"jpeg_encoding": True, "observation_space": json.dumps(space)}
+    shade = np.frombuffer(jpeg(halves(2, 0)[..., 0]), "u1")
+    if kind == "hdf5":
+        root = in_groups(tmp_path / "x", **about)
+        path = root / "data" / "main_data.hdf5"
+        for number, length in LENGTHS.items():
+            rows = np.tile(shade, (length + 1, 1))
+            edited(path, lambda file, at=f"episode_{number}/observations", rows=rows: replace(file, at, rows))
+    else:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        root = in_tables(tmp_path / "x", kind, **about)
+        for path in root.glob("data/*/*.parquet"):
+            table = parquet.read_table(path)
+            pictures = pyarrow.array([shade.tobytes()] * len(table))
+            parquet.write_table(table.set_column(0, "observations", pictures), path)
+    episode = rollout_data.open(root)[0]
+    assert episode.observation.shape == (3, 32, 48) and episode.final_observation.shape == (32, 48)
+    assert np.abs(episode.observation[0].astype(int) - halves(2, 0)[..., 0]).mean() <= 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("hdf5", "data"), ("hdf5", "data/main_data.hdf5"), ("parquet", "data"), ("arrow", "data")]
+)
+def test_links_that_lead_out_of_the_dataset_are_refused(tmp_path: Path, kind: str, what: str) -> None:
+    root = in_groups(tmp_path / "x") if kind == "hdf5" else in_tables(tmp_path / "x", kind)
+    (root / what).rename(tmp_path / "out")
+    (root / what).symlink_to(tmp_path / "out")
+    with pytest.raises(UnsafeFileError):
+        rollout_data.open(root)
 
 
 def test_short_rows_of_bytes_are_no_pictures_where_the_space_says_so(tmp_path: Path) -> None:

@@ -344,6 +344,13 @@ def test_next_observations_that_are_others_are_reported_and_can_be_read(tmp_path
     check_all(kept)
 
 
+def test_next_observations_without_observations_are_fields(tmp_path: Path) -> None:
+    path = edited(robomimic(tmp_path / "x.hdf5"), lambda file: file["data/demo_9/obs"].pop("low"))
+    episode = rollout_data.open(path)[1]
+    np.testing.assert_array_equal(episode["next_obs/low"], values(9, 1, first=1))
+    assert list(episode.final_observation) == ["nested/cam"] and "next_obs/nested/cam" not in episode
+
+
 def test_next_observations_of_later_demos_are_compared_when_they_are_read(tmp_path: Path) -> None:
     path = robomimic(tmp_path / "x.hdf5", dict.fromkeys(range(20, 80), 2))
     edited(path, lambda file: file["data/demo_79/next_obs/low"].__setitem__((0, 0), 7))
@@ -406,6 +413,12 @@ def test_observations_of_libero_move_only_on_request(tmp_path: Path) -> None:
             np.testing.assert_array_equal(new.final_observation[name], old.observation[name][-1])
         for name in ("action", "reward", "states"):
             np.testing.assert_array_equal(new[name], old[name][1:])
+
+
+def test_moving_observations_of_libero_leaves_the_total_true(tmp_path: Path) -> None:
+    path = Path(shutil.copy(ROOT / "libero" / "KITCHEN_SCENE_put_the_cube_demo.hdf5", tmp_path))
+    edited(path, lambda file: (file["data"].pop("demo_1"), file["data"].attrs.update(total=7)))
+    assert rollout_data.open(path, shift_obs=True).problems == []
 
 
 def isaaclab(path: Path, version: int | None = None, gzip: bool = True) -> Path:

@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import DataFileError
 
 from ..guards import file_inside
 from ..reader import EpisodeInfo
-from .episodes import Column, Hdf5Reader, Layout, LayoutMaker, is_encoded
-from .files import Found, OpenFile, matches, numbered
+from .episodes import Column, Hdf5Reader, LayoutMaker, is_encoded
+from .files import OpenFile, hdf5_names, matches, numbered
 
-_FILE, _OBSERVATIONS, _IMAGES = "episode_", "observations/", "observations/images/"
+_IMAGES = "observations/images/"
 
 
 class Reader(Hdf5Reader):
@@ -32,6 +32,9 @@ class Reader(Hdf5Reader):
 
     format = "aloha"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bgr": False}
+    STEPS: ClassVar[Mapping[str, str]] = {"action": "action", "observations": "observation"}
+    ASIDE = ("compress_len",)  # the end of each picture says as much
+    COUNTED = "action"
 
     @classmethod
     def detect(cls, path: Path) -> bool:
@@ -39,7 +42,6 @@ class Reader(Hdf5Reader):
         return bool(files) and matches(files[0], _is_episode)
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        self.metadata.update(lossy=[], control_mode="unknown")
         episodes: list[EpisodeInfo] = []
         for path in _files(self.path):
             try:
@@ -50,23 +52,8 @@ class Reader(Hdf5Reader):
             self.metadata["color_order"] = "rgb, turned from bgr" if self.options["bgr"] else "unknown"
         return self.checked_some(episodes, "an episode")
 
-    def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
-        if "action" not in found or not found["action"].shape:
-            raise CorruptFileError("read", file.where, "the dataset 'action'", "none")
-        length = found["action"].shape[0]
-        maker = LayoutMaker(self, found, length, file.where)
-        maker.add("action", "action")
-        for path in found:
-            name = "observation/" + path.removeprefix(_OBSERVATIONS)
-            if path.startswith(_IMAGES) and is_encoded(found[path]):
-                maker.add_pictures(file, group, name, path)
-            elif path.startswith(_OBSERVATIONS):
-                maker.add(name, path)
-            elif path == "compress_len":  # the end of each picture says as much
-                maker.layout.aside[path] = None
-            elif path != "action":
-                maker.add_other(path)
-        return length, maker.layout
+    def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
+        return path.startswith(_IMAGES) and is_encoded(maker.found[path])
 
     def rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
         rows = super().rows(info, column, start, stop)
@@ -77,8 +64,8 @@ def _files(path: Path) -> list[Path]:
     """List the files of episodes that a path is or holds; none if the folder holds other HDF5 files."""
     if not path.is_dir():
         return [path]
-    names = [one.name for one in path.iterdir() if one.suffix in (".hdf5", ".h5") and not one.name.startswith(".")]
-    files = [f"{name}.hdf5" for name in numbered([name.removesuffix(".hdf5") for name in names], _FILE)]
+    names = hdf5_names(path)
+    files = [f"{name}.hdf5" for name in numbered([name.removesuffix(".hdf5") for name in names], "episode_")]
     return [file_inside(path, name) for name in files] if len(files) == len(names) else []
 
 

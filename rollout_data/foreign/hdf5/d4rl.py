@@ -16,17 +16,11 @@ from storage.core import arguments
 from storage.errors import CorruptFileError, UsageError
 
 from ..reader import EpisodeInfo
-from .files import matches, numbered
-from .flat import FlatReader, ends_of
+from .files import OpenFile, matches, numbered
+from .flat import FlatReader, ends_of, our_name
 
-_FIELDS = {
-    "observations": "observation",
-    "actions": "action",
-    "rewards": "reward",
-    "terminals": "terminated",
-    "timeouts": "truncated",
-}
-_NEXT, _METADATA, _CHUNKED = "next_observations", "metadata/", "virtual"
+_METADATA, _CHUNKED = "metadata/", "virtual"
+_STEPS = ("observations", "actions", "rewards", "terminals", "timeouts", "next_observations")
 
 
 class Reader(FlatReader):
@@ -42,53 +36,57 @@ class Reader(FlatReader):
 
     @classmethod
     def detect(cls, path: Path) -> bool:
-        names = ("observations", "terminals")
-        return matches(path, lambda file: all(isinstance(file.open(name), h5py.h5d.DatasetID) for name in names))
+        return matches(path, lambda file: any(_has_steps(file, group) for group in _groups(file)))
 
     @property
     def file_path(self) -> Path:
         return self.path
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        self.metadata.update(lossy=[], control_mode="unknown")
         with self.files.use(self.path) as file:
-            chunked = file.open(_CHUNKED)
-            groups = numbered(list(file.links(chunked)), "") if isinstance(chunked, h5py.h5g.GroupID) else []
-            for group in [f"{_CHUNKED}/{name}" for name in groups] or [""]:
-                found = file.survey(group)
-                told = [path for path in found if path.startswith(_METADATA)]
-                whole = {path: file.whole(f"{group}/{path}", found[path]) for path in told}
-                self.metadata.update(
-                    {path.removeprefix(_METADATA): one for path, one in whole.items() if one is not None}
-                )
-                names = self.usable({path: one for path, one in found.items() if path not in told})
-                if "observations" not in names or "terminals" not in names:
-                    expected = "observations and terminals of numbers"
-                    raise CorruptFileError("read", file.where, expected, f"{sorted(names)}")
-                rows = found["terminals"].shape[0]
-                ours = {path: _FIELDS.get(path, path) for path in names}
-                if not self.options["terminals_end"]:
-                    ours["terminals"] = "terminals"
-                for path in [path for path in names if path not in (*_FIELDS, _NEXT) and found[path].shape[0] != rows]:
-                    self.problem("read", f"{path!r} of {file.where}", f"{rows} rows", f"{found[path].shape[0]}")
-                    del ours[path]
-                self.take(found, ours, group)
-        self.steps.final = {_NEXT: "observation"} if _NEXT in self.steps.fields else {}
+            for group in _groups(file):
+                self._take_group(file, group)
         return self._cut()
+
+    def _take_group(self, file: OpenFile, group: str) -> None:
+        found = file.survey(group)
+        told = {path: file.whole(f"{group}/{path}", one) for path, one in found.items() if path.startswith(_METADATA)}
+        known = {path.removeprefix(_METADATA): one for path, one in told.items() if one is not None}
+        self.metadata = {**known, **self.metadata}
+        names = {path: our_name(path) for path in self.usable(found) if path not in told}
+        if "observations" not in names or "terminals" not in names:
+            raise CorruptFileError("read", file.where, "observations and terminals of numbers", f"{sorted(names)}")
+        if not self.options["terminals_end"]:
+            names["terminals"] = "terminals"
+        num_rows = found["terminals"].shape[0]
+        for path in [one for one in names if one not in _STEPS and found[one].shape[0] != num_rows]:
+            self.problem("read", f"{path!r} of {file.where}", f"{num_rows} rows", f"{found[path].shape[0]}")
+            del names[path]
+        self.take(found, names, group)
 
     def _cut(self) -> list[EpisodeInfo]:
         most = self.options["max_episode_steps"]
         terminated, truncated = self.flags("terminated"), self.flags("truncated")
-        if "truncated" not in self.steps.fields:
+        if "truncated" not in self.columns:
             if most is None:
                 advice = "Open it with max_episode_steps=..., the length at which they were cut"
                 raise UsageError("cut into episodes", repr(str(self.path)), "'timeouts'", "none", advice)
             truncated = _timeouts(terminated, arguments.whole("cut into episodes", "max_episode_steps", most, 1))
-        if not len(terminated):
-            raise CorruptFileError("read", repr(str(self.path)), "a step", "none")
         if not self.options["terminals_end"]:
             return self.cut(ends_of(truncated), None, truncated)
         return self.cut(ends_of(terminated | truncated), terminated, truncated)
+
+
+def _groups(file: OpenFile) -> list[str]:
+    """Name the groups with steps: those of a chunked set in the order of their numbers, or the whole file."""
+    chunked = file.open(_CHUNKED)
+    names = numbered(list(file.links(chunked)), "") if isinstance(chunked, h5py.h5g.GroupID) else []
+    return [f"{_CHUNKED}/{name}" for name in names] or [""]
+
+
+def _has_steps(file: OpenFile, group: str) -> bool:
+    datasets = [file.open(f"{group}/{name}") for name in ("observations", "terminals")]
+    return all(isinstance(one, h5py.h5d.DatasetID) for one in datasets)
 
 
 def _timeouts(terminated: np.ndarray[Any, Any], most: int) -> np.ndarray[Any, Any]:

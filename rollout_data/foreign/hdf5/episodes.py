@@ -6,7 +6,6 @@ the first ones when the file is opened and the others when they are first read, 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -109,42 +108,89 @@ class Told(Mapping[str, Any]):
 
 
 class Hdf5Reader(ForeignReader):
-    """Reads episodes that are groups of HDF5 files."""
+    """Reads episodes that are groups of HDF5 files; a format says in a few tables what their datasets are."""
 
+    #: Dataset or group of an episode -> our name; it has a row per step.
+    STEPS: ClassVar[Mapping[str, str]] = {}
+    #: Those of `STEPS` with one row more, the final observation. Where a format has some, the datasets that no table
+    #: names may have one row more too, which is metadata.
+    AFTER: ClassVar[tuple[str, ...]] = ()
+    #: Dataset of a truth value per step -> attribute of the episode that the last one is.
+    ENDS: ClassVar[Mapping[str, str]] = {}
+    #: Datasets and groups that are metadata.
+    ASIDE: ClassVar[tuple[str, ...]] = ()
+    #: Dataset, or group of some, whose rows are the steps, and the attribute that tells their number too.
+    COUNTED: ClassVar[str] = "actions"
+    STATED: ClassVar[str] = ""
     #: Groups whose members, beside those of the episode, tell episodes of different fields apart.
     GROUPS: ClassVar[tuple[str, ...]] = ()
-    #: Attributes of episodes that are given otherwise than by their names.
+    #: Attributes of episodes, besides `STATED`, that are given otherwise than by their names.
     KNOWN: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.files, self._unread = Files(), set[str]()
         super().__init__(path, options)
 
-    def num_actions(self, file: OpenFile, node: Any) -> int:
-        """Give the rows of `actions`, a dataset or a group of some, in the group of an episode."""
-        actions, path = file.open("actions", node), "actions"
-        while isinstance(actions, h5py.h5g.GroupID):
-            path = next(iter(file.members(actions)), "")
-            actions = file.open(path, actions) if path else None
-        if not getattr(actions, "shape", ()):
-            raise CorruptFileError("read", file.place(node), "the dataset 'actions'", "none")
-        return int(actions.shape[0])
+    def num_rows(self, file: OpenFile, node: Any) -> int:
+        """Give the rows of an episode's datasets, by a quick look at its group.
 
-    @abstractmethod
+        Raises:
+            CorruptFileError: There are none, or its attribute tells another number.
+        """
+        counted = file.open(self.COUNTED, node)
+        while isinstance(counted, h5py.h5g.GroupID):
+            members = file.members(counted)
+            counted = file.open(members[0], counted) if members else None
+        if not getattr(counted, "shape", ()):
+            raise CorruptFileError("read", file.place(node), f"the dataset {self.COUNTED!r}", "none")
+        rows, stated = int(counted.shape[0]), file.attribute(node, self.STATED) if self.STATED else None
+        if stated is not None and stated != rows:
+            expected = f"{rows} steps, as it has {self.COUNTED}"
+            raise CorruptFileError("read", file.place(node), expected, f"{self.STATED} {stated}").of("counts")
+        return rows
+
+    def length(self, file: OpenFile, node: Any) -> int:
+        """Give the steps of an episode."""
+        return self.num_rows(file, node)
+
     def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
         """Say how many steps the episode in a group has, and what its datasets mean.
 
         Raises:
             DataFileError: They contradict each other.
         """
+        maker = LayoutMaker(self, file, group, found)
+        for path in found:
+            self.put(maker, path)
+        return maker.length, maker.layout
 
-    def length(self, file: OpenFile, node: Any) -> int:
-        """Give the steps of an episode by a quick look at its group; not asked for the first episodes."""
-        return self.num_actions(file, node)
+    def put(self, maker: LayoutMaker, path: str) -> None:
+        """Give a dataset its place in the layout."""
+        head, _, rest = path.partition("/")
+        name = f"{self.STEPS.get(head, '')}/{rest}".rstrip("/")
+        if head in self.ASIDE:
+            maker.layout.aside[path] = None
+        elif head not in self.STEPS:
+            if head not in self.ENDS:
+                maker.add_other(path, has_last=bool(self.AFTER))
+        elif self.is_picture(maker, path, name):
+            maker.add_pictures(name, path, has_last=head in self.AFTER)
+        elif head in self.AFTER:
+            maker.add_after(name, path)
+        else:
+            maker.add(name, path)
+
+    def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
+        """Tell whether the rows of a dataset are files of pictures."""
+        return False
+
+    def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Give the shape of a field of pictures, which are `[H, W, C]`."""
+        return shape
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         """Give the rest of `EpisodeInfo` for the episode in a group; "metadata" is completed by its attributes."""
-        return {}
+        return {ours: self.flag(file, node, name, length) for name, ours in self.ENDS.items()}
 
     def flag(self, file: OpenFile, node: Any, name: str, length: int) -> bool | None:
         """Give the last of the truth values of an episode's steps, `[T]` or `[T, 1]`; None if there are none.
@@ -167,7 +213,6 @@ class Hdf5Reader(ForeignReader):
 
     def collect(self, path: Path, parent: str, names: Iterable[str]) -> list[EpisodeInfo]:
         """List the episodes in groups of a file; one that is damaged is left out, and a problem."""
-        self.metadata.setdefault("lossy", [])
         episodes: list[EpisodeInfo] = []
         known: dict[tuple[str, ...], Layout] = {}
         left = _CHECKED_AT_ONCE
@@ -204,7 +249,7 @@ class Hdf5Reader(ForeignReader):
 
     def _info(self, file: OpenFile, node: Any, name: str, source: Source, length: int) -> EpisodeInfo:
         if length < 1:
-            raise CorruptFileError("read", f"{source.group!r} of {file.where}", "at least 1 step", str(length))
+            raise CorruptFileError("read", file.place(node), "at least 1 step", str(length))
         layout, about = source.layout, self.about(file, node, length)
         metadata = Told(about.pop("metadata", {}), partial(self.aside, source))
         return EpisodeInfo(
@@ -219,21 +264,11 @@ class Hdf5Reader(ForeignReader):
                 "read the dataset", f"{path!r} of {where}", "numbers or texts", "another type", "It is left out"
             )
 
-    def checked_some(self, episodes: list[EpisodeInfo], what: str) -> list[EpisodeInfo]:
-        """Give the episodes.
-
-        Raises:
-            DataFileError: There is none; the first problem, if there is one.
-        """
-        if not episodes:
-            raise (self.problems or [CorruptFileError("read", repr(str(self.path)), what, "none")])[0]
-        return episodes
-
     def aside(self, source: Source) -> dict[str, Any]:
         """Read the attributes of an episode, and the datasets that are metadata."""
         with self.files.use(source.path) as file:
             found = file.survey(source.group)
-            told = file.attributes(file.group(source.group), self.KNOWN)
+            told = file.attributes(file.group(source.group), (*self.KNOWN, self.STATED))
             for name, row in source.layout.aside.items():
                 path, one = f"{source.group}/{name}", found[name]
                 if row is not None:
@@ -276,10 +311,9 @@ class Hdf5Reader(ForeignReader):
             found = self.check(file, info)[column.path]
             rows = file.rows(f"{group}/{column.path}", found, start, stop)
         if column.is_picture:
-            where = f"{column.path!r} of {info.name!r} of {str(path)!r}"
-            shape = column.shape
-            pictures = [decode_picture(_cut(row, where), where, shape) for row in rows]
-            return np.stack(pictures) if pictures else np.empty((0, *shape), np.uint8)
+            where, size = f"{column.path!r} of {info.name!r} of {str(path)!r}", (*column.shape, 1)[:3]
+            pictures = [decode_picture(_cut(row, where), where, size) for row in rows]
+            rows = np.stack(pictures) if pictures else np.empty((0, *size), np.uint8)
         return rows if column.kind == "text" else rows.reshape(len(rows), *column.shape)
 
 
@@ -288,84 +322,82 @@ class LayoutMaker:
 
     Args:
         reader: Notes what is not read.
+        file: It is in this one.
+        group: Of the episode.
         found: The datasets.
-        length: Steps.
-        where: Of the episode, for errors.
     """
 
-    def __init__(self, reader: Hdf5Reader, found: Mapping[str, Found], length: int, where: str) -> None:
-        self.reader, self.found, self.length, self.where = reader, found, length, where
-        self.layout = Layout()
+    def __init__(self, reader: Hdf5Reader, file: OpenFile, group: str, found: Mapping[str, Found]) -> None:
+        node = file.group(group)
+        self.file, self.group, self.found, self.layout = file, group, found, Layout()
+        self._reader, self._where, self.length = reader, file.place(node), reader.num_rows(file, node)
 
-    def add(self, name: str, path: str, rows: int = 0, first: int = 0) -> bool:
-        """Make a dataset a field, if its type is read.
-
-        Args:
-            name: Of the field.
-            path: Of the dataset.
-            rows: How many rows it has beyond the steps.
-            first: Row of step 0.
+    def check_rows(self, path: str, rows: int = 0) -> None:
+        """Compare the rows of a dataset with the steps, and `rows` more.
 
         Raises:
-            CorruptFileError: It has more or fewer rows.
+            CorruptFileError: It has more or fewer.
         """
-        self._check_rows(path, rows)
-        return self._put(self.layout.columns, name, path, first)
-
-    def _check_rows(self, path: str, rows: int) -> None:
         shape = self.found[path].shape
         if not shape or shape[0] != self.length + rows:
             expected = f"{self.length + rows} rows of {path!r}"
-            raise CorruptFileError("read", self.where, expected, f"shape {shape}").of("counts")
+            raise CorruptFileError("read", self._where, expected, f"shape {shape}").of("counts")
+
+    def add(self, name: str, path: str) -> None:
+        """Make a dataset of T rows a field, if its type is read."""
+        self.check_rows(path)
+        self._put(self.layout.columns, name, path)
 
     def add_after(self, name: str, path: str) -> None:
         """Make a dataset of T + 1 rows an observation; the last row is the final one, of texts metadata."""
-        if self.add(name, path, rows=1) and self.found[path].kind == "text":
+        self.check_rows(path, 1)
+        if self._put(self.layout.columns, name, path) and self.found[path].kind == "text":
             self.layout.aside[path] = -1
         elif name in self.layout.columns:
             self.add_final(name, path, 0)
 
-    def add_pictures(self, file: OpenFile, group: str, name: str, path: str, rows: int = 0) -> None:
+    def add_pictures(self, name: str, path: str, has_last: bool) -> None:
         """Make a dataset of encoded pictures a field; the header of the first one tells their shape.
 
         Raises:
             CorruptFileError: It has more or fewer rows, or the first one is no picture.
         """
-        self._check_rows(path, rows)
-        where = f"{path!r} of {self.where}"
-        first = file.rows(f"{group}/{path}", self.found[path], 0, min(self.length + rows, 1))
+        self.check_rows(path, int(has_last))
+        where, lossy = f"{path!r} of {self._where}", self._reader.metadata["lossy"]
+        first = self.file.rows(f"{self.group}/{path}", self.found[path], 0, min(self.length + has_last, 1))
         shape = picture_shape(_cut(first[0], where), where) if len(first) else (0, 0, 3)
-        self.layout.columns[name] = Column(path, shape, "uint8", is_picture=True)
-        if len(first) and bytes(first[0][:2]) == _JPEG_START and name not in self.reader.metadata["lossy"]:
-            self.reader.metadata["lossy"].append(name)
+        self.layout.columns[name] = Column(path, self._reader.shape_of(name, shape), "uint8", is_picture=True)
+        if has_last:
+            self.layout.final[name] = self.layout.columns[name]
+        if len(first) and bytes(first[0][:2]) == _JPEG_START and name not in lossy:
+            lossy.append(name)
 
     def add_final(self, name: str, path: str, row: int) -> None:
         """Make a row of a dataset, counted from T, a field of the final observation."""
         self._put(self.layout.final, name, path, row)
 
-    def add_other(self, path: str, first: int = 0, name: str = "") -> None:
-        """Make a dataset that may be there a field by its own name if it has a row per step, otherwise metadata."""
-        found, own = self.found[path], name or (f"other/{path}" if path.split("/")[0] in _OURS else path)
-        if found.shape and found.shape[0] == self.length + first and own not in self.layout.columns:
-            self._put(self.layout.columns, own, path, first)
+    def add_other(self, path: str, has_last: bool = False) -> None:
+        """Make a dataset a field by its own name if it has a row per step, otherwise metadata.
+
+        With `has_last` it may also have T + 1 rows, of which the last is metadata.
+        """
+        found, own = self.found[path], f"other/{path}" if path.split("/")[0] in _OURS else path
+        rows = found.shape[0] - self.length if found.shape and own not in self.layout.columns else -1
+        if rows == 1 and has_last and found.kind in DTYPES:
+            self._put(self.layout.columns, path, path)
+            self.layout.aside[path] = -1
+        elif rows == 0:
+            self._put(self.layout.columns, own, path)
         else:
             self.layout.aside[path] = None
 
-    def add_with_last(self, path: str) -> None:
-        """Make a dataset of T + 1 rows a field by its own name; the last row is metadata, "final/..."."""
-        if self.found[path].shape[:1] == (self.length + 1,) and self.found[path].kind in DTYPES:
-            self.add(path, path, rows=1)
-            self.layout.aside[path] = -1
-        else:
-            self.add_other(path)
-
-    def _put(self, columns: dict[str, Column], name: str, path: str, first: int) -> bool:
+    def _put(self, columns: dict[str, Column], name: str, path: str, first: int = 0) -> bool:
         found = self.found[path]
         if found.kind in ("", "bytes") or (found.kind == "text" and len(found.shape) != 1):
-            self.reader.note_unread(path, self.where)
+            self._reader.note_unread(path, self._where)
             return False
         if len(columns) >= MAX_FIELDS:
-            raise CorruptFileError("read", self.where, f"at most {MAX_FIELDS} fields", "more")
+            raise CorruptFileError("read", self._where, f"at most {MAX_FIELDS} fields", "more")
         shape = () if name == "reward" and found.shape[1:] == (1,) else found.shape[1:]
         columns[name] = Column(path, shape, found.kind, first)
         return True

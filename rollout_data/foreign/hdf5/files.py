@@ -200,7 +200,9 @@ class OpenFile:
                 num_bytes = max(num_bytes, 2 * prod(settings.get_chunk()) * node.get_type().get_size())
             claimed_bytes = stored_bytes * expansion
             likely_bytes = max(_MAX_UNPACKED_BYTES, stored_bytes * _LIKELY_EXPANSION)
-            most_bytes = min(claimed_bytes + _MAX_UNWRITTEN_BYTES, likely_bytes) if stored_bytes <= self.num_bytes else -1
+            most_bytes = (
+                min(claimed_bytes + _MAX_UNWRITTEN_BYTES, likely_bytes) if stored_bytes <= self.num_bytes else -1
+            )
             expansion = expansion if claimed_bytes > _MAX_UNPACKED_BYTES and expansion > 1 else 0
         if num_bytes > most_bytes:
             got = f"{num_bytes} bytes in a file of {self.num_bytes}"
@@ -405,6 +407,11 @@ def numbered(names: Sequence[str], pattern: str) -> list[str]:
     """Give the names that are `pattern` and a number, in the order of the numbers."""
     matches = [(name, re.fullmatch(rf"{pattern}(\d{{1,18}})", name)) for name in names]
     return [name for _, name in sorted((int(match[1]), name) for name, match in matches if match)]
+
+
+def hdf5_names(folder: Path) -> list[str]:
+    """Name the HDF5 files of a folder by their endings; those that start with a dot are no data."""
+    return [one.name for one in folder.iterdir() if one.suffix in (".hdf5", ".h5") and not one.name.startswith(".")]
 
 
 def matches(path: Path, test: Callable[[OpenFile], bool]) -> bool:

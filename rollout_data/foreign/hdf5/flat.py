@@ -5,11 +5,11 @@ One rule: an episode is a range of rows, and the row after its last one belongs 
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,15 +17,26 @@ from storage.core.fields import DTYPES, Field, Schema
 from storage.errors import CorruptFileError
 
 from ..reader import EpisodeInfo, ForeignReader
+from .episodes import Column
 from .files import Files, Found, OpenFile
 
+#: First part of a dataset's name -> ours.
+_HEADS = {
+    "observations": "observation",
+    "obs": "observation",
+    "actions": "action",
+    "rewards": "reward",
+    "terminals": "terminated",
+    "timeouts": "truncated",
+}
 #: Flags are read in pieces of as many rows.
 _FLAGS_AT_ONCE = 1 << 22
+#: Each episode takes half a kilobyte.
+_MAX_EPISODES = 1 << 20
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A run of rows of the datasets in a group."""
 
     group: str
@@ -33,40 +44,35 @@ class Part:
     num_rows: int
 
 
-@dataclass
-class Steps:
-    """All steps of a file.
-
-    Attributes:
-        parts: Where they lie, in order.
-        fields: Name of ours -> dataset in the group of each part.
-        shapes: Name of ours -> shape of a row.
-        kinds: Name of ours -> key of `DTYPES`.
-        final: Names in `fields` that are the observations after each step -> our name of the observation.
-    """
-
-    parts: list[Part] = field(default_factory=list)
-    fields: dict[str, str] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
-    final: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(part.num_rows for part in self.parts)
+def our_name(path: str) -> str:
+    """Give our name of a dataset."""
+    head, *rest = path.split("/")
+    return "/".join(part for part in (_HEADS.get(head, head), *rest) if part)
 
 
 class FlatReader(ForeignReader):
-    """Reads ranges of rows."""
+    """Reads ranges of rows.
+
+    Attributes:
+        parts: Where the rows lie, in order.
+        columns: Our name -> dataset in the group of each part.
+        following: Names in `columns` of the observations after each step -> our name of the observation.
+    """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
-        self.files, self.steps = Files(), Steps()
+        self.files, self.parts = Files(), list[Part]()
+        self.columns: dict[str, Column] = {}
+        self.following: dict[str, str] = {}
         super().__init__(path, options)
 
     @property
     @abstractmethod
     def file_path(self) -> Path:
         """The file with the rows."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.num_rows for part in self.parts)
 
     def take(self, found: Mapping[str, Found], names: Mapping[str, str], group: str, part: Part | None = None) -> None:
         """Add the datasets of a group to the steps; those of a later group must be the same.
@@ -81,18 +87,19 @@ class FlatReader(ForeignReader):
             CorruptFileError: They differ in their rows, or from those of the groups before.
         """
         where = f"{group!r} of {str(self.file_path)!r}" if group else repr(str(self.file_path))
-        rows = {path: found[path].shape[0] for path in names}
-        num_rows = max(rows.values(), default=0)
-        for path, got in rows.items():
-            if got != num_rows:
+        num_rows = max((found[path].shape[0] for path in names), default=0)
+        columns = {}
+        for path, name in names.items():
+            if (got := found[path].shape[0]) != num_rows:
                 raise CorruptFileError("read", where, f"{num_rows} rows of {path!r}", str(got))
-        fields = {name: path for path, name in names.items()}
-        kinds = {name: found[path].kind for path, name in names.items()}
-        shapes = {name: _row_shape(name, found[path].shape[1:]) for path, name in names.items()}
-        if self.steps.parts and (self.steps.fields, self.steps.shapes, self.steps.kinds) != (fields, shapes, kinds):
+            shape = () if name == "reward" and found[path].shape[1:] == (1,) else found[path].shape[1:]
+            columns[name] = Column(path, shape, found[path].kind)
+        if self.parts and self.columns != columns:
             raise CorruptFileError("read", where, "the datasets of the groups before it", "others")
-        self.steps.fields, self.steps.shapes, self.steps.kinds = fields, shapes, kinds
-        self.steps.parts.append(part or Part(group, 0, num_rows))
+        observed = {name: our_name(re.sub("^next[/_]", "", name)) for name in columns if name.startswith("next")}
+        self.following = {name: ours for name, ours in observed.items() if ours in columns.keys() - {name}}
+        self.columns = columns
+        self.parts.append(part or Part(group, 0, num_rows))
 
     def usable(self, found: Mapping[str, Found]) -> list[str]:
         """Name the datasets of numbers with rows; notes the others that look like steps."""
@@ -104,37 +111,28 @@ class FlatReader(ForeignReader):
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         """Read rows of a field, counted over all parts: `[stop - start, *shape]`."""
-        pieces = []
+        column, pieces = self.columns[name], []
         with self.files.use(self.file_path) as file:
-            for part in self.steps.parts:
+            for part in self.parts:
                 low, high = max(start, 0), min(stop, part.num_rows)
                 if low < high:
-                    pieces.append(self._piece(file, part, name, low, high))
+                    pieces.append(_piece(file, part, column, low, high))
                 start, stop = start - part.num_rows, stop - part.num_rows
         if not pieces:
-            return np.empty((0, *self.steps.shapes[name]), DTYPES[self.steps.kinds[name]][1])
+            return np.empty((0, *column.shape), DTYPES[column.kind][1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def _piece(self, file: OpenFile, part: Part, name: str, low: int, high: int) -> Array:
-        path = self.steps.fields[name]
-        found = file.survey(part.group)[path]
-        if found.kind != self.steps.kinds[name] or found.shape[0] < part.first + part.num_rows:
-            raise CorruptFileError("read", f"{path!r} of {file.where}", "the dataset as it was", "another")
-        rows: Array = file.rows(f"{part.group}/{path}", found, part.first + low, part.first + high)
-        return rows.reshape(high - low, *self.steps.shapes[name])
 
     def flags(self, name: str) -> Array:
         """Read a field of truth values of all steps: bool `[rows]`; all false if there is none."""
-        num_rows = self.steps.num_rows
-        if name not in self.steps.fields:
+        num_rows = self.num_rows
+        if name not in self.columns:
             return np.zeros(num_rows, bool)
         starts = range(0, num_rows, _FLAGS_AT_ONCE)
         pieces = [self.rows(name, start, min(start + _FLAGS_AT_ONCE, num_rows)) != 0 for start in starts]
         flat = np.concatenate(pieces).reshape(num_rows, -1) if pieces else np.zeros((0, 1), bool)
         if flat.shape[1] != 1:
-            raise CorruptFileError(
-                "read", f"{name!r} of {str(self.file_path)!r}", "one value a step", f"{flat.shape[1]}"
-            )
+            where = f"{name!r} of {str(self.file_path)!r}"
+            raise CorruptFileError("read", where, "one value a step", f"{flat.shape[1]}")
         return flat[:, 0]
 
     def cut(self, stops: Array, terminated: Array | None, truncated: Array | None) -> list[EpisodeInfo]:
@@ -145,13 +143,14 @@ class FlatReader(ForeignReader):
             terminated: bool `[rows]`; None if it is not told.
             truncated: bool `[rows]`; None if it is not told.
         """
-        flags = [name for name in self.steps.fields if name in ("terminated", "truncated")]
-        schema = Schema(
-            Field(name, self.steps.shapes[name], self.steps.kinds[name])
-            for name in self.steps.fields
-            if name not in flags
-        )
-        final = Schema(Field(ours, schema[name].shape, schema[name].dtype) for name, ours in self.steps.final.items())
+        if not len(stops):
+            raise CorruptFileError("read", repr(str(self.path)), "a step", "none")
+        if len(stops) > _MAX_EPISODES:
+            raise CorruptFileError("read", repr(str(self.path)), f"at most {_MAX_EPISODES} episodes", f"{len(stops)}")
+        flags = ("terminated", "truncated")
+        fields = {name: (one.shape, one.kind) for name, one in self.columns.items() if name not in flags}
+        schema = Schema(Field(name, *kind) for name, kind in fields.items())
+        final = Schema(Field(ours, *fields[name]) for name, ours in self.following.items())
         starts = np.concatenate([[0], stops[:-1]])
         return [
             EpisodeInfo(
@@ -173,7 +172,7 @@ class FlatReader(ForeignReader):
     def read_final(self, number: int, name: str) -> Array:
         info = self.episodes[number]
         last: int = info.source + info.length
-        (path,) = [following for following, ours in self.steps.final.items() if ours == name]
+        (path,) = [following for following, ours in self.following.items() if ours == name]
         return np.asarray(self.rows(path, last - 1, last)[0])
 
 
@@ -184,6 +183,9 @@ def ends_of(ends: Array) -> Array:
     return np.append(stops, len(ends)) if is_open else stops
 
 
-def _row_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Give the shape of a row; one reward is a number."""
-    return () if name == "reward" and tuple(shape) == (1,) else tuple(shape)
+def _piece(file: OpenFile, part: Part, column: Column, low: int, high: int) -> Array:
+    found = file.survey(part.group)[column.path]
+    if found.kind != column.kind or found.shape[0] < part.first + part.num_rows:
+        raise CorruptFileError("read", f"{column.path!r} of {file.where}", "the dataset as it was", "another")
+    rows: Array = file.rows(f"{part.group}/{column.path}", found, part.first + low, part.first + high)
+    return rows.reshape(high - low, *column.shape)

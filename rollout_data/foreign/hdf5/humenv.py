@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from storage.core.durable import read_text
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import DataFileError
 
 from ..guards import file_inside, natural
 from ..reader import EpisodeInfo
-from .episodes import Hdf5Reader, Layout, LayoutMaker
-from .files import Found, OpenFile, matches, numbered
+from .episodes import Hdf5Reader
+from .files import OpenFile, hdf5_names, matches, numbered
 
-_EPISODE, _LENGTH, _LIST = "ep_", "length", ".txt"
-_ENDS = ("terminated", "truncated")
-_STEPS = ("observation", "action", "reward")
+_EPISODE, _LIST = "ep_", ".txt"
 
 
 class Reader(Hdf5Reader):
     """A file, a list of files or a folder of them; named "<file>/ep_<i>" if there are several."""
 
     format = "humenv"
-    KNOWN = (_LENGTH,)
+    STEPS: ClassVar[Mapping[str, str]] = {name: name for name in ("observation", "action", "reward")}
+    ENDS: ClassVar[Mapping[str, str]] = {name: name for name in ("terminated", "truncated")}
+    COUNTED, STATED = "observation", "length"
 
     @classmethod
     def detect(cls, path: Path) -> bool:
@@ -38,7 +38,6 @@ class Reader(Hdf5Reader):
         return bool(files) and matches(files[0], lambda file: bool(_episodes(file)))
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        self.metadata.update(lossy=[], control_mode="unknown")
         episodes: list[EpisodeInfo] = []
         for name, path in _files(self.path).items():
             try:
@@ -56,27 +55,6 @@ class Reader(Hdf5Reader):
                 self.problem("believe", f"'num_episodes' of {file.where}", str(len(names)), str(stated))
             return self.collect(path, "", names)
 
-    def length(self, file: OpenFile, node: Any) -> int:
-        observed, stated = file.open("observation", node), file.attribute(node, _LENGTH)
-        if not getattr(observed, "shape", ()):
-            raise CorruptFileError("read", file.place(node), "the dataset 'observation'", "none")
-        if stated is not None and stated != observed.shape[0]:
-            raise CorruptFileError("read", file.place(node), f"{_LENGTH} {observed.shape[0]}", str(stated))
-        return int(observed.shape[0])
-
-    def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
-        node = file.group(group)
-        maker = LayoutMaker(self, found, self.length(file, node), file.place(node))
-        for path in found:
-            if path in _STEPS:
-                maker.add(path, path)
-            elif path not in _ENDS:
-                maker.add_other(path)
-        return maker.length, maker.layout
-
-    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        return {name: self.flag(file, node, name, length) for name in _ENDS}
-
 
 def _episodes(file: OpenFile) -> list[str]:
     return numbered(list(file.links(file.open(""))), _EPISODE)
@@ -89,8 +67,7 @@ def _files(path: Path) -> dict[str, Path]:
         DataFileError: It is no list of files in its folder.
     """
     if path.is_dir():
-        names = [one.name for one in path.iterdir() if one.suffix in (".hdf5", ".h5") and not one.name.startswith(".")]
-        return {name.rpartition(".")[0]: file_inside(path, name) for name in sorted(names, key=natural)}
+        return {name.rpartition(".")[0]: file_inside(path, name) for name in sorted(hdf5_names(path), key=natural)}
     if path.suffix != _LIST:
         return {"": path}
     lines = [line.strip() for line in read_text(path, max_bytes=1 << 24).splitlines()]

@@ -14,11 +14,10 @@ import numpy as np
 from storage.errors import UsageError
 
 from ..reader import EpisodeInfo
-from .episodes import Column, Source
+from .episodes import Column, LayoutMaker, Source
 from .files import OpenFile, matches, numbered
-from .robomimic import DATA, DEMO, NUM_SAMPLES, has_demos, parsed
+from .robomimic import DATA, DEMO, has_demos, parsed
 from .robomimic import Reader as RobomimicReader
-from .robomimic import field_name as robomimic_name
 
 _ORDERS = ("wxyz", "xyzw")
 _POSE = "root_pose"
@@ -34,7 +33,8 @@ class Reader(RobomimicReader):
 
     format = "isaaclab"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"quaternions": None}
-    KNOWN = (NUM_SAMPLES, "success", "task")
+    ASIDE = ("initial_state",)
+    KNOWN = ("success", "task")
 
     @classmethod
     def detect(cls, path: Path) -> bool:
@@ -43,7 +43,7 @@ class Reader(RobomimicReader):
     def describe(self, file: OpenFile, data: Any) -> None:
         super().describe(file, data)
         root = file.attributes(file.open(""))
-        self.metadata.update(root)
+        self.metadata = {**root, **self.metadata}
         stored = "xyzw" if root.get("format_version", 0) else "wxyz"
         wanted = self.options["quaternions"]
         if wanted not in (None, *_ORDERS):
@@ -51,12 +51,11 @@ class Reader(RobomimicReader):
         self._turns = wanted not in (None, stored)
         self.metadata["quaternion_order"] = wanted or stored
 
-    def field_name(self, path: str) -> str:
-        # Data that Mimic keeps for itself are no observation.
-        return "" if path.startswith("obs/datagen_info/") else robomimic_name(path)
-
-    def is_aside(self, path: str) -> bool:
-        return path.split("/")[0] == "initial_state"
+    def put(self, maker: LayoutMaker, path: str) -> None:
+        if path.startswith("obs/datagen_info/"):  # Mimic keeps it for itself: no observation
+            maker.add_other(path)
+        else:
+            super().put(maker, path)
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         success = file.attribute(node, "success")

@@ -15,7 +15,7 @@ from storage.errors import CorruptFileError
 from ..reader import EpisodeInfo
 from .episodes import Layout
 from .files import Found, OpenFile, matches
-from .robomimic import DATA, NUM_SAMPLES, has_demos, parsed
+from .robomimic import DATA, has_demos, parsed
 from .robomimic import Reader as RobomimicReader
 
 
@@ -29,7 +29,7 @@ class Reader(RobomimicReader):
 
     format = "libero"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"shift_obs": False}
-    KNOWN = (NUM_SAMPLES,)
+    KNOWN = ()
 
     @classmethod
     def detect(cls, path: Path) -> bool:
@@ -63,6 +63,9 @@ class Reader(RobomimicReader):
         seen = [name for name in layout.columns if name.split("/")[0] == "observation"]
         columns = {name: one if name in seen else one._replace(first=1) for name, one in layout.columns.items()}
         return length - 1, Layout(columns, {name: layout.columns[name] for name in seen}, layout.aside)
+
+    def num_steps(self, episodes: Sequence[EpisodeInfo]) -> int:
+        return super().num_steps(episodes) + len(episodes) * bool(self.options["shift_obs"])
 
     def length(self, file: OpenFile, node: Any) -> int:
         return super().length(file, node) - bool(self.options["shift_obs"])

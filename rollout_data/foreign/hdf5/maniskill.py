@@ -9,17 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from storage.core import arguments
-from storage.errors import CorruptFileError
-
 from ..guards import file_inside, read_object
 from ..reader import EpisodeInfo
-from .episodes import Hdf5Reader, Layout, LayoutMaker
-from .files import Found, OpenFile, matches, numbered
+from .episodes import Hdf5Reader, LayoutMaker
+from .files import OpenFile, matches, numbered
 
 _TRAJECTORY = "traj_"
-_FIELDS = {"actions": "action", "rewards": "reward", "success": "success", "fail": "fail"}
-_ENDS = ("terminated", "truncated")
 _DEPTH_UNITS = {"int16": "mm", "uint16": "mm", "float32": "m"}
 
 
@@ -32,6 +27,9 @@ class Reader(Hdf5Reader):
 
     format = "maniskill"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
+    STEPS: ClassVar[Mapping[str, str]] = {"actions": "action", "rewards": "reward", "obs": "observation"}
+    AFTER = ("obs",)
+    ENDS: ClassVar[Mapping[str, str]] = {name: name for name in ("terminated", "truncated")}
     GROUPS = ("obs",)
 
     @classmethod
@@ -39,9 +37,7 @@ class Reader(Hdf5Reader):
         return matches(path, lambda file: bool(numbered(list(file.links(file.open(""))), _TRAJECTORY)))
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        choices = ("refuse", "rebuild")
-        arguments.choice("open the trajectories", "on_bad_index", self.options["on_bad_index"], choices)
-        self.metadata.update(lossy=[], units={}, control_mode="unknown", env_name="")
+        self.metadata.update(units={}, env_name="")
         with self.files.use(self.path) as file:
             names = numbered(list(file.links(file.open(""))), _TRAJECTORY)
         self._listed = self._read_list(names)
@@ -58,46 +54,27 @@ class Reader(Hdf5Reader):
         rows = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
         found = {f"{_TRAJECTORY}{one.get('episode_id')}": one for one in rows}
         if set(found) != set(names) or len(found) != len(rows):
-            where, got = (
-                f"the episodes of {str(path)!r}",
-                f"{len(rows)}, of which {len(set(found) & set(names))} are there",
-            )
-            advice = 'Open it with on_bad_index="rebuild" to read those of the file'
-            error = CorruptFileError(
-                "believe", where, f"the {len(names)} trajectories of {self.path.name!r}", got, advice
-            )
-            if self.options["on_bad_index"] == "refuse":
-                raise error
-            self.problems.append(error)
+            got = f"{len(rows)}, of which {len(set(found) & set(names))} are there"
+            expected = f"the {len(names)} trajectories of {self.path.name!r}"
+            self.distrust(f"the episodes of {str(path)!r}", expected, got)
         env = about.get("env_info")
         modes = {str(one["control_mode"]) for one in rows if "control_mode" in one}
-        self.metadata.update(about)
+        self.metadata = {**about, **self.metadata}
         self.metadata["env_name"] = str(env.get("env_id", "")) if isinstance(env, dict) else ""
-        self.metadata["control_mode"] = modes.pop() if len(modes) == 1 else "unknown"
+        if len(modes) == 1:
+            self.metadata["control_mode"] = modes.pop()
         return found
 
-    def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
-        node = file.group(group)
-        length = self.num_actions(file, node)
-        maker = LayoutMaker(self, found, length, file.place(node))
-        for path in found:
-            head, _, rest = path.partition("/")
-            if head == "obs":
-                name = f"observation/{rest}".rstrip("/")
-                maker.add_after(name, path)
-                if rest.split("/")[-1] == "depth" and found[path].kind in _DEPTH_UNITS:
-                    self.metadata["units"][name] = _DEPTH_UNITS[found[path].kind]
-            elif head in _FIELDS:
-                maker.add(f"{_FIELDS[head]}/{rest}".rstrip("/"), path)
-            elif head not in _ENDS:
-                maker.add_with_last(path)
-        return length, maker.layout
+    def put(self, maker: LayoutMaker, path: str) -> None:
+        super().put(maker, path)
+        name, kind = path.replace("obs", "observation", 1), maker.found[path].kind
+        if path.startswith("obs/") and path.endswith("/depth") and kind in _DEPTH_UNITS:
+            self.metadata["units"][name] = _DEPTH_UNITS[kind]
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         told = dict(self._listed.get(file.name(node), {}))
-        ends = {name: self.flag(file, node, name, length) for name in _ENDS}
         said = told.pop("success", None)
         success = self.flag(file, node, "success", length) if said not in (0, 1) else bool(said)
         if (steps := told.get("elapsed_steps", length)) != length:
             self.problem("believe", f"'elapsed_steps' of {file.place(node)}", str(length), str(steps))
-        return {"metadata": told, "success": success, **ends}
+        return {"metadata": told, "success": success, **super().about(file, node, length)}

@@ -14,18 +14,11 @@ from storage.errors import CorruptFileError, DataFileError
 
 from ..guards import file_inside, read_object
 from ..reader import EpisodeInfo
-from .flat import FlatReader, Part, ends_of
+from .flat import FlatReader, Part, ends_of, our_name
 
 _BUFFER, _CONFIG = "buffer.hdf5", "config.json"
-_HEADS = {
-    "observations": "observation",
-    "obs": "observation",
-    "actions": "action",
-    "rewards": "reward",
-    "terminals": "terminated",
-    "timeouts": "truncated",
-}
-_NEXT = ("next/observation", "next_observation", "next/obs", "next_obs")
+#: What belongs to a step although it is kept with the next observation.
+_OF_THE_STEP = ("next/reward", "next/terminated", "next/truncated")
 
 
 class Reader(FlatReader):
@@ -48,26 +41,23 @@ class Reader(FlatReader):
     def scan(self) -> Sequence[EpisodeInfo]:
         file_inside(self.path, _BUFFER)
         config = read_object(file_inside(self.path, _CONFIG))
-        self.metadata.update(config, lossy=[], control_mode="unknown")
-        separator = config.get("nested_key_separator", "-")
+        self.metadata = {**config, **self.metadata}
+        separator = str(config.get("nested_key_separator", "")) or "-"
         with self.files.use(self.file_path) as file:
             found = file.survey("")
-            names = {path: _our_name(path, str(separator) or "-") for path in self.usable(found)}
+            names = {path: our_name(path.replace(separator, "/")) for path in self.usable(found)}
             if not names:
                 raise CorruptFileError("read", file.where, "datasets of steps", "none")
-            capacity = max(found[path].shape[0] for path in names)
-            parts = _written(config, capacity, file.where)
-            for part in parts:
+            for path in [one for one, name in names.items() if name in _OF_THE_STEP]:
+                if (own := names[path].removeprefix("next/")) not in names.values():
+                    names[path] = own
+            for part in _written(config, max(found[path].shape[0] for path in names), file.where):
                 self.take(found, names, "", part)
-        nexts = [name for name in names.values() if name.startswith(_NEXT)]
-        self.steps.final = {name: _observed(name) for name in nexts if _observed(name) in self.steps.fields}
-        if not self.steps.num_rows:
-            raise CorruptFileError("read", repr(str(self.path)), "a step", "none")
-        told = [name in self.steps.fields for name in ("terminated", "truncated")]
-        terminated, truncated = self.flags("terminated"), self.flags("truncated")
-        return self.cut(
-            ends_of(terminated | truncated), terminated if told[0] else None, truncated if told[1] else None
-        )
+        ends = [self.flags(name) for name in ("terminated", "truncated")]
+        told = [
+            one if name in self.columns else None for name, one in zip(("terminated", "truncated"), ends, strict=True)
+        ]
+        return self.cut(ends_of(ends[0] | ends[1]), *told)
 
 
 def _written(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:
@@ -79,14 +69,3 @@ def _written(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]
         raise CorruptFileError("read", where, f"a place to write in {capacity} rows", got)
     older = [Part("", at, capacity - at)] if is_full and at < capacity else []
     return [*older, *([Part("", 0, at)] if at else [])]
-
-
-def _our_name(path: str, separator: str) -> str:
-    head, *rest = path.replace(separator, "/").split("/")
-    return "/".join(part for part in (_HEADS.get(head, head), *rest) if part)
-
-
-def _observed(name: str) -> str:
-    """Give our name of the observation that follows a step."""
-    head = next(head for head in _NEXT if name.startswith(head))
-    return "observation" + name.removeprefix(head)

@@ -19,10 +19,9 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning
 from ..guards import parse_json
 from ..reader import EpisodeInfo
 from .episodes import Hdf5Reader, Layout, LayoutMaker
-from .files import Found, OpenFile, matches, numbered
+from .files import OpenFile, matches, numbered
 
-DATA, DEMO, NUM_SAMPLES = "data", "demo_", "num_samples"
-_FIELDS = {"actions": "action", "rewards": "reward", "obs": "observation"}
+DATA, DEMO = "data", "demo_"
 #: Limits of the comparison with the next ones while a file is opened: episodes, bytes of observations, rows at a time.
 _COMPARED_EPISODES, _COMPARED_BYTES, _COMPARED_ROWS = 50, 1 << 24, 256
 _MAX_MASK_BYTES = 1 << 24
@@ -32,13 +31,6 @@ def has_demos(file: OpenFile) -> bool:
     """Tell whether a file has `data/demo_<i>`."""
     data = file.open(DATA)
     return isinstance(data, h5py.h5g.GroupID) and bool(numbered(list(file.links(data)), DEMO))
-
-
-def field_name(path: str) -> str:
-    """Give our name of a dataset of a demo; "" if it is not one of those that every step has."""
-    head, _, rest = path.partition("/")
-    ours = _FIELDS.get(head, "")
-    return f"{ours}/{rest}" if ours and rest else ours
 
 
 class Reader(Hdf5Reader):
@@ -52,8 +44,10 @@ class Reader(Hdf5Reader):
 
     format = "robomimic"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"keep_next_obs": False, "terminated_from_dones": False}
+    STEPS: ClassVar[Mapping[str, str]] = {"actions": "action", "rewards": "reward", "obs": "observation"}
+    STATED = "num_samples"
     GROUPS = ("obs",)
-    KNOWN: ClassVar[tuple[str, ...]] = ("ep_meta", NUM_SAMPLES)
+    KNOWN: ClassVar[tuple[str, ...]] = ("ep_meta",)
 
     @classmethod
     def detect(cls, path: Path) -> bool:
@@ -70,7 +64,7 @@ class Reader(Hdf5Reader):
             episodes = self.collect(self.path, DATA, names)
             total = file.attribute(data, "total")
         self.checked_some(episodes, "a demo")
-        if total is not None and not self.problems and total != (got := sum(one.length for one in episodes)):
+        if total is not None and not self.problems and total != (got := self.num_steps(episodes)):
             expected = f"{got} steps, as the demos have"
             self.problem("believe", f"'total' of {str(self.path)!r}", expected, str(total)).of("counts")
         present = {one.name for one in episodes}
@@ -81,50 +75,26 @@ class Reader(Hdf5Reader):
         self._compare_some(episodes)
         return episodes
 
+    def num_steps(self, episodes: Sequence[EpisodeInfo]) -> int:
+        """Add up the rows of all demos."""
+        return sum(one.length for one in episodes)
+
     def describe(self, file: OpenFile, data: Any) -> None:
         """Fill the metadata of the whole from the attributes of `data`; texts that are JSON are parsed."""
-        told = file.attributes(data)
-        known = parsed(told.get("env_args"), "env_args")
-        told["env_args"] = known
-        told["env_name"] = str(known.get("env_name", ""))
-        told["control_mode"] = _control_mode(known)
-        self.metadata.update(told)
+        self.metadata = {**file.attributes(data), **self.metadata}
+        known = parsed(self.metadata.get("env_args"), "env_args")
+        about = {"env_name": str(known.get("env_name", "")), "control_mode": _control_mode(known)}
+        self.metadata.update(about, env_args=known)
 
-    def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
-        where = f"{group!r} of {file.where}"
-        length = self.num_steps(file, file.group(group))
-        maker = LayoutMaker(self, found, length, where)
-        for path in found:
-            head, _, rest = path.partition("/")
-            if self.is_aside(path):
-                maker.layout.aside[path] = None
-            elif name := self.field_name(path):
-                maker.add(name, path)
-            elif head == "next_obs" and f"obs/{rest}".rstrip("/") in found:
-                maker.add(path, path)
-                maker.add_final(f"observation/{rest}".rstrip("/"), path, -1)
-            else:
-                maker.add_other(path)
-        return length, maker.layout if self.options.get("keep_next_obs") else _without_next(maker.layout)
-
-    def field_name(self, path: str) -> str:
-        """Give our name of a dataset that every step must have; "" for others."""
-        return field_name(path)
-
-    def is_aside(self, path: str) -> bool:
-        """Tell whether a dataset has no rows of steps."""
-        return False
-
-    def num_steps(self, file: OpenFile, node: Any) -> int:
-        """Give the rows of a demo: those of its actions, which `num_samples` must state too."""
-        rows, stated = self.num_actions(file, node), file.attribute(node, NUM_SAMPLES)
-        if stated is not None and stated != rows:
-            expected = f"{rows} steps, as it has actions"
-            raise CorruptFileError("read", file.place(node), expected, f"{NUM_SAMPLES} {stated}").of("counts")
-        return rows
-
-    def length(self, file: OpenFile, node: Any) -> int:
-        return self.num_steps(file, node)
+    def put(self, maker: LayoutMaker, path: str) -> None:
+        seen = path.removeprefix("next_")
+        if seen == path or not path.startswith("next_obs") or seen not in maker.found:
+            super().put(maker, path)
+            return
+        if self.options.get("keep_next_obs"):
+            maker.add(path, path)
+        maker.check_rows(path)
+        maker.add_final(seen.replace("obs", "observation", 1), path, -1)
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         name = h5py.h5i.get_name(node).decode().rpartition("/")[2]
@@ -186,11 +156,6 @@ def parsed(text: Any, name: str) -> dict[str, Any]:
         if isinstance(found, dict):
             return found
     return {} if text is None else {name: text}
-
-
-def _without_next(layout: Layout) -> Layout:
-    columns = {name: one for name, one in layout.columns.items() if one.path.split("/")[0] != "next_obs"}
-    return Layout(columns, layout.final, layout.aside)
 
 
 def _control_mode(env_args: Mapping[str, Any]) -> str:

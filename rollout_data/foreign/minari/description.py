@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from storage.core.durable import read_text
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import DataFileError
 
 from ..guards import file_inside, parse_json, read_object
-from ..reader import ForeignReader
+from ..reader import EpisodeInfo, ForeignReader
 
 METADATA, MAIN_FILE = "metadata.json", "main_data.hdf5"
 #: Group or column -> our name; every step has them.
@@ -28,14 +30,12 @@ class Description:
     """A dataset without its episodes.
 
     Attributes:
-        folder: That of the data.
-        metadata: All that metadata.json says; {} if there is none, as before Minari 0.5.
+        metadata: All that it says.
         spaces: "observation" and "action" -> description of the space, {} if it is not told.
     """
 
-    folder: Path
-    metadata: dict[str, Any] = field(default_factory=dict)
-    spaces: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any]
+    spaces: dict[str, Any]
 
     @property
     def is_jpeg(self) -> bool:
@@ -54,6 +54,11 @@ class Description:
             else:
                 found = below.get(part, {}) if isinstance(below, dict) else {}
         return found if isinstance(found, dict) else {}
+
+    def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Give the shape of a field's space if it has as many numbers as `shape`, otherwise that one."""
+        told = self.shape(name)
+        return shape if told is None or prod(told) != prod(shape) else told
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Give the shape of a field's space; None if it is not told."""
@@ -83,36 +88,36 @@ def data_folder(path: Path) -> Path | None:
     return None
 
 
-def describe(folder: Path) -> Description:
+def describe(root: Path, folder: Path, older: Mapping[str, Any] | None = None) -> Description:
     """Read `metadata.json`, if it is there.
+
+    Args:
+        root: What was opened.
+        folder: That of the data, in it.
+        older: Metadata from elsewhere, where Minari before 0.5 had all of them.
 
     Raises:
         DataFileError: It is damaged, or leads elsewhere.
     """
-    if not (folder / METADATA).exists():
-        return Description(folder)
-    path = file_inside(folder, METADATA)
-    told = read_object(path)
-    spaces = {}
-    for name in ("observation", "action"):
-        text = told.get(f"{name}_space")
-        spaces[name] = parse_json(text, path) if isinstance(text, str) else {}
-    if isinstance(spec := told.get("env_spec"), str):
-        told["env_spec"] = parse_json(spec, path)
-    return Description(folder, told, spaces)
+    path, told = folder / METADATA, dict(older or {})
+    if path.exists():
+        told.update(read_object(file_inside(root, os.path.relpath(path, root))))
+    texts = ("observation_space", "action_space", "env_spec")
+    parsed = {name: parse_json(told[name], path) for name in texts if isinstance(told.get(name), str)}
+    spec = told["env_spec"] = parsed.get("env_spec", {})
+    told["env_name"] = str(spec.get("id", "")) if isinstance(spec, dict) else ""
+    return Description(told, {name: parsed.get(f"{name}_space", {}) for name in ("observation", "action")})
 
 
-def check_totals(reader: ForeignReader, told: Mapping[str, Any], num_episodes: int, num_steps: int) -> None:
-    """Compare what the dataset says of all episodes with what is there; none of them may have been left out.
+def check_totals(reader: ForeignReader, episodes: Sequence[EpisodeInfo]) -> Sequence[EpisodeInfo]:
+    """Compare what the dataset says of all episodes with what is there, unless some were left out; gives them.
 
     Raises:
         CorruptFileError: They differ, and `on_bad_index` is "refuse".
     """
-    for name, got in (("total_episodes", num_episodes), ("total_steps", num_steps)):
-        if told.get(name, got) != got:
-            where, advice = f"{name!r} of {str(reader.path)!r}", "It was not written to its end, or was changed"
-            error = CorruptFileError("believe", where, str(told[name]), str(got), advice).of("counts")
-            if reader.options["on_bad_index"] == "refuse":
-                error.advice += '. Open it with on_bad_index="rebuild" to read what is there'
-                raise error
-            reader.problems.append(error)
+    totals = {"total_episodes": len(episodes), "total_steps": sum(one.length for one in episodes)}
+    for name, got in totals.items() if not reader.problems else ():
+        if (told := reader.metadata.get(name, got)) != got:
+            why = "It was not written to its end, or was changed"
+            reader.distrust(f"{name!r} of {str(reader.path)!r}", str(told), str(got), why)
+    return episodes

@@ -61,8 +61,8 @@ class TableReader(ForeignReader):
     def scan(self) -> Sequence[EpisodeInfo]:
         folder = data_folder(self.path)
         assert folder is not None, "as it was detected"
-        self._about = describe(folder)
-        self.metadata.update({**self._about.metadata, "lossy": []})
+        self._about = describe(self.path, folder)
+        self.metadata = {**self._about.metadata, **self.metadata}
         self._leaves: dict[tuple[Any, ...], dict[str, Leaf]] = {}
         episodes: list[EpisodeInfo] = []
         with os.scandir(folder) as listed:
@@ -74,11 +74,7 @@ class TableReader(ForeignReader):
                 episodes.append(self._describe(folder / name))
             except DataFileError as cause:
                 self.problems.append(cause.of("", name))
-        if not episodes:
-            raise (self.problems or [CorruptFileError("read", repr(str(self.path)), "an episode", "none")])[0]
-        if not self.problems:
-            check_totals(self, self.metadata, len(episodes), sum(one.length for one in episodes))
-        return episodes
+        return check_totals(self, self.checked_some(episodes, "an episode"))
 
     def _describe(self, folder: Path) -> EpisodeInfo:
         entries = _entries(folder)
@@ -138,12 +134,12 @@ class TableReader(ForeignReader):
         sizes, dtype = first_row(first)
         if dtype == "binary":
             self.metadata["lossy"].append(name)
-            return Leaf(column, parts, 1, picture_shape(first[0].as_py() or b"", where), _PICTURE)
+            shape = self._about.shape_of(name, picture_shape(first[0].as_py() or b"", where))
+            return Leaf(column, parts, 1, shape, _PICTURE)
         if dtype != _TEXT and dtype not in DTYPES:
             self.problem("read the column", where, "numbers, texts or pictures", str(kind), "It is left out")
             return None
-        shape = self._about.shape(name)
-        return Leaf(column, parts, prod(sizes), sizes if shape is None or prod(shape) != prod(sizes) else shape, dtype)
+        return Leaf(column, parts, prod(sizes), self._about.shape_of(name, sizes), dtype)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         folder, leaves = self.episodes[number].source
@@ -210,7 +206,8 @@ def _taken(array: Any, leaf: Leaf, where: str) -> Any:
     if leaf.dtype == _TEXT:
         return ["" if text is None else text for text in array.to_pylist()]
     if leaf.dtype == _PICTURE:
-        return np.stack([decode_picture(data or b"", where, leaf.shape) for data in array.to_pylist()])
+        pictures = [decode_picture(data or b"", where, (*leaf.shape, 1)[:3]) for data in array.to_pylist()]
+        return np.stack(pictures).reshape(-1, *leaf.shape)
     return as_rows([array], leaf.shape, where)
 
 
