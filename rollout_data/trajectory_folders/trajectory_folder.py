@@ -126,7 +126,9 @@ def scan_trajectory_folder(
         for file, found in ((file, scanned[file]) for file in folder.files if file in scanned):
             if isinstance(found, DataFileError):
                 is_new_end = file == folder.files[-1] and file.path not in known_paths
-                problems += [] if is_new_end and _is_being_written(file, found) else [found]
+                is_recent = abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
+                is_cut = isinstance(found.__cause__, TruncatedPickleError)
+                problems += [] if is_new_end and is_cut and is_recent else [found]  # the next scan takes or reports it
             elif found.signature != signature:
                 expected, got = _difference(signature, found.signature)
                 advice = f"{_CUT}; move it to a dataset of its own to read it"
@@ -251,11 +253,6 @@ def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
         problem = chunk_problem(file.path, "a readable file", error.strerror or str(error), _CUT)
         problem.__cause__ = error
     return problem.of("", file.path.parent.name)
-
-
-def _is_being_written(file: ChunkFile, problem: DataFileError) -> bool:
-    """Tell whether a chunk breaks off because its writer is at it: the next scan takes it, or reports it."""
-    return isinstance(problem.__cause__, TruncatedPickleError) and abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
 
 
 def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:

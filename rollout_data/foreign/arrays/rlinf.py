@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,14 +35,6 @@ _TASKS = ("task", "task_description", "task_descriptions")
 _NEXT, _MAX_PICKLE_BYTES, _MAX_JSON_BYTES, _MAX_DEPTH = "next_observation", 1 << 24, 1 << 24, 16
 _PICKLE_ADVICE = "A pickle can run code; save the trajectories as 'pt'"
 _DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, OSError, zipfile.BadZipFile)
-
-
-class _Place(NamedTuple):
-    """Where an episode lies: the file, and its column and first row."""
-
-    path: Path
-    column: int
-    first: int
 
 
 class Reader(ForeignReader):
@@ -181,7 +173,7 @@ class Reader(ForeignReader):
                     truncated=flags[1] if is_known else None,
                     task=block[tasks[0]][start][column] if tasks else "",
                     metadata={**plain, **entry, "trajectory_id": number, "env": column},
-                    source=_Place(path, column, start),
+                    source=(path, column, start),
                 )
             )
         if num_resets:
@@ -235,20 +227,15 @@ def _load(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__} instead of a dict")
         found = {_renamed(content, name): value for name, value in islice(_flat(content, ()), MAX_FIELDS)}
-        for name, value in found.items():
-            if isinstance(value, torch.Tensor):
-                _check_tensor(name, value, path)
+        for name, one in found.items():
+            if isinstance(one, torch.Tensor):
+                is_plain = one.device.type == "cpu" and one.layout == torch.strided and not one.is_quantized
+                if not is_plain or one.nbytes > path.stat().st_size:  # it may repeat one value without end
+                    raise ValueError(f"{name[:80]!r} is no plain tensor")
     reward = found.get("reward")
     if isinstance(reward, torch.Tensor) and reward.shape[2:] == (1,):
         found["reward"] = reward[..., 0]
     return found
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, path: Path) -> None:
-    """Refuse what has no values of its own in the file: a tensor may repeat one value without end."""
-    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
-    if not is_plain or tensor.nbytes > path.stat().st_size:
-        raise ValueError(f"{name[:80]!r} is no plain tensor")
 
 
 def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

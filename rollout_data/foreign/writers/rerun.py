@@ -7,7 +7,6 @@ that kind. An episode is a part in a hidden folder beside the target until all a
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import zlib
@@ -76,9 +75,12 @@ class Writer(ForeignWriter):
         for name, field in episode.schema.items():
             for what in _changes(field):
                 self.changed(f"field {name!r} {what}", episode)
-        row_bytes = sum(8 * math.prod(field.shape) for field in episode.schema.values())
+        row_bytes = sum(8 * field.num_elements for field in episode.schema.values())
         size = max(1, _PORTION_BYTES // max(1, row_bytes))
-        clock = next((name for name, one in episode.schema.items() if _is_time(name, one)), None)
+        floats = (
+            name for name, one in episode.schema.items() if one.dtype.startswith("float") and one.num_elements == 1
+        )
+        clock = next((name for name in floats if name.rpartition("/")[2] in _TIMES), None)
         for start in range(0, episode.length, size):
             stop = min(start + size, episode.length)
             times = None if clock is None else np.asarray(episode.read(clock, start, stop), np.float64).reshape(-1)
@@ -134,10 +136,6 @@ class Writer(ForeignWriter):
         sync_path(temporary)
         os.replace(temporary, self.path)
         shutil.rmtree(self._folder)
-
-
-def _is_time(name: str, field: Field) -> bool:
-    return name.rpartition("/")[2] in _TIMES and field.dtype.startswith("float") and math.prod(field.shape) == 1
 
 
 def _changes(field: Field) -> Iterator[str]:
