@@ -36,13 +36,14 @@ from .own import ABSENT, SOURCE_ID
 OWN = "rollout-data"
 #: Rows that are read at once; blocks are published when this much was added.
 _PORTION_BYTES, _PUBLISHED_BYTES = 16 << 20, 64 << 20
+_COUNTS = "normalized_image"
 _GROUPS = ("observation", "privileged_observation", "action", "reward")
 
 
 class OwnWriter(ForeignWriter):
     """Write episodes through a `RolloutWriter` of one env.
 
-    Options: `obs_disassemble_mapping`, component -> codec; none is lossy by itself.
+    Options: `obs_disassemble_mapping`, component -> codec; by default `normalized_image` of what is stored so already.
     """
 
     format = OWN
@@ -56,6 +57,12 @@ class OwnWriter(ForeignWriter):
         self._fit: Fit = common_fields([schema for schema, _ in about])
         self._has_unknown_ends = any(is_unknown for _, is_unknown in about)
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
+        # What is counts of 1/255 already stays so, without loss.
+        coded = [
+            name for name in self._fit.schema if all(name in one and _COUNTS in one[name].codec for one, _ in about)
+        ]
+        kept = {name.partition("/")[2]: _COUNTS for name in coded if name.startswith("observation/")}
+        self._mapping = {**kept, **self.options["obs_disassemble_mapping"]}
         return self._there() if self.path.is_dir() and block_entries(self.path) else set()
 
     def _there(self) -> set[str]:
@@ -81,12 +88,11 @@ class OwnWriter(ForeignWriter):
             if "fps" in context:
                 context.setdefault("frame_rate_hz", context["fps"])
             is_motion = not self._fit.schema.below("action")
-            mapping = self.options["obs_disassemble_mapping"] or None
             self._writer = RolloutWriter(
                 self.path,
                 1,
                 metadata=context,
-                obs_disassemble_mapping=mapping,
+                obs_disassemble_mapping=self._mapping or None,
                 block_age_s=1e9,
                 without_action=is_motion,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,18 @@ def test_tasks_and_texts_come_back_from_rlinf_and_what_is_reshaped_is_told(tmp_p
         same(mine.observation, theirs.observation)
     report = write(source, tmp_path / "folders", "trajectory-folders").report
     assert {"'observation' is flattened", "'action' is flattened"} <= report.keys()
+
+
+@pytest.mark.parametrize("way", [["trajectory-folders"], [OWN, "trajectory-folders"]])
+def test_coded_components_are_written_as_the_bytes_that_were_read(tmp_path, sample, way):
+    source = latest = sample("components")
+    for step, name in enumerate(way):
+        rollout_data.convert(latest, latest := tmp_path / str(step), to=name, progress=False)
+    chunks = [[pickle.loads(path.read_bytes()) for path in sorted(one.rglob("traj_*"))] for one in (source, latest)]
+    mine, theirs = (np.concatenate([chunk["obs_depth"] for chunk in one]) for one in chunks)
+    assert theirs.dtype == np.uint8 and np.array_equal(mine, theirs)
+    about = json.loads((latest / "metadata.json").read_text())
+    assert about["obs_disassemble_mapping"] == {"depth": "normalized_image"}
 
 
 @pytest.mark.parametrize("victim", [1, 3])

@@ -20,6 +20,8 @@ from storage.errors import UsageError
 from ..writer import DERIVED, EpisodeToWrite, ForeignWriter
 
 _KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
+#: The codec of this layout: uint8 counts of 1/255.
+_COUNTS = "normalized_image"
 #: Folders are this many seconds apart.
 _STEP_S = 1
 
@@ -78,6 +80,8 @@ class Writer(ForeignWriter):
             if len(field.shape) > 1 and name in (*_KEYS, "reward"):
                 self.changed(f"{name!r} is flattened", episode)
             if head == "observation" and rest:
+                if _COUNTS in field.codec and field.dtype != "uint8":
+                    flat = np.rint(flat * 255).astype(np.uint8)  # as they are stored, to the bit
                 chunk[f"obs_{_component(rest)}"] = self._narrowed(flat, episode, keeps_bytes=True)
                 if field.dtype == "uint8":
                     self.changed(f"{name!r} is read as float32, a 255th of each value", episode)
@@ -134,8 +138,8 @@ class Writer(ForeignWriter):
         }
         if components:
             about["obs_segments"] = {name: list(field.shape) for name, field in components.items()}
-            coded = {name: "normalized_image" for name, field in components.items() if field.dtype == "uint8"}
-            about["obs_disassemble_mapping"] = coded
+            coded = [name for name, one in components.items() if _COUNTS in one.codec or one.dtype == "uint8"]
+            about["obs_disassemble_mapping"] = dict.fromkeys(coded, _COUNTS)
         folders = [self._folders[one.id] for one in episodes]
         last_s = max((folder.stat().st_mtime for folder in folders), default=0)
         for number, folder in enumerate(folders):
