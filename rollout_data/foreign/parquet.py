@@ -41,6 +41,18 @@ _PAGE_BYTES, _PAGE_STORED_BYTES, _PAGE_VALUES, _MAX_HEADER_BYTES = 2, 3, (5, 8),
 Array = np.ndarray[Any, Any]
 
 
+def arrow() -> tuple[Any, Any]:
+    """Import pyarrow, and its module for Parquet files.
+
+    Raises:
+        UsageError: It is missing.
+    """
+    pyarrow, parquet = (
+        optional(name, "pyarrow", "formats", "Parquet files") for name in ("pyarrow", "pyarrow.parquet")
+    )
+    return pyarrow, parquet
+
+
 class ParquetFile:
     """One file; its footer is kept, the file is opened for each read.
 
@@ -130,10 +142,8 @@ class ParquetFile:
         """Say how many rows of a column to decode at a time, after comparing what it declares."""
         if name not in self.types:
             raise self._damaged(f"the column {name!r}", "none of that name")
-        largest, most_listed = (
-            1,
-            min(self._num_bytes * _VALUES_PER_BYTE, self.num_rows * _VALUES_PER_ROW + _MANY_VALUES),
-        )
+        largest = 1
+        most_listed = min(self._num_bytes * _VALUES_PER_BYTE, self.num_rows * _VALUES_PER_ROW + _MANY_VALUES)
         for group in groups:
             for leaf in self._leaves[name]:
                 kind, num_values, num_bytes = self._sizes(group, leaf)
@@ -187,9 +197,7 @@ class ParquetFile:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        pyarrow, parquet = (
-            optional(name, "pyarrow", "formats", "Parquet files") for name in ("pyarrow", "pyarrow.parquet")
-        )
+        pyarrow, parquet = arrow()
         damage = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, NotImplementedError)
         expected = "an intact Parquet file"
         with (

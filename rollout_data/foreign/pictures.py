@@ -6,7 +6,8 @@ One rule: the header is compared with what is expected before a pixel is decoded
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from .guards import damage_named, of_kind, optional
 #: 8192 x 8192: 192 MiB of RGB.
 MAX_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "TIFF")
+_ACTION = "decode the picture"
 _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
 #: Modes of pillow with more than 8 bits -> what is delivered.
 _DEEP = {"I;16": "uint16", "I;16B": "uint16", "I;16L": "uint16", "F": "float32"}
@@ -65,15 +67,9 @@ def decode_picture(data: bytes | memoryview, where: str, shape: tuple[int, ...] 
         CorruptFileError: It is damaged, of another kind or size, or larger than `MAX_PIXELS`.
         UsageError: Pillow is missing.
     """
-    image_module = optional("PIL.Image", "pillow", "formats", "pictures")
-    if not picture_format(data):
-        raise CorruptFileError("decode the picture", where, "PNG, JPEG or TIFF", f"bytes {bytes(data[:8])!r}")
     if picture_format(data) == "PNG" and b"IEND" not in bytes(data[-1024:]):
-        raise CorruptFileError("decode the picture", where, "an intact picture", "a PNG that breaks off")
-    damage = (*_DAMAGE, image_module.DecompressionBombError)
-    opening = damage_named("decode the picture", where, "an intact picture", *damage)
-    with opening, image_module.open(io.BytesIO(data), formats=_FORMATS) as image:
-        _check_header(image, where, shape)
+        raise _bad(where, "an intact picture", "a PNG that breaks off")
+    with _opened(data, where, shape) as image:
         if image.mode in _DEEP:
             found: Pixels = np.array(image).astype(_DEEP[image.mode])
         else:
@@ -83,7 +79,7 @@ def decode_picture(data: bytes | memoryview, where: str, shape: tuple[int, ...] 
             found = np.array(image if mode == image.mode else image.convert(mode))
             found = found.reshape(*found.shape[:2], _CHANNELS[mode])
     if shape is not None and found.shape != shape:
-        raise CorruptFileError("decode the picture", where, f"the shape {shape}", str(found.shape))
+        raise _bad(where, f"the shape {shape}", str(found.shape))
     return found
 
 
@@ -95,25 +91,33 @@ def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
         CorruptFileError: It is damaged, or no picture of 8 bits.
         UsageError: Pillow is missing.
     """
-    image_module = optional("PIL.Image", "pillow", "formats", "pictures")
-    damage = (*_DAMAGE, image_module.DecompressionBombError)
-    opening = damage_named("decode the picture", where, "an intact picture", *damage)
-    with opening, image_module.open(io.BytesIO(data), formats=_FORMATS) as image:
-        _check_header(image, where, None)
+    with _opened(data, where, None) as image:
         if image.mode in _DEEP:
-            raise CorruptFileError("decode the picture", where, "8 bits per channel", image.mode)
+            raise _bad(where, "8 bits per channel", image.mode)
         return image.size[1], image.size[0], _CHANNELS.get(image.mode, 3)
 
 
-def _check_header(image: Any, where: str, shape: tuple[int, ...] | None) -> None:
-    width, height = image.size
-    if shape is not None and (height, width) != shape[:2]:
-        expected, got = f"{shape[0]} x {shape[1]} pixels", f"{height} x {width}"
-        raise CorruptFileError("decode the picture", where, expected, got)
-    if width * height > MAX_PIXELS:
-        raise CorruptFileError("decode the picture", where, f"at most {MAX_PIXELS} pixels", f"{height} x {width}")
-    if image.format == "TIFF" and image.tag_v2.get(_COMPRESSION_TAG, _UNCOMPRESSED) != _UNCOMPRESSED:
-        raise CorruptFileError("decode the picture", where, "an uncompressed TIFF", "a compressed one")
+@contextmanager
+def _opened(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None) -> Iterator[Any]:
+    """Give pillow's picture, of which only the header was read and checked; errors of reading it are named."""
+    image_module = optional("PIL.Image", "pillow", "formats", "pictures")
+    if not picture_format(data):
+        raise _bad(where, "PNG, JPEG or TIFF", f"bytes {bytes(data[:8])!r}")
+    damage = (*_DAMAGE, image_module.DecompressionBombError)
+    opening = damage_named(_ACTION, where, "an intact picture", *damage)
+    with opening, image_module.open(io.BytesIO(data), formats=_FORMATS) as image:
+        width, height = image.size
+        if shape is not None and (height, width) != shape[:2]:
+            raise _bad(where, f"{shape[0]} x {shape[1]} pixels", f"{height} x {width}")
+        if width * height > MAX_PIXELS:
+            raise _bad(where, f"at most {MAX_PIXELS} pixels", f"{height} x {width}")
+        if image.format == "TIFF" and image.tag_v2.get(_COMPRESSION_TAG, _UNCOMPRESSED) != _UNCOMPRESSED:
+            raise _bad(where, "an uncompressed TIFF", "a compressed one")
+        yield image
+
+
+def _bad(where: str, expected: str, got: str) -> CorruptFileError:
+    return CorruptFileError(_ACTION, where, expected, got)
 
 
 def encode_picture(pixels: Pixels) -> bytes:

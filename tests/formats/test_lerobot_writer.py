@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,44 @@ def test_what_only_some_episodes_have_is_left_out_and_reported(tmp_path: Path) -
     made.close()
     assert [what for what in made.report if "reward" in what]
     assert rollout_data.open(tmp_path / "other")[0].reward is None
+
+
+def off_by(seconds: float) -> Callable[[LeRobotSet], None]:
+    def change(made: LeRobotSet) -> None:
+        table = made.tables[1]
+        times = pa.array(np.asarray(table["timestamp"]) + np.float32(seconds))
+        made.tables[1] = table.set_column(table.column_names.index("timestamp"), "timestamp", times)
+
+    return change
+
+
+def in_words(made: LeRobotSet) -> None:
+    said = [pa.array([[{"role": "user", "content": "стоп"}]] * length) for length in made.lengths]
+    made.tables = [table.append_column("language_events", one) for table, one in zip(made.tables, said, strict=True)]
+
+
+REPORTED: dict[str, tuple[Callable[[LeRobotSet], None], dict[str, list[str]]]] = {
+    "several tasks": (
+        lambda made: made.entries[1].update(tasks=list(TASKS[::-1])),
+        {"only the first task of an episode is written": ["1"]},
+    ),
+    "other times": (off_by(0.01), {"'timestamp' is counted anew": ["1"]}),
+    "times that lerobot takes for those of the frames": (off_by(0.00005), {}),
+    "language": (in_words, {"texts of steps are left out (language_events)": ["0", "1"]}),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_what_is_changed_of_episodes_is_in_the_report(tmp_path: Path, name: str) -> None:
+    change, expected = REPORTED[name]
+    made = LeRobotSet(tmp_path / "source", [3, 2])
+    change(made)
+    source = rollout_data.open(made.write())
+    back, changes = written(source, tmp_path / "set")
+    assert changes == expected
+    for mine, theirs in zip(source, back, strict=True):
+        is_same = np.array_equal(mine["timestamp"], theirs["timestamp"])
+        assert is_same or name == "other times"
 
 
 def test_episodes_without_actions_are_refused(tmp_path: Path) -> None:

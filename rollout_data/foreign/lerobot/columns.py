@@ -20,6 +20,7 @@ from storage.core.fields import Field
 from storage.errors import UsageError
 
 from ..guards import optional
+from ..parquet import arrow
 from ..pictures import encode_picture
 
 SCALARS = {"timestamp": "float32", **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")}
@@ -90,7 +91,7 @@ def column_of(field: Field, units: Mapping[str, str], video: str, is_v3: bool) -
 
 def arrow_column(column: Column, parts: Iterable[Array]) -> Any:
     """Make the column of an episode of its rows; each part is freed before the next is read."""
-    pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
+    pyarrow, _ = arrow()
     if column.kind in ("image", "depth"):
         pictures = [encode_picture(row) for part in parts for row in part]
         kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])

@@ -121,12 +121,6 @@ def file_name(template: str, values: Mapping[str, int | str], where: Path) -> st
     return "".join(literal + _filled(name, spec, values, where) for literal, name, spec in _parts(template, where))
 
 
-def name_pattern(template: str, where: Path) -> re.Pattern[str]:
-    """Give what matches the names of files that a template makes."""
-    parts = [re.escape(literal) + (r"\d+" if name else "") for literal, name, _ in _parts(template, where)]
-    return re.compile("".join(parts), re.ASCII)
-
-
 @lru_cache(maxsize=64)
 def _parts(template: str, where: Path) -> list[tuple[str, str, str]]:
     if template.startswith("/") or ".." in template.split("/"):

@@ -6,7 +6,7 @@ One rule: the rows say of which episode they are. Where the index says something
 
 from __future__ import annotations
 
-import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ from storage.core.arguments import is_real, is_whole
 from storage.core.durable import read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
-from ..guards import file_inside, parse_json
+from ..guards import file_inside, natural, parse_json
 from ..parquet import ParquetFile, ParquetFiles
-from .description import INDEX_COLUMNS, UNFINISHED, Info, file_name, name_pattern
+from .description import INDEX_COLUMNS, UNFINISHED, Info, file_name
 
 SUCCESS, TASK = "next.success", "task_index"
 #: Version -> the file of the texts of tasks.
@@ -282,11 +282,8 @@ def _difference(run: Run, entry: Entry) -> tuple[str, str] | None:
 
 def _data_files(info: Info) -> list[str]:
     """List the data files by the template, in the order of their numbers."""
-    pattern, top = name_pattern(info.data_path, info.path), info.data_path.partition("/")[0].partition("{")[0]
-    found = []
-    for folder, _, names in os.walk(info.path / top):
-        found += [os.path.relpath(os.path.join(folder, name), info.path) for name in names]
-    return sorted(filter(pattern.fullmatch, found), key=lambda name: (len(name), name))
+    found = info.path.glob(re.sub(r"\{[^}]*\}", "*", info.data_path))
+    return sorted((path.relative_to(info.path).as_posix() for path in found), key=natural)
 
 
 def _read_tasks_3(info: Info) -> dict[int, str]:
@@ -346,9 +343,8 @@ def _entry_2(info: Info, row: dict[str, Any]) -> Entry:
 
 def _rows_3(info: Info) -> Iterator[dict[str, Any]]:
     """Give the rows of the tables of episodes, without statistics."""
-    top = info.path / "meta" / "episodes"
-    names = [os.path.relpath(os.path.join(at, name), info.path) for at, _, found in os.walk(top) for name in found]
-    for name in sorted((name for name in names if name.endswith(".parquet")), key=lambda name: (len(name), name)):
+    found = info.path.glob("meta/episodes/**/*.parquet")
+    for name in sorted((path.relative_to(info.path).as_posix() for path in found), key=natural):
         file = ParquetFile(file_inside(info.path, name))
         columns = [name for name in file.types if not name.startswith(("stats/", "meta/"))]
         for batch in file.batches(dict.fromkeys(columns), 0, file.num_rows):

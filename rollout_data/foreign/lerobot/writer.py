@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,9 @@ from storage.core import arguments
 from storage.core.durable import replace_file, sync_path
 from storage.errors import CorruptFileError, UsageError
 
-from ..guards import damage_named, optional, read_object
+from ..guards import damage_named, read_object
+from ..parquet import arrow
+from ..video import TOLERANCE_S
 from ..writer import EpisodeToWrite, ForeignWriter
 from .columns import (
     ENCODERS,
@@ -36,6 +39,7 @@ from .columns import (
     write_video,
 )
 from .description import INFO_NAME, TEMPLATES, UNFINISHED, file_name
+from .index import TASK
 
 _CHUNKS_SIZE = 1000
 _UNKNOWN_FPS = 30
@@ -80,9 +84,8 @@ class Writer(ForeignWriter):
         self._has_success = all(episode.success is not None for episode in self.episodes)
         self._has_success &= all("next.success" not in episode.schema for episode in self.episodes)
         self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
-        self._notes: list[dict[str, Any]] = []
         self._stats = dict[str, Mapping[str, Any]]()
-        self._num_frames = 0
+        self._num_episodes = self._num_frames = 0
         info = self._info()
         if not (self.path / INFO_NAME).exists():
             if self.path.exists() and any(self.path.iterdir()):
@@ -97,25 +100,27 @@ class Writer(ForeignWriter):
         return self._take_up()
 
     def _take_up(self) -> set[str]:
-        while (self.path / self._file(len(self._notes))).exists():
+        found = set()
+        while (self.path / self._file(self._num_episodes)).exists():
             try:
-                self._take(self._note(len(self._notes)))
+                note = self._note(self._num_episodes)
             except CorruptFileError:  # a power failure: the file is written again
                 break
-        return {note["id"] for note in self._notes}
+            self._take(note)
+            found.add(note["id"])
+        return found
 
     def _note(self, number: int) -> dict[str, Any]:
         """Read the note in the data file of an episode."""
-        pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
-        parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
+        pyarrow, parquet = arrow()
         path = self.path / self._file(number)
         with damage_named("read", repr(str(path)), "an intact file", pyarrow.ArrowException, OSError, LookupError):
             found: dict[str, Any] = json.loads(parquet.read_schema(path).metadata[_NOTE])
         return found
 
     def _take(self, note: Mapping[str, Any]) -> None:
-        """Count an episode that is there: its statistics stay in its file, as they may be large."""
-        self._notes.append({name: note[name] for name in ("id", "length", "task")})
+        """Count an episode that is there; its note stays in its file, as its statistics may be large."""
+        self._num_episodes += 1
         self._num_frames += note["length"]
         for name, stats in note["stats"].items():
             self._stats[name] = joined(self._stats[name], stats) if name in self._stats else stats
@@ -157,7 +162,7 @@ class Writer(ForeignWriter):
         return {**features, **texts, **scalars}
 
     def _info(self) -> dict[str, Any]:
-        names, num_episodes = [column.name for column in self._columns if column.kind == "video"], len(self._notes)
+        names, num_episodes = [column.name for column in self._columns if column.kind == "video"], self._num_episodes
         sizes: dict[str, Any] = {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
         if self._version == "v2.1":
             sizes = {"total_videos": len(names) * num_episodes, "total_chunks": -(-num_episodes // _CHUNKS_SIZE)}
@@ -178,16 +183,15 @@ class Writer(ForeignWriter):
 
     def add(self, episode: EpisodeToWrite) -> None:
         with ExitStack() as made:  # the data file comes to its place after the videos, or none of them does
-            note = self._write(episode, made.enter_context(self._replaced(self._file(len(self._notes)))), made)
+            note = self._write(episode, made.enter_context(self._replaced(self._file(self._num_episodes))), made)
         self._take(note)
         self.written.add(episode.id)
         self._report(episode)
 
     def _write(self, episode: EpisodeToWrite, data_file: Path, made: ExitStack) -> dict[str, Any]:
         """Write the files of an episode; give its note."""
-        pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
-        parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
-        number, length = len(self._notes), episode.length
+        pyarrow, parquet = arrow()
+        number, length = self._num_episodes, episode.length
         columns, statistics = {}, {}
         for column in self._columns:
             told = statistics[column.name] = Statistics(column, self._version == "v3.0")
@@ -204,9 +208,9 @@ class Writer(ForeignWriter):
             columns[_ANNOTATION] = pyarrow.array(np.full(length, task))
         rows = (frames / self._fps, frames, np.full(length, number), self._num_frames + frames, np.full(length, task))
         for (name, dtype), values in zip(SCALARS.items(), rows, strict=True):
-            columns[name] = pyarrow.array(values.astype(dtype))
+            columns[name] = pyarrow.array(self._as_recorded(episode, name, values.astype(dtype)))
         stats = {name: told.result() for name, told in statistics.items()}
-        note = {"id": episode.id, "length": length, "task": episode.task, "stats": stats}
+        note = {"id": episode.id, "start": self._num_frames, "length": length, "task": episode.task, "stats": stats}
         about = {_NOTE: json.dumps(note, default=np.ndarray.tolist)}
         if self._version == "v2.1":
             features = self._features()
@@ -215,6 +219,16 @@ class Writer(ForeignWriter):
         texts = [name.replace("/", ".") for name in self._texts]
         parquet.write_table(table, data_file, row_group_size=length, use_dictionary=texts)
         return note
+
+    def _as_recorded(self, episode: EpisodeToWrite, name: str, values: Array) -> Array:
+        """Give the times that were recorded, where lerobot takes them for those of the frames; report other values."""
+        if name == TASK or name not in episode.schema:
+            return values
+        recorded = np.asarray(episode.read(name))
+        if recorded.shape != values.shape or (np.abs(recorded.astype(np.float64) - values) > TOLERANCE_S).any():
+            self.changed(f"{name!r} is counted anew", episode)
+            return values
+        return recorded.astype(values.dtype)
 
     @contextmanager
     def _replaced(self, name: str) -> Iterator[Path]:
@@ -231,28 +245,37 @@ class Writer(ForeignWriter):
     def _report(self, episode: EpisodeToWrite) -> None:
         kept = {column.field.name for column in self._columns} | set(SCALARS)
         lost = [name for name in episode.schema if name not in kept]
-        if deep := [name for name in lost if len(episode.schema[name].shape) > _MAX_LIST_DIMENSIONS]:
-            self.changed(f"fields of more than five dimensions are left out ({', '.join(deep)})", episode)
-        if unlike := [name for name in lost if name not in deep]:
-            self.changed(f"fields that not all episodes have alike are left out ({', '.join(unlike)})", episode)
-        if lost := [name for name in episode.texts if name not in self._texts]:
-            self.changed(f"texts of steps are left out ({', '.join(lost)})", episode)
-        if renamed := [column.field.name for column in self._columns if _is_renamed(column)]:
-            self.changed(f"depth is written as numbers, without 'image' in its name ({', '.join(renamed)})", episode)
-        if any(column.kind == "video" for column in self._columns):
-            self.changed("pictures are stored as video, with loss", episode)
-        if episode.terminated is not None or episode.truncated is not None:
-            self.changed("how an episode ended is left out", episode)
-        if episode.final:
-            self.changed("the observation after the last step is left out", episode)
-        if any("/" in name.partition("/")[2] for name in episode.schema):
-            self.changed("the parts of nested names are joined by dots", episode)
-        if any(column.field.dtype == "bfloat16" for column in self._columns):
-            self.changed("bfloat16 is written as float32", episode)
-        if self.options["fps"] is None and "fps" not in self.metadata:
-            self.changed(f"the rate is not known: {_UNKNOWN_FPS} frames a second are written", episode)
-        if set(episode.metadata) - {"task", "success", "tasks"}:
-            self.changed("metadata of episodes are left out, but for task and success", episode)
+        deep = [name for name in lost if len(episode.schema[name].shape) > _MAX_LIST_DIMENSIONS]
+        numbers = [column for column in self._columns if column.kind == "number" and "image" in column.field.name]
+        for what, names in (
+            ("fields of more than five dimensions are left out", deep),
+            ("fields that not all episodes have alike are left out", [name for name in lost if name not in deep]),
+            ("texts of steps are left out", [name for name in episode.texts if name not in self._texts]),
+            (
+                "depth is written as numbers, without 'image' in its name",
+                [column.field.name for column in numbers if "image" not in column.name],
+            ),
+        ):
+            if names:
+                self.changed(f"{what} ({', '.join(names)})", episode)
+        has_success = self._has_success or "next.success" in episode.schema
+        has_rate = self.options["fps"] is not None or "fps" in self.metadata
+        for what, is_so in (
+            ("pictures are stored as video, with loss", any(column.kind == "video" for column in self._columns)),
+            ("how an episode ended is left out", (episode.terminated, episode.truncated) != (None, None)),
+            ("the observation after the last step is left out", episode.final),
+            ("only the first task of an episode is written", len(episode.metadata.get("tasks", ())) > 1),
+            ("success is left out, as not all episodes tell it", episode.success is not None and not has_success),
+            ("the parts of nested names are joined by dots", any(name.count("/") > 1 for name in episode.schema)),
+            ("bfloat16 is written as float32", any(column.field.dtype == "bfloat16" for column in self._columns)),
+            (f"the rate is not known: {_UNKNOWN_FPS} frames a second are written", not has_rate),
+            (
+                "metadata of episodes are left out, but for task and success",
+                set(episode.metadata) - {"task", "success", "tasks"},
+            ),
+        ):
+            if is_so:
+                self.changed(what, episode)
 
     def close(self) -> None:
         self._write_tables()
@@ -266,61 +289,48 @@ class Writer(ForeignWriter):
         """Write what concerns all episodes, but for the description of the set."""
         if self._version == "v3.0":
             self._write_tables_3()
-            if self._stats:
-                self._write_json("meta/stats.json", self._stats)
             return
-        episodes = [
-            {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
-            for number, note in enumerate(self._notes)
-        ]
-        stats = ({"episode_index": at, "stats": self._note(at)["stats"]} for at in range(len(self._notes)))
-        self._write_lines("tasks", [{"task_index": number, "task": task} for number, task in enumerate(self._tasks)])
-        self._write_lines("episodes", episodes)
+        self._write_lines("tasks", ({"task_index": number, "task": task} for number, task in enumerate(self._tasks)))
+        numbers = range(self._num_episodes)
+        self._write_lines("episodes", (_entry(number, self._note(number)) for number in numbers))
+        stats = ({"episode_index": number, "stats": self._note(number)["stats"]} for number in numbers)
         self._write_lines("episodes_stats", stats)
         if self.options["groot"]:
             self._write_json("meta/modality.json", self._modality())
 
     def _write_tables_3(self) -> None:
-        pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
-        parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
+        pyarrow, parquet = arrow()
         tasks = pyarrow.table({"task_index": np.arange(len(self._tasks)), "task": pyarrow.array(self._tasks, "string")})
         # lerobot takes the text from the index of pandas; as a plain column it gives wrong tasks.
-        pandas = {
-            "index_columns": ["task"],
-            "columns": _PANDAS_COLUMNS,
-            "column_indexes": [],
-            "pandas_version": "2.0.0",
-        }
+        index = dict.fromkeys(("name", "field_name"), "task") | {"pandas_type": "unicode", "numpy_type": "object"}
+        pandas = {"index_columns": ["task"], "columns": [{**index, "metadata": None}], "column_indexes": []}
         with self._replaced("meta/tasks.parquet") as new:
             parquet.write_table(tasks.replace_schema_metadata({b"pandas": json.dumps(pandas)}), new)
-        if not self._notes:
+        if not self._num_episodes:
             return
-        table = pyarrow.Table.from_pylist([self._entry(0, 0)])
-        with (
-            self._replaced("meta/episodes/chunk-000/file-000.parquet") as new,
-            parquet.ParquetWriter(new, table.schema) as file,
-        ):
-            start = 0
-            for first in range(0, len(self._notes), _ENTRIES_AT_ONCE):
-                rows = []
-                for number in range(first, min(first + _ENTRIES_AT_ONCE, len(self._notes))):
-                    rows.append(self._entry(number, start))
-                    start += rows[-1]["length"]
-                file.write_table(pyarrow.Table.from_pylist(rows, table.schema))
+        self._write_json("meta/stats.json", self._stats)
+        rows = map(self._entry_3, range(self._num_episodes))
+        with self._replaced("meta/episodes/chunk-000/file-000.parquet") as new, ExitStack() as opened:
+            file = None
+            while some := list(islice(rows, _ENTRIES_AT_ONCE)):
+                table = pyarrow.Table.from_pylist(some, file and file.schema)
+                file = file or opened.enter_context(parquet.ParquetWriter(new, table.schema))
+                file.write_table(table)
 
-    def _entry(self, number: int, start: int) -> dict[str, Any]:
-        """Describe an episode for the index of version 3; `start` is its first frame in the set."""
+    def _entry_3(self, number: int) -> dict[str, Any]:
+        """Describe an episode for the index of version 3: its places, and its statistics.
+
+        lerobot makes the statistics of a part of the set of these.
+        """
         note = self._note(number)
         place = {"chunk_index": number // _CHUNKS_SIZE, "file_index": number % _CHUNKS_SIZE}
-        row = {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
-        row |= {f"data/{name}": value for name, value in place.items()}
-        row |= {"dataset_from_index": start, "dataset_to_index": start + note["length"]}
-        for camera in (column.name for column in self._columns if column.kind == "video"):
-            times = {"from_timestamp": 0.0, "to_timestamp": note["length"] / self._fps}
-            row |= {f"videos/{camera}/{name}": value for name, value in {**place, **times}.items()}
-        for feature, stats in note["stats"].items():  # lerobot makes the statistics of a part of the set of these
-            row |= {f"stats/{feature}/{name}": value for name, value in stats.items()}
-        return {**row, "meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
+        found = {"data": place, "meta/episodes": {"chunk_index": 0, "file_index": 0}}
+        times = {"from_timestamp": 0.0, "to_timestamp": note["length"] / self._fps}
+        found |= {f"videos/{column.name}": {**place, **times} for column in self._columns if column.kind == "video"}
+        found |= {f"stats/{feature}": stats for feature, stats in note["stats"].items()}
+        rows = {"dataset_from_index": note["start"], "dataset_to_index": note["start"] + note["length"]}
+        places = {f"{group}/{name}": value for group, told in found.items() for name, value in told.items()}
+        return {**_entry(number, note), **rows, **places}
 
     def _modality(self) -> dict[str, Any]:
         """Say which columns GR00T reads: whole vectors, each camera, and the task."""
@@ -344,15 +354,8 @@ class Writer(ForeignWriter):
             new.write_text(text, encoding="utf-8")
 
 
-def _is_renamed(column: Column) -> bool:
-    return column.kind == "number" and "image" in column.field.name and "image" not in column.name
-
-
-#: What pandas writes of the columns of the table of tasks.
-_PANDAS_COLUMNS = [
-    {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
-    for name, kind, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
-]
+def _entry(number: int, note: Mapping[str, Any]) -> dict[str, Any]:
+    return {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
 
 
 def _parts(episode: EpisodeToWrite, column: Column, statistics: Statistics) -> Iterator[Array]:
