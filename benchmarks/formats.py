@@ -9,8 +9,9 @@ H.264; LeRobot's own dataset class reads LeRobot's set (lerobot asks for another
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def _opening(name: str, path: Path, num_episodes: int) -> Case:
         contenders.append(Contender("minari", lambda: lambda: _minari(path)[num_episodes // 2], PEER))
     if name == "robomimic":
         contenders.append(Contender("robomimic", lambda: lambda: _robomimic(path)[0], PEER))
+    if name == "lerobot":
+        contenders.append(Contender("lerobot", lambda: lambda: _lerobot(path)[0], PEER))
     return Case(f"open {num_episodes:,} episodes, {name}", tuple(contenders))
 
 
@@ -117,6 +120,9 @@ def _windows(name: str, path: Path) -> Case:
     ]
     if name == "robomimic":
         contenders.append(Contender("robomimic", lambda: _batches(lambda: _loader(_robomimic(path))), PEER))
+    if name == "lerobot":
+        fields = ["observation.state", "action", "next.reward"]
+        contenders.append(Contender("lerobot", lambda: _batches(lambda: _loader(_lerobot(path, fields))), PEER))
     return Case(f"windows L={LENGTH} B={BATCH}, {name}", tuple(contenders), num_bytes=BATCH * LENGTH * row_bytes)
 
 
@@ -132,13 +138,10 @@ def _pictures(coding: str, quick: bool) -> Case:
         writer.add_rollout(observation=observation, action=torch.zeros(num_steps, num, 1), done=done)
 
     def read_by_lerobot() -> Call:
-        found = peers.load("lerobot", "datasets.lerobot_dataset")
-        version, path, fps = found.CODEBASE_VERSION, folder / "theirs", int(FRAME_RATE_HZ)
-        if not path.exists():
-            options: dict[str, Any] = {"version": version, "video": coding, "fps": fps}
+        if not (path := folder / "theirs").exists():
+            options: dict[str, Any] = {"video": coding, "fps": int(FRAME_RATE_HZ)}
             rollout_data.convert(folder / "ours", path, "lerobot", progress=False, **options)
-        times = {"observation.images.rgb": [frame / fps for frame in range(LENGTH)]}
-        read = found.LeRobotDataset("bench/rgb", root=path, delta_timestamps=times, video_backend="pyav")
+        read = _lerobot(path, ["observation.images.rgb"])
         return _batches(lambda: DataLoader(read, PICTURE_BATCH, shuffle=True, drop_last=True))
 
     dataset = WindowDataset(folder / "ours", LENGTH, fields=["observation"], padding="repeat", chunk_cache_bytes=0)
@@ -203,6 +206,15 @@ def _converting(name: str, source: Path, num_episodes: int) -> Case:
 
 def _minari(path: Path) -> Any:
     return peers.load("minari").MinariDataset(path / "data")
+
+
+def _lerobot(path: Path, fields: Sequence[str] = ()) -> Any:
+    module = peers.load("lerobot", "datasets.lerobot_dataset")
+    if module.CODEBASE_VERSION != "v3.0":
+        raise peers.PeerMissing(f"lerobot: reads sets of version {module.CODEBASE_VERSION}")
+    fps = json.loads((path / "meta" / "info.json").read_text(encoding="utf-8"))["fps"]
+    times = {name: [frame / fps for frame in range(LENGTH)] for name in fields}
+    return module.LeRobotDataset("bench/set", root=path, delta_timestamps=times or None, video_backend="pyav")
 
 
 def _robomimic(path: Path) -> Any:

@@ -235,7 +235,7 @@ class _Thrift:
     """Values in Thrift's compact protocol, as Parquet's footers have them: a struct is a dict by numbers of fields."""
 
     STRUCT = 12
-    _TRUE, _BYTE, _LAST_INTEGER, _DOUBLE, _BINARY, _MAP = 1, 3, 6, 7, 8, 11
+    _TRUE, _BYTE, _LAST_INTEGER, _DOUBLE, _BINARY, _SET = 1, 3, 6, 7, 8, 10
 
     def __init__(self, data: bytes) -> None:
         self._data, self.position = data, 0
@@ -253,16 +253,11 @@ class _Thrift:
             return kind == self._TRUE
         if kind in (self._BYTE, self._DOUBLE):
             return self._bytes(1 if kind == self._BYTE else 8)
-        if kind == self._MAP:
-            num = self._number()
-            kinds = self._bytes(1)[0] if num else 0
-            return [(self._element(kinds >> 4), self._element(kinds & 15)) for _ in range(num)]
-        head = self._bytes(1)[0]  # a list or a set
-        num = head >> 4 if head < 0xF0 else self._number()
-        return [self._element(head & 15) for _ in range(num)]
-
-    def _element(self, kind: int) -> Any:
-        return self.value(max(kind, self._BYTE))
+        if kind > self._SET:
+            raise LookupError(f"a value of kind {kind}, which such files have none of")
+        head = self._bytes(1)[0]
+        num, kind = head >> 4 if head < 0xF0 else self._number(), max(head & 15, self._BYTE)
+        return [self.value(kind) for _ in range(num)]
 
     def _struct(self) -> dict[int, Any]:
         found, field = dict[int, Any](), 0

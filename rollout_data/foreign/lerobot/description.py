@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 from storage.core.arguments import is_real, is_whole
@@ -30,6 +28,7 @@ MAX_OBJECT_BYTES = 1 << 24
 INDEX_COLUMNS = ("episode_index", "frame_index", "index")
 #: True in the description of a set while it is written: its data files are the truth.
 UNFINISHED = "is_unfinished"
+_FIELD = re.compile(r"\{(\w+)(?::((?:0?\d)?d?))?\}", re.ASCII)
 _NUMBERS = ("chunk_index", "file_index", "episode_chunk", "episode_index")
 _DEFAULT_CHUNKS_SIZE = 1000
 #: Version -> the usual names of data files and of video files.
@@ -118,33 +117,14 @@ def read_info(path: Path) -> Info:
 
 def file_name(template: str, values: Mapping[str, int | str], where: Path) -> str:
     """Put numbers and names into a template; its fields are names, never expressions."""
-    return "".join(literal + _filled(name, spec, values, where) for literal, name, spec in _parts(template, where))
-
-
-@lru_cache(maxsize=64)
-def _parts(template: str, where: Path) -> list[tuple[str, str, str]]:
+    rest, fields = _FIELD.sub("", template), _FIELD.findall(template)
+    is_known = all(name in values and not (spec and isinstance(values[name], str)) for name, spec in fields)
+    if not is_known or "{" in rest or "}" in rest:
+        expected = f"a template of {', '.join(values)}"
+        raise CorruptFileError("open", repr(str(where / INFO_NAME)), expected, repr(template[:80]))
     if template.startswith("/") or ".." in template.split("/"):
         raise UnsafeFileError("open", repr(template[:80]), f"files below {str(where)!r}", "names that lead out of it")
-    try:
-        parts = [(text, name or "", spec or "", kind) for text, name, spec, kind in Formatter().parse(template)]
-    except ValueError as cause:
-        raise _bad_template(template, where) from cause
-    for _, name, spec, conversion in parts:
-        is_number = name in _NUMBERS and re.fullmatch(r"(0?\d)?d?", spec, re.ASCII)
-        if conversion or not (not name or is_number or (name == "video_key" and not spec)):
-            raise _bad_template(template, where)
-    return [part[:3] for part in parts]
-
-
-def _filled(name: str, spec: str, values: Mapping[str, int | str], where: Path) -> str:
-    if name and name not in values:
-        raise _bad_template(name, where)
-    return format(values[name], spec) if name else ""
-
-
-def _bad_template(template: str, where: Path) -> CorruptFileError:
-    expected = f"a template of {', '.join(_NUMBERS)} and video_key"
-    return CorruptFileError("open", repr(str(where / INFO_NAME)), expected, repr(template[:80]))
+    return _FIELD.sub(lambda found: format(values[found[1]], found[2] or ""), template)
 
 
 @dataclass(frozen=True)

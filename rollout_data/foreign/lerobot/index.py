@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -203,16 +203,9 @@ class Index:
             raise self.bad(f"the data {name!r}", "rows of an episode one after the other", f"{len(starts)} parts")
         tasks = rows[TASK][starts].tolist() if TASK in told else [-1] * len(starts)
         wins = np.logical_or.reduceat(rows[SUCCESS], starts).tolist() if SUCCESS in told else [None] * len(starts)
-        numbers = zip(
-            *(column[starts].tolist() for column in (episode, frame, index)),
-            [name] * len(starts),
-            starts.tolist(),
-            np.diff([*starts, file.num_rows]).tolist(),
-            tasks,
-            wins,
-            strict=True,
-        )
-        return [Run(*one) for one in numbers]
+        firsts = [column[starts].tolist() for column in (episode, frame, index)]
+        lengths = np.diff([*starts, file.num_rows]).tolist()
+        return list(map(Run, *firsts, repeat(name), starts.tolist(), lengths, tasks, wins))
 
     def _as_indexed(self, runs: Sequence[Run]) -> dict[int, tuple[Run, ...]]:
         found: dict[int, tuple[Run, ...]] = {}
@@ -329,14 +322,9 @@ def _rows_2(info: Info) -> list[dict[str, Any]]:
 def _entry_2(info: Info, row: dict[str, Any]) -> Entry:
     episode = row["episode_index"]
     values = {"episode_chunk": episode // info.chunks_size, "episode_index": episode}
-    videos = {}
-    for camera in info.cameras:
-        videos[camera] = (file_name(info.video_path, {**values, "video_key": camera}, info.path), 0.0)
-    other = {
-        name: value
-        for name, value in row.items()
-        if name not in ("episode_index", "length", "tasks", "dataset_from_index")
-    }
+    videos = {one: (file_name(info.video_path, {**values, "video_key": one}, info.path), 0.0) for one in info.cameras}
+    known = ("episode_index", "length", "tasks", "dataset_from_index")
+    other = {name: value for name, value in row.items() if name not in known}
     file = file_name(info.data_path, values, info.path)
     return Entry(_texts(row.get("tasks")), row["length"], row["dataset_from_index"], file, videos, other)
 

@@ -246,18 +246,18 @@ class Writer(ForeignWriter):
         kept = {column.field.name for column in self._columns} | set(SCALARS)
         lost = [name for name in episode.schema if name not in kept]
         deep = [name for name in lost if len(episode.schema[name].shape) > _MAX_LIST_DIMENSIONS]
+        unlike = [name for name in lost if name not in deep]
         numbers = [column for column in self._columns if column.kind == "number" and "image" in column.field.name]
+        renamed = [column.field.name for column in numbers if "image" not in column.name]
         for what, names in (
             ("fields of more than five dimensions are left out", deep),
-            ("fields that not all episodes have alike are left out", [name for name in lost if name not in deep]),
+            ("fields that not all episodes have alike are left out", unlike),
             ("texts of steps are left out", [name for name in episode.texts if name not in self._texts]),
-            (
-                "depth is written as numbers, without 'image' in its name",
-                [column.field.name for column in numbers if "image" not in column.name],
-            ),
+            ("depth is written as numbers, without 'image' in its name", renamed),
         ):
             if names:
                 self.changed(f"{what} ({', '.join(names)})", episode)
+        other = set(episode.metadata) - {"task", "success", "tasks"}
         has_success = self._has_success or "next.success" in episode.schema
         has_rate = self.options["fps"] is not None or "fps" in self.metadata
         for what, is_so in (
@@ -269,10 +269,7 @@ class Writer(ForeignWriter):
             ("the parts of nested names are joined by dots", any(name.count("/") > 1 for name in episode.schema)),
             ("bfloat16 is written as float32", any(column.field.dtype == "bfloat16" for column in self._columns)),
             (f"the rate is not known: {_UNKNOWN_FPS} frames a second are written", not has_rate),
-            (
-                "metadata of episodes are left out, but for task and success",
-                set(episode.metadata) - {"task", "success", "tasks"},
-            ),
+            ("metadata of episodes are left out, but for task and success", other),
         ):
             if is_so:
                 self.changed(what, episode)
