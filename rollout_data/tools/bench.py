@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from collections.abc import Iterator, Mapping
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +53,23 @@ def bench(source: DataDir, *, seconds: float = 0.2, progress: bool = False) -> d
         raise UsageError("measure", repr(str(source)), "seconds > 0", repr(seconds))
     recording = source if isinstance(source, Recording) else open_recording(source)
     files = [recording.path] if recording.path.is_file() else sorted(recording.path.rglob("*"))
+    files = [path for path in files if path.is_file() and path.stat().st_size]
     lengths = [recording.info(place).length for place in range(len(recording))]
     window = max(1, min(_WINDOW, int(np.median(lengths)))) if lengths else 1
-    made: dict[str, Callable[[bool, int], tuple[Any, int]]] = {
-        "playback": lambda is_random, workers: _playback(recording, is_random, workers, len(lengths)),
-        "windows": lambda is_random, workers: _windows(recording, is_random, workers, window),
-    }
+    made = {"playback": (_playback, len(lengths)), "windows": (_windows, window)}
     cases = [(what, is_random, workers) for what in made for is_random in (False, True) for workers in NUM_WORKERS]
     rows = []
     for what, is_random, workers in tqdm(cases, desc="bench", disable=not progress):
-        batches, num_frames = made[what](is_random, workers)
+        make, size = made[what]
+        batches, num_frames = make(recording, is_random, workers, size)
         about = {"what": what, "order": "random" if is_random else "in order", "workers": workers}
         rows.append({**about, **_measured(iter(batches), num_frames, workers, seconds)})
+    plain_s, num_bytes = _times(_pieces(files), 0, seconds) if files else (math.inf, 0)
     return {
         "path": str(recording.path),
         "format": recording.format,
         "num_frames": sum(lengths),
-        "plain_read_bytes_per_s": _plain_read([path for path in files if path.is_file()], seconds),
+        "plain_read_bytes_per_s": num_bytes / plain_s,
         "cases": rows,
     }
 
@@ -105,42 +105,27 @@ def _times(batches: Iterator[Any], num_ahead: int, seconds: float) -> tuple[floa
     for _ in range(NUM_REPEATS):
         for _ in range(num_ahead):
             next(batches)
-        found.append(_seconds_per_call(lambda: next(batches), seconds))
+        start_s, num_batches, elapsed_s = time.perf_counter(), 0, 0.0
+        while elapsed_s < seconds or not num_batches:
+            next(batches)
+            num_batches, elapsed_s = num_batches + 1, time.perf_counter() - start_s
+        found.append(elapsed_s / num_batches)
     return statistics.median(found), num_bytes
 
 
-def _seconds_per_call(call: Callable[[], object], seconds: float) -> float:
-    start_s, num_calls = time.perf_counter(), 0
-    while (elapsed_s := time.perf_counter() - start_s) < seconds or not num_calls:
-        call()
-        num_calls += 1
-    return elapsed_s / num_calls
-
-
 def _num_bytes(batch: Any) -> int:
-    if isinstance(batch, Mapping):
-        return sum(map(_num_bytes, batch.values()))
-    return batch.numel() * batch.element_size() if isinstance(batch, torch.Tensor) else 0
+    return sum(map(_num_bytes, batch.values())) if isinstance(batch, Mapping) else getattr(batch, "nbytes", 0)
 
 
-def _plain_read(files: list[Path], seconds: float) -> float:
-    """Read files one after the other, again and again; gives bytes per second, 0 without a file."""
-    buffer, rates = memoryview(bytearray(_READ_BYTES)), []
-
-    def read_all() -> Iterator[int]:
-        for path in files:
-            with open(path, "rb", buffering=0) as file:
-                while num_read := file.readinto(buffer):
-                    yield num_read
-
-    for _ in range(NUM_REPEATS):
-        start_s, num_read = time.perf_counter(), 0
-        for part in read_all():
-            num_read += part
-            if time.perf_counter() - start_s > seconds:
-                break
-        rates.append(num_read / (time.perf_counter() - start_s))
-    return statistics.median(rates)
+def _pieces(files: list[Path]) -> Iterator[memoryview]:
+    """Read files one after the other, again and again, into a buffer; gives it whenever it is full."""
+    buffer, filled = memoryview(bytearray(_READ_BYTES)), 0
+    for path in cycle(files):
+        with open(path, "rb", buffering=0) as file:
+            while num_read := file.readinto(buffer[filled:]):
+                filled = (filled + num_read) % _READ_BYTES
+                if not filled:
+                    yield buffer
 
 
 def bench_as_text(about: Mapping[str, Any]) -> list[str]:

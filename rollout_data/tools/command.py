@@ -1,8 +1,7 @@
 """The command `rollout-data`: one table of commands, and what all of them have in common.
 
-One rule: a command is a row of `COMMANDS`, a thin layer over a documented function. The function that its row names
-under `run` takes the parsed options and gives an `Answer`; only this file prints. What a command needs is imported
-when it runs, so that help is quick.
+One rule: a command is a row of `COMMANDS`, a thin layer over a documented function. Only this file prints. What a
+command needs is imported when it runs, so that help is quick.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn, TextIO
 
@@ -28,31 +28,47 @@ class Command:
     Attributes:
         summary: What it does, in a line.
         example: A call, without the program's name.
-        function: The documented function that it is a thin layer over.
-        run: "module:function" below `rollout_data`: the function takes the parsed options, `options.progress` among
-            them, and gives an `Answer`.
         arguments: Argument -> what `add_argument` takes; a function that gives this where it imports something. All
             commands have `--json` besides.
+        path: Of the function below `rollout_data` that it is a thin layer over, if that has another name.
+        answers: The file of `tools` whose function of the command's name takes the parsed options, `progress` among
+            them, and gives an `Answer`.
     """
 
     summary: str
     example: str
-    function: str
-    run: str
-    arguments: Arguments | Callable[[], Arguments] = field(default_factory=dict)
+    arguments: Arguments | Callable[[], Arguments]
+    path: str = ""
+    answers: str = "answers"
+
+    @property
+    def name(self) -> str:
+        """Name of the command."""
+        return self.example.split()[0]
+
+    @property
+    def function(self) -> str:
+        """The documented function that it is a thin layer over."""
+        return f"rollout_data.{self.path or self.name}"
+
+
+def _flag(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+def _several(metavar: str, text: str) -> dict[str, Any]:
+    return {"action": "append", "default": [], "metavar": metavar, "help": f"{text}; may be given several times"}
 
 
 _ANY: Arguments = {"data_dir": {"help": "a file or folder of any format"}}
 _OWN: Arguments = {"data_dir": {"help": "a data folder"}}
 #: Of all commands that work on some of the episodes; see `tools.selecting`.
 SELECT: Arguments = {
-    "--select": {
-        "action": "append",
-        "default": [],
-        "metavar": "WHICH",
-        "help": "an episode's id, or a condition on a column of `ls --json`, such as success=true or 'length>20'; may "
-        "be given several times: one of the ids, and all of the conditions",
-    }
+    "--select": _several(
+        "WHICH",
+        "an episode's id, or a condition on a column of `ls --json`, such as success=true or 'length>20' (one of the "
+        "ids, and all of the conditions)",
+    )
 }
 
 
@@ -65,30 +81,46 @@ def _convert_arguments() -> Arguments:
         "target": {"help": "the new file or folder, or that of a conversion that was stopped"},
         "--to": {"default": OWN, "help": f"the format: {', '.join((OWN, *WRITERS, *EXPORTS))} (default: %(default)s)"},
         **SELECT,
-        "--option": {
-            "action": "append",
-            "default": [],
-            "metavar": "NAME=VALUE",
-            "help": "an option of the format that is written; may be given several times",
-        },
+        "--option": _several("NAME=VALUE", "an option of the format that is written"),
     }
 
 
+_REPORT: Arguments = {
+    **_ANY,
+    "--compare": {"metavar": "OTHER", "help": "another recording, set beside it"},
+    "--out": {"default": "report.html", "metavar": "FILE", "help": "the page (default: %(default)s)"},
+    "--absolute-paths": _flag("let texts name where the recording lies"),
+}
+_PLAY: Arguments = {
+    **_ANY,
+    "--episode": {"metavar": "ID", "help": "its id, or its place, counted from 0 (default: the first)"},
+    "--field": _several("NAME", "a field, or what its name begins with, with all its dimensions"),
+    "--gif": {"metavar": "FILE", "help": "write the pictures of the field, or of the first that has some"},
+    "--mp4": {"metavar": "FILE", "help": "the same as a video (extra video)"},
+}
 #: The path may be left out where rules are only listed.
 _DOCTOR: Arguments = {
     "data_dir": {"nargs": "?", "help": "a file or folder of any format"},
     "--only": {"metavar": "CODES", "help": "run these rules only: VAL01,TIM,..."},
     "--skip": {"metavar": "CODES", "help": "leave these rules out"},
-    "--set": {"action": "append", "default": [], "metavar": "CODE.NAME=N", "help": "change a threshold of a rule"},
+    "--set": _several("CODE.NAME=N", "change a threshold of a rule"),
     "--sample": {"type": int, "metavar": "N", "help": "read the data of N episodes at most, evenly spread"},
     "--fail-on": {
         "choices": ("error", "warning", "info"),
         "default": "error",
         "help": "exit with 1 if something is found that is so severe, or more (default: %(default)s)",
     },
-    "--sarif": {"action": "store_true", "help": "print SARIF 2.1.0, for the code scanning of CI systems"},
-    "--list-rules": {"action": "store_true", "help": "list the rules: code, severity, what is read, repair"},
+    "--sarif": _flag("print SARIF 2.1.0, for the code scanning of CI systems"),
+    "--list-rules": _flag("list the rules: code, severity, what is read, repair"),
     "--explain": {"metavar": "CODES", "help": "say what rules look for, with their thresholds"},
+}
+_SECONDS = {"type": float, "default": 0.2, "help": "of one of 80 measurements (default: %(default)s)"}
+_REPAIR_IN_PLACE = "move damaged and foreign files to damaged/, keep their intact trajectories, renew the index"
+_PACK: Arguments = {
+    **_OWN,
+    "out_dir": {"nargs": "?", "help": "a new folder for the result"},
+    "--in-place": _flag("replace the blocks of DATA_DIR"),
+    "--block-mb": {"type": int, "default": 1024, "help": "size of a block at most (default: %(default)s)"},
 }
 
 
@@ -96,11 +128,8 @@ def _prune_arguments() -> Arguments:
     from ..writing.retention import LIMITS
 
     limit = {"type": int, "metavar": "N"}
-    return {
-        **_OWN,
-        **{f"--{name}": {**limit, "help": f"keep the newest N {name} and what shares blocks"} for name in LIMITS},
-        "--dry-run": {"action": "store_true", "help": "say what would be deleted, and delete nothing"},
-    }
+    limits = {f"--{name}": {**limit, "help": f"keep the newest N {name} and what shares blocks"} for name in LIMITS}
+    return {**_OWN, **limits, "--dry-run": _flag("say what would be deleted, and delete nothing")}
 
 
 #: Of the commands that edit: which trajectories, and taking it back.
@@ -108,180 +137,114 @@ _EDIT: Arguments = {
     **_OWN,
     "ids": {"nargs": "*", "metavar": "ID", "help": "ids as `ls` shows them"},
     **SELECT,
-    "--undo": {"action": "store_true", "help": "take it back, of these ids or, without one, of all"},
+    "--undo": _flag("take it back, of these ids or, without one, of all"),
 }
 _TO: Arguments = {"--to": {"required": True, "metavar": "NEW", "help": "a new or empty folder"}}
+_MERGE: Arguments = {"sources": {"nargs": "+", "metavar": "PATH", "help": "files or folders of any format"}, **_TO}
+_SPLIT: Arguments = {
+    **_ANY,
+    "parts": {"nargs": "*", "metavar": "NAME=SHARE", "help": "default: the parts that the file itself names"},
+    **_TO,
+    "--seed": {"type": int, "default": 0, "help": "of the choice (default: %(default)s)"},
+}
+_REPAIR: Arguments = {
+    **_ANY,
+    **_TO,
+    "--only": {"default": "", "metavar": "CODE,..", "help": "mend these only, info too; default: all but info"},
+    "--yes": {"default": "", "metavar": "CODE,..", "help": "confirm VAL10, VAL13, IMG04 or TIM08"},
+    "--dry-run": _flag("print the plan, and write nothing"),
+}
+_URL = {"help": "a URL that fsspec knows, such as s3://bucket/walk"}
 
-
+_edit = partial(Command, answers="edit_answers")
 #: Name -> command, in the order of the help.
 COMMANDS: dict[str, Command] = {
-    "info": Command(
-        "Say what a recording of any format holds.",
-        "info walk",
-        "rollout_data.tools.info.describe",
-        "tools.answers:info",
-        _ANY,
-    ),
+    "info": Command("Say what a recording of any format holds.", "info walk", _ANY, "tools.info.describe"),
     "ls": Command(
         "List the episodes of a recording of any format.",
         "ls demos.hdf5 --select success=true",
-        "rollout_data.tools.info.listing",
-        "tools.answers:ls",
         {**_ANY, **SELECT},
+        "tools.info.listing",
     ),
     "report": Command(
         "Write one HTML page that shows a recording of any format and what the doctor finds in it.",
         "report walk --compare walk_old --out report.html",
-        "rollout_data.report",
-        "tools.answers:report",
-        {
-            **_ANY,
-            "--compare": {"metavar": "OTHER", "help": "another recording, set beside it"},
-            "--out": {"default": "report.html", "metavar": "FILE", "help": "the page (default: %(default)s)"},
-            "--absolute-paths": {"action": "store_true", "help": "let texts name where the recording lies"},
-        },
+        _REPORT,
     ),
     "play": Command(
         "Draw an episode in the terminal, or write its pictures as a GIF or a video.",
         "play demos.hdf5 --episode demo_3 --field action",
-        "rollout_data.tools.play.play",
-        "tools.answers:play",
-        {
-            **_ANY,
-            "--episode": {"metavar": "ID", "help": "its id, or its place, counted from 0 (default: the first)"},
-            "--field": {
-                "action": "append",
-                "default": [],
-                "metavar": "NAME",
-                "help": "a field, or what its name begins with, with all its dimensions; may be given several times",
-            },
-            "--gif": {"metavar": "FILE", "help": "write the pictures of the field, or of the first that has some"},
-            "--mp4": {"metavar": "FILE", "help": "the same as a video (extra video)"},
-        },
+        _PLAY,
+        "tools.play.play",
     ),
     "convert": Command(
         "Write a recording of any format in another one; goes on where it was stopped.",
         "convert demos.hdf5 demos_lerobot --to lerobot --select 'length>20' --option fps=20",
-        "rollout_data.convert",
-        "tools.answers:convert",
         _convert_arguments,
     ),
     "bench": Command(
         "Measure how fast a recording streams here, beside a plain copy of the same bytes.",
         "bench walk",
-        "rollout_data.tools.bench.bench",
-        "tools.answers:bench",
-        {
-            **_ANY,
-            "--seconds": {"type": float, "default": 0.2, "help": "of one of 80 measurements (default: %(default)s)"},
-        },
+        {**_ANY, "--seconds": _SECONDS},
+        "tools.bench.bench",
     ),
     "verify": Command(
         "Check every block with all its checksums; repair on request.",
         "verify walk",
-        "rollout_data.tools.rewrite.check_folder",
-        "tools.answers:verify",
-        {
-            **_OWN,
-            "--repair": {
-                "action": "store_true",
-                "help": "move damaged and foreign files to damaged/, keep their intact trajectories, renew the index",
-            },
-        },
+        {**_OWN, "--repair": _flag(_REPAIR_IN_PLACE)},
+        "tools.rewrite.check_folder",
     ),
     "doctor": Command(
         "Examine a recording of any format by all rules of DOCTOR.md; nothing is changed.",
         "doctor walk --skip VAL03 --fail-on warning",
-        "rollout_data.doctor",
-        "tools.doctoring:examine",
         _DOCTOR,
+        answers="doctoring",
     ),
     "pack": Command(
         "Rewrite a finished dataset into a few large blocks with contiguous trajectories.",
         "pack walk walk_packed",
-        "rollout_data.tools.rewrite.pack_dataset",
-        "tools.answers:pack",
-        {
-            **_OWN,
-            "out_dir": {"nargs": "?", "help": "a new folder for the result"},
-            "--in-place": {"action": "store_true", "help": "replace the blocks of DATA_DIR"},
-            "--block-mb": {"type": int, "default": 1024, "help": "size of a block at most (default: %(default)s)"},
-        },
+        _PACK,
+        "tools.rewrite.pack_dataset",
     ),
     "prune": Command(
         "Delete the oldest blocks, down to a number of trajectories, frames or bytes.",
         "prune walk --trajectories 1000 --dry-run",
-        "rollout_data.prune",
-        "tools.answers:prune",
         _prune_arguments,
     ),
-    "drop": Command(
+    "drop": _edit(
         "Leave trajectories out, for every reader; no block is touched.",
         "drop walk --select success=false",
-        "rollout_data.drop",
-        "tools.edit_answers:drop",
         _EDIT,
     ),
-    "keep": Command(
+    "keep": _edit(
         "Leave all other trajectories out, for every reader; no block is touched.",
         "keep walk --select 'return>100'",
-        "rollout_data.keep",
-        "tools.edit_answers:drop",
         _EDIT,
     ),
-    "tag": Command(
+    "tag": _edit(
         "Say something of trajectories: their task, their success, or anything else.",
         "tag walk --select 'length<20' --set success=false --set reviewer=ada",
-        "rollout_data.tag",
-        "tools.edit_answers:tag",
-        {
-            **_EDIT,
-            "--set": {
-                "action": "append",
-                "default": [],
-                "metavar": "NAME=VALUE",
-                "help": "what is said, as JSON or text; may be given several times",
-            },
-        },
+        {**_EDIT, "--set": _several("NAME=VALUE", "what is said, as JSON or text")},
     ),
-    "merge": Command(
+    "merge": _edit(
         "Unite recordings of equal fields in a new folder, of hard links where that is possible.",
         "merge walk run --to both",
-        "rollout_data.merge",
-        "tools.edit_answers:merge",
-        {"sources": {"nargs": "+", "metavar": "PATH", "help": "files or folders of any format"}, **_TO},
+        _MERGE,
     ),
-    "split": Command(
+    "split": _edit(
         "Divide a recording into folders, of hard links where that is possible.",
         "split walk train=0.9 val=0.1 --to walk_parts",
-        "rollout_data.split",
-        "tools.edit_answers:split",
-        {
-            **_ANY,
-            "parts": {"nargs": "*", "metavar": "NAME=SHARE", "help": "default: the parts that the file itself names"},
-            **_TO,
-            "--seed": {"type": int, "default": 0, "help": "of the choice (default: %(default)s)"},
-        },
+        _SPLIT,
     ),
-    "repair": Command(
+    "repair": _edit(
         "Mend in a new folder what `doctor` finds; the source is not touched.",
         "repair walk --to walk_mended --dry-run",
-        "rollout_data.repair",
-        "tools.edit_answers:repair",
-        {
-            **_ANY,
-            **_TO,
-            "--only": {"default": "", "metavar": "CODE,..", "help": "mend these only, info too; default: all but info"},
-            "--yes": {"default": "", "metavar": "CODE,..", "help": "confirm VAL10, VAL13, IMG04 or TIM08"},
-            "--dry-run": {"action": "store_true", "help": "print the plan, and write nothing"},
-        },
+        _REPAIR,
     ),
     "push": Command(
         "Upload the blocks that are not there yet to a URL.",
         "push walk s3://bucket/walk",
-        "rollout_data.push",
-        "tools.answers:push",
-        {**_OWN, "url": {"help": "a URL that fsspec knows, such as s3://bucket/walk"}},
+        {**_OWN, "url": _URL},
     ),
 }
 
@@ -316,11 +279,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, prog: str, given: Sequence[str]) -> int:
     options = _parser(command, prog).parse_args(given)
-    options.progress, options.command = sys.stderr.isatty(), prog.rpartition(" ")[2]
-    module, _, function = command.run.partition(":")
+    options.progress, options.command = sys.stderr.isatty(), command.name
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: _say(f"{prog}: warning: {message}", sys.stderr)
-        answer = getattr(import_module(f"rollout_data.{module}"), function)(options)
+        answer = getattr(import_module(f"rollout_data.tools.{command.answers}"), command.name)(options)
     if options.json:
         from .info import strict_json
 

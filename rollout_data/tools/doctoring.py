@@ -8,7 +8,7 @@ from typing import Any
 
 from storage.errors import UsageError
 
-from ..diagnosis.examining import chosen_rules, doctor
+from ..diagnosis import examining
 from ..diagnosis.finding import SEVERITIES, Diagnosis, Finding, Rule
 from .answers import Answer
 
@@ -16,17 +16,19 @@ _LEVELS = dict(zip(SEVERITIES, ("note", "warning", "error"), strict=True))
 _SHOWN = 8
 
 
-def examine(options: argparse.Namespace) -> Answer:
+def doctor(options: argparse.Namespace) -> Answer:
     only, skip = _codes(options.only), _codes(options.skip)
     if options.explain or options.list_rules:
-        rules = chosen_rules(_codes(options.explain) or only, skip)
+        rules = examining.chosen_rules(_codes(options.explain) or only, skip)
         lines = _explained(rules) if options.explain else [_row(rule) for rule in rules]
         return Answer([rule.as_dict() for rule in rules], lines)
     if options.data_dir is None:
         raise UsageError("examine", "", "a file or folder", "none", "Give one, or --list-rules, or --explain CODE")
     settings = dict(_setting(pair) for pair in options.set)
     sample, progress = options.sample, options.progress
-    found = doctor(options.data_dir, only=only, skip=skip, settings=settings, sample=sample, progress=progress)
+    found = examining.doctor(
+        options.data_dir, only=only, skip=skip, settings=settings, sample=sample, progress=progress
+    )
     code = 1 if found.at_least(options.fail_on) else 0
     options.json |= options.sarif  # both are printed as they are
     return Answer(sarif(found) if options.sarif else found.as_dict(), _lines(found), code)
@@ -90,7 +92,7 @@ def sarif(found: Diagnosis) -> dict[str, Any]:
             "help": {"text": rule.advice},
             "defaultConfiguration": {"level": _LEVELS[rule.severity]},
         }
-        for rule in chosen_rules((), ())
+        for rule in examining.chosen_rules((), ())
     ]
     places = {rule["id"]: place for place, rule in enumerate(rules)}
     results = [

@@ -24,6 +24,9 @@ def drop(options: argparse.Namespace) -> Answer:
     return Answer({"num_trajectories": num}, [line])
 
 
+keep = drop
+
+
 def tag(options: argparse.Namespace) -> Answer:
     if options.undo:
         num = edits.untag(options.data_dir, _chosen(options))
