@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from dataclasses import field as attribute
 from typing import Any
 
-from ..recordings.own_writer import plain
+from ..foreign.writer import plain
 
 GROUPS = ("structure", "ends", "values", "time", "learning", "images", "statistics", "files", "provenance")
 #: From the least to the worst.

@@ -6,10 +6,13 @@ the report, once for each kind of it. A format is one file here and one line in 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from storage.core.fields import Schema
 
@@ -113,3 +116,18 @@ def _told(metadata: Mapping[str, Any]) -> set[str]:
     """Name what tells something; arrays, which do not compare as one, always do."""
     plain = {name: value for name, value in metadata.items() if isinstance(value, (str, list, dict, type(None)))}
     return metadata.keys() - DERIVED - {name for name, value in plain.items() if value in _NOTHING}
+
+
+def plain(value: Any) -> Any:
+    """Give a value as JSON has it: arrays as lists, bytes as text, what is not finite as text."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(part) for part in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return plain(value.tolist())
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -6,7 +6,6 @@ One rule: a published block holds whole episodes, so that a conversion that was 
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from storage.core.fields import DTYPES, Schema, unflatten
 from storage.errors import RolloutDataWarning, UsageError
 
-from ..foreign.writer import EpisodeToWrite, ForeignWriter
+from ..foreign.writer import EpisodeToWrite, ForeignWriter, plain
 from ..format.header import DATA, layouts_of
 from ..format.notes import MAX_NOTE_BYTES
 from ..format.schema import RowLayout
@@ -206,18 +205,3 @@ def _free_name(name: str) -> str:
 @lru_cache(maxsize=64)
 def _renamed(schema: Schema) -> Schema:
     return Schema(replace(field, name=_free_name(name)) for name, field in schema.items())
-
-
-def plain(value: Any) -> Any:
-    """Give a value as JSON has it: arrays as lists, bytes as text, what is not finite as text."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(part) for part in value]
-    if isinstance(value, (np.ndarray, np.generic)):
-        return plain(value.tolist())
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..foreign.writer import plain
 from ..format.header import DATA, FORMAT_NAME, OPEN, TERMINATED, TRUNCATED, read_header
 from ..frames.blocks import Blocks
 from ..frames.source import kind_of
@@ -18,7 +19,6 @@ from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata
 from ..recordings.episode import end_of
 from ..recordings.opening import open as open_recording
-from ..recordings.own_writer import plain
 from ..recordings.recording import Recording
 from ..recordings.table import COLUMNS
 from ..remote.access import DataDir, origins_of

@@ -204,6 +204,17 @@ def test_set_epoch_gives_that_epoch_and_counts_on(datasets):
     assert [list(map(names, loader)) for _ in range(3)] == epochs[1:]
 
 
+def test_states_that_are_of_something_else_are_refused(datasets):
+    loader = WindowLoader(datasets[25], 4)
+    next(iter(loader))
+    for change, expected in (
+        ({"num_windows": 24}, "num_windows = 25, got 24"),
+        ({"seed": 1}, "seed = 0, got 1"),
+    ):
+        with pytest.raises(UsageError, match=expected):
+            loader.load_state_dict({**loader.state_dict(), **change})
+
+
 @pytest.mark.parametrize("is_mixture", [False, True])
 def test_an_epoch_goes_on_with_its_windows_after_blocks_came(tmp_path, is_mixture):
     def opened():

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from storage.errors import UsageError
 
 from ..guards import optional
 from ..pictures import axes_of
-from ..writer import EpisodeToWrite, ForeignWriter
+from ..writer import EpisodeToWrite, ForeignWriter, plain
 
 #: Rows that are read at once.
 _PORTION_BYTES = 16 << 20
@@ -68,7 +68,7 @@ class Writer(ForeignWriter):
         rr, root, last = self._rr, self._rr.new_entity_path([episode.id]), episode.length - 1
         known = {name: getattr(episode, name) for name in ("terminated", "truncated", "success", "length")}
         about = {name: value for name, value in known.items() if value is not None}
-        metadata = _json(episode.metadata)
+        metadata = json.dumps(plain(episode.metadata))
         stream.log(root, rr.AnyValues(**about, task=episode.task, metadata=metadata), static=True)
         end = "terminated" if episode.terminated else "truncated" if episode.truncated else "end"
         stream.send_columns(f"{root}/end", self._at([last]), rr.TextLog.columns(text=[end]))
@@ -125,7 +125,7 @@ class Writer(ForeignWriter):
             return
         temporary = self._folder / "whole.tmp"
         stream = self._stream(temporary)
-        about = self._rr.AnyValues(metadata=_json(self.metadata))
+        about = self._rr.AnyValues(metadata=json.dumps(plain(self.metadata)))
         stream.log("/recording", about, static=True)
         chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
         for episode in self.episodes:
@@ -145,7 +145,3 @@ def _changes(field: Field) -> Iterator[str]:
         yield "is flattened: scalars of a step are a list"
     if field.dtype in (("float64", "int64", "uint64", "int32", "uint32") if is_picture else ("int64", "uint64")):
         yield f"is rounded to {'float32' if is_picture else 'float64'}"
-
-
-def _json(about: Mapping[str, Any]) -> str:
-    return json.dumps(dict(about), default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))

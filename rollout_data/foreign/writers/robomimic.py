@@ -14,7 +14,7 @@ import numpy as np
 
 from storage.core.fields import Field
 
-from ..writer import EpisodeToWrite, ForeignWriter
+from ..writer import EpisodeToWrite, ForeignWriter, plain
 from .hdf5_file import Array, EpisodeFile, parts, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")
@@ -90,7 +90,7 @@ class Writer(ForeignWriter):
 
     def about_episode(self, episode: EpisodeToWrite) -> dict[str, Any]:
         """Attributes of a demo, besides its length."""
-        told = {"lang": episode.task, **_plain(episode.metadata)} if episode.task else _plain(episode.metadata)
+        told = {**({"lang": episode.task} if episode.task else {}), **plain(episode.metadata)}
         if self._demos[episode.id] != episode.id:
             told["id"] = episode.id
         return {"ep_meta": json.dumps(told)}
@@ -150,8 +150,6 @@ class Writer(ForeignWriter):
             self.changed("how an episode ended is left out, but for `dones`, which readers do not take for it", episode)
         if episode.final and not self.options.get("next_obs"):
             self.changed("the observation after the last step is left out", episode)
-        if lost := [name for name in episode.metadata if name not in _plain(episode.metadata)]:
-            self.changed(f"metadata that JSON cannot hold is left out ({', '.join(lost)})", episode)
         if any(field.dtype == "bfloat16" for field in episode.schema.values()):
             self.changed("bfloat16 is written as float32", episode)
 
@@ -164,16 +162,3 @@ def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
     named = {f"observation/{name}": value for name, value in final.items()} if isinstance(final, dict) else None
     found = named if named is not None else {"observation": final}
     return {name: np.asarray(value) for name, value in found.items() if name in episode.schema}
-
-
-def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of metadata; small arrays as lists."""
-    found = {}
-    for name, value in metadata.items():
-        value = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
-            continue
-        found[name] = value
-    return found

@@ -17,7 +17,7 @@ import numpy as np
 from storage.core.durable import sync_path
 from storage.errors import UsageError
 
-from ..writer import DERIVED, EpisodeToWrite, ForeignWriter
+from ..writer import DERIVED, EpisodeToWrite, ForeignWriter, plain
 
 _KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
 #: The codec of this layout: uint8 counts of 1/255.
@@ -122,9 +122,8 @@ class Writer(ForeignWriter):
             for name, field in first.items()
             if name.startswith("observation/")
         }
-        told = {name: value for name, value in self.metadata.items() if name not in DERIVED}
         about = {
-            **json.loads(json.dumps(told, default=str)),
+            **plain({name: value for name, value in self.metadata.items() if name not in DERIVED}),
             "config": self.metadata.get("config"),
             "env": self.options["env"] or str(self.metadata.get("env", "")),
             "policy": self.options["policy"] or str(self.metadata.get("policy", "")),
