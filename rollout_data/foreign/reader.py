@@ -18,6 +18,7 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
 NO_FIELDS = Schema([])
 
 
@@ -112,6 +113,24 @@ class ForeignReader(ABC):
     def read_fields(self, number: int, names: Sequence[str], start: int, stop: int) -> dict[str, Any]:
         """Read several fields as `read` does: name -> values. A reader that can opens its file once for them."""
         return {name: self.read(number, name, start, stop) for name in names}
+
+    def read_many(
+        self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Read numeric fields of several episodes, `counts` steps of each from `starts` on, int64 `[k]` each.
+
+        Returns:
+            Field -> `[sum of counts, *shape]`, one episode after the other.
+        """
+        pieces = zip(numbers.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)
+        parts = [self.read_fields(number, names, start, stop) for number, start, stop in pieces]
+        return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+    def schemas(self) -> tuple[Int64s, list[Schema]]:
+        """Which fields each episode has: int64 `[num_episodes]`, places in the list of schemas."""
+        places: dict[Schema, int] = {}
+        which = [places.setdefault(info.schema, len(places)) for info in self.episodes]
+        return np.array(which, np.int64), list(places)
 
     def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
         """Read a field of the observation after the last step, of those in `EpisodeInfo.final`: `[*shape]`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
@@ -17,13 +18,15 @@ from ..format.header import DATA, FINAL
 from ..frames.kind import Kind
 from ..frames.source import Source
 from ..frames.store import FrameStore
-from ..index.index import End
+from ..index.index import End, Int64s
 from ..index.metadata import ENDS
 from ..index.notes import Notes
 from ..remote.access import Origin
+from .table import column_of
 
 #: What is noted of a converted episode besides its metadata: its id in the source, and names of fields that it lacks.
 SOURCE_ID, ABSENT = "id", "absent_fields"
+_ENDS = np.array(["open", "terminated", "truncated", "unknown"])
 
 
 class FolderReader(ForeignReader):
@@ -71,6 +74,63 @@ class FolderReader(ForeignReader):
         found: np.ndarray[Any, Any] = self.store.array((DATA, name), self._last[1]).copy()
         return found
 
+    def read_many(self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+        column_of, found = self.store.layouts[DATA].column_of, dict[str, Any]()
+        for column in {column_of[name].name: column_of[name] for name in names}.values():
+            rows = self.store.rows(column.name, numbers, starts, counts)
+            found |= {name: self.store.array((DATA, name), rows) for name in names if name in column.offsets}
+        return found
+
+    # All episodes at once, from the index and the notes; episode by episode where a note is damaged
+
+    def schemas(self) -> tuple[Int64s, list[Schema]]:
+        if self._noted is None:
+            return super().schemas()
+        places: dict[Schema, int] = {}
+        every = Schema(one for one in self.store.layouts[DATA].schema.values() if not one.is_text)
+        which = [places.setdefault(_without(every, names), len(places)) for names in self._column(ABSENT)]
+        return np.array(which, np.int64), list(places)
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """A column of the table of all episodes; returns are NaN."""
+        if self._noted is None:
+            return column_of(self.episodes, name)
+        index = self.store.index
+        named = np.array([writer[writer.find(":") + 1 :] for writer in index.writers] or [""])[index.writer]
+        if name == "id":
+            return np.char.add(np.char.add(named, ":"), index.number.astype(str))
+        if name == "ends":
+            found: np.ndarray[Any, Any] = _ENDS[
+                np.where((index.end == End.UNKNOWN) & index.is_end_unknown(), 3, index.end)
+            ]
+            return found
+        if name in ("length", "return"):
+            return index.lengths if name == "length" else np.full(len(index), np.nan)
+        if name == "success":
+            return np.array([int(one) if isinstance(one, bool) else -1 for one in self._column(name)], np.int8)
+        # What is noted of a converted episode comes before what the file says.
+        known = {"env": index.env.astype(np.int64), "writer": named, "time": index.end_time_ns}
+        values = known.get(name, np.full(len(index), ""))
+        told = self._column("end_time_ns" if name == "time" else name)
+        kind = str if values.dtype.kind == "U" else int
+        if any(type(one) is kind for one in told):
+            values = np.array([a if type(a) is kind else b for a, b in zip(told, values.tolist(), strict=True)])
+        if name != "time":
+            return values
+        return np.where(values == 0, np.datetime64("NaT"), values.astype("datetime64[ns]"))
+
+    def _column(self, name: str) -> list[Any]:
+        """Give what was noted under a name, for each episode; None where nothing was."""
+        return (self._noted or {}).get(name) or [None] * len(self.store.index)
+
+    @cached_property
+    def _noted(self) -> dict[str, list[Any]] | None:
+        """What was noted under all names that are asked for, each note parsed once; None if one is damaged."""
+        try:
+            return Notes().columns(self.store, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
+        except CorruptFileError:
+            return None
+
     def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
         column = self.store.layouts[FINAL].column_of[name].name
         found: np.ndarray[Any, Any] = self.store.array((FINAL, name), self.store.finals(column, np.array([number])))
@@ -111,7 +171,7 @@ class _Infos(Sequence[EpisodeInfo]):
         return EpisodeInfo(
             name=f"{writer}:{within}",
             length=int(index.lengths[number]),
-            schema=Schema(one for one in self._schema.values() if one.name not in absent) if absent else self._schema,
+            schema=_without(self._schema, absent),
             texts=self._texts,
             final=final,
             terminated=bool(end == End.TERMINATED) if is_known else None,
@@ -133,3 +193,7 @@ class _Infos(Sequence[EpisodeInfo]):
 
     def __iter__(self) -> Iterator[EpisodeInfo]:
         return (self[number] for number in range(len(self)))
+
+
+def _without(schema: Schema, absent: Sequence[str] | None) -> Schema:
+    return Schema(one for one in schema.values() if one.name not in absent) if absent else schema

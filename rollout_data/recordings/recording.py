@@ -24,10 +24,9 @@ from ..frames.readers import Readers, chosen_episodes
 from ..frames.source import Source, kind_of
 from ..index.index import Int64s, name_keys, random_keys
 from ..remote.access import Origin
-from .columns import OwnColumns, ReaderColumns
 from .episode import Episode
 from .own import FolderReader
-from .table import as_table, kept_rows, with_returns
+from .table import as_table, column_of, kept_rows, with_returns
 
 _NUM_SHOWN = 5
 
@@ -107,12 +106,13 @@ class Recording(Sequence[Episode]):
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """One column of `table`; returns are NaN, as nothing is read for it."""
-        found: np.ndarray[Any, Any] = self._columns.column(name)[self._numbers]
-        return found
+        reader = self._reader
+        found = reader.column(name) if isinstance(reader, FolderReader) else column_of(reader.episodes, name)
+        return found[self._numbers]
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
         """Which fields each episode has: int64 `[num_episodes]`, places in the list of schemas."""
-        which, schemas = self._columns.schemas()
+        which, schemas = self._reader.schemas()
         return which[self._numbers], schemas
 
     def read_many(self, places: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
@@ -129,11 +129,7 @@ class Recording(Sequence[Episode]):
         Raises:
             DataFileError: They cannot be read.
         """
-        return self._columns.read(self._numbers[places], names, starts, counts)
-
-    @cached_property
-    def _columns(self) -> ReaderColumns:
-        return OwnColumns(self._reader) if isinstance(self._reader, FolderReader) else ReaderColumns(self._reader)
+        return self._reader.read_many(self._numbers[places], names, starts, counts)
 
     def info(self, place: int) -> EpisodeInfo:
         """Give what is known of an episode without reading a row."""
