@@ -7,8 +7,6 @@ fresh tensors costs a file, a mapping and its page faults for every batch, sever
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -28,16 +26,15 @@ from storage.core.shown import Shown, described
 from storage.errors import MissingFieldError, UsageError
 
 from ..format.schema import Allocate
+from ..frames.shared import SharedMemory, Spot, shared_memory
 from ..index.agreement import is_in_worker
 
 #: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.
 NUM_PLACES = 8
 _ALIGNMENT = 64
-#: Bytes before the batch: whether the consumer keeps the memory mapped, and whether the batch is on its way or in use.
+#: Bytes before the batch, the first of which tells whether it is on its way or in use.
 _HEADER_BYTES = 4096
-_IS_MAPPED, _IS_LENT = 0, 1
-#: Process of the worker, its `SharedMemory`, number of the place.
-_Key = tuple[int, str, int]
+_IS_LENT = 0
 
 
 def collate_windows(batch: Any) -> Any:
@@ -72,7 +69,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
 
     def _open(self) -> None:
         # Enough for the batches of a prefetching loader with several kinds of rows.
-        self._pool, self._shared = BufferPool(24), SharedMemory()
+        self._pool, self._shared = BufferPool(24), WorkerMemory()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._made_anew}
@@ -119,7 +116,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
     collate = staticmethod(collate_windows)
 
 
-class SharedMemory:
+class WorkerMemory:
     """Where a worker puts its batches. Belongs to one process and thread.
 
     Attributes:
@@ -131,8 +128,6 @@ class SharedMemory:
         ForkingPickler.register(_SharedBatch, _departing)
         self.places: list[_SharedPlace] = []
         self._place_bytes = 0
-        self._can_grow = True
-        self._token = secrets.token_hex(8)
 
     def make(self, read: Callable[[Allocate], dict[str, Any]]) -> Any:
         """Make a batch with `read(allocate)`: a nested dict that is pickled quickly where it has a place."""
@@ -165,36 +160,24 @@ class SharedMemory:
     def _free_place(self) -> _SharedPlace | None:
         """A place that is not in use: a new one if there is none that is large enough, None if that cannot be."""
         free = next((place for place in self.places if place.is_free()), None)
-        if not self._can_grow or (free is not None and free.num_bytes >= self._place_bytes):
+        if free is not None and free.num_bytes >= self._place_bytes:
             return free
-        number = free.key[2] if free is not None else len(self.places)
-        if number == NUM_PLACES or not self._place_bytes or not _has_room(self._place_bytes):
+        number = self.places.index(free) if free is not None else len(self.places)
+        if number == NUM_PLACES or not self._place_bytes:
             return free
-        try:
-            place = _SharedPlace((os.getpid(), self._token, number), self._place_bytes)
-        except RuntimeError:  # of torch: too many files are open, or another process was faster
-            self._can_grow = False
+        if (memory := shared_memory([_HEADER_BYTES + self._place_bytes])) is None:
             return free
-        self.places[number : number + 1] = [place]
-        return place
-
-
-def _has_room(num_bytes: int) -> bool:
-    """Whether a place leaves enough to batches that have none; containers often have 64 MB of shared memory in all."""
-    try:
-        return shutil.disk_usage("/dev/shm").free >= NUM_PLACES * num_bytes
-    except OSError:  # some systems keep it elsewhere
-        return True
+        self.places[number : number + 1] = [_SharedPlace(memory, self._place_bytes)]
+        return self.places[number]
 
 
 class _SharedPlace:
     """Shared memory for one batch. All of it is taken from the system at once, so there are as few as will do."""
 
-    def __init__(self, key: _Key, num_bytes: int) -> None:
-        self.key, self.num_bytes = key, num_bytes
-        storage = torch.UntypedStorage._new_shared(_HEADER_BYTES + num_bytes)  # type: ignore[no-untyped-call]
-        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        self.flags = self.memory[:_HEADER_BYTES].zero_().numpy()
+    def __init__(self, memory: SharedMemory, num_bytes: int) -> None:
+        self.memory, self.num_bytes = memory, num_bytes
+        self._bytes = memory.take(_HEADER_BYTES + num_bytes)
+        self.flags = self._bytes[:_HEADER_BYTES]
         self._part: weakref.ref[np.ndarray] | None = None
 
     def is_free(self) -> bool:
@@ -203,7 +186,7 @@ class _SharedPlace:
 
     def lend(self) -> torch.Tensor:
         """Give the memory, uint8 `[n]`, as one that torch takes for ordinary: it copies what is sent singly."""
-        part = self.memory.numpy()[_HEADER_BYTES:]
+        part = self._bytes[_HEADER_BYTES:]
         self._part = weakref.ref(part)
         return torch.from_numpy(part)
 
@@ -211,7 +194,7 @@ class _SharedPlace:
         """Say where a tensor lies; anything that lies elsewhere, or has more to it than values, stays as it is."""
         if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
             return leaf
-        if leaf.untyped_storage().data_ptr() != self.memory.data_ptr() + _HEADER_BYTES:
+        if leaf.untyped_storage().data_ptr() != self._bytes.ctypes.data + _HEADER_BYTES:
             return leaf
         if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
             return leaf
@@ -241,20 +224,16 @@ def _departing(batch: _SharedBatch) -> tuple[Any, ...]:
         return batch.__reduce__()
     form = map_leaves(place.spot, batch)
     place.flags[_IS_LENT] = 1
-    return _arrive, (place.key, form, None if place.flags[_IS_MAPPED] else place.memory)
+    return _arrive, (place.memory.spot, _HEADER_BYTES + place.num_bytes, form)
 
 
 #: Shared memory of workers, in the process that consumes.
-mapped: dict[_Key, np.ndarray] = {}
+mapped: dict[Spot, np.ndarray] = {}
 
 
-def _arrive(key: _Key, form: dict[str, Any], memory: torch.Tensor | None) -> dict[str, Any]:
+def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
     """View a batch where it lies; its place is free when the last of its tensors is gone."""
-    if memory is None:
-        found = mapped[key]
-    else:
-        found = memory.numpy()
-        _keep(key, found)
+    found = mapped[spot] if spot in mapped else _kept(spot, SharedMemory(spot=spot).take(num_bytes))
     part = found[_HEADER_BYTES:]
     storage = torch.from_numpy(part).untyped_storage()
     weakref.finalize(part, _release, found, os.getpid()).atexit = False
@@ -268,13 +247,13 @@ def _arrive(key: _Key, form: dict[str, Any], memory: torch.Tensor | None) -> dic
     return arrived
 
 
-def _keep(key: _Key, memory: np.ndarray) -> None:
-    """Keep a worker's memory mapped as long as the loader keeps the worker; it need not be sent again."""
+def _kept(spot: Spot, memory: np.ndarray) -> np.ndarray:
+    """Keep a worker's memory mapped as long as the loader keeps the worker."""
     for process in active_children():
-        if process.pid == key[0]:
-            mapped[key] = memory
-            weakref.finalize(process, mapped.pop, key, None).atexit = False
-            memory[_IS_MAPPED] = 1
+        if process.pid == spot[0]:
+            mapped[spot] = memory
+            weakref.finalize(process, mapped.pop, spot, None).atexit = False
+    return memory
 
 
 def _release(memory: np.ndarray, process: int) -> None:

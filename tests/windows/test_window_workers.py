@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import resource
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from rollout_data import WindowDataset, WindowLoader, WindowMixture
 from rollout_data.windows import shared
-from rollout_data.windows.shared import NUM_PLACES, SharedMemory
+from rollout_data.windows.shared import NUM_PLACES, WorkerMemory
 from storage.errors import MissingFieldError
 from tests.files import recorded
 
@@ -81,7 +80,7 @@ def test_a_collate_may_change_a_batch_and_take_it_apart(dataset):
 
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
 def test_copies_of_a_batch_are_plain_dicts(dataset, take):
-    memory = SharedMemory()
+    memory = WorkerMemory()
     for _ in range(2):
         batch = memory.make(lambda allocate: dataset.read([0, 3], allocate))
         assert type(take(batch)) is dict
@@ -111,7 +110,7 @@ def test_a_forgotten_collate_is_named(dataset, num_workers):
 
 
 def test_a_place_is_as_large_as_its_batch_and_there_are_as_few_as_will_do():
-    memory, num_bytes = SharedMemory(), 1 << 20
+    memory, num_bytes = WorkerMemory(), 1 << 20
 
     def read(allocate):
         return {"rows": allocate((num_bytes,), torch.uint8), "mask": torch.ones(100, dtype=torch.bool)}
@@ -125,21 +124,8 @@ def test_a_place_is_as_large_as_its_batch_and_there_are_as_few_as_will_do():
     assert len({batch["rows"].data_ptr() for batch in held}) == len(held)
 
 
-@pytest.mark.parametrize(("num_fitting", "num_places"), [(NUM_PLACES - 1, 0), (NUM_PLACES, 1), (NUM_PLACES + 2, 3)])
-def test_places_leave_room_for_batches_that_have_none(monkeypatch, num_fitting, num_places):
-    num_bytes, memory = 1 << 20, SharedMemory()
-
-    def usage(folder):
-        return SimpleNamespace(free=(num_fitting - len(memory.places)) * num_bytes)
-
-    monkeypatch.setattr(shared.shutil, "disk_usage", usage)
-    held = [memory.make(lambda allocate: {"rows": allocate((num_bytes,), torch.uint8)}) for _ in range(9)]
-    assert len(memory.places) == num_places
-    assert len({batch["rows"].data_ptr() for batch in held}) == 9
-
-
 def test_where_shared_memory_is_scarce_batches_travel_as_usual(dataset):
-    memory, limits = SharedMemory(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    memory, limits = WorkerMemory(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # no place can be as large as a batch
     try:
         for _ in range(3):
@@ -150,7 +136,7 @@ def test_where_shared_memory_is_scarce_batches_travel_as_usual(dataset):
 
 
 def test_larger_batches_get_larger_places(dataset):
-    memory = SharedMemory()
+    memory = WorkerMemory()
     for numbers in ([0], [1], range(20), range(20), [2]):
         check_same(memory.make(lambda allocate, n=numbers: dataset.read(n, allocate)), dataset.__getitems__(numbers))
     assert len(memory.places) == 1
