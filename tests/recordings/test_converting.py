@@ -139,7 +139,7 @@ LEFT_OUT = {
     "isaaclab": "tags control_mode notes robot words several .*ended after",
     "minari": "control_mode notes robot made .*besides seed",
     "d4rl": "control_mode notes robot joined metadata",
-    "rlinf": "control_mode notes robot texts",
+    "rlinf": "control_mode notes robot called .*metadata of episodes",
     "trajectory-folders": "float64 float16 count texts after",
 }
 

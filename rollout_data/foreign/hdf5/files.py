@@ -351,8 +351,6 @@ class Files:
     def _forget(self) -> None:
         self._process, self._lock = os.getpid(), threading.RLock()
         self._open: OrderedDict[Path, tuple[ExitStack, OpenFile]] = OrderedDict()
-        # While Python is there to answer HDF5, which would end the process with a fault when it closes what is left.
-        weakref.finalize(self, _close, self._open)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_known": self._known}
@@ -388,13 +386,11 @@ class Files:
             if self._known.setdefault(path, now) != now:
                 expected, advice = "the file as it was when it was opened", "Open the recording again"
                 raise CorruptFileError("read", repr(str(path)), expected, "another", advice)
-            return stack.pop_all(), OpenFile(path, file, guarded)
+            closing, opened = stack.pop_all(), OpenFile(path, file, guarded)
+            # While Python is there to answer HDF5, which ends the process with a fault when it closes what is left.
+            weakref.finalize(opened, closing.close)
+            return closing, opened
         raise AssertionError("unreachable")
-
-
-def _close(files: Mapping[Path, tuple[ExitStack, OpenFile]]) -> None:
-    for stack, _ in files.values():
-        stack.close()
 
 
 class _Owner(NamedTuple):
