@@ -16,6 +16,8 @@ import numpy as np
 
 from storage.core.fields import Schema
 
+Array = np.ndarray[Any, Any]
+
 
 class EpisodeToWrite(Protocol):
     """What a writer is given: an `Episode` of any recording."""
@@ -107,9 +109,18 @@ class ForeignWriter(ABC):
         done = self.written if self.is_laid_out_first else self.written | self.left_out
         return len(done) == len(self.episodes)
 
-    def changed(self, what: str, episode: EpisodeToWrite) -> None:
-        """Note in the report that something of an episode was changed or left out."""
-        self.report.setdefault(what, []).append(episode.id)
+    def changed(self, what: str, episode: EpisodeToWrite, holds: Any = True) -> None:
+        """Note in the report that something of an episode was changed or left out, if that holds."""
+        if holds:
+            self.report.setdefault(what, []).append(episode.id)
+
+
+def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
+    """Give the observation after the last step by our names: `[*shape]` each; {} if there is none."""
+    final = episode.final_observation
+    named = final if isinstance(final, dict) else {} if final is None else {"": final}
+    found = {f"observation/{name}".rstrip("/"): np.asarray(value) for name, value in named.items()}
+    return {name: value for name, value in found.items() if name in episode.schema}
 
 
 def _told(metadata: Mapping[str, Any]) -> set[str]:

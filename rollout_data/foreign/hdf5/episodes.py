@@ -128,11 +128,11 @@ class Hdf5Reader(ForeignReader):
     KNOWN: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
-        self.files, self._unread = Files(), set[str]()
+        self.files, self.unread = Files(), set[str]()  # those of no type that is read, named once
         super().__init__(path, options)
 
     def num_rows(self, file: OpenFile, node: Any) -> int:
-        """Give the rows of an episode's datasets, by a quick look at its group.
+        """Give the rows of an episode's datasets.
 
         Raises:
             CorruptFileError: There are none, or its attribute tells another number.
@@ -150,7 +150,7 @@ class Hdf5Reader(ForeignReader):
         return rows
 
     def length(self, file: OpenFile, node: Any) -> int:
-        """Give the steps of an episode."""
+        """Give the steps of an episode by a quick look at its group."""
         return self.num_rows(file, node)
 
     def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
@@ -175,10 +175,8 @@ class Hdf5Reader(ForeignReader):
                 maker.add_other(path, has_last=bool(self.AFTER))
         elif self.is_picture(maker, path, name):
             maker.add_pictures(name, path, has_last=head in self.AFTER)
-        elif head in self.AFTER:
-            maker.add_after(name, path)
         else:
-            maker.add(name, path)
+            maker.add(name, path, has_last=head in self.AFTER)
 
     def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
         """Tell whether the rows of a dataset are files of pictures."""
@@ -232,7 +230,12 @@ class Hdf5Reader(ForeignReader):
                             known[same] = layout = known[same] if known.get(same) == layout else layout
                         else:
                             length, layout = self.length(file, node), known[same]
-                        episodes.append(self._info(file, node, name, Source(path, group, layout), length))
+                        if length < 1:
+                            raise CorruptFileError("read", file.place(node), "at least 1 step", str(length))
+                        about, source = self.about(file, node, length), Source(path, group, layout)
+                        about["metadata"] = Told(about.get("metadata", {}), partial(self.aside, source))
+                        parts = layout.schema, layout.texts, layout.final_schema
+                        episodes.append(EpisodeInfo(name, length, *parts, source=source, **about))
                 except DataFileError as cause:
                     if file.num_links_left < 0:
                         raise
@@ -246,23 +249,6 @@ class Hdf5Reader(ForeignReader):
             below = file.open(name, node)
             names += [f"{name}/{one}" for one in (file.members(below) if hasattr(below, "links") else ())]
         return tuple(names)
-
-    def _info(self, file: OpenFile, node: Any, name: str, source: Source, length: int) -> EpisodeInfo:
-        if length < 1:
-            raise CorruptFileError("read", file.place(node), "at least 1 step", str(length))
-        layout, about = source.layout, self.about(file, node, length)
-        metadata = Told(about.pop("metadata", {}), partial(self.aside, source))
-        return EpisodeInfo(
-            name, length, layout.schema, layout.texts, layout.final_schema, metadata=metadata, source=source, **about
-        )
-
-    def note_unread(self, path: str, where: str) -> None:
-        """Note a dataset of a type that is not read, once for all episodes."""
-        if path not in self._unread:
-            self._unread.add(path)
-            self.problem(
-                "read the dataset", f"{path!r} of {where}", "numbers or texts", "another type", "It is left out"
-            )
 
     def aside(self, source: Source) -> dict[str, Any]:
         """Read the attributes of an episode, and the datasets that are metadata."""
@@ -343,18 +329,17 @@ class LayoutMaker:
             expected = f"{self.length + rows} rows of {path!r}"
             raise CorruptFileError("read", self._where, expected, f"shape {shape}").of("counts")
 
-    def add(self, name: str, path: str) -> None:
-        """Make a dataset of T rows a field, if its type is read."""
-        self.check_rows(path)
-        self._put(self.layout.columns, name, path)
+    def add(self, name: str, path: str, has_last: bool = False) -> None:
+        """Make a dataset a field, if its type is read; with a row more that one is the final observation.
 
-    def add_after(self, name: str, path: str) -> None:
-        """Make a dataset of T + 1 rows an observation; the last row is the final one, of texts metadata."""
-        self.check_rows(path, 1)
-        if self._put(self.layout.columns, name, path) and self.found[path].kind == "text":
-            self.layout.aside[path] = -1
-        elif name in self.layout.columns:
-            self.add_final(name, path, 0)
+        The last row of texts is metadata.
+        """
+        self.check_rows(path, int(has_last))
+        if self._put(self.layout.columns, name, path) and has_last:
+            if self.found[path].kind == "text":
+                self.layout.aside[path] = -1
+            else:
+                self._put(self.layout.final, name, path)
 
     def add_pictures(self, name: str, path: str, has_last: bool) -> None:
         """Make a dataset of encoded pictures a field; the header of the first one tells their shape.
@@ -394,7 +379,10 @@ class LayoutMaker:
     def _put(self, columns: dict[str, Column], name: str, path: str, first: int = 0) -> bool:
         found = self.found[path]
         if found.kind in ("", "bytes") or (found.kind == "text" and len(found.shape) != 1):
-            self._reader.note_unread(path, self._where)
+            if path not in self._reader.unread:
+                self._reader.unread.add(path)
+                where, expected = f"{path!r} of {self._where}", "numbers or texts"
+                self._reader.problem("read the dataset", where, expected, "another type", "It is left out")
             return False
         if len(columns) >= MAX_FIELDS:
             raise CorruptFileError("read", self._where, f"at most {MAX_FIELDS} fields", "more")

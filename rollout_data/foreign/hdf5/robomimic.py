@@ -54,7 +54,8 @@ class Reader(Hdf5Reader):
         return matches(path, has_demos)
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        self._masks: dict[str, list[str]] = {}
+        self._masks: dict[str, list[str]] = {}  # name -> its demos
+        self._masks_of: dict[str, list[str]] = {}  # demo -> names
         self._compared: set[tuple[str, str]] = set()
         with self.files.use(self.path) as file:
             data = file.group(DATA)
@@ -67,9 +68,9 @@ class Reader(Hdf5Reader):
         if total is not None and not self.problems and total != (got := self.num_steps(episodes)):
             expected = f"{got} steps, as the demos have"
             self.problem("believe", f"'total' of {str(self.path)!r}", expected, str(total)).of("counts")
-        present = {one.name for one in episodes}
+        present, known = {one.name for one in episodes}, set(names)
         for mask, listed in self._masks.items():
-            if lost := [name for name in listed if name not in names]:
+            if lost := [name for name in listed if name not in known]:
                 self.problem("select", f"by mask {mask!r} of {str(self.path)!r}", "demos", lost[0]).of("split")
         self.splits = {mask: [name for name in listed if name in present] for mask, listed in self._masks.items()}
         self._compare_some(episodes)
@@ -99,7 +100,7 @@ class Reader(Hdf5Reader):
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         name = h5py.h5i.get_name(node).decode().rpartition("/")[2]
         told = parsed(file.attribute(node, "ep_meta"), "ep_meta")
-        if masks := [mask for mask, listed in self._masks.items() if name in listed]:
+        if masks := self._masks_of.get(name):
             told["mask"] = masks
         task = told.get("lang", "")
         found: dict[str, Any] = {"metadata": told, "task": task if isinstance(task, str) else ""}
@@ -111,7 +112,10 @@ class Reader(Hdf5Reader):
         masks = file.open("mask")
         for mask, found in (file.survey("mask") if isinstance(masks, h5py.h5g.GroupID) else {}).items():
             listed = file.whole(f"mask/{mask}", found, _MAX_MASK_BYTES)
-            self._masks.update({mask: listed} if isinstance(listed, list) else {})
+            if isinstance(listed, list):
+                self._masks[mask] = listed
+                for name in dict.fromkeys(listed):
+                    self._masks_of.setdefault(name, []).append(mask)
 
     def _compare_some(self, episodes: Sequence[EpisodeInfo]) -> None:
         """Compare `next_obs` with `obs` in the first episodes."""

@@ -45,34 +45,32 @@ class Description:
     def space(self, name: str) -> Mapping[str, Any]:
         """Find the space of a field by our name, "observation/camera"; {} if it is not told."""
         head, *parts = name.split("/")
-        found: Any = self.spaces.get(head, {})
+        found: Any = self.spaces.get(head)
         for part in parts:
             below = found.get("subspaces") if isinstance(found, dict) else None
-            if isinstance(below, list):
-                number = part.removeprefix("_index_")
-                found = below[int(number)] if number.isdecimal() and int(number) < len(below) else {}
-            else:
-                found = below.get(part, {}) if isinstance(below, dict) else {}
+            if isinstance(below, list):  # a tuple
+                below = {f"_index_{number}": one for number, one in enumerate(below)}
+            found = below.get(part) if isinstance(below, dict) else None
         return found if isinstance(found, dict) else {}
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the shape of a field's space if it has as many numbers as `shape`, otherwise that one."""
-        told = self.shape(name)
+        told = _shape(self.space(name))
         return shape if told is None or prod(told) != prod(shape) else told
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Give the shape of a field's space; None if it is not told."""
-        sizes = self.space(name).get("shape")
-        if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
-            return None
-        return tuple(sizes)
 
     def is_picture(self, name: str) -> bool:
         """Tell whether a field is of pictures, by its space; also where that is not told."""
-        space, shape = self.space(name), self.shape(name)
+        space = self.space(name)
+        shape = _shape(space)
         if shape is None:
             return not space
         return space.get("dtype") == "uint8" and len(shape) in (2, 3) and min(shape[:2]) >= _MIN_PICTURE
+
+
+def _shape(space: Mapping[str, Any]) -> tuple[int, ...] | None:
+    sizes = space.get("shape")
+    is_told = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
+    return tuple(sizes) if is_told and sizes is not None else None
 
 
 def data_folder(path: Path) -> Path | None:

@@ -22,12 +22,12 @@ from ..hdf5.episodes import Told
 from ..hdf5.files import numbered
 from ..parquet import ParquetFile, as_rows, first_row
 from ..pictures import decode_picture, picture_shape
-from ..reader import NO_FIELDS, EpisodeInfo, ForeignReader
+from ..reader import EpisodeInfo, ForeignReader
 from .arrow import ArrowFile
 from .description import ENDS, INFOS, METADATA, STEP_FIELDS, check_totals, data_folder, describe
 
 _KINDS: dict[str, type[Any]] = {".arrow": ArrowFile, ".parquet": ParquetFile}
-_OBSERVATION, _TEXT, _PICTURE = "observation", "text", "picture"
+_TEXT, _PICTURE = "text", "picture"
 
 
 class Leaf(NamedTuple):
@@ -36,14 +36,12 @@ class Leaf(NamedTuple):
     Attributes:
         column: Its name.
         parts: Names of the structures below it.
-        width: Numbers in a row.
         shape: Of a row as it is given.
         dtype: Key of `DTYPES`, "text" or "picture".
     """
 
     column: str
     parts: tuple[str, ...]
-    width: int
     shape: tuple[int, ...]
     dtype: str
 
@@ -77,10 +75,7 @@ class TableReader(ForeignReader):
         return check_totals(self, self.checked_some(episodes, "an episode"))
 
     def _describe(self, folder: Path) -> EpisodeInfo:
-        entries = _entries(folder)
-        if METADATA not in entries:
-            raise CorruptFileError("read", repr(str(folder)), METADATA, "nothing of that name")
-        told, files = read_object(entries[METADATA]), self._files(folder, entries)
+        told, files = read_object(file_inside(folder, METADATA)), _files(folder)
         rows = sum(file.num_rows for file in files)
         if rows < 2 or told.get("total_steps", rows - 1) != rows - 1:
             expected = f"{told.get('total_steps', 1)} steps, of a row each, and one more"
@@ -88,31 +83,17 @@ class TableReader(ForeignReader):
         found = self._leaves_of(files[0])
         if any(file.types != files[0].types for file in files):
             raise CorruptFileError("read", repr(str(folder)), "parts with the same columns", "others")
-        schema = _schema(found)
+        kinds = {name: "uint8" if leaf.dtype == _PICTURE else leaf.dtype for name, leaf in found.items()}
+        texts = tuple(name for name, kind in kinds.items() if kind == _TEXT)
+        schema = Schema(Field(name, found[name].shape, kind) for name, kind in kinds.items() if kind != _TEXT)
         about: dict[str, Any] = {
-            ours: bool(self._rows(files, Leaf(name, (), 1, (), "bool"), name, rows - 2, rows - 1)[0])
+            ours: bool(self._rows(files, Leaf(name, (), (), "bool"), name, rows - 2, rows - 1)[0])
             for name, ours in ENDS.items()
             if name in files[0].types
         }
-        return EpisodeInfo(
-            folder.name,
-            rows - 1,
-            schema,
-            tuple(name for name, leaf in found.items() if leaf.dtype == _TEXT),
-            Schema(schema.below(_OBSERVATION).values()) if schema.below(_OBSERVATION) else NO_FIELDS,
-            metadata=Told(told, partial(self._last_infos, folder, found, rows)),
-            source=(folder, found),
-            **about,
-        )
-
-    def _files(self, folder: Path, entries: Mapping[str, Path]) -> list[Any]:
-        """Open the parts of an episode's table."""
-        names = [name for name, path in entries.items() if path.suffix in _KINDS]
-        suffix = entries[names[0]].suffix if names else ".parquet"
-        parts = numbered([name.removesuffix(suffix) for name in names], "part-")
-        if not parts or len(parts) != len(names):
-            raise CorruptFileError("read", repr(str(folder)), "files part-<n>.arrow or .parquet", f"{sorted(names)}")
-        return [_KINDS[suffix](entries[f"{part}{suffix}"]) for part in parts]
+        final = Schema(schema.below("observation").values())
+        about["metadata"] = Told(told, partial(self._last_infos, folder, found, rows))
+        return EpisodeInfo(folder.name, rows - 1, schema, texts, final, source=(folder, found), **about)
 
     def _leaves_of(self, file: Any) -> dict[str, Leaf]:
         """Say what the columns hold, once for all files with the same columns."""
@@ -135,28 +116,28 @@ class TableReader(ForeignReader):
         if dtype == "binary":
             self.metadata["lossy"].append(name)
             shape = self._about.shape_of(name, picture_shape(first[0].as_py() or b"", where))
-            return Leaf(column, parts, 1, shape, _PICTURE)
+            return Leaf(column, parts, shape, _PICTURE)
         if dtype != _TEXT and dtype not in DTYPES:
             self.problem("read the column", where, "numbers, texts or pictures", str(kind), "It is left out")
             return None
-        return Leaf(column, parts, prod(sizes), self._about.shape_of(name, sizes), dtype)
+        return Leaf(column, parts, self._about.shape_of(name, sizes), dtype)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         folder, leaves = self.episodes[number].source
-        return self._rows(self._files(folder, _entries(folder)), leaves[name], name, start, stop)
+        return self._rows(_files(folder), leaves[name], name, start, stop)
 
     def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
         info = self.episodes[number]
         folder, leaves = info.source
-        files = self._files(folder, _entries(folder))
+        files = _files(folder)
         return np.asarray(self._rows(files, leaves[name], name, info.length, info.length + 1)[0])
 
     def _rows(self, files: Sequence[Any], leaf: Leaf, name: str, start: int, stop: int) -> Any:
         found: list[Any] = []
         for file in files:
             # A structure may have parts of several widths: the largest is a bound for all.
-            widths = [one.width for one in self._leaves_of(file).values() if one.column == leaf.column]
-            width = None if leaf.dtype in (_TEXT, _PICTURE) else max(widths, default=leaf.width)
+            widths = [prod(one.shape) for one in self._leaves_of(file).values() if one.column == leaf.column]
+            width = None if leaf.dtype in (_TEXT, _PICTURE) else max(widths, default=prod(leaf.shape))
             low, high = max(start, 0), min(stop, file.num_rows)
             for batch in file.batches({leaf.column: width}, low, high) if low < high else ():
                 found.append(_taken(_of(batch[leaf.column], leaf.parts), leaf, f"{name!r} of {str(file.path)!r}"))
@@ -168,7 +149,7 @@ class TableReader(ForeignReader):
 
     def _last_infos(self, folder: Path, leaves: Mapping[str, Leaf], rows: int) -> dict[str, Any]:
         """Read the last row of the infos, and of texts that were observed."""
-        files = self._files(folder, _entries(folder))
+        files = _files(folder)
         return {
             f"final/{'/'.join((leaf.column, *leaf.parts))}": self._rows(files, leaf, name, rows - 1, rows)[0]
             for name, leaf in leaves.items()
@@ -176,14 +157,14 @@ class TableReader(ForeignReader):
         }
 
 
-def _entries(folder: Path) -> dict[str, Path]:
-    """List the files of a folder; links must lead to files in it."""
-    with os.scandir(folder) as listed:
-        return {
-            one.name: folder / one.name if one.is_file(follow_symlinks=False) else file_inside(folder, one.name)
-            for one in listed
-            if not one.name.startswith(".")
-        }
+def _files(folder: Path) -> list[Any]:
+    """Open the parts of an episode's table."""
+    names = [name for name in os.listdir(folder) if name[0] != "." and Path(name).suffix in _KINDS]
+    suffix = Path(names[0]).suffix if names else ".parquet"
+    parts = numbered([name.removesuffix(suffix) for name in names], "part-")
+    if not parts or len(parts) != len(names):
+        raise CorruptFileError("read", repr(str(folder)), "files part-<n>.arrow or .parquet", f"{sorted(names)}")
+    return [_KINDS[suffix](file_inside(folder, f"{part}{suffix}")) for part in parts]
 
 
 def _walk(kind: Any, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -209,8 +190,3 @@ def _taken(array: Any, leaf: Leaf, where: str) -> Any:
         pictures = [decode_picture(data or b"", where, (*leaf.shape, 1)[:3]) for data in array.to_pylist()]
         return np.stack(pictures).reshape(-1, *leaf.shape)
     return as_rows([array], leaf.shape, where)
-
-
-def _schema(leaves: Mapping[str, Leaf]) -> Schema:
-    kinds = {name: "uint8" if leaf.dtype == _PICTURE else leaf.dtype for name, leaf in leaves.items()}
-    return Schema(Field(name, leaf.shape, kinds[name]) for name, leaf in leaves.items() if leaf.dtype != _TEXT)

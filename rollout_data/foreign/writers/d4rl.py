@@ -13,21 +13,20 @@ import numpy as np
 
 from storage.errors import UsageError
 
-from ..writer import EpisodeToWrite, ForeignWriter
-from .hdf5_file import Array, EpisodeFile, parts, written_dtype
-from .robomimic import finals_of
+from ..writer import Array, EpisodeToWrite, finals_of
+from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
 
 _FLAT = {"observation": "observations", "action": "actions", "reward": "rewards"}
 
 
-class Writer(ForeignWriter):
+class Writer(Hdf5Writer):
     """`observations`, `actions`, `rewards`, `terminals`, `timeouts`, `next_observations` if all have a final one.
 
     Options:
         missing_reward: What episodes without rewards get; None refuses them.
     """
 
-    format, is_laid_out_first = "d4rl", True
+    format = "d4rl"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"missing_reward": None}
 
     def begin(self) -> set[str]:
@@ -80,19 +79,16 @@ class Writer(ForeignWriter):
         first, length = self._first[episode.id], episode.length
         for head, at in _FLAT.items():
             names = list(episode.schema.below(head))
-            if len(names) > 1:
-                self._file.write(at, _joined([np.asarray(episode.read(name)) for name in names]), first)
+            if len(names) == 1:
+                self.copy(episode, names[0], at, first)
             elif names:
-                for start, rows in parts(episode, names[0]):
-                    self._file.write(at, rows, first + start)
-                if names[0] != head:
-                    self.changed(f"{names[0]!r} is called {at!r}", episode)
+                self._file.write(at, _joined([np.asarray(episode.read(name)) for name in names]), first)
             else:
                 self._file.write(at, np.full(length, self.options["missing_reward"]), first)
-                self.changed("rewards are made up by missing_reward", episode)
+            self.changed("rewards are made up by missing_reward", episode, not names)
+            self.changed(f"{''.join(names)!r} is called {at!r}", episode, len(names) == 1 and names[0] != head)
         for name in [name for name in episode.schema if name.split("/")[0] not in _FLAT]:
-            for start, rows in parts(episode, name):
-                self._file.write(f"infos/{name}", rows, first + start)
+            self.copy(episode, name, f"infos/{name}", first)
         self._write_ends(episode, first)
         self._file.note(episode.id)
 
@@ -104,23 +100,16 @@ class Writer(ForeignWriter):
         names = list(episode.schema.below("observation"))
         if self._has_next:
             finals = finals_of(episode)
-            self._file.write(
-                "next_observations", _joined([np.asarray(episode.read(name))[1:] for name in names]), first
-            )
-            self._file.write(
-                "next_observations", _joined([finals[name][None] for name in names]), first + episode.length - 1
-            )
-        elif episode.final:
-            self.changed("the observation after the last step is left out, as not all episodes have one", episode)
-        if episode.terminated is None and episode.truncated is None:
-            self.changed("the end, which is unknown, is written as a timeout", episode)
-        if names != ["observation"]:
-            self.changed(f"the parts of the observation are joined: {', '.join(names)}", episode)
-        if episode.texts or episode.metadata or episode.task:
-            self.changed("texts and metadata of episodes are left out", episode)
-
-    def close(self) -> None:
-        self._file.close(is_complete=self.is_complete)
+            rows = [np.concatenate([np.asarray(episode.read(name))[1:], finals[name][None]]) for name in names]
+            self._file.write("next_observations", _joined(rows), first)
+        lost = "the observation after the last step is left out, as not all episodes have one"
+        self.changed(lost, episode, episode.final and not self._has_next)
+        is_unknown = episode.terminated is None and episode.truncated is None
+        self.changed("the end, which is unknown, is written as a timeout", episode, is_unknown)
+        joined = f"the parts of the observation are joined: {', '.join(names)}"
+        self.changed(joined, episode, names != ["observation"])
+        lost = "texts and metadata of episodes are left out"
+        self.changed(lost, episode, episode.texts or episode.metadata or episode.task)
 
 
 def _joined(columns: list[Array]) -> Array:

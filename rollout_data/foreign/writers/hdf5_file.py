@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from math import prod
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import h5py
@@ -20,7 +21,7 @@ from storage.core.fields import Field
 from storage.errors import UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, reserve, write_at
 
-from ..writer import EpisodeToWrite
+from ..writer import EpisodeToWrite, ForeignWriter
 
 Array = np.ndarray[Any, Any]
 _ALIGNMENT = 64
@@ -56,7 +57,8 @@ class EpisodeFile:
         self._partial = path.with_name(f".{path.name}.partial")
         self._list = path.with_name(f".{path.name}.written")
         with begin_file(header, _ALIGNMENT, keeps_order=True) as file:
-            for name in sorted({parent for one in (*datasets, *contents) for parent in _parents(one)}):
+            parents = {str(one) for name in (*datasets, *contents) for one in PurePosixPath(name).parents}
+            for name in sorted(parents - {"."}):
                 _make_group(file, name)
             self._offsets = {name: reserve(file, name, dtype, shape) for name, (dtype, shape) in datasets.items()}
             for name, content in contents.items():
@@ -87,7 +89,7 @@ class EpisodeFile:
         """Write rows of a dataset from row `start` on."""
         dtype, shape = self._datasets[name]
         data = np.ascontiguousarray(rows, dtype).reshape(-1).view(np.uint8).data
-        write_at(self._file, data, self._offsets[name] + start * row_bytes(dtype, shape))
+        write_at(self._file, data, self._offsets[name] + start * dtype.itemsize * prod(shape[1:]))
 
     def note(self, episode: str) -> None:
         """Note that all rows of an episode are there."""
@@ -108,11 +110,6 @@ class EpisodeFile:
         self._file = -1
 
 
-def _parents(name: str) -> list[str]:
-    parts = name.split("/")[:-1]
-    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
-
-
 def _make_group(file: h5py.File, name: str) -> None:
     """Create a group without the time of its making, so that the same episodes make the same bytes."""
     settings = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
@@ -129,18 +126,24 @@ def _last(header: SparseFile) -> Iterator[tuple[int, bytes]]:
         yield offset, bytes(written[offset : offset + len(data)])
 
 
-def row_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Bytes of a row of a dataset."""
-    return dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+class Hdf5Writer(ForeignWriter):
+    """Writes a file whose structure is that of all episodes; `begin` makes it."""
 
+    is_laid_out_first = True
+    _file: EpisodeFile
 
-def parts(episode: EpisodeToWrite, name: str) -> Iterator[tuple[int, Array]]:
-    """Read a field a few megabytes at a time: (first step, rows)."""
-    field = episode.schema[name]
-    step = max(1, _PART_BYTES // max(1, field.row_bytes))
-    for start in range(0, episode.length, step):
-        rows = np.asarray(episode.read(name, start, min(start + step, episode.length)))
-        yield start, rows
+    def copy(
+        self, episode: EpisodeToWrite, name: str, dataset: str, first: int = 0, steps: range | None = None
+    ) -> None:
+        """Write steps of a field, all by default, into a dataset from row `first` on, a few megabytes at a time."""
+        steps = range(episode.length) if steps is None else steps
+        at_once = max(1, _PART_BYTES // max(1, episode.schema[name].row_bytes))
+        for start in steps[::at_once]:
+            rows = np.asarray(episode.read(name, start, min(start + at_once, steps.stop)))
+            self._file.write(dataset, rows, first + start - steps.start)
+
+    def close(self) -> None:
+        self._file.close(self.is_complete)
 
 
 def written_dtype(field: Field) -> np.dtype[Any]:

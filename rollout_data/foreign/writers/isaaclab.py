@@ -6,16 +6,13 @@ One rule: quaternions are written as the recording has them, and the file says i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from storage.core.fields import Field
-
-from ..writer import EpisodeToWrite
+from ..writer import Array, EpisodeToWrite
 from . import robomimic
-from .hdf5_file import Array
 
 #: Isaac Lab's number for its own environments.
 _ISAAC = 2
@@ -55,7 +52,3 @@ class Writer(robomimic.Writer):
         found = {at: values for at, values in super().made(episode, reads).items() if at != "dones"}
         kept = {name: np.asarray(value) for name, value in episode.metadata.items() if name.startswith(_INITIAL)}
         return found | {name: value for name, value in kept.items() if value.dtype.kind in "fiub"}
-
-    def columns(self, episode: EpisodeToWrite) -> Iterator[tuple[str, Field, str]]:
-        for name, field, at in super().columns(episode):
-            yield name, field, "obs" if name == "observation" else at

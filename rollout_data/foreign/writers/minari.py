@@ -17,15 +17,14 @@ from storage.core.durable import sync_path
 from storage.core.fields import Field, unflatten
 from storage.errors import UsageError
 
-from ..writer import EpisodeToWrite, ForeignWriter
-from .hdf5_file import EpisodeFile, parts, written_dtype
-from .robomimic import finals_of
+from ..writer import EpisodeToWrite, finals_of
+from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
 
 _HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}
 _FLAGS = ("terminations", "truncations")
 
 
-class Writer(ForeignWriter):
+class Writer(Hdf5Writer):
     """A dataset of Minari; a `path` such as ".../door/human-v0" is its id.
 
     Options:
@@ -33,7 +32,7 @@ class Writer(ForeignWriter):
         missing_reward: What episodes without rewards get; None refuses them.
     """
 
-    format, is_laid_out_first = "minari", True
+    format = "minari"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"dataset_id": None, "missing_reward": None}
 
     def begin(self) -> set[str]:
@@ -50,7 +49,7 @@ class Writer(ForeignWriter):
             datasets |= {f"{group}/{name}": (np.dtype(bool), (length,)) for name in _FLAGS}
             datasets[f"{group}/rewards"] = np.dtype("<f8"), (length,)
             for name, field in episode.schema.items():
-                if (at := _place(name)) and at != "rewards":
+                if (at := _place(field)) and at != "rewards":
                     rows = length if at.split("/")[0] == "actions" else length + 1
                     datasets[f"{group}/{at}"] = written_dtype(field), (rows, *field.shape)
             seed = episode.metadata.get("seed")
@@ -71,22 +70,18 @@ class Writer(ForeignWriter):
     def add(self, episode: EpisodeToWrite) -> None:
         group, length, finals = self._groups[episode.id], self._length(episode), finals_of(episode)
         for name, field in episode.schema.items():
-            if not (at := _place(name)) or (at == "rewards" and field.num_elements > 1):
-                self.changed(
-                    "fields besides observation, action and one reward are left out, unless they are infos", episode
-                )
-                continue
-            rows_written = length + 1 if at.split("/")[0] in ("observations", "infos") else length
-            for start, rows in parts(episode, name):
-                rows = rows.reshape(len(rows)) if at == "rewards" else rows
-                self._file.write(f"{group}/{at}", rows[: max(0, rows_written - start)], start)
-            if length == episode.length and name in finals:
+            lost = "fields besides observation, action and one reward are left out, unless they are infos"
+            self.changed(lost, episode, not (at := _place(field)))
+            if at:
+                num_rows = length + (at.split("/")[0] in ("observations", "infos"))
+                self.copy(episode, name, f"{group}/{at}", steps=range(min(num_rows, episode.length)))
+            if at and length == episode.length and name in finals:
                 self._file.write(f"{group}/{at}", finals[name][None], length)
         if not _has_reward(episode):
             self._file.write(f"{group}/rewards", np.full(length, self.options["missing_reward"]))
-            self.changed("rewards are made up by missing_reward", episode)
-        if length < episode.length:
-            self.changed("the last step is left out, as the observation after it is not known", episode)
+        self.changed("rewards are made up by missing_reward", episode, not _has_reward(episode))
+        what = "the last step is left out, as the observation after it is not known"
+        self.changed(what, episode, length < episode.length)
         self._write_ends(episode, length)
         self._file.note(episode.id)
 
@@ -95,13 +90,13 @@ class Writer(ForeignWriter):
         is_whole = length == episode.length
         for at, flag in zip(_FLAGS, (episode.terminated, episode.truncated), strict=True):
             self._file.write(f"{self._groups[episode.id]}/{at}", is_last & (bool(flag) and is_whole))
-        if not is_whole or (episode.terminated is None and episode.truncated is None):
-            self.changed("neither terminated nor truncated, as the end is not known", episode)
-        if episode.texts or episode.task or episode.metadata.keys() - {"seed"}:
-            self.changed("texts and metadata of episodes are left out, but for the seed", episode)
+        is_unknown = not is_whole or (episode.terminated is None and episode.truncated is None)
+        self.changed("neither terminated nor truncated, as the end is not known", episode, is_unknown)
+        lost = episode.texts or episode.task or episode.metadata.keys() - {"seed"}
+        self.changed("texts and metadata of episodes are left out, but for the seed", episode, lost)
 
     def close(self) -> None:
-        self._file.close(self.is_complete)
+        super().close()
         if self.is_complete and self.episodes:
             first = self.episodes[0]
             parts_of_path = [one for one in self.path.parts[-2:] if one != os.sep]
@@ -125,11 +120,11 @@ def _has_reward(episode: EpisodeToWrite) -> bool:
     return "reward" in episode.schema and episode.schema["reward"].num_elements == 1
 
 
-def _place(name: str) -> str:
+def _place(field: Field) -> str:
     """Where a field goes in an episode's group; "" if nowhere."""
-    head, _, rest = name.partition("/")
+    head, _, rest = field.name.partition("/")
     if head == "reward":
-        return "" if rest else "rewards"
+        return "" if rest or field.num_elements > 1 else "rewards"
     return f"{_HEADS.get(head, head)}/{rest}".rstrip("/") if head in _HEADS or head == "infos" else ""
 
 

@@ -18,8 +18,7 @@ from storage.core.durable import replace_file
 from storage.errors import UsageError
 
 from ..guards import read_object
-from ..writer import EpisodeToWrite, ForeignWriter
-from .robomimic import finals_of
+from ..writer import EpisodeToWrite, ForeignWriter, finals_of
 
 _WEIGHTS, _INDEX, _METADATA = "recorded", "trajectory_index.json", "metadata.json"
 _ACTIONS_AND_REWARDS = {"action": "actions", "reward": "rewards"}

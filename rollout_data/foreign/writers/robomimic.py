@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from storage.core.fields import Field
+from storage.errors import UsageError
 
-from ..writer import EpisodeToWrite, ForeignWriter, plain
-from .hdf5_file import Array, EpisodeFile, parts, written_dtype
+from ..writer import Array, EpisodeToWrite, finals_of, plain
+from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")
 #: Our name of a group of fields -> its group in a demo.
@@ -24,7 +25,7 @@ _GROUPS = {"observation": "obs", "action": "action_dict", "reward": "rewards"}
 _REAL = 4
 
 
-class Writer(ForeignWriter):
+class Writer(Hdf5Writer):
     """Demos; ids such as "demo_7" stay, other episodes are numbered and keep their ids in `ep_meta`.
 
     Options:
@@ -34,7 +35,7 @@ class Writer(ForeignWriter):
         env_name, env_kwargs: Of `env_args`, where the recording does not say them.
     """
 
-    format, is_laid_out_first = "robomimic", True
+    format = "robomimic"
     HOLDS = frozenset(("control_mode", "env", "env_args", "env_name", "total"))
     OPTIONS: ClassVar[Mapping[str, Any]] = {"next_obs": False, "obs_key": "state", "env_name": "", "env_kwargs": None}
 
@@ -42,38 +43,42 @@ class Writer(ForeignWriter):
         ids = [episode.id for episode in self.episodes]
         are_demos = all(map(_DEMO.fullmatch, ids))
         self._demos = {one: one if are_demos else f"demo_{number}" for number, one in enumerate(ids)}
+        self._writes_next = bool(self.options.get("next_obs"))
         datasets: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         attributes: dict[str, dict[str, Any]] = {"/": self.about_root(), "data": self.about()}
+        masks: dict[str, list[str]] = {}
         for episode in self.episodes:
-            group = f"data/{self._demos[episode.id]}"
-            for name, field, at in self.columns(episode):
-                datasets[f"{group}/{at}"] = written_dtype(field), (episode.length, *self._shape(name, field))
+            demo = self._demos[episode.id]
+            group, length = f"data/{demo}", episode.length
+            for field, at in self.columns(episode):
+                if f"{group}/{at}" in datasets:
+                    where, got = f"episode {episode.id!r} as {self.format}", f"two for {at!r}"
+                    raise UsageError("write", where, "one field for a dataset", got, "Rename one of them")
+                shape = () if at == "rewards" else field.shape
+                datasets[f"{group}/{at}"] = written_dtype(field), (length, *shape)
+                if self._has_next(episode, field):
+                    datasets[f"{group}/next_{at}"] = datasets[f"{group}/{at}"]
             made = self.made(episode, reads=False)
             datasets.update({f"{group}/{at}": (one.dtype, one.shape) for at, one in made.items()})
-            attributes[group] = {"num_samples": episode.length, **self.about_episode(episode)}
-        masks = {f"mask/{name}": np.array(demos, "S") for name, demos in self._masks().items() if demos}
-        self._file = EpisodeFile(self.path, datasets, masks, attributes)
+            attributes[group] = {"num_samples": length, **self.about_episode(episode)}
+            for mask in episode.metadata.get("mask", ()):
+                masks.setdefault(f"mask/{mask}", []).append(demo)
+        contents = {mask: np.array(demos, "S") for mask, demos in masks.items()}
+        self._file = EpisodeFile(self.path, datasets, contents, attributes)
         return self._file.written
 
     def add(self, episode: EpisodeToWrite) -> None:
-        group, final = f"data/{self._demos[episode.id]}", self._finals(episode)
-        for name, _, at in self.columns(episode):
-            if at.startswith("next_obs"):
-                continue
-            following = at.replace("obs", "next_obs", 1) if at.split("/")[0] == "obs" and name in final else ""
-            for start, rows in parts(episode, name):
-                self._file.write(f"{group}/{at}", rows, start)
-                if following:
-                    self._file.write(f"{group}/{following}", rows[start == 0 :], max(0, start - 1))
-            if following:
-                self._file.write(f"{group}/{following}", final[name][None], episode.length - 1)
+        group, length = f"data/{self._demos[episode.id]}", episode.length
+        final = finals_of(episode) if self._writes_next else {}
+        for field, at in self.columns(episode):
+            self.copy(episode, field.name, f"{group}/{at}")
+            if self._has_next(episode, field):
+                self.copy(episode, field.name, f"{group}/next_{at}", steps=range(1, length))
+                self._file.write(f"{group}/next_{at}", final[field.name][None], length - 1)
         for at, values in self.made(episode).items():
             self._file.write(f"{group}/{at}", values)
         self._report(episode)
         self._file.note(episode.id)
-
-    def close(self) -> None:
-        self._file.close(is_complete=self.is_complete)
 
     def about_root(self) -> dict[str, Any]:
         """Attributes of the file."""
@@ -107,58 +112,30 @@ class Writer(ForeignWriter):
             found["dones"][-1] = episode.terminated
         return found
 
-    def columns(self, episode: EpisodeToWrite) -> Iterator[tuple[str, Field, str]]:
-        """Say which dataset of a demo has which field: (name, field, dataset)."""
-        final = episode.final if self.options.get("next_obs") else ()
+    def columns(self, episode: EpisodeToWrite) -> Iterator[tuple[Field, str]]:
+        """Say which dataset of a demo has which field."""
         for name, field in episode.schema.items():
             head, _, rest = name.partition("/")
-            if name == "action":
-                yield name, field, "actions"
-            elif head == "reward":
-                if field.num_elements == 1:
-                    yield name, field, "rewards"
-            elif head == "observation":
-                at = rest or self.options.get("obs_key", "")
-                yield name, field, f"obs/{at}"
-                if name in final:
-                    yield name, field, f"next_obs/{at}"
-            else:
-                yield name, field, f"{_GROUPS.get(head, head)}/{rest}".rstrip("/")
+            if name == "observation":
+                yield field, f"obs/{self.options.get('obs_key', '')}".rstrip("/")
+            elif head != "reward":
+                yield field, "actions" if name == "action" else f"{_GROUPS.get(head, head)}/{rest}".rstrip("/")
+            elif field.num_elements == 1:
+                yield field, "rewards"
 
-    def _shape(self, name: str, field: Field) -> tuple[int, ...]:
-        return () if name.partition("/")[0] == "reward" else field.shape
-
-    def _finals(self, episode: EpisodeToWrite) -> dict[str, Array]:
-        """The observation after the last step by our names, if it is written."""
-        return finals_of(episode) if self.options.get("next_obs") else {}
-
-    def _masks(self) -> dict[str, list[str]]:
-        masks: dict[str, list[str]] = {}
-        for episode in self.episodes:
-            for mask in episode.metadata.get("mask", ()):
-                masks.setdefault(str(mask), []).append(self._demos[episode.id])
-        return masks
+    def _has_next(self, episode: EpisodeToWrite, field: Field) -> bool:
+        return self._writes_next and field.name in episode.final and field.name.split("/")[0] == "observation"
 
     def _report(self, episode: EpisodeToWrite) -> None:
-        if episode.texts:
-            self.changed(f"texts of steps are left out ({', '.join(episode.texts)})", episode)
-        if "observation" in episode.schema and (key := self.options.get("obs_key")):
-            self.changed(f"the observation is called {key!r}", episode)
-        if any(field.num_elements > 1 for field in episode.schema.below("reward").values()):
-            self.changed("rewards of several terms are left out", episode)
-        if episode.terminated is not None or episode.truncated is not None:
-            self.changed("how an episode ended is left out, but for `dones`, which readers do not take for it", episode)
-        if episode.final and not self.options.get("next_obs"):
-            self.changed("the observation after the last step is left out", episode)
-        if any(field.dtype == "bfloat16" for field in episode.schema.values()):
-            self.changed("bfloat16 is written as float32", episode)
-
-
-def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
-    """The observation after the last step by our names: `[*shape]` each; {} if there is none."""
-    final = episode.final_observation
-    if final is None:
-        return {}
-    named = {f"observation/{name}": value for name, value in final.items()} if isinstance(final, dict) else None
-    found = named if named is not None else {"observation": final}
-    return {name: np.asarray(value) for name, value in found.items() if name in episode.schema}
+        fields, key = episode.schema, self.options.get("obs_key")
+        self.changed(f"texts of steps are left out ({', '.join(episode.texts)})", episode, episode.texts)
+        self.changed(f"the observation is called {key!r}", episode, "observation" in fields and key)
+        has_terms = any(field.num_elements > 1 for field in fields.below("reward").values())
+        self.changed("rewards of several terms are left out", episode, has_terms)
+        tells_end = episode.terminated is not None or episode.truncated is not None
+        left_out = "how an episode ended is left out, but for `dones`, which readers do not take for it"
+        self.changed(left_out, episode, tells_end)
+        lost_final = episode.final and not self._writes_next
+        self.changed("the observation after the last step is left out", episode, lost_final)
+        is_widened = any(field.dtype == "bfloat16" for field in fields.values())
+        self.changed("bfloat16 is written as float32", episode, is_widened)
