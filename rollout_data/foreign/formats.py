@@ -53,7 +53,6 @@ WRITERS: dict[str, str] = {
 #: The same, of formats that are written to be looked at, and are not read.
 EXPORTS: dict[str, str] = {"rerun": "writers.rerun"}
 
-
 #: Entries of a folder without a format that are looked at, to say what is in it.
 _MAX_ENTRIES = 20
 

@@ -110,9 +110,9 @@ class ForeignWriter(ABC):
         return len(done) == len(self.episodes)
 
     def changed(self, what: str, episode: EpisodeToWrite, holds: Any = True) -> None:
-        """Note in the report that something of an episode was changed or left out, if that holds."""
-        if holds:
-            self.report.setdefault(what, []).append(episode.id)
+        """Note in the report, once, that something of an episode was changed or left out, if that holds."""
+        if holds and episode.id not in (noted := self.report.setdefault(what, []))[-1:]:
+            noted.append(episode.id)
 
 
 def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:

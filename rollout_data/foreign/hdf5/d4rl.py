@@ -16,7 +16,7 @@ from storage.core import arguments
 from storage.errors import CorruptFileError, UsageError
 
 from ..reader import EpisodeInfo
-from .files import OpenFile, matches, numbered
+from .files import OpenFile, matches
 from .flat import FlatReader, ends_of, our_name
 
 _METADATA, _CHUNKED = "metadata/", "virtual"
@@ -79,9 +79,7 @@ class Reader(FlatReader):
 
 def _groups(file: OpenFile) -> list[str]:
     """Name the groups with steps: those of a chunked set in the order of their numbers, or the whole file."""
-    chunked = file.open(_CHUNKED)
-    names = numbered(list(file.links(chunked)), "") if isinstance(chunked, h5py.h5g.GroupID) else []
-    return [f"{_CHUNKED}/{name}" for name in names] or [""]
+    return [f"{_CHUNKED}/{name}" for name in file.numbered(_CHUNKED, "")] or [""]
 
 
 def _has_steps(file: OpenFile, group: str) -> bool:

@@ -213,7 +213,6 @@ class Hdf5Reader(ForeignReader):
         """List the episodes in groups of a file; one that is damaged is left out, and a problem."""
         episodes: list[EpisodeInfo] = []
         known: dict[tuple[str, ...], Layout] = {}
-        left = _CHECKED_AT_ONCE
         with self.files.use(path) as file:
             above = file.group(parent)
             for name in names:
@@ -221,17 +220,7 @@ class Hdf5Reader(ForeignReader):
                 try:
                     with reported(f"{group!r} of {file.where}"):
                         node = file.group(name, above)
-                        same = self._names(file, node)
-                        if left > 0 or same not in known:
-                            found = file.survey(group)
-                            left -= len(found)
-                            length, layout = self.layout(file, group, found)
-                            file.checked.add(group)
-                            known[same] = layout = known[same] if known.get(same) == layout else layout
-                        else:
-                            length, layout = self.length(file, node), known[same]
-                        if length < 1:
-                            raise CorruptFileError("read", file.place(node), "at least 1 step", str(length))
+                        length, layout = self._layout_of(file, group, node, known)
                         about, source = self.about(file, node, length), Source(path, group, layout)
                         about["metadata"] = Told(about.get("metadata", {}), partial(self.aside, source))
                         parts = layout.schema, layout.texts, layout.final_schema
@@ -241,6 +230,21 @@ class Hdf5Reader(ForeignReader):
                         raise
                     self.problems.append(cause.of("", name))
         return episodes
+
+    def _layout_of(
+        self, file: OpenFile, group: str, node: Any, known: dict[tuple[str, ...], Layout]
+    ) -> tuple[int, Layout]:
+        """Give the length and layout of an episode, of the first ones by all their datasets; `known` grows."""
+        same = self._names(file, node)
+        if len(file.checked) * len(same) < _CHECKED_AT_ONCE or same not in known:
+            length, layout = self.layout(file, group, file.survey(group))
+            file.checked.add(group)
+            known[same] = layout = known[same] if known.get(same) == layout else layout
+        else:
+            length, layout = self.length(file, node), known[same]
+        if length < 1:
+            raise CorruptFileError("read", file.place(node), "at least 1 step", str(length))
+        return length, layout
 
     def _names(self, file: OpenFile, node: Any) -> tuple[str, ...]:
         """Name the members of an episode and of its `GROUPS`, which tell its fields."""

@@ -63,7 +63,11 @@ class Found(NamedTuple):
 
 
 class OpenFile:
-    """An open file; only `Files` makes it, and holds its lock while it is used."""
+    """An open file; only `Files` makes it, and holds its lock while it is used.
+
+    Its methods raise `UnsafeFileError` where data are elsewhere, and `CorruptFileError` where the file cannot hold what
+    it declares, its groups are not in a tree, or what must be there is not.
+    """
 
     def __init__(self, path: Path, file: h5py.File, guarded: GuardedFile) -> None:
         self.path, self._file = path, file
@@ -111,24 +115,21 @@ class OpenFile:
             raise CorruptFileError("read", self.place(group), "groups in a tree", "links in circles")
         return found
 
-    def members(self, group: h5g.GroupID) -> list[str]:
-        """Name the members of a group, all of which must be in the file.
+    def numbered(self, group: str, prefix: str) -> list[str]:
+        """Name the members of a group that are `prefix` and a number, in the order of the numbers; [] if it is none."""
+        node = self.open(group)
+        return numbered(list(self.links(node)), prefix) if isinstance(node, h5g.GroupID) else []
 
-        Raises:
-            UnsafeFileError: One is a link to elsewhere.
-        """
+    def members(self, group: h5g.GroupID) -> list[str]:
+        """Name the members of a group, all of which must be in the file."""
         found = self.links(group)
-        for name in (name for name, is_hard in found.items() if not is_hard):
-            where = f"{name!r} of {self.place(group)}"
+        if elsewhere := [name for name, is_hard in found.items() if not is_hard]:
+            where = f"{elsewhere[0]!r} of {self.place(group)}"
             raise UnsafeFileError("read", where, "data in the file itself", "a link to elsewhere")
         return list(found)
 
     def open(self, path: str, above: Any = None) -> Any:
-        """Open a group or dataset by hard links; None if it is not there.
-
-        Raises:
-            UnsafeFileError: It is elsewhere.
-        """
+        """Open a group or dataset by hard links; None if it is not there."""
         node = h5g.open(self._file.id, b"/") if above is None else above
         for part in filter(None, path.split("/")):
             name = part.encode()
@@ -146,12 +147,7 @@ class OpenFile:
         return node
 
     def survey(self, path: str) -> dict[str, Found]:
-        """List all datasets in a group and the groups in it: path below it -> what it is.
-
-        Raises:
-            UnsafeFileError: One is elsewhere.
-            CorruptFileError: One is larger than the file can hold, or the groups are not in a tree.
-        """
+        """List all datasets in a group and the groups in it: path below it -> what it is."""
         if path not in self._surveys:
             self._surveys[path] = dict(self._walk(self.group(path), "", 0))
             if len(self._surveys) > _MAX_SURVEYS:
@@ -171,12 +167,7 @@ class OpenFile:
                 yield from self._walk(node, f"{prefix}{name}/", depth + 1)
 
     def describe(self, node: h5d.DatasetID) -> Found:
-        """Say what a dataset holds.
-
-        Raises:
-            UnsafeFileError: Its data are in other files.
-            CorruptFileError: It is larger than the file can hold.
-        """
+        """Say what a dataset holds."""
         space, offset, expansion = node.get_space(), node.get_offset(), 0
         if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
             return Found((), "", None, None)

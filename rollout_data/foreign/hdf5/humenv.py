@@ -16,7 +16,7 @@ from storage.errors import DataFileError
 from ..guards import file_inside, natural
 from ..reader import EpisodeInfo
 from .episodes import Hdf5Reader
-from .files import OpenFile, hdf5_names, matches, numbered
+from .files import hdf5_names, matches
 
 _EPISODE, _LIST = "ep_", ".txt"
 
@@ -35,7 +35,7 @@ class Reader(Hdf5Reader):
             files = list(_files(path).values())[:1]
         except (DataFileError, OSError):
             return False
-        return bool(files) and matches(files[0], lambda file: bool(_episodes(file)))
+        return bool(files) and matches(files[0], lambda file: bool(file.numbered("", _EPISODE)))
 
     def scan(self) -> Sequence[EpisodeInfo]:
         episodes: list[EpisodeInfo] = []
@@ -50,14 +50,10 @@ class Reader(Hdf5Reader):
 
     def _of_file(self, path: Path) -> list[EpisodeInfo]:
         with self.files.use(path) as file:
-            names, stated = _episodes(file), file.attribute(file.open(""), "num_episodes")
+            names, stated = file.numbered("", _EPISODE), file.attribute(file.open(""), "num_episodes")
             if stated is not None and stated != len(names):
                 self.problem("believe", f"'num_episodes' of {file.where}", str(len(names)), str(stated))
             return self.collect(path, "", names)
-
-
-def _episodes(file: OpenFile) -> list[str]:
-    return numbered(list(file.links(file.open(""))), _EPISODE)
 
 
 def _files(path: Path) -> dict[str, Path]:

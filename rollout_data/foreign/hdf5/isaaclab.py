@@ -15,7 +15,7 @@ from storage.errors import UsageError
 
 from ..reader import EpisodeInfo
 from .episodes import Column, LayoutMaker, Source
-from .files import OpenFile, matches, numbered
+from .files import OpenFile, matches
 from .robomimic import DATA, DEMO, has_demos, parsed
 from .robomimic import Reader as RobomimicReader
 
@@ -83,5 +83,5 @@ def _is_of_isaaclab(file: OpenFile) -> bool:
     if file.attribute(root, "format_version") is not None or file.attribute(data, "schema_version") is not None:
         return True
     env = parsed(file.attribute(data, "env_args"), "env_args")
-    first = file.open(numbered(list(file.links(data)), DEMO)[0], data)
+    first = file.open(file.numbered(DATA, DEMO)[0], data)
     return env.get("type", env.get("env_type")) == 2 and file.open("rewards", first) is None

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ..guards import file_inside, read_object
 from ..reader import EpisodeInfo
 from .episodes import Hdf5Reader, LayoutMaker
-from .files import OpenFile, matches, numbered
+from .files import OpenFile, matches
 
 _TRAJECTORY = "traj_"
 _DEPTH_UNITS = {"int16": "mm", "uint16": "mm", "float32": "m"}
@@ -34,12 +34,12 @@ class Reader(Hdf5Reader):
 
     @classmethod
     def detect(cls, path: Path) -> bool:
-        return matches(path, lambda file: bool(numbered(list(file.links(file.open(""))), _TRAJECTORY)))
+        return matches(path, lambda file: bool(file.numbered("", _TRAJECTORY)))
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self.metadata.update(units={}, env_name="")
         with self.files.use(self.path) as file:
-            names = numbered(list(file.links(file.open(""))), _TRAJECTORY)
+            names = file.numbered("", _TRAJECTORY)
         self._listed = self._read_list(names)
         return self.checked_some(self.collect(self.path, "", names), "a trajectory")
 

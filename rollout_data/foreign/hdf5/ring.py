@@ -53,11 +53,9 @@ class Reader(FlatReader):
                     names[path] = own
             for part in _written(config, max(found[path].shape[0] for path in names), file.where):
                 self.take(found, names, "", part)
-        ends = [self.flags(name) for name in ("terminated", "truncated")]
-        told = [
-            one if name in self.columns else None for name, one in zip(("terminated", "truncated"), ends, strict=True)
-        ]
-        return self.cut(ends_of(ends[0] | ends[1]), *told)
+        ends = {name: self.flags(name) for name in ("terminated", "truncated")}
+        told = [flags if name in self.columns else None for name, flags in ends.items()]
+        return self.cut(ends_of(ends["terminated"] | ends["truncated"]), *told)
 
 
 def _written(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:

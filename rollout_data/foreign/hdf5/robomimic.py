@@ -19,7 +19,7 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning
 from ..guards import parse_json
 from ..reader import EpisodeInfo
 from .episodes import Hdf5Reader, Layout, LayoutMaker
-from .files import OpenFile, matches, numbered
+from .files import OpenFile, matches
 
 DATA, DEMO = "data", "demo_"
 #: Limits of the comparison with the next ones while a file is opened: episodes, bytes of observations, rows at a time.
@@ -29,8 +29,7 @@ _MAX_MASK_BYTES = 1 << 24
 
 def has_demos(file: OpenFile) -> bool:
     """Tell whether a file has `data/demo_<i>`."""
-    data = file.open(DATA)
-    return isinstance(data, h5py.h5g.GroupID) and bool(numbered(list(file.links(data)), DEMO))
+    return bool(file.numbered(DATA, DEMO))
 
 
 class Reader(Hdf5Reader):
@@ -59,7 +58,7 @@ class Reader(Hdf5Reader):
         self._compared: set[tuple[str, str]] = set()
         with self.files.use(self.path) as file:
             data = file.group(DATA)
-            names = numbered(list(file.links(data)), DEMO)
+            names = file.numbered(DATA, DEMO)
             self.describe(file, data)
             self._read_masks(file)
             episodes = self.collect(self.path, DATA, names)
@@ -102,8 +101,9 @@ class Reader(Hdf5Reader):
         told = parsed(file.attribute(node, "ep_meta"), "ep_meta")
         if masks := self._masks_of.get(name):
             told["mask"] = masks
-        task = told.get("lang", "")
+        task, success = told.get("lang", ""), told.get("success")
         found: dict[str, Any] = {"metadata": told, "task": task if isinstance(task, str) else ""}
+        found["success"] = success if isinstance(success, bool) else None
         if self.options.get("terminated_from_dones"):
             found["terminated"] = self.flag(file, node, "dones", length)
         return found

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from storage.core.fields import Field
 from storage.errors import UsageError
 
 from ..writer import Array, EpisodeToWrite, finals_of
@@ -55,17 +56,12 @@ class Writer(Hdf5Writer):
         for head, at in _FLAT.items():
             fields = list(episode.schema.below(head).values())
             if len(fields) == 1:
-                form[at] = (
-                    written_dtype(fields[0]),
-                    () if head == "reward" and fields[0].num_elements == 1 else fields[0].shape,
-                )
+                is_number = head == "reward" and fields[0].num_elements == 1
+                form[at] = written_dtype(fields[0]), () if is_number else fields[0].shape
             elif fields:
                 form[at] = np.result_type(*map(written_dtype, fields)), (sum(field.num_elements for field in fields),)
-        form |= {
-            f"infos/{name}": (written_dtype(one), one.shape)
-            for name, one in episode.schema.items()
-            if name.split("/")[0] not in _FLAT
-        }
+        for field in _others(episode):
+            form[_info(field)] = written_dtype(field), field.shape
         if "rewards" not in form:
             if self.options["missing_reward"] is None:
                 advice = "Say missing_reward=, or select episodes with rewards"
@@ -87,8 +83,9 @@ class Writer(Hdf5Writer):
                 self._file.write(at, np.full(length, self.options["missing_reward"]), first)
             self.changed("rewards are made up by missing_reward", episode, not names)
             self.changed(f"{''.join(names)!r} is called {at!r}", episode, len(names) == 1 and names[0] != head)
-        for name in [name for name in episode.schema if name.split("/")[0] not in _FLAT]:
-            self.copy(episode, name, f"infos/{name}", first)
+        for field in _others(episode):
+            self.copy(episode, field.name, _info(field), first)
+            self.changed("other fields are called infos/<name>", episode, field.name != _info(field))
         self._write_ends(episode, first)
         self._file.note(episode.id)
 
@@ -110,6 +107,15 @@ class Writer(Hdf5Writer):
         self.changed(joined, episode, names != ["observation"])
         lost = "texts and metadata of episodes are left out"
         self.changed(lost, episode, episode.texts or episode.metadata or episode.task)
+
+
+def _others(episode: EpisodeToWrite) -> list[Field]:
+    return [field for name, field in episode.schema.items() if name.split("/")[0] not in _FLAT]
+
+
+def _info(field: Field) -> str:
+    """Name the dataset of a field that D4RL has no place of its own for."""
+    return f"infos/{field.name.removeprefix('infos/')}"
 
 
 def _joined(columns: list[Array]) -> Array:

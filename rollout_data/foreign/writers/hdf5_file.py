@@ -141,6 +141,8 @@ class Hdf5Writer(ForeignWriter):
         for start in steps[::at_once]:
             rows = np.asarray(episode.read(name, start, min(start + at_once, steps.stop)))
             self._file.write(dataset, rows, first + start - steps.start)
+        is_widened = episode.schema[name].dtype == "bfloat16"
+        self.changed("bfloat16 is written as float32", episode, is_widened)
 
     def close(self) -> None:
         self._file.close(self.is_complete)

@@ -41,10 +41,9 @@ class Writer(robomimic.Writer):
 
     def about_episode(self, episode: EpisodeToWrite) -> dict[str, Any]:
         plain = {name: value for name, value in episode.metadata.items() if isinstance(value, (str, int, float))}
-        if lost := sorted(name for name in episode.metadata.keys() - plain.keys() if not name.startswith(_INITIAL)):
-            self.changed(
-                f"metadata of episodes are left out unless they are texts or numbers: {', '.join(lost)}", episode
-            )
+        lost = sorted(name for name in episode.metadata.keys() - plain.keys() if not name.startswith(_INITIAL))
+        what = f"metadata of episodes are left out unless they are texts or numbers: {', '.join(lost)}"
+        self.changed(what, episode, lost)
         told = {"task": episode.task or None, "success": episode.success}
         return {**plain, **{name: value for name, value in told.items() if value is not None}}
 

@@ -21,6 +21,7 @@ from ..writer import EpisodeToWrite, finals_of
 from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
 
 _HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}
+_WITH_LAST = ("observations", "infos")
 _FLAGS = ("terminations", "truncations")
 
 
@@ -48,10 +49,11 @@ class Writer(Hdf5Writer):
                 )
             datasets |= {f"{group}/{name}": (np.dtype(bool), (length,)) for name in _FLAGS}
             datasets[f"{group}/rewards"] = np.dtype("<f8"), (length,)
-            for name, field in episode.schema.items():
-                if (at := _place(field)) and at != "rewards":
-                    rows = length if at.split("/")[0] == "actions" else length + 1
-                    datasets[f"{group}/{at}"] = written_dtype(field), (rows, *field.shape)
+            for field in episode.schema.values():
+                if at := _place(field):
+                    shape = () if at == "rewards" else field.shape
+                    num_rows = length + (at.split("/")[0] in _WITH_LAST)
+                    datasets[f"{group}/{at}"] = written_dtype(field), (num_rows, *shape)
             seed = episode.metadata.get("seed")
             attributes[group] = {"id": len(attributes), "total_steps": length}
             attributes[group] |= {"seed": int(seed)} if isinstance(seed, (int, np.integer)) else {}
@@ -73,7 +75,7 @@ class Writer(Hdf5Writer):
             lost = "fields besides observation, action and one reward are left out, unless they are infos"
             self.changed(lost, episode, not (at := _place(field)))
             if at:
-                num_rows = length + (at.split("/")[0] in ("observations", "infos"))
+                num_rows = length + (at.split("/")[0] in _WITH_LAST)
                 self.copy(episode, name, f"{group}/{at}", steps=range(min(num_rows, episode.length)))
             if at and length == episode.length and name in finals:
                 self._file.write(f"{group}/{at}", finals[name][None], length)
@@ -98,7 +100,7 @@ class Writer(Hdf5Writer):
     def close(self) -> None:
         super().close()
         if self.is_complete and self.episodes:
-            first = self.episodes[0]
+            spaces = unflatten(dict(self.episodes[0].schema))
             parts_of_path = [one for one in self.path.parts[-2:] if one != os.sep]
             about = {
                 "dataset_id": self.options["dataset_id"] or "/".join(parts_of_path),
@@ -107,8 +109,8 @@ class Writer(Hdf5Writer):
                 "jpeg_encoding": False,
                 "total_episodes": len(self.episodes),
                 "total_steps": sum(map(self._length, self.episodes)),
-                "observation_space": json.dumps(_space(first.schema.below("observation"))),
-                "action_space": json.dumps(_space(first.schema.below("action"))),
+                "observation_space": json.dumps(_space(spaces.get("observation", {}))),
+                "action_space": json.dumps(_space(spaces.get("action", {}))),
             }
             temporary = self.path / "data" / ".metadata.json"
             temporary.write_text(json.dumps(about, indent=2), "utf-8")
@@ -128,16 +130,11 @@ def _place(field: Field) -> str:
     return f"{_HEADS.get(head, head)}/{rest}".rstrip("/") if head in _HEADS or head == "infos" else ""
 
 
-def _space(fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Describe fields as Minari writes a gymnasium space: a box of all numbers of the dtype, or a dict of boxes."""
-    if len(fields) == 1 and "/" not in next(iter(fields)):
-        return _box(next(iter(fields.values())))
-    return _dict_space(unflatten({name.partition("/")[2]: field for name, field in fields.items()}))
-
-
-def _dict_space(tree: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: _dict_space(below) if isinstance(below, Mapping) else _box(below) for name, below in tree.items()}
-    return {"type": "Dict", "subspaces": found}
+def _space(tree: Any) -> dict[str, Any]:
+    """Describe fields as Minari writes a gymnasium space: a box of all numbers of the dtype, or a dict of spaces."""
+    if isinstance(tree, Field):
+        return _box(tree)
+    return {"type": "Dict", "subspaces": {name: _space(below) for name, below in tree.items()}}
 
 
 def _box(field: Field) -> dict[str, Any]:

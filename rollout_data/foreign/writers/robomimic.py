@@ -137,5 +137,3 @@ class Writer(Hdf5Writer):
         self.changed(left_out, episode, tells_end)
         lost_final = episode.final and not self._writes_next
         self.changed("the observation after the last step is left out", episode, lost_final)
-        is_widened = any(field.dtype == "bfloat16" for field in fields.values())
-        self.changed("bfloat16 is written as float32", episode, is_widened)
