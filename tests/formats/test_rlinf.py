@@ -87,10 +87,11 @@ def test_episodes_lie_between_the_dones_of_a_column(tmp_path: Path) -> None:
     assert recording.problems == [] and not any(name.startswith("next") for name in recording.schema)
 
 
-def test_an_observation_of_the_next_episode_is_no_final_one(tmp_path: Path) -> None:
+def test_a_final_observation_that_begins_the_next_episode_is_given_and_reported(tmp_path: Path) -> None:
     recording = rollout_data.open(write(tmp_path / "a", {0: block(0, is_reset=True)}))
-    assert [episode.final_observation is None for episode in recording] == [True, True, False, False]
-    assert ["after 2 dones" in str(problem) for problem in recording.problems] == [True]
+    finals = [episode.final_observation["states"] for episode in recording]
+    np.testing.assert_array_equal(finals, [state(0, 7)[3], state(0, 7)[4], state(0, 7)[6], state(1, 7)[6]])
+    assert ["first one of the next episode" in str(problem) for problem in recording.problems] == [True]
 
 
 def test_observations_after_steps_that_are_no_copies_are_kept(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from storage.core.fields import MAX_FIELDS, Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ..guards import damage_named, file_inside, listed, read_object
-from ..reader import NO_FIELDS, EpisodeInfo, ForeignReader
+from ..reader import EpisodeInfo, ForeignReader
 from .npz import Array
 
 _INDICES = ("trajectory_index.json", "trajector_index.json")
@@ -155,20 +155,17 @@ class Reader(ForeignReader):
         final = Schema(
             one for one in with_next if fields.get(f"next_{one.name}") == replace(one, name=f"next_{one.name}")
         )
-        found, num_resets = [], 0
+        found = []
         for column, run, start, stop in _runs(dones):
             flags = [bool(ends[name][stop - 1, column]) if name in ends else False for name in _ENDS[1:]]
             is_known = any(flags) and bool(dones[stop - 1, column])
-            # A simulator that starts again at once stores the next episode's observation after a done.
-            is_reset = follows is not None and stop < shape[0] and bool(follows[stop - 1, column])
-            num_resets += is_reset
             found.append(
                 EpisodeInfo(
                     f"{prefix}_{column}_{run}",
                     stop - start,
                     schema,
                     tuple(texts),
-                    NO_FIELDS if is_reset else final,
+                    final,
                     terminated=flags[0] if is_known else None,
                     truncated=flags[1] if is_known else None,
                     task=block[tasks[0]][start][column] if tasks else "",
@@ -176,9 +173,6 @@ class Reader(ForeignReader):
                     source=(path, column, start),
                 )
             )
-        if num_resets:
-            got, advice = f"that of the next episode after {num_resets} dones", "These have no final observation"
-            self.problem("take the last of 'next_obs' of", repr(str(path)), "the episode's", got, advice)
         return found
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
