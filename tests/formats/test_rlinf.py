@@ -96,6 +96,9 @@ def test_a_final_observation_that_begins_the_next_episode_is_given_and_reported(
 
 def test_observations_after_steps_that_are_no_copies_are_kept(tmp_path: Path) -> None:
     content = block(0)
+    content["next_obs"]["main_images"] = content["next_obs"]["main_images"] + 1
+    episode = rollout_data.open(write(tmp_path / "b", {0: content}))[3]
+    assert (episode["next_observation/main_images"] == 1).all()
     content["next_obs"]["states"] = content["next_obs"]["states"] + 0.5
     episode = rollout_data.open(write(tmp_path / "a", {0: content}))[3]
     np.testing.assert_array_equal(episode["next_observation"]["states"][:5], state(1, 7)[1:6] + 0.5)
