@@ -223,6 +223,16 @@ def test_what_a_format_needs_and_an_episode_lacks_is_refused_or_said(tmp_path):
         assert "rewards" not in file["data/demo_0"] and json.loads(file["data"].attrs["env_args"])["env_kwargs"] == {}
 
 
+def test_parts_that_would_lie_over_each_other_in_a_trajectory_folder_are_refused(tmp_path):
+    with RolloutWriter(tmp_path / "ours", 1, durable=False) as recorder:
+        row = torch.ones(1, 2)
+        recorder.add(
+            observation={"a": {"b": row}, "a_b": 2 * row}, action=row, reward=row[:, 0], terminated=torch.ones(1).bool()
+        )
+    with pytest.raises(UsageError, match="several called 'a_b'"):
+        write(rollout_data.open(tmp_path / "ours"), tmp_path / "folders", "trajectory-folders")
+
+
 def test_minari_reads_what_is_written(tmp_path, monkeypatch):
     minari = pytest.importorskip("minari", reason="its tests need the package minari")
     source = record(tmp_path / "ours", dtype=torch.float32)

@@ -193,8 +193,8 @@ def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:
 
 
 def _fps(stored: NpzArray) -> int | float:
-    values = stored.read().reshape(-1) if prod(stored.shape) == 1 and stored.dtype.kind in "iuf" else np.zeros(1)
-    rate = float(values[0])
+    is_number = prod(stored.shape) == 1 and stored.dtype.kind in "iuf"
+    rate = float(stored.read().reshape(-1)[0]) if is_number else 0.0
     if not 0 < rate < float("inf"):
         raise CorruptFileError("read", stored.where, "one number of frames per second", f"{list(stored.shape)}")
     return int(rate) if rate.is_integer() else rate

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from storage.core.durable import sync_path
+from storage.core.durable import replace_file
 from storage.errors import UsageError
 
 from ..writer import DERIVED, EpisodeToWrite, ForeignWriter, plain
@@ -48,6 +49,10 @@ class Writer(ForeignWriter):
                 raise UsageError(
                     "write", f"episode {episode.id!r} as a trajectory folder", expected, repr(episode.schema)
                 )
+            parts = Counter(_component(name.partition("/")[2]) for name in episode.schema.below("observation"))
+            if twice := [part for part, count in parts.items() if count > 1]:
+                where, got = f"episode {episode.id!r} as a trajectory folder", f"several called {twice[0]!r}"
+                raise UsageError("write", where, "parts of an observation that stay apart without '/'", got)
             if not episode.schema.below("reward") and self.options["missing_reward"] is None:
                 where, advice = f"episode {episode.id!r} as a trajectory folder", "Say missing_reward="
                 raise UsageError("write", where, "a reward", "none", advice)
@@ -146,10 +151,8 @@ class Writer(ForeignWriter):
             os.utime(folder, (time_s, time_s))
             for file in folder.iterdir():
                 os.utime(file, (time_s, time_s))
-        temporary = self.path / ".tmp_metadata.json"
-        temporary.write_text(json.dumps(about, indent=1), "utf-8")
-        os.replace(temporary, self.path / "metadata.json")
-        sync_path(self.path)
+        with replace_file(self.path / "metadata.json") as temporary:
+            temporary.write_text(json.dumps(about, indent=1), "utf-8")
 
 
 def _component(name: str) -> str:
