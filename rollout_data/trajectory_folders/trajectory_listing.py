@@ -178,8 +178,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         except (OSError, CorruptFileError) as error:
             cause = error
     advice = "Read without it: names, shapes and codecs are taken from the chunks"
-    got = f"{cause}"[:200]
-    raise CorruptFileError("read", repr(str(path)), "a JSON object", got, advice).of("metadata") from cause
+    got = cause.got if isinstance(cause, CorruptFileError) else str(cause)
+    raise CorruptFileError("read", repr(str(path)), "a JSON object", got[:200], advice).of("metadata") from cause
 
 
 def _skipped(path: str | Path, expected: str, got: str, advice: str = "Skipped") -> DataFileError:

@@ -172,6 +172,7 @@ def test_without_metadata_the_chunks_say_what_is_there(folder: NaiveFolder, text
     np.testing.assert_allclose(read(scan)[0]["observation/a"], 0.2)
     assert len(scan.problems) == 1 + (text is not None)
     assert "Taken as 'normalized_image', the only codec of this layout" in str(scan.problems[-1])
+    assert text is None or str(scan.problems[0]).count("expected") == 1
 
 
 def test_metadata_that_is_whole_a_moment_later_is_read(folder: NaiveFolder, monkeypatch: pytest.MonkeyPatch) -> None:
