@@ -260,16 +260,18 @@ def test_pictures_texts_and_metadata(tmp_path: Path) -> None:
 def test_what_cannot_be_held_is_reported_and_left_out(tmp_path: Path) -> None:
     ragged = {"sequence": {"feature": tensor("float32", 2), "length": "-1"}, "pythonClassName": "Sequence"}
     box = {"pythonClassName": "BBoxFeature", "boundingBox": {}}
-    features = tree(steps=steps(**USUAL, points=ragged, box=box, fine=tensor("float64", 1)))
+    features = tree(steps=steps(**USUAL, points=ragged, box=box, fine=tensor("float64", 1), pair=tensor("string", 2)))
     values = usual_steps(50, 2) | {
         "steps/points/ragged_flat_values": np.zeros(6),
         "steps/points/ragged_row_lengths_0": np.array([1, 2]),
         "steps/box": np.zeros(8),
+        "steps/pair": ["a", "b", "c", "d"],
         "steps/fine": np.array([[0.5], [1.5]]),
     }
     recording = rollout_data.open(write_set(tmp_path, {"train": [[values]]}, features))
     assert "points" not in recording[0] and "box" not in recording[0] and recording[0]["fine"].dtype == np.float32
-    assert ["ragged" in str(one) or "float32" in str(one) for one in recording.problems] == [True] * 3
+    assert ["[2] texts" in str(one) for one in recording.problems] == [False] * 3 + [True]
+    assert ["ragged" in str(one) or "float32" in str(one) for one in recording.problems[:3]] == [True] * 3
     assert recording.metadata["lossy"] == ["fine"]
 
 

@@ -107,6 +107,9 @@ class Reader(ForeignReader):
             if -1 in leaf.shape and leaf.kind != "picture":
                 self.problem("read", where, "equally many values in each step", "a ragged list", "It is left out")
                 continue
+            if leaf.kind == "text" and leaf.shape:
+                self.problem("read", where, "a text in each step", f"{list(leaf.shape)} texts", "It is left out")
+                continue
             self._steps[name] = leaf
             if leaf.dtype != leaf.declared:
                 self.problem("read", where, leaf.declared, leaf.dtype, "The file holds no more than is delivered")
