@@ -172,6 +172,13 @@ def test_what_is_no_name_of_a_topic_is_the_callers_mistake(tmp_path: Path, optio
         rollout_data.open(write(tmp_path / "a.mcap", session(50, 3)), **options)
 
 
+def test_texts_that_are_too_many_for_metadata_are_told(tmp_path: Path) -> None:
+    texts = [(NOTE, row, {"text": str(row)}) for row in range(5000)]
+    recording = rollout_data.open(write(tmp_path / "a.mcap", [*session(50, 3)[1:], *texts], per_chunk=999), action=ARM)
+    assert recording[0].metadata["note/text"][-1] == "4095" and len(recording[0].metadata["note/text"]) == 4096
+    assert ["at most 4096, got 5000" in str(problem) for problem in recording.problems] == [True]
+
+
 def test_values_keep_their_kinds(tmp_path: Path) -> None:
     schema = {
         "/all": {"properties": {"id": {"type": "integer"}, "ids": {"type": "array", "items": {"type": "integer"}}}}

@@ -149,7 +149,10 @@ class Reader(ForeignReader):
 
     def _texts(self, log: Log, leaf: _Leaf) -> Any:
         topic = log.topics[leaf.topic]
-        texts = _columns(log, [leaf], np.arange(min(len(topic.times), _MAX_TEXTS)))[leaf.keys]
+        if (count := len(topic.times)) > _MAX_TEXTS:
+            where, advice = f"{topic.name!r} of {str(log.path)!r}", "The first are taken as metadata"
+            self.problem("keep the texts of", where, f"at most {_MAX_TEXTS}", str(count), advice)
+        texts = _columns(log, [leaf], np.arange(min(count, _MAX_TEXTS)))[leaf.keys]
         return texts[0] if len(texts) == 1 else texts
 
     def _name(self, leaf: _Leaf, num_leaves: int) -> str:
