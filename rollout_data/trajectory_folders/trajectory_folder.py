@@ -286,7 +286,6 @@ def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.n
 
 
 def _key_of(field_name: str) -> str:
-    """Give the key of a field in the chunks."""
     keys = [key for key, name in _FIELD_OF_KEY.items() if name == field_name]
     return keys[0] if keys else COMPONENT_PREFIX + field_name.removeprefix(_COMPONENT)
 

@@ -70,7 +70,6 @@ class Reader(ForeignReader):
         return num_rows
 
     def _ends(self, terminals: NpzArray, num_rows: int) -> list[int]:
-        """List the last row of each trajectory."""
         found: list[int] = []
         for start in range(0, num_rows, _ROWS_AT_ONCE):
             flags = np.asarray(terminals.read(start, start + _ROWS_AT_ONCE)).reshape(-1)

@@ -144,7 +144,6 @@ class Reader(ForeignReader):
     def _episodes(
         self, block: dict[str, Any], path: Path, shape: tuple[int, int], number: int, entry: Mapping[str, Any]
     ) -> list[EpisodeInfo]:
-        """Cut the columns of a block at their dones."""
         prefix = f"{path.parent.name}_{number}" if path.parent != self.path else str(number)
         ends = {name: _flags(block[name], shape, f"{name!r} of {str(path)!r}") for name in _ENDS if name in block}
         dones = ends.get("dones", np.logical_or(*(ends.get(name, np.zeros(shape, bool)) for name in _ENDS[1:])))
@@ -250,7 +249,6 @@ def _renamed(content: dict[str, Any], name: str) -> str:
 
 
 def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
-    """Give T and B of a block."""
     named = [name for name in ("prev_logprobs", "reward", "action") if name in block]
     for name in named or [name for name in block if name.split("/")[0] == "observation"]:
         value = block[name]
@@ -279,7 +277,6 @@ def _runs(dones: Array) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _is_texts(value: Any, shape: tuple[int, int]) -> bool:
-    """True for a list of T lists of B texts."""
     return (
         isinstance(value, list)
         and len(value) == shape[0]

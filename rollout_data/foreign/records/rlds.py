@@ -243,7 +243,6 @@ def _version_folders(path: Path) -> list[Path]:
 
 
 def _last_flag(data: memoryview, stored: _Stored, name: str) -> bool:
-    """Tell whether a flag is set on the last step."""
     feature = stored.get(_STEPS + name)
     return feature is not None and feature.kind == INTEGERS and bool(_plain(data, feature, "bool")[-1])
 

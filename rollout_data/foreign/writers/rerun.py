@@ -96,7 +96,6 @@ class Writer(ForeignWriter):
         stream.flush()
 
     def _at(self, frames: Any, times: Array | None = None) -> list[Any]:
-        """Give the timelines of rows."""
         lines = [self._rr.TimeColumn("frame", sequence=frames)]
         is_known = times is not None and bool(np.isfinite(times).all())
         return [*lines, self._rr.TimeColumn("time", duration=times)] if is_known else lines
