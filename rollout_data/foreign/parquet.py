@@ -27,7 +27,7 @@ _BATCH_BYTES, _BATCH_ROWS = 1 << 25, 1 << 16
 _ROWS_PER_BYTE, _MAX_COLUMN_BYTES, _MAX_EXPANSION = 1 << 4, 1 << 27, 4
 #: Columns of integers are read as a whole: 64 MiB each.
 _MAX_WHOLE_ROWS = 1 << 23
-#: Of columns in lists of unknown lengths: the least of both is the most that one may have.
+#: Of columns in lists of unknown lengths, where they have more values than the file has bytes: the least of both.
 _VALUES_PER_BYTE, _VALUES_PER_ROW, _MANY_VALUES = 1 << 5, 1 << 6, 1 << 20
 _MAX_FOOTERS = 64
 #: Arrow's names -> ours.
@@ -143,12 +143,14 @@ class ParquetFile:
         if name not in self.types:
             raise self._damaged(f"the column {name!r}", "none of that name")
         largest = 1
-        most_listed = min(self._num_bytes * _VALUES_PER_BYTE, self.num_rows * _VALUES_PER_ROW + _MANY_VALUES)
+        most_packed = min(self._num_bytes * _VALUES_PER_BYTE, self.num_rows * _VALUES_PER_ROW + _MANY_VALUES)
         for group in groups:
             for leaf in self._leaves[name]:
                 kind, num_values, num_bytes = self._sizes(group, leaf)
                 num_rows = int(self._starts[group + 1] - self._starts[group])
-                most_values = num_rows * max(width, 1) if width is not None else num_rows + most_listed
+                most_values = (
+                    num_rows * max(width, 1) if width is not None else num_rows + max(self._num_bytes, most_packed)
+                )
                 most_bytes = max(_MAX_COLUMN_BYTES, self._num_bytes * _MAX_EXPANSION)
                 if num_values > most_values or num_bytes > most_bytes:
                     got = f"{num_values} values in {num_bytes} bytes"

@@ -198,6 +198,17 @@ def test_what_is_changed_of_episodes_is_in_the_report(tmp_path: Path, name: str)
         assert is_same or name == "other times"
 
 
+def test_a_long_episode_is_written_a_row_group_at_a_time(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(12, 1 << 20)).astype("float32")  # 48 MiB
+    made = LeRobotSet(tmp_path / "source", [12])
+    made.tables[0] = made.tables[0].append_column("observation.long", lists(rows))
+    back, changes = written(made.write(), tmp_path / "set")
+    assert changes == {}
+    assert pq.read_metadata(tmp_path / "set" / "data" / "chunk-000" / "file-000.parquet").num_row_groups == 2
+    np.testing.assert_array_equal(back[0]["observation/long"], rows)
+    check(back, [12])
+
+
 def test_episodes_without_actions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="actions"):
         written(ROOT / "motion_npz/clips", tmp_path / "set")

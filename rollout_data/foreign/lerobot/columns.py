@@ -89,13 +89,13 @@ def column_of(field: Field, units: Mapping[str, str], video: str, is_v3: bool) -
     return Column(field, name, "depth" if is_depth else "number", units.get(field.name, ""))
 
 
-def arrow_column(column: Column, parts: Iterable[Array]) -> Any:
-    """Make the column of an episode of its rows; each part is freed before the next is read."""
+def arrow_column(column: Column, parts: Iterable[Array], start: int) -> Any:
+    """Make the column of an episode of its rows from `start` on; each part is freed before the next is read."""
     pyarrow, _ = arrow()
     if column.kind in ("image", "depth"):
         pictures = [encode_picture(row) for part in parts for row in part]
         kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-        return pyarrow.array([(data, f"frame-{frame:06d}.png") for frame, data in enumerate(pictures)], kind)
+        return pyarrow.array([(data, f"frame-{frame:06d}.png") for frame, data in enumerate(pictures, start)], kind)
     rows = np.concatenate(list(parts))
     shape = column.field.shape
     values = pyarrow.array(rows.reshape(-1))

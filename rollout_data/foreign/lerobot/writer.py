@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,13 +43,14 @@ from .index import TASK
 
 _CHUNKS_SIZE = 1000
 _UNKNOWN_FPS = 30
-_PART_BYTES = 1 << 22
+#: Read at a time of a field, and in a row group of the file of an episode.
+_PART_BYTES, _GROUP_BYTES = 1 << 20, 1 << 24
 #: Rows of the index; with statistics each may take a hundred kilobytes.
 _ENTRIES_AT_ONCE = 100
 #: Folder of files that are not in their places yet.
 _UNFINISHED_FILES = ".unfinished"
 #: Key of a data file's own metadata: id, task and statistics of its episode.
-_NOTE = b"rollout_data.episode"
+_NOTE = "rollout_data.episode"
 _MAX_LIST_DIMENSIONS = 5
 _ANNOTATION = "annotation.human.task_description"
 
@@ -115,7 +116,7 @@ class Writer(ForeignWriter):
         pyarrow, parquet = arrow()
         path = self.path / self._file(number)
         with damage_named("read", repr(str(path)), "an intact file", pyarrow.ArrowException, OSError, LookupError):
-            found: dict[str, Any] = json.loads(parquet.read_schema(path).metadata[_NOTE])
+            found: dict[str, Any] = json.loads(parquet.read_metadata(path).metadata[_NOTE.encode()])
         return found
 
     def _take(self, note: Mapping[str, Any]) -> None:
@@ -190,35 +191,52 @@ class Writer(ForeignWriter):
 
     def _write(self, episode: EpisodeToWrite, data_file: Path, made: ExitStack) -> dict[str, Any]:
         """Write the files of an episode; give its note."""
-        pyarrow, parquet = arrow()
-        number, length = self._num_episodes, episode.length
-        columns, statistics = {}, {}
-        for column in self._columns:
-            told = statistics[column.name] = Statistics(column, self._version == "v3.0")
-            if column.kind == "video":
-                video_file = made.enter_context(self._replaced(self._file(number, column.name)))
-                write_video(video_file, _parts(episode, column, told), self._fps, self._video)
-            else:
-                columns[column.name] = arrow_column(column, _parts(episode, column, told))
-        columns |= {name.replace("/", "."): pyarrow.array(episode.read(name)) for name in self._texts}
-        frames, task = np.arange(length), self._tasks.index(episode.task)
-        if self._has_success:
-            columns["next.success"] = pyarrow.array((frames == length - 1) & bool(episode.success))
-        if self.options["groot"]:
-            columns[_ANNOTATION] = pyarrow.array(np.full(length, task))
-        rows = (frames / self._fps, frames, np.full(length, number), self._num_frames + frames, np.full(length, task))
-        for (name, dtype), values in zip(SCALARS.items(), rows, strict=True):
-            columns[name] = pyarrow.array(self._as_recorded(episode, name, values.astype(dtype)))
-        stats = {name: told.result() for name, told in statistics.items()}
-        note = {"id": episode.id, "start": self._num_frames, "length": length, "task": episode.task, "stats": stats}
-        about = {_NOTE: json.dumps(note, default=np.ndarray.tolist)}
+        statistics = {column.name: Statistics(column, self._version == "v3.0") for column in self._columns}
+        for column in (column for column in self._columns if column.kind == "video"):
+            video_file = made.enter_context(self._replaced(self._file(self._num_episodes, column.name)))
+            parts = _parts(episode, column, (0, episode.length), statistics[column.name])
+            write_video(video_file, parts, self._fps, self._video)
+        tables = self._tables(episode, statistics)
+        first, features, about = next(tables), self._features(), dict[str, str]()
         if self._version == "v2.1":
-            features = self._features()
-            about[b"huggingface"] = hub_features({name: features[name] for name in columns})
-        table = pyarrow.table(columns).replace_schema_metadata(about)
+            about["huggingface"] = hub_features({name: features[name] for name in first.column_names})
         texts = [name.replace("/", ".") for name in self._texts]
-        parquet.write_table(table, data_file, row_group_size=length, use_dictionary=texts)
+        with arrow()[1].ParquetWriter(data_file, first.schema.with_metadata(about), use_dictionary=texts) as file:
+            for table in chain([first], tables):
+                file.write_table(table)
+            note: dict[str, Any] = {"id": episode.id, "start": self._num_frames, "length": episode.length}
+            note |= {"task": episode.task, "stats": {name: told.result() for name, told in statistics.items()}}
+            file.add_key_value_metadata({_NOTE: json.dumps(note, default=np.ndarray.tolist)})
         return note
+
+    def _tables(self, episode: EpisodeToWrite, statistics: Mapping[str, Statistics]) -> Iterator[Any]:
+        """Give the rows of an episode, but for videos: a row group at a time, most often of all of them."""
+        pyarrow, _ = arrow()
+        scalars = self._scalars(episode)
+        in_rows = [column for column in self._columns if column.kind != "video"]
+        step = max(1, _GROUP_BYTES // sum(column.field.row_bytes for column in in_rows))
+        for start in range(0, episode.length, step):
+            rows = start, min(start + step, episode.length)
+            columns = {}
+            for column in in_rows:
+                parts = _parts(episode, column, rows, statistics[column.name])
+                columns[column.name] = arrow_column(column, parts, start)
+            columns |= {name.replace("/", "."): pyarrow.array(episode.read(name, *rows)) for name in self._texts}
+            yield pyarrow.table(columns | {name: values[slice(*rows)] for name, values in scalars.items()})
+
+    def _scalars(self, episode: EpisodeToWrite) -> dict[str, Array]:
+        """Give the columns that number the rows, and tell of task and success."""
+        length, task = episode.length, self._tasks.index(episode.task)
+        frames, found = np.arange(length), dict[str, Array]()
+        if self._has_success:
+            found["next.success"] = (frames == length - 1) & bool(episode.success)
+        if self.options["groot"]:
+            found[_ANNOTATION] = np.full(length, task)
+        numbers = np.full(length, self._num_episodes)
+        rows = (frames / self._fps, frames, numbers, self._num_frames + frames, np.full(length, task))
+        for (name, dtype), values in zip(SCALARS.items(), rows, strict=True):
+            found[name] = self._as_recorded(episode, name, values.astype(dtype))
+        return found
 
     def _as_recorded(self, episode: EpisodeToWrite, name: str, values: Array) -> Array:
         """Give the times that were recorded, where lerobot takes them for those of the frames; report other values."""
@@ -355,10 +373,10 @@ def _entry(number: int, note: Mapping[str, Any]) -> dict[str, Any]:
     return {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
 
 
-def _parts(episode: EpisodeToWrite, column: Column, statistics: Statistics) -> Iterator[Array]:
-    """Read a field a few megabytes at a time, and take its statistics."""
+def _parts(episode: EpisodeToWrite, column: Column, rows: tuple[int, int], statistics: Statistics) -> Iterator[Array]:
+    """Read rows of a field a few megabytes at a time, and take their statistics."""
     step = max(1, _PART_BYTES // max(1, column.field.row_bytes))
-    for start in range(0, episode.length, step):
-        rows = np.asarray(episode.read(column.field.name, start, min(start + step, episode.length)))
-        statistics.add(rows)
-        yield rows
+    for start in range(*rows, step):
+        values = np.asarray(episode.read(column.field.name, start, min(start + step, rows[1])))
+        statistics.add(values)
+        yield values
