@@ -74,7 +74,7 @@ def test_every_kind_of_column_is_delivered_in_its_shape_and_dtype(tmp_path: Path
         "with.nan": (feature("float32", [2]), lambda e, n: lists(np.full((n, 2), np.nan, "float32"))),
         "language_events": (
             feature("language", [1]),
-            lambda e, n: pa.array([[{"role": "user", "content": "стоп"}] if t else [] for t in range(n)]),
+            lambda e, n: pa.array([[{"role": "user", "content": "стоп", "raw": b"x"}] if t else [] for t in range(n)]),
         ),
     }
     made = LeRobotSet(tmp_path / "set", [3, 2], columns=columns, has_reward=False)
@@ -201,7 +201,7 @@ def test_a_video_without_the_frames_is_refused_and_left_out_when_the_index_is_re
         shutil.copy(other, file)
     elif damage != "missing":
         file.write_text("" if damage == "empty" else "#EXTM3U\n#EXTINF:10,\n" + str(path / "meta" / "info.json"))
-    with pytest.raises(CorruptFileError):
+    with pytest.raises(CorruptFileError, match=r"open episode \d of"):
         rollout_data.open(path)
     recording = rollout_data.open(path, on_bad_index="rebuild")
     assert len(recording) == 3
@@ -220,7 +220,7 @@ def test_a_short_video_of_version_2_is_found_when_the_set_is_opened(tmp_path: Pa
         shutil.copy(file.with_name("episode_000001.mp4"), file)
     elif damage == "empty":
         file.touch()
-    with pytest.raises(CorruptFileError, match=r"episode 0 of|episode_000000"):
+    with pytest.raises(CorruptFileError, match="open episode 0 of"):
         rollout_data.open(path)
     recording = rollout_data.open(path, on_bad_index="rebuild")
     assert ["observation/images.ego_view" in episode.schema for episode in recording] == [False, True]

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -163,12 +164,12 @@ class Reader(ForeignReader):
                 about = about if isinstance(about, dict) else {}
                 key = about.get("original_key") or default or f"{group}.{name}"
                 feature = features[sources[key]] if key in sources else None
-                low, high = (about.get(end, -1) for end in ("start", "end"))
+                low, high = (end if arguments.is_whole(end := about.get(name)) else -1 for name in ("start", "end"))
                 if group == "annotation" and feature is not None and feature.dtype == "int64" and not feature.shape:
                     features[sources[key]] = replace(feature, kind="annotation")
                 elif group == "video" and feature is not None and feature.kind in ("image", "video"):
                     found.setdefault(group, {})[name] = feature
-                elif feature is not None and len(feature.shape) == 1 and _is_range(low, high, feature.shape[0]):
+                elif feature is not None and len(feature.shape) == 1 and 0 <= low < high <= feature.shape[0]:
                     part = replace(feature, name=f"{feature.name}.{name}", part=(low, high))
                     found.setdefault(group, {})[name] = part
                 else:
@@ -179,21 +180,26 @@ class Reader(ForeignReader):
         """Give episode -> cameras whose video lacks frames; refuses unless the index is rebuilt."""
         missing: dict[int, list[str]] = {}
         ends = lru_cache(maxsize=None)(self._end_of)
-        for episode, runs in index.runs.items():
-            entry, length = index.entries.get(episode), sum(run.length for run in runs)
-            for camera in info.cameras:
+        for episode, camera in product(index.runs, info.cameras):
+            length = sum(run.length for run in index.runs[episode])
+            expected = f"a video of {camera!r} with its {length} frames"
+            try:
+                entry = index.entries.get(episode)
+                if entry is None or camera not in entry.videos:
+                    raise index.bad(f"episode {episode}", expected, "none in the index")
+                file, start_s = entry.videos[camera]
                 try:
-                    if entry is None or camera not in entry.videos:
-                        raise index.bad(f"episode {episode}", f"where its video of {camera!r} is", "nothing")
-                    file, start_s = entry.videos[camera]
-                    if (end_s := ends(file)) < start_s + (length - 0.5) / info.fps:
-                        expected = f"{length} frames of {camera!r} from {start_s:.3f} s on"
-                        raise index.bad(f"episode {episode}", expected, f"a video that ends at {end_s:.3f} s")
-                except DataFileError as problem:
-                    if not self._rebuilds:
-                        raise
-                    self.problems.append(problem.of("undecodable", str(episode)))
-                    missing.setdefault(episode, []).append(camera)
+                    end_s = ends(file)
+                except CorruptFileError as cause:
+                    raise index.bad(f"episode {episode}", expected, f"{cause.got} as {file!r}") from cause
+                if end_s < start_s + (length - 0.5) / info.fps:
+                    got = f"one that ends at {end_s:.3f} s, and begins at {start_s:.3f} s"
+                    raise index.bad(f"episode {episode}", expected, got)
+            except DataFileError as problem:
+                if not self._rebuilds:
+                    raise
+                self.problems.append(problem.of("undecodable", str(episode)))
+                missing.setdefault(episode, []).append(camera)
         return missing
 
     def _end_of(self, name: str) -> float:
@@ -277,7 +283,7 @@ class Reader(ForeignReader):
         if feature.kind == "text":
             return ["" if text is None else str(text) for text in array.to_pylist()]
         if feature.kind == "language":
-            return [json.dumps(rows, ensure_ascii=False) for rows in array.to_pylist()]
+            return [json.dumps(rows, ensure_ascii=False, default=str) for rows in array.to_pylist()]
         if feature.kind == "image":
             decoded = [decode_picture(encoded(one) or b"", where, feature.shape) for one in array.to_pylist()]
             if any(one.dtype != feature.dtype for one in decoded):
@@ -302,10 +308,6 @@ def _place(name: str, feature: Feature) -> dict[str, Any]:
     if feature.part is None:
         return {"field": feature.name, "columns": None}
     return {"field": feature.name.removesuffix(f".{name}"), "columns": list(feature.part)}
-
-
-def _is_range(low: Any, high: Any, size: int) -> bool:
-    return arguments.is_whole(low) and arguments.is_whole(high) and 0 <= low < high <= size
 
 
 def _splits(info: Info, episodes: Sequence[int]) -> dict[str, Sequence[str]]:
