@@ -29,17 +29,6 @@ _DASHES = ("", "5 3", "1.5 2.5")
 _AROUND = 25
 
 
-def curves(values: Array, num_points: int) -> dict[str, Any]:
-    """Pack curves: of each the least and the greatest values of stretches, or all values if they are few enough.
-
-    Args:
-        values: `[T, curves]`.
-        num_points: Of each curve at most.
-    """
-    planes = np.stack(_stretches(values, num_points))
-    return {"points": planes.shape[1], "planes": len(planes), **packed(planes.transpose(2, 0, 1))}
-
-
 def _stretches(values: Array, num_points: int) -> list[Array]:
     """The least and greatest of at most `num_points` stretches, NaN if there is none; the values if they are fewer."""
     finite = np.where(np.isfinite(values), values, np.nan)
@@ -63,7 +52,8 @@ class Closeups:
     def episode_curves(self, number: int, num_points: int) -> dict[str, Any]:
         """Pack the curves of all columns of an episode; what it lacks is unknown."""
         episode = self.survey.recording[number]
-        return curves(self._rows(episode, self.columns, 0, episode.length), num_points)
+        rows = self._rows(episode, self.columns, 0, episode.length)
+        return packed(np.stack(_stretches(rows, num_points)).transpose(2, 0, 1))
 
     def _rows(self, episode: Episode, columns: Sequence[Column], start: int, stop: int) -> Array:
         """`[stop - start, columns]`, a whole as the median of its dimensions; NaN where nothing can be read."""
@@ -90,12 +80,10 @@ class Closeups:
 
     def picture(self, episode: Episode, name: str, frame: int) -> str | None:
         """Give one picture as a data URL; None if there is none, or it cannot be read."""
-        if name not in episode.schema or not is_picture(episode.schema[name].shape) or not frame < episode.length:
-            return None
-        try:
-            return picture(np.asarray(episode.read(name, frame, frame + 1))[0])
-        except DataFileError:
-            return None
+        if name in episode.schema and is_picture(episode.schema[name].shape) and frame < episode.length:
+            with suppress(DataFileError):
+                return picture(np.asarray(episode.read(name, frame, frame + 1))[0])
+        return None
 
     def evidence(self, finding: Mapping[str, Any]) -> dict[str, Any]:
         """Draw the worst place of a finding: pictures, or curves with its frames shaded; else the field as a whole."""

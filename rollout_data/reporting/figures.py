@@ -7,7 +7,7 @@ place in the palette of the page, so that dark and light are the business of the
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from .survey import Survey
 Figure = dict[str, Any]
 #: More episodes than this are drawn as a density, and only the oddest as points.
 _MAX_POINTS, _NUM_ODD = 400, 40
-_NUM_BINS, _MAX_GROUPS, _MAX_NAME = 40, 7, 40
+_NUM_BINS, _MAX_GROUPS, _MAX_NAME, _PATTERNS = 40, 7, 40, ("", "/", "x", ".", "-", "\\", "+")
 
 
 def shown(text: str) -> str:
@@ -34,61 +34,44 @@ def groups_of(table: Array) -> tuple[str, dict[str, Array]]:
     return ("task" if by == "task" else "end"), {name or "(none)": table[by] == name for name in names}
 
 
-def _edges(values: Array) -> Array:
-    found = values[np.isfinite(values)]
-    if not len(found):
-        return np.zeros(0)
-    whole = np.ptp(found) < _NUM_BINS and bool((found == np.round(found)).all())
-    if whole:
-        return np.arange(found.min() - 0.5, found.max() + 1)
+def _edges(found: Array) -> Array:
+    """Cut a range into bins, one for each number where these are a few whole ones."""
     low, high = float(found.min()), float(found.max())
+    if high - low < _NUM_BINS and bool((found == np.round(found)).all()):
+        return np.arange(low - 0.5, high + 1)
     count = min(_NUM_BINS, max(8, len(found) // 4))
     return np.linspace(low, high, count + 1) if high > low else np.array([low - 0.5, low + 0.5])
 
 
 def histogram(title: str, unit: str, groups: Mapping[str, Array], as_share: bool = False) -> Figure:
     """Draw values of several groups: stacked counts, or shares of each group over each other."""
-    edges = _edges(np.concatenate(list(groups.values()) or [np.zeros(0)]))
-    if len(edges) < 2:
+    finite = {name: values[np.isfinite(values)] for name, values in groups.items()}
+    found = np.concatenate(list(finite.values()) or [np.zeros(0)])
+    if not len(found):
         return {}
-    centers, traces = digits((edges[1:] + edges[:-1]) / 2, 8), []
-    for place, (name, values) in enumerate(groups.items()):
-        counts = np.histogram(values[np.isfinite(values)], edges)[0]
-        heights = counts / max(1, counts.sum()) if as_share else counts
-        shape = {
-            "shape": ["", "/", "x", ".", "-", "\\", "+"][place % _MAX_GROUPS],
-            "fillmode": "overlay",
-            "fgopacity": 0.6,
-            "size": 7,
-        }
-        marker = {"color": f"@{place}", "pattern": shape, "line": {"width": 0}}
+    edges, traces = _edges(found), []
+    centers = digits((edges[1:] + edges[:-1]) / 2, 8)
+    for place, (name, values) in enumerate(finite.items()):
+        heights = np.histogram(values, edges)[0] / (max(1, len(values)) if as_share else 1)
+        pattern = {"shape": _PATTERNS[place % len(_PATTERNS)], "fillmode": "overlay", "fgopacity": 0.6, "size": 7}
+        marker = {"color": f"@{place}", "pattern": pattern, "line": {"width": 0}}
         trace = {"type": "bar", "x": centers, "y": digits(heights), "name": shown(name), "marker": marker}
         traces.append({**trace, "opacity": 0.65 if as_share else 1})
-    found = np.concatenate(list(groups.values()))
-    found = found[np.isfinite(found)]
     middle, low, high = (f"{value:,.6g}" for value in (np.median(found), found.min(), found.max()))
-    label = f"{title}: {len(found):,} episodes from {low} to {high}, median {middle}"
-    axes = {"xaxis": {"title": {"text": unit}}, "yaxis": {"title": {"text": "share" if as_share else "episodes"}}}
-    mode = {"barmode": "overlay" if as_share else "stack", "bargap": 0.04, "showlegend": len(groups) > 1}
-    return _figure(title, label, traces, {**axes, **mode})
+    label = f"{title}: {len(found):,} {'values' if as_share else 'episodes'} from {low} to {high}, median {middle}"
+    layout = {"barmode": "overlay" if as_share else "stack", "bargap": 0.04, "showlegend": len(groups) > 1}
+    return _figure(title, label, traces, (unit, "share" if as_share else "episodes"), layout)
 
 
-def _figure(title: str, label: str, traces: list[Any], layout: Mapping[str, Any]) -> Figure:
-    return {"title": title, "label": label, "marks": [], "figure": {"traces": traces, "layout": layout}}
+def _figure(title: str, label: str, traces: list[Any], axes: tuple[str, str], layout: Mapping[str, Any]) -> Figure:
+    named = {axis: {"title": {"text": text}} for axis, text in zip(("xaxis", "yaxis"), axes, strict=True)}
+    return {"title": title, "label": label, "marks": [], "figure": {"traces": traces, "layout": {**named, **layout}}}
 
 
-def lengths(survey: Survey) -> Figure:
-    """Lengths, stacked by task or end."""
+def _by_group(survey: Survey, title: str, unit: str, column: str) -> Figure:
     by, groups = groups_of(survey.table)
-    values = survey.table["length"].astype(np.float64)
-    return histogram(f"Lengths by {by}", "frames", {name: values[chosen] for name, chosen in groups.items()})
-
-
-def returns(survey: Survey) -> Figure:
-    """Returns, stacked by task or end."""
-    by, groups = groups_of(survey.table)
-    values = survey.table["return"]
-    return histogram(f"Returns by {by}", "sum of rewards", {name: values[chosen] for name, chosen in groups.items()})
+    values = survey.table[column].astype(np.float64)
+    return histogram(f"{title} by {by}", unit, {name: values[chosen] for name, chosen in groups.items()})
 
 
 def length_against_return(survey: Survey) -> Figure:
@@ -112,19 +95,18 @@ def length_against_return(survey: Survey) -> Figure:
     dots = {"type": "scatter", "mode": "markers", "x": digits(x[points], 8), "y": digits(y[points], 8), "text": texts}
     hover = {"hovertemplate": "%{text}<br>length %{x}, return %{y}<extra></extra>", "customdata": points.tolist()}
     traces.append({**dots, **hover, "marker": marker, "name": "oddest" if traces else "episodes"})
-    axes = {"xaxis": {"title": {"text": "frames"}}, "yaxis": {"title": {"text": "sum of rewards"}}}
     label = f"Length against return of {len(known):,} episodes; a click on a point opens the episode"
-    return _figure("Length against return", label, traces, {**axes, "showlegend": False})
-
-
-#: What is drawn of a recording, in reading order; a figure without data is left out.
-FIGURES: tuple[Callable[[Survey], Figure], ...] = (lengths, returns, length_against_return)
+    return _figure("Length against return", label, traces, ("frames", "sum of rewards"), {"showlegend": False})
 
 
 def figures(survey: Survey) -> list[Figure]:
-    """Draw what there is to draw."""
-    drawn = [made for draw in FIGURES if (made := draw(survey))]
-    return [{**made, "key": f"figure-{place}"} for place, made in enumerate(drawn)]
+    """Draw what there is to draw, in reading order."""
+    drawn = (
+        _by_group(survey, "Lengths", "frames", "length"),
+        _by_group(survey, "Returns", "sum of rewards", "return"),
+        length_against_return(survey),
+    )
+    return [{**made, "key": f"figure-{place}"} for place, made in enumerate(drawn) if made]
 
 
 def frames_of(number: int, findings: Sequence[Mapping[str, Any]], table: Array) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def packed(values: Array) -> dict[str, Any]:
     """Pack rows of numbers.
 
     Args:
-        values: `[rows, ...]`; the least and the greatest finite value of each row keep all their digits.
+        values: `[rows, planes, points]`; the least and the greatest finite value of each row keep all their digits.
     """
     rows = values.reshape(len(values), -1).astype(np.float64)
     finite = np.isfinite(rows)
@@ -48,11 +48,9 @@ def packed(values: Array) -> dict[str, Any]:
         shares = (rows / 2 - low[:, None] / 2) / np.where(high > low, high / 2 - low / 2, 1)[:, None]
     codes = np.where(finite, np.round(np.nan_to_num(shares) * (UNKNOWN - 1)), UNKNOWN).astype("<u2", order="C")
     halves = codes.view(np.uint8).reshape(-1, 2).T  # the high bytes of a curve are alike, and compress well
-    return {
-        "low": digits(low, 12),
-        "high": digits(high, 12),
-        "data": compressed(np.ascontiguousarray(halves).tobytes()),
-    }
+    _, planes, points = values.shape
+    ends = {"low": digits(low, 12), "high": digits(high, 12)}
+    return {"points": points, "planes": planes, **ends, "data": compressed(halves.tobytes())}
 
 
 def digits(values: Any, count: int = 5) -> Any:

@@ -9,11 +9,13 @@ import base64
 import datetime
 import hashlib
 import html
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +33,11 @@ from ..foreign.guards import optional
 from ..recordings.opening import open as open_recording
 from ..recordings.recording import Recording
 from ..remote.access import DataDir
+from . import summary
 from .closeups import NUM_FINE_POINTS, NUM_POINTS, Closeups
 from .comparing import compared
 from .figures import figures, frames_of, shown
 from .packing import as_json, as_visible_json, compressed, packed
-from .summary import (
-    about,
-    cards,
-    counted,
-    dimensions_of,
-    finding_view,
-    marked_by,
-    marks,
-    options,
-    rate_hz,
-    table,
-    worst_first,
-)
 from .survey import Course, Survey
 
 #: Size of the file at most; what does not fit is left out and counted on the page.
@@ -88,9 +78,8 @@ def report(
         DataFileError: A recording cannot be opened.
     """
     plotly = _plotly()
-    recordings = [
-        one if isinstance(one, Recording) else open_recording(one) for one in (path, compare) if one is not None
-    ]
+    given = [one for one in (path, compare) if one is not None]
+    recordings = [one if isinstance(one, Recording) else open_recording(one) for one in given]
     target = arguments.path("write a report", "", out)
     for recording in recordings:
         if not len(recording):
@@ -111,45 +100,30 @@ class Page:
 
     def __init__(self, recordings: Sequence[Recording], absolute_paths: bool, progress: bool) -> None:
         self.names, self._progress = [one.path.name for one in recordings], progress
-        self.hidden = [] if absolute_paths else [str(one.path.parent).rstrip(os.sep) + os.sep for one in recordings]
+        hidden = [] if absolute_paths else [str(one.path.parent).rstrip(os.sep) + os.sep for one in recordings]
         kinds: list[type[Collector]] = [Course, *(kind for rule in RULES for kind in rule.collectors)]
         has_pictures = any(rule.needs == "G" for rule in RULES)
-        scans = [
-            Scan(one.path, one, collectors=kinds, with_pictures=has_pictures, progress=progress) for one in recordings
-        ]
-        self.diagnoses = [self._without_paths(diagnose(scan, RULES, {}).as_dict()) for scan in scans]
+        how: dict[str, Any] = {"collectors": kinds, "with_pictures": has_pictures, "progress": progress}
+        scans = [Scan(one.path, one, **how) for one in recordings]
+        self.diagnoses = [_without(hidden, diagnose(scan, RULES, {}).as_dict()) for scan in scans]
         self.surveys = [Survey(scan) for scan in scans]
         self.survey, self.findings = self.surveys[0], self.diagnoses[0]["findings"]
         for one in self.findings:  # rows of the page are places: trajectories that opening leaves out have none
             one["trajectories"] = one["trajectories"][: len(one["trajectories"]) - len(one["left_out"])]
-        self.order = worst_first(self.survey, self.findings)
-        self.marks = marks(self.survey)
-        severe = [one for one in self.findings if one["severity"] != "info"]
-        named = [(one["field"], place) for one in severe for place in dimensions_of(one)]
-        marked = {
-            column: len(listed) - 2 * ("constant" in listed) + named.count(column)
-            for column, listed in self.marks.items()
-        }
-        self.columns = self.survey.chosen(marked, MAX_DRAWN)
+        self.order = summary.worst_first(self.survey, self.findings)
+        self.marks = summary.marks(self.survey)
+        weights = {column: len(listed) - 2 * ("constant" in listed) for column, listed in self.marks.items()}
+        for one in (one for one in self.findings if one["severity"] != "info"):
+            for column in {(one["field"], place) for place in summary.dimensions_of(one)} & weights.keys():
+                weights[column] += 1
+        self.columns = self.survey.chosen(weights, MAX_DRAWN)
         self.closeups = Closeups(self.survey, self.columns)
         self.notes: list[str] = []
 
-    def _without_paths(self, value: Any) -> Any:
-        """Give plain values without the folders that the recordings lie in."""
-        if isinstance(value, Mapping):
-            return {name: self._without_paths(part) for name, part in value.items()}
-        if isinstance(value, list):
-            return [self._without_paths(part) for part in value]
-        for folder in self.hidden:
-            value = value.replace(folder, "") if isinstance(value, str) else value
-        return value
-
     def text(self, plotly: str, checksum: str) -> str:
         """Write the page, with the compressed script that draws charts."""
-        files = resources.files(__package__)
-        style, script, frame = (
-            files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html")
-        )
+        folder = resources.files(__package__)
+        style, script, frame = (folder.joinpath(f"page.{end}").read_text("utf-8") for end in ("css", "js", "html"))
         content = self._content()
         parts = {
             "title": html.escape(f"{self.names[0]}: report"),
@@ -160,7 +134,8 @@ class Page:
             "diagnosis": as_json(self.diagnoses[0]),
         }
         used = len(frame) + sum(map(len, parts.values())) + len(as_visible_json(content))
-        shown, content["sheet"] = self._episodes(MAX_PAGE_BYTES - used)
+        opened = [one["trajectory"] for one in content["findings"] if one["trajectory"] is not None]
+        shown, content["sheet"] = self._episodes(opened, MAX_PAGE_BYTES - used)
         content["notes"] = [{"text": note} for note in self.notes]
         parts |= {"page": as_visible_json(content), "shown": as_visible_json(shown)}
         return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], frame)
@@ -168,19 +143,19 @@ class Page:
     def _content(self) -> dict[str, Any]:
         """What is shown at once."""
         survey, order = self.survey, self.order[:MAX_ROWS]
-        columns, values = table(survey, self.findings, order)
+        columns, values = summary.table(survey, self.findings, order)
         if len(order) < len(self.order):
             self.notes.append(f"The table holds the {len(order):,} worst of {len(self.order):,} episodes.")
-        views = [
-            finding_view(place, one, self.names[0], self.closeups.evidence(one))
-            for place, one in enumerate(self.findings)
-        ]
+        name, evidence = self.names[0], map(self.closeups.evidence, self.findings)
+        views = [summary.finding_view(*one, name) for one in zip(count(), self.findings, evidence)]
         bands, fields = self._bands(views)
+        findings = [one["findings"] for one in self.diagnoses]
+        both = [compared(self.surveys, self.names, findings)] if len(self.surveys) > 1 else []
         made = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
         return {
-            "title": self.names[0],
-            "about": about(survey, made),
-            "cards": cards(survey, self.diagnoses[0]),
+            "title": name,
+            "about": summary.about(survey, made),
+            "cards": summary.cards(survey, self.diagnoses[0]),
             "is_sound": not self.findings,
             "findings": views,
             "figures": figures(survey),
@@ -188,18 +163,13 @@ class Page:
             "bands": bands,
             "columns": columns,
             "table": values,
-            **options(values, self.findings),
-            "num_rows": counted(len(self.order), "trajectory"),
+            **summary.options(values, self.findings),
+            "num_rows": summary.counted(len(self.order), "trajectory"),
             **self._curves(),
-            "rate_hz": rate_hz(survey),
-            "compare": (both := self._compare()),
+            "rate_hz": summary.rate_hz(survey),
+            "compare": both,
             "compared": [figure for one in both for figure in one["figures"]],
         }
-
-    def _compare(self) -> list[dict[str, Any]]:
-        if len(self.surveys) < 2:
-            return []
-        return [compared(self.surveys[0], self.surveys[1], self.names, [one["findings"] for one in self.diagnoses])]
 
     def _bands(self, findings: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Pack the charts of dimensions, and say what stands at each."""
@@ -209,45 +179,42 @@ class Page:
             self.notes.append(text)
         for place, column in enumerate(self.columns):
             name, found = self.survey.name(column), course.levels[column]
-            listed = marked_by(self.findings, column, name, findings)
+            listed = summary.marked_by(self.findings, column, name, findings)
             listed += [{"kind": "mark", "text": text} for text in self.marks.get(column, [])]
             ends = (np.fmin.reduce(found[0]), np.fmax.reduce(found[-1]))
             label = "; ".join([f"{name}: {ends[0]:.5g} to {ends[1]:.5g}", *(mark["text"] for mark in listed)])
             views.append({"title": name, "label": label, "key": f"band-{place}", "marks": listed})
         if not views:
             return [], []
-        rows = np.stack([course.levels[column] for column in self.columns])
-        pack = {"points": rows.shape[2], "planes": rows.shape[1], **packed(rows)}
+        pack = packed(np.stack([course.levels[column] for column in self.columns]))
         return [{"keys": [view["key"] for view in views], "size": course.bucket_size, "pack": pack}], views
 
     def _curves(self) -> dict[str, Any]:
         """Name the curves of episodes, with their axes, and for actions the observations of the same name."""
-        schema, curves, groups = (
-            self.survey.scan.schema,
-            list[dict[str, Any]](),
-            {name: list[dict[str, str]]() for name in AXES},
-        )
+        schema, curves = self.survey.scan.schema, list[dict[str, Any]]()
+        groups: dict[str, list[dict[str, str]]] = {name: [] for name in AXES}
         for field, place in self.columns:
-            group, _, rest = field.partition("/")
+            head, _, rest = field.partition("/")
+            group = head if head in AXES else "other"
             twin = (f"observation/{rest}" if rest else "observation", place)
             has_twin = group == "action" and twin in self.columns and schema[twin[0]].shape == schema[field].shape
-            listed, name = groups[group if group in groups else "other"], self.survey.name((field, place))
-            listed.append({"name": name})
-            about_it = {"name": name, "label": shown(name), "axis": AXES.get(group, AXES["other"])}
-            twin_at = self.columns.index(twin) if has_twin else None
-            curves.append({**about_it, "is_picked": len(listed) <= NUM_PICKED, "twin": twin_at})
-        why = f"There are curves of the {NUM_WORST} worst and {NUM_RANDOM} random trajectories, not of this one."
+            name, is_picked = self.survey.name((field, place)), len(groups[group]) < NUM_PICKED
+            about = {"name": name, "label": shown(name), "axis": AXES[group], "is_picked": is_picked}
+            curves.append({**about, "twin": self.columns.index(twin) if has_twin else None})
+            groups[group].append({"name": name})
+        which = f"those that findings open, the {NUM_WORST} worst and {NUM_RANDOM} random ones"
+        why = f"There are curves of some trajectories ({which}), not of this one."
         offered = [{"group": group, "names": names} for group, names in groups.items() if names]
         has_twins = any(curve["twin"] is not None for curve in curves)
         return {"curves": curves, "episode": {"why": why, "groups": offered, "has_twins": has_twins}}
 
-    def _episodes(self, budget: int) -> tuple[dict[int, Any], list[dict[str, Any]]]:
-        """Read the worst episodes and some random ones, as many as fit; give them, and the contact sheet."""
-        worst, others = self.order[:NUM_WORST], self.order[NUM_WORST:]
-        chosen = [*worst, *np.random.default_rng(0).permutation(others)[:NUM_RANDOM]]
+    def _episodes(self, opened: Sequence[int], budget: int) -> tuple[dict[int, Any], list[dict[str, Any]]]:
+        """Read the episodes that findings open, the worst and some others, as many as fit; and the contact sheet."""
+        worst, others = self.order[:NUM_WORST].tolist(), self.order[NUM_WORST:].tolist()
+        random = np.random.default_rng(0).permutation(others)[:NUM_RANDOM].astype(int).tolist()
+        chosen = list(dict.fromkeys([*opened, *worst, *random]))
         found: dict[int, Any] = {}
-        drawn = tqdm(chosen, desc="draw", unit=" episodes", disable=not self._progress)
-        for place, number in enumerate(map(int, drawn)):
+        for place, number in enumerate(tqdm(chosen, desc="draw", unit=" episodes", disable=not self._progress)):
             curves = self.closeups.episode_curves(number, NUM_FINE_POINTS if place < NUM_FINE else NUM_POINTS)
             one = {"why": "", "curves": curves, "pictures": [], **frames_of(number, self.findings, self.survey.table)}
             budget -= len(as_visible_json(one)) + len(f'"{number}":,')
@@ -269,10 +236,17 @@ class Page:
                 break
             one["pictures"] = [{"name": name, "frames": frames} for name, frames in made.items()]
             for name, url in middle.items():
-                sheet.setdefault(name, []).append(
-                    {"number": number, "url": url, "label": f"{name} of trajectory {number}"}
-                )
+                thumb = {"number": number, "url": url, "label": f"{name} of trajectory {number}"}
+                sheet.setdefault(name, []).append(thumb)
         return [{"name": name, "thumbs": thumbs} for name, thumbs in sheet.items()]
+
+
+def _without(folders: Sequence[str], content: Any) -> Any:
+    """Give plain values without the names of folders in their texts."""
+    text = json.dumps(content)
+    for folder in folders:
+        text = text.replace(json.dumps(folder)[1:-1], "")
+    return json.loads(text)
 
 
 @lru_cache(maxsize=1)  # compressing takes half a second

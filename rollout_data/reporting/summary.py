@@ -46,17 +46,15 @@ def counted(number: int, word: str) -> str:
 def about(survey: Survey, made: str) -> list[dict[str, str]]:
     """What the head says of the recording."""
     known, times = survey.recording.metadata, survey.table["time"][~np.isnat(survey.table["time"])]
-    said = {
-        "format": survey.recording.format,
-        "recorded": str(times.max())[:16].replace("T", " ") if len(times) else "",
+    recorded = str(times.max())[:16].replace("T", " ") if len(times) else None
+    said = {"format": survey.recording.format, "recorded": recorded}
+    said |= {name.replace("_", " "): known.get(name) for name in _CONTEXT} | {"page made": made}
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, default=str)
+        for name, value in said.items()
+        if value is not None and value != ""
     }
-    for name in _CONTEXT:
-        value = known.get(name)
-        said[name.replace("_", " ")] = (
-            value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
-        )
-    said["page made"] = made
-    return [{"name": name, "value": masked(value, name)[:_MAX_TEXT]} for name, value in said.items() if value]
+    return [{"name": name, "value": masked(text, name)[:_MAX_TEXT]} for name, text in texts.items()]
 
 
 def cards(survey: Survey, diagnosis: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -111,7 +109,7 @@ def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
     return f"{value / unit:,.0f} {name}" if value >= 100 * unit else f"{value / unit:.3g} {name}"
 
 
-def finding_view(place: int, finding: Mapping[str, Any], name: str, evidence: Mapping[str, Any]) -> dict[str, Any]:
+def finding_view(place: int, finding: Mapping[str, Any], evidence: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What the page shows of a finding."""
     severity, numbers = finding["severity"], finding["trajectories"]
     field = f" · {finding['field']}" if finding["field"] else ""
@@ -143,14 +141,14 @@ def worst_first(survey: Survey, findings: Findings) -> Array:
 
 def table(survey: Survey, findings: Findings, order: Array) -> tuple[list[dict[str, str]], dict[str, list[Any]]]:
     """The columns of the table, and their values in the order given, with those that are not shown."""
-    rows, touched = survey.table[order], dict[int, set[str]]()
-    for one in findings:
+    rows, touched = survey.table[order], dict[int, dict[str, bool]]()
+    for one in findings:  # the worst first
         for number in one["trajectories"]:
-            touched.setdefault(number, set()).add(f"{SIGNS[one['severity']]} {one['code']}")
+            touched.setdefault(number, {})[f"{SIGNS[one['severity']]} {one['code']}"] = True
     success, numbers = {1: "yes", 0: "no"}, order.tolist()
     columns: dict[str, list[Any]] = {
         "number": numbers,
-        "findings": [", ".join(sorted(touched.get(number, ()), key=_by_severity)) for number in numbers],
+        "findings": [", ".join(touched.get(number, ())) for number in numbers],
         "name": rows["id"].tolist(),
         "writer": rows["writer"].tolist(),
         "env": [None if env < 0 else env for env in rows["env"].tolist()],
@@ -161,18 +159,11 @@ def table(survey: Survey, findings: Findings, order: Array) -> tuple[list[dict[s
         "return": digits(rows["return"], 7),
         "robust z": digits(survey.oddness[order], 3),
     }
-    heads = [
-        {"key": key, "label": "#" if key == "number" else key, "sort": "rank" if key == "findings" else key}
-        for key in columns
-    ]
-    oddest = survey.oddest[order].tolist()
-    rows_told = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-    facts = [_facts(row, one) for row, one in zip(rows_told, oddest, strict=True)]
+    heads = [{"key": key, "label": key, "sort": key} for key in columns]
+    heads[0]["label"], heads[1]["sort"] = "#", "rank"
+    oddest, told = survey.oddest[order].tolist(), zip(*columns.values(), strict=True)
+    facts = [_facts(dict(zip(columns, row, strict=True)), one) for row, one in zip(told, oddest, strict=True)]
     return heads, {**columns, "facts": facts, "rank": list(range(len(order)))}
-
-
-def _by_severity(sign_and_code: str) -> tuple[int, str]:
-    return "●▲○".index(sign_and_code[0]), sign_and_code
 
 
 def _facts(row: Mapping[str, Any], oddest: str) -> str:

@@ -22,7 +22,7 @@ from .bench import bench_as_text
 from .info import as_text, describe, listing, listing_as_text
 from .pictures import save_gif, save_mp4
 from .play import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
-from .rewrite import FolderReport, check_folder, open_folder, pack_dataset, repair_folder
+from .rewrite import check_folder, open_folder, pack_dataset, repair_folder
 from .selecting import selected
 
 
@@ -54,10 +54,8 @@ def convert(options: argparse.Namespace) -> Answer:
     chosen = {name: option_value(text) for name, text in pairs("convert", options.option).items()}
     source = selected(open_recording(options.data_dir), options.select)
     done = convert_recording(source, options.target, options.to, progress=options.progress, **chosen)
-    lines = [
-        f"{what}: {len(ids):,} episodes ({', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''})"
-        for what, ids in done.changes.items()
-    ]
+    some = {what: ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "") for what, ids in done.changes.items()}
+    lines = [f"{what}: {len(ids):,} episodes ({some[what]})" for what, ids in done.changes.items()]
     lines += [*map(str, done.problems), f"{done.num_episodes:,} episodes, {done.num_present:,} of them were there"]
     about = {**vars(done), "problems": [str(problem) for problem in done.problems]}
     return Answer(about, lines, 1 if done.problems else 0)
@@ -81,10 +79,8 @@ def option_value(text: str) -> Any:
 def report(options: argparse.Namespace) -> Answer:
     further = {"absolute_paths": options.absolute_paths, "progress": options.progress}
     page = write_report(options.data_dir, options.out, options.compare, **further)
-    num_bytes = page.stat().st_size
-    return Answer(
-        {"page": str(page), "num_bytes": num_bytes}, [f"{page}: {num_bytes / 1e6:.1f} MB; open it in a browser"]
-    )
+    size = page.stat().st_size
+    return Answer({"page": str(page), "num_bytes": size}, [f"{page}: {size / 1e6:.1f} MB; open it in a browser"])
 
 
 def play(options: argparse.Namespace) -> Answer:
@@ -117,7 +113,10 @@ def verify(options: argparse.Namespace) -> Answer:
             lines.append(f"  kept all but {report.salvaged[name]} of its trajectories")
     for dead in report.dead_writers:
         lines.append(f"writer {dead.writer} died; {dead.num_lost_frames} frames that it had not published are lost")
-    lines += [*(f"moved to {moved}" for moved in report.moved), _summary(report)]
+    counts = f"{report.num_blocks:,} blocks, {report.num_trajectories:,} trajectories, {report.num_frames:,} frames"
+    broken = f", {report.num_broken:,} trajectories with a missing part" if report.num_broken else ""
+    files = f"{len(report.problems):,} damaged or foreign {'file' if len(report.problems) == 1 else 'files'}"
+    lines += [*(f"moved to {moved}" for moved in report.moved), f"{counts} intact; {files}{broken}"]
     about = {
         **vars(report),
         "problems": {name: str(problem) for name, problem in report.problems.items()},
@@ -125,14 +124,6 @@ def verify(options: argparse.Namespace) -> Answer:
         "dead_writers": [vars(dead) for dead in report.dead_writers],
     }
     return Answer(about, lines, 1 if report.problems or report.num_broken else 0)
-
-
-def _summary(report: FolderReport) -> str:
-    """Count what is intact and what is not."""
-    counts = f"{report.num_blocks:,} blocks, {report.num_trajectories:,} trajectories, {report.num_frames:,} frames"
-    broken = f", {report.num_broken:,} trajectories with a missing part" if report.num_broken else ""
-    files = len(report.problems)
-    return f"{counts} intact; {files:,} damaged or foreign {'file' if files == 1 else 'files'}{broken}"
 
 
 def pack(options: argparse.Namespace) -> Answer:

@@ -78,12 +78,11 @@ def describe_episode(
     info, one = recording.info(place), recording[place]
     there = one.keys()
     for name in fields:
-        if not any(_is_below(known, name) for known in there):
+        if not any(f"{known}/".startswith(f"{name}/") for known in there):
             raise UsageError("play the field", f"of episode {one.id!r}", nearest(name, there), repr(name))
-    curves: list[dict[str, Any]] = []
-    for name in one.schema:
-        if not fields or any(_is_below(name, wanted) for wanted in fields):
-            curves += _curves(one, name, num_values, None if fields else _MAX_DIMENSIONS)
+    starts, most = (tuple(f"{name}/" for name in fields), None) if fields else ("", _MAX_DIMENSIONS)
+    chosen = [name for name in one.schema if f"{name}/".startswith(starts)]
+    curves = [curve for name in chosen for curve in _curves(one, name, num_values, most)]
     return {
         "path": str(recording.path),
         "id": one.id,
@@ -96,10 +95,6 @@ def describe_episode(
         "texts": {name: list(dict.fromkeys(one.read(name))) for name in one.texts},
         "curves": curves,
     }
-
-
-def _is_below(name: str, above: str) -> bool:
-    return name == above or name.startswith(f"{above}/")
 
 
 def _curves(episode: Episode, name: str, num_values: int, max_dimensions: int | None) -> list[dict[str, Any]]:
