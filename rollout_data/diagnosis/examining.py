@@ -49,8 +49,7 @@ def doctor(
     rules, changed = chosen_rules(only, skip), _changed(settings or {})
     if sample is not None:
         arguments.whole("examine", "sample", sample, 1)
-    with warnings.catch_warnings():
-        recording, failure = opened(path)
+    recording, failure = opened(path)
     kinds = [kind for rule in rules for kind in rule.collectors]
     with_pictures = any(rule.needs == "G" for rule in rules)
     return diagnose(Scan(path, recording, failure, sample, kinds, with_pictures, progress), rules, changed)
@@ -82,18 +81,19 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
 
 def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
     """Open what is to be examined, by its rows where its index is bad: (recording, None) or (None, why not)."""
-    if not isinstance(path, Recording):  # what would be warned of is reported
-        warnings.simplefilter("ignore", RolloutDataWarning)
-    try:
-        return (path if isinstance(path, Recording) else open(path)), None
-    except (DataFileError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
-            raise  # there is nothing to examine
-        with suppress(RolloutDataError, OSError):  # no format but those with an index has this option
-            return open(path, on_bad_index="rebuild"), None
-        return None, error if isinstance(error, RolloutDataError) else DataFileError(
-            "open", repr(str(path)), "", str(error)
-        )
+    with warnings.catch_warnings():
+        if not isinstance(path, Recording):  # what would be warned of is reported
+            warnings.simplefilter("ignore", RolloutDataWarning)
+        try:
+            return (path if isinstance(path, Recording) else open(path)), None
+        except (DataFileError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
+                raise  # there is nothing to examine
+            with suppress(RolloutDataError, OSError):  # no format but those with an index has this option
+                return open(path, on_bad_index="rebuild"), None
+            if isinstance(error, RolloutDataError):
+                return None, error
+            return None, DataFileError("open", repr(str(path)), "", str(error))
 
 
 def chosen_rules(only: Sequence[str], skip: Sequence[str]) -> list[Rule]:

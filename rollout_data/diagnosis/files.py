@@ -108,20 +108,25 @@ class Files:
                 if after > before + 1:
                     yield writer, before + 1, after
 
-    def lost(self, writer: str, first: int, stop: int) -> list[str]:
-        """Name the trajectories that had frames in the blocks `first:stop` of a writer, as far as the others tell."""
+    def lost(self, writer: str, first: int, stop: int, is_there: bool = False) -> list[str]:
+        """Name the trajectories that had frames in the blocks `first:stop` of a writer, as far as the others tell.
+
+        Numbers that no other block has are of blocks that are there, and cannot be read; in one that is gone they may
+        have been dropped.
+        """
         parts = self.parts[self.parts["writer"] == (self.writers.index(writer) if writer in self.writers else -1)]
         before, after = parts[parts["sequence"] < first], parts[parts["sequence"] >= stop]
         ended = set(before["trajectory"][before["flags"] & ENDS > 0].tolist())
         numbers = set(before["trajectory"].tolist()) - ended
-        is_later = (after["flags"] & FIRST) == 0
         begun = dict(zip(before["trajectory"].tolist(), (before["start"] + before["length"]).tolist(), strict=True))
-        first_rows = after[is_later][np.unique(after["trajectory"][is_later], return_index=True)[1]]
-        later = zip(first_rows["trajectory"].tolist(), first_rows["start"].tolist(), strict=True)
-        numbers |= {number for number, start in later if begun.get(number, 0) < start}
-        if len(before) or first == 0:
-            new = after["trajectory"][~is_later]
-            numbers |= set(range(int(before["trajectory"].max(initial=-1)) + 1, int(new.min(initial=0))))
+        heads = after[np.unique(after["trajectory"], return_index=True)[1]]
+        is_later = (heads["flags"] & FIRST) == 0
+        later = zip(heads["trajectory"][is_later].tolist(), heads["start"][is_later].tolist(), strict=True)
+        for number, start in later:
+            (numbers.add if begun.get(number, 0) < start else numbers.discard)(number)
+        if is_there and (len(before) or first == 0):
+            new, last = heads["trajectory"][~is_later], int(heads["trajectory"].max(initial=-1))
+            numbers |= {*range(int(before["trajectory"].max(initial=-1)) + 1, int(new.min(initial=last + 1)))}
         return [f"{writer}:{number}" for number in sorted(numbers)]
 
     def named_by(self, name: str) -> list[str]:
@@ -138,7 +143,7 @@ class Files:
                     return [f"{writer}:{number}" for number in numbers[(numbers >= 0) & (numbers < 1 << 40)].tolist()]
         except (RolloutDataError, OSError, LookupError, AttributeError, TypeError, ValueError, RuntimeError):
             pass  # no table can be read: what the other blocks tell remains
-        return self.lost(writer, sequence, sequence + 1)
+        return self.lost(writer, sequence, sequence + 1, is_there=True)
 
     @cached_property
     def _places(self) -> dict[str, int]:

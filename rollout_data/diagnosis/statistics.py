@@ -116,8 +116,8 @@ def reward_sums(scan: Any) -> Iterator[tuple[str, Array, Array, Array, Array]]:
     places, stored = list[int](), list[float]()
     if scan.files.folder is not None:
         found: dict[str, float] = {}
-        for header in scan.files.headers.values():
-            if header.reward_sums.shape[1] == 1:
+        for header in {(one.writer, one.sequence): one for one in scan.files.headers.values()}.values():
+            if header.reward_sums.shape[1] == 1:  # a second copy of a block does not count
                 for number, one in zip(header.fragments["trajectory"].tolist(), header.reward_sums[:, 0], strict=True):
                     found[f"{header.writer}:{number}"] = found.get(f"{header.writer}:{number}", 0.0) + float(one)
         ids = scan.recording.ids if found else []

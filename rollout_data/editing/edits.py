@@ -239,8 +239,8 @@ def _edited(path: str | os.PathLike[str], action: str, change: Callable[[Edits, 
     data_dir = _folder(path, action).data_dir
     with only_editor(data_dir):
         folder = _folder(data_dir, action)
-        edits, index = read_edits(folder), TrajectoryIndex(list(folder.blocks.values()), built=folder.built)
-        if count := change(edits, index):
+        edits = read_edits(folder)
+        if count := change(edits, folder.index):
             publish_edits(folder, edits)
         return count
 
@@ -258,8 +258,7 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
     if kind_of(origin) is not Blocks:
         expected, advice = "a folder of block files", "Convert it first: rollout_data.convert(path, new_path)"
         raise UsageError(action, f"{str(path)!r}", expected, "another format", advice)
-    folder = BlockFolder(origin.path)
-    folder.refresh()
+    folder = BlockFolder.at(origin.path)
     for name, problem in folder.problems.items():
         if named_edit(name):
             advice = f"Run 'rollout-data verify --repair {folder.data_dir}' first"

@@ -10,26 +10,27 @@ import errno
 import filecmp
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from storage.core import arguments
 from storage.core.durable import replace_folder
 from storage.errors import DataFileError, SchemaError, UsageError
 
 from ..foreign.reader import NO_FIELDS
-from ..format.header import METADATA_NAME, read_header
+from ..format.header import METADATA_NAME, damaged_fragments, read_header
 from ..format.notes import EPISODES, TEXTS
 from ..format.write import block_name, write_block
 from ..frames.blocks import Blocks
 from ..frames.source import kind_of
 from ..index.block import Block
 from ..index.folder import BlockFolder, save_index_cache
-from ..index.index import TrajectoryIndex
 from ..index.metadata import ENDS, Metadata, load_metadata, publish_metadata
 from ..recordings.converting import convert
 from ..recordings.opening import open as open_recording
@@ -63,7 +64,25 @@ class NewFolder:
     renamed: dict[tuple[int, str], str] = field(default_factory=dict)
 
 
-def merge(sources: Sequence[DataDir], out: str | os.PathLike[str]) -> NewFolder:
+@contextmanager
+def new_folder(action: str, target: str | os.PathLike[str], *sources: DataDir) -> Iterator[Path]:
+    """Give an empty folder that takes the place of `target` when all went well.
+
+    Raises:
+        UsageError: The target is, or lies in, one of the sources, or it is not empty.
+    """
+    place = arguments.path(action, "", target).resolve()
+    for source in sources:
+        path = source.path if isinstance(source, Recording) else source
+        if isinstance(path, (str, Path)) and Path(path).resolve() in (place, *place.parents):
+            raise UsageError(action, f"into {str(target)!r}", f"a place outside of {str(path)!r}", "one in the source")
+    if place.is_dir() and any(place.iterdir()):
+        raise UsageError(action, f"into {str(target)!r}", "a new or empty folder", "files in it")
+    with replace_folder(place, ()) as made:
+        yield made
+
+
+def merge(sources: Sequence[DataDir], out: str | os.PathLike[str], *, progress: bool = False) -> NewFolder:
     """Unite recordings of equal fields in a new folder of block files; edits of the sources are kept.
 
     Blocks become hard links; they are copied to other file systems, and where two writers have one name. A block that
@@ -73,42 +92,29 @@ def merge(sources: Sequence[DataDir], out: str | os.PathLike[str]) -> NewFolder:
     Args:
         sources: Paths of any format, or recordings.
         out: A new or empty folder.
+        progress: Show progress bars.
 
     Raises:
-        UsageError: There is no source.
+        UsageError: There is no source, or `out` is not empty, or lies in one.
         SchemaError: The fields differ.
-        DataFileError: A source is damaged, or `out` is not empty.
+        DataFileError: A source is damaged.
     """
     listed = [sources] if isinstance(sources, (str, os.PathLike, Recording)) else list(sources)
     if not listed:
         raise UsageError("merge", f"into {str(out)!r}", "at least one recording", "none")
-    with replace_folder(out, ()) as made:
-        folders = [_as_blocks(one, made / _CONVERTED / str(place)) for place, one in enumerate(listed)]
-        done, edits, present = NewFolder(arguments.path("merge", "", out)), Edits(), set[Key]()
-        for place, folder in enumerate(folders):
-            if difference := (folders[0].schema or NO_FIELDS).difference(folder.schema or NO_FIELDS):
-                where, expected = f"{str(listed[place])!r}", f"the fields of {str(listed[0])!r}"
-                raise SchemaError("merge", where, expected, difference, "Merge what has equal fields")
-            index = TrajectoryIndex(list(folder.blocks.values()))
-            names = _free_names(folder, made)
-            done.renamed |= {(place, old): new for old, new in names.items() if old != new}
-            for block in index.blocks:
-                if not block.is_edit:
-                    _take(block, names[block.writer], made, done)
-            theirs = read_edits(folder)
-            present |= {(names[writer], number) for writer, number in index.keys(np.arange(len(index)))}
-            edits.dropped |= {(names[writer], number) for writer, number in theirs.dropped if writer in names}
-            for (writer, number), said in theirs.said.items():
-                if writer in names:
-                    edits.said[names[writer], number] = edits.said.get((names[writer], number), {}) | said
-        edits.dropped -= present
-        _finish(made, done, _common([load_metadata(folder.data_dir) for folder in folders]), edits)
-        shutil.rmtree(made / _CONVERTED, ignore_errors=True)
+    done = NewFolder(arguments.path("merge", "", out))
+    with new_folder("merge", out, *listed) as made:
+        _unite([_opened(one) for one in listed], made, done, progress)
     return done
 
 
 def split(
-    path: DataDir, parts: Mapping[str, float] | None, out: str | os.PathLike[str], *, seed: int = 0
+    path: DataDir,
+    parts: Mapping[str, float] | None,
+    out: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    progress: bool = False,
 ) -> dict[str, NewFolder]:
     """Divide a recording into folders `out/<name>` of block files: disjoint, and complete together.
 
@@ -120,114 +126,125 @@ def split(
         parts: Name -> share, as in `{"train": 0.9, "val": 0.1}`; None gives the parts that the file itself names.
         out: A new or empty folder.
         seed: Which trajectory goes where is a function of it and of their names.
+        progress: Show progress bars.
 
     Raises:
-        UsageError: The shares do not add up to 1, or a name cannot be that of a folder.
-        DataFileError: The source is damaged, or `out` is not empty.
+        UsageError: The shares do not add up to 1, a name cannot be that of a folder, or `out` is not empty, or lies in
+            the source.
+        DataFileError: The source is damaged.
     """
-    recording = path if isinstance(path, Recording) else open_recording(path)
-    chosen, done = recording.split(parts, seed), {}
+    recording, done = _opened(path), dict[str, NewFolder]()
+    chosen = recording.split(parts, seed)
     for name in chosen:
         if not name.strip(".") or {"/", "\0"} & set(name):
             raise UsageError("split", f"{str(recording.path)!r}", "parts named as folders can be", repr(name))
-    with replace_folder(out, ()) as made:
+    with new_folder("split", out, recording) as made:
         for name, part in chosen.items():
             done[name] = NewFolder(arguments.path("split", "", out) / name)
-            if is_own(part):
-                (made / name).mkdir()
-                _take_part(opened(part.path), part.ids, made / name, done[name])
-            else:
-                _as_blocks(part, made / name)
-                _count(made / name, done[name])
+            (made / name).mkdir()
+            _unite([part], made / name, done[name], progress)
     return done
 
 
-def take(
-    folder: BlockFolder, dropped: Iterable[Key], target: Path, done: NewFolder, leave: Iterable[str] = ()
-) -> Edits:
-    """Link the blocks of which a trajectory is left, but for those named `leave`; give the edits that belong to them.
+def _opened(source: DataDir) -> Recording:
+    return source if isinstance(source, Recording) else open_recording(source)
 
-    What a block holds of others than the trajectories that are kept is dropped: without their other blocks they would
-    seem whole, or not void.
+
+def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progress: bool) -> None:
+    """Link the blocks of recordings into a new folder, or write them anew, and tell what is left out there.
+
+    A block of which a selection has some trajectories is taken as a whole, and the others are dropped: without their
+    other blocks they would seem whole, or not void.
     """
-    index, edits = TrajectoryIndex(list(folder.blocks.values())), read_edits(folder)
-    kept = {*index.keys(np.arange(len(index)))} - set(dropped)
-    new = Edits(said={key: said for key, said in edits.said.items() if key in kept})
-    for name, block in sorted(folder.blocks.items()):
-        held = {(block.writer, number) for number in block.fragments["trajectory"].tolist()}
-        if name not in leave and not block.is_edit and held & kept:
-            _take(block, block.writer, target, done)
-            new.dropped |= held - kept
-    return new
+    kept, said, found = set[Key](), dict[Key, dict[str, Any]](), list[BlockFolder]()
+    for place, recording in enumerate(recordings):
+        folder = _as_blocks(recording, made / _CONVERTED / str(place), progress)
+        found.append(folder)
+        if difference := (found[0].schema or NO_FIELDS).difference(folder.schema or NO_FIELDS):
+            where, expected = f"{str(recording.path)!r}", f"the fields of {str(recordings[0].path)!r}"
+            raise SchemaError("merge", where, expected, difference, "Merge what has equal fields")
+        is_whole = not is_own(recording) or recording.origin.ids is None
+        index, chosen = folder.index, () if is_whole else {*recording.ids}
+        wanted = {key for key in index.keys(np.arange(len(index))) if is_whole or f"{key[0]}:{key[1]}" in chosen}
+        blocks = [one for one in index.blocks if not one.is_edit and (is_whole or not wanted.isdisjoint(held_in(one)))]
+        names = _free_names(blocks, made)
+        done.renamed |= {(place, old): new for old, new in names.items() if old != new}
+        listed = tqdm(blocks, desc="link", unit=" blocks", disable=not progress)
+        num_linked = sum([_take(block, names[block.writer], made) for block in listed])
+        done.num_linked += num_linked if is_own(recording) else 0
+        kept |= {(names[writer], number) for writer, number in wanted}
+        for (writer, number), told in read_edits(folder).said.items():
+            if writer in names and (is_whole or (writer, number) in wanted):
+                said[names[writer], number] = said.get((names[writer], number), {}) | told
+    metadata = _common([load_metadata(one.data_dir) for one in found])
+    shutil.rmtree(made / _CONVERTED, ignore_errors=True)
+    index = finish(made, metadata, kept, said).index
+    save_index_cache(made)
+    done.num_trajectories, done.num_frames = len(index), index.num_frames
+    done.num_copied = sum(not block.is_edit for block in index.blocks) - done.num_linked
 
 
-def _take_part(folder: BlockFolder, ids: Sequence[str], target: Path, done: NewFolder) -> None:
-    index, wanted = TrajectoryIndex(list(folder.blocks.values())), set(ids)
-    others = [key for key in index.keys(np.arange(len(index))) if f"{key[0]}:{key[1]}" not in wanted]
-    metadata = load_metadata(folder.data_dir)
-    _finish(target, done, metadata, take(folder, others, target, done))
+def held_in(block: Block) -> set[Key]:
+    """Give the trajectories of which a block has a part."""
+    return {(block.writer, number) for number in block.fragments["trajectory"].tolist()}
 
 
-def _finish(made: Path, done: NewFolder, metadata: Metadata | None, edits: Edits) -> None:
-    """Describe a new folder: metadata, edits and the cache of its index."""
+def finish(
+    made: Path, metadata: Metadata | None, kept: Collection[Key], said: Mapping[Key, dict[str, Any]]
+) -> BlockFolder:
+    """Describe a new folder: its metadata, what was said, and which trajectories of its blocks are dropped."""
     if metadata is not None:
         publish_metadata(made, metadata, "edited")
-    folder = BlockFolder(made)
-    folder.refresh()
+    folder = BlockFolder.at(made)
+    held = {key for block in folder.blocks.values() for key in held_in(block)}
+    edits = Edits(
+        held - {*kept}, {key: told for key, told in said.items() if key in held}, created_ns=newest_ns(folder)
+    )
     if edits.dropped or edits.said:
         publish_edits(folder, edits)
-    save_index_cache(made)
-    _count(made, done)
+        folder.refresh()
+    return folder
 
 
-def _count(made: Path, done: NewFolder) -> None:
-    folder = BlockFolder(made)
-    folder.refresh()
-    index = TrajectoryIndex(list(folder.blocks.values()))
-    done.num_trajectories, done.num_frames = len(index), index.num_frames
-    done.num_copied = done.num_copied or sum(not block.is_edit for block in index.blocks) - done.num_linked
+def newest_ns(folder: BlockFolder) -> int:
+    """Give the time of the newest frame: what is made of a folder has no other, so that it is the same each time."""
+    return max((int(one.fragments["end_time_ns"].max(initial=0)) for one in folder.blocks.values()), default=0)
 
 
 def is_own(recording: Recording) -> bool:
     return kind_of(recording.origin) is Blocks and not isinstance(recording.path, RemotePath)
 
 
-def opened(path: Path) -> BlockFolder:
-    """Open a folder of block files, all of which must be readable.
+def _as_blocks(recording: Recording, scratch: Path, progress: bool) -> BlockFolder:
+    """Give the folder of block files of a recording, all of them readable; others are converted to `scratch`.
 
     Raises:
-        DataFileError: One is not.
+        DataFileError: A block is damaged, or an episode cannot be converted.
     """
-    folder = BlockFolder(path)
-    folder.refresh()
+    if not is_own(recording):
+        scratch.parent.mkdir(exist_ok=True)
+        if problems := convert(recording, scratch, progress=progress).problems:
+            raise problems[0]
+    folder = BlockFolder.at(recording.path if is_own(recording) else scratch)
     for name, problem in folder.problems.items():
         if name != METADATA_NAME:
-            advice = f"Run 'rollout-data repair {path} --to NEW' first"
-            raise DataFileError("link the blocks", f"of {str(path)!r}", "intact ones", repr(name), advice) from problem
+            where, advice = (
+                f"of {str(folder.data_dir)!r}",
+                f"Run 'rollout-data repair {folder.data_dir} --to NEW' first",
+            )
+            raise DataFileError("link the blocks", where, "intact ones", repr(name), advice) from problem
     return folder
 
 
-def _as_blocks(source: DataDir, scratch: Path) -> BlockFolder:
-    """Give a folder of block files of any recording: itself, or what it is converted to in `scratch`."""
-    recording = source if isinstance(source, Recording) else open_recording(source)
-    if is_own(recording) and recording.origin.ids is None:
-        return opened(recording.path)
-    scratch.parent.mkdir(parents=True, exist_ok=True)
-    if problems := convert(recording, scratch, progress=False).problems:
-        raise problems[0]
-    return opened(scratch)
-
-
-def _free_names(folder: BlockFolder, made: Path) -> dict[str, str]:
-    """Give each writer of a folder a name in `made`: its own, unless that is another one's there."""
+def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
+    """Give each writer of some blocks a name in `made`: its own, unless that is another one's there."""
     found: dict[str, list[Block]] = {}
-    for block in folder.blocks.values():
-        if not block.is_edit:
-            found.setdefault(block.writer, []).append(block)
+    for block in blocks:
+        found.setdefault(block.writer, []).append(block)
     names = {}
-    for writer, blocks in sorted(found.items()):
+    for writer, mine in sorted(found.items()):
         name, number = writer, 1
-        while not _is_same(blocks, name, made):
+        while not _is_same(mine, name, made):
             number += 1
             name = f"{writer[:90]}-{number}"
         names[writer] = name
@@ -244,24 +261,21 @@ def _is_same(blocks: Sequence[Block], name: str, made: Path) -> bool:
     return all(filecmp.cmp(block.path, there[block_name(name, block.sequence)], shallow=False) for block in shared)
 
 
-def _take(block: Block, writer: str, target: Path, done: NewFolder) -> None:
-    """Link or copy a block into a new folder, or write it anew for a writer of another name."""
+def _take(block: Block, writer: str, target: Path) -> bool:
+    """Link or copy a block into a new folder, or write it anew for a writer of another name; True if it is linked."""
     path = target / block_name(writer, block.sequence)
     if path.exists():
-        return
+        return False
     if writer == block.writer:
-        is_linked = link_or_copy(block.path, path)
-        done.num_linked, done.num_copied = done.num_linked + is_linked, done.num_copied + (not is_linked)
-        return
+        return link_or_copy(block.path, path)
     header = read_header(block.path)
+    for _, damage in damaged_fragments(header):
+        raise damage  # written anew it would have a right checksum
     parts = [(header, *part) for part in zip(header.fragments, header.reward_sums, strict=True)]
     codecs = {name: coding.codec for name, coding in header.codings.items()}
-    content = rebuilt(parts, writer, block.sequence, codecs)
-    content.notes = {
-        kind: [(key, text.encode()) for key, text in header.read_notes(kind)] for kind in (EPISODES, TEXTS)
-    }
-    write_block(target, content)
-    done.num_copied += 1
+    notes = {kind: [(key, text.encode()) for key, text in header.read_notes(kind)] for kind in (EPISODES, TEXTS)}
+    write_block(target, replace(rebuilt(parts, writer, block.sequence, codecs), notes=notes))
+    return False
 
 
 def link_or_copy(source: Path, target: Path) -> bool:

@@ -26,7 +26,6 @@ from ..format.notes import EPISODES, TEXTS
 from ..format.rows import BlockContent, gathered
 from ..format.write import block_name, write_block
 from ..index.folder import BlockFolder
-from ..index.index import TrajectoryIndex
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def _texts(parts: list[Part]) -> list[tuple[int, bytes]]:
 
 def _trajectories(folder: BlockFolder) -> Iterator[list[Part]]:
     """Yield the fragments of each trajectory in order, trajectories in the order of completion."""
-    index = TrajectoryIndex(list(folder.blocks.values()))
+    index = folder.index
     parts: dict[tuple[str, int], list[Part]] = {}
     for block in index.blocks:
         header = read_header(block.path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,23 +19,22 @@ import numpy as np
 from tqdm import tqdm
 
 from storage.core import arguments
-from storage.core.durable import replace_folder
-from storage.errors import DataFileError, RolloutDataError
+from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
 
 from ..diagnosis.examining import doctor, opened
 from ..diagnosis.finding import Finding
 from ..diagnosis.provenance import masked
 from ..foreign.writer import EpisodeToWrite
-from ..format.header import METADATA_NAME
+from ..format.header import METADATA_NAME, read_header
 from ..format.write import block_name, write_block
+from ..index.block import FIRST_EDIT
 from ..index.folder import BlockFolder
-from ..index.index import TrajectoryIndex
 from ..index.metadata import RESERVED_KEYS, Metadata, publish_metadata
 from ..recordings.own_writer import OwnWriter
 from ..recordings.recording import Recording
 from ..remote.access import RemotePath
-from .edits import Edits, publish_edits, read_edits, write_part
-from .folders import is_own, link_or_copy
+from .edits import Edits, Key, read_edits, write_part
+from .folders import finish, is_own, link_or_copy, new_folder, newest_ns
 from .mending import MENDS, Case, Draft
 from .parts import intact_part, write_packed
 
@@ -123,9 +123,13 @@ def repair(
         progress: Show progress bars.
 
     Raises:
-        UsageError: A code is not known, or there is nothing at the path.
-        DataFileError: Nothing can be read, nothing would be left, or `to` is not empty.
+        UsageError: A code is not known, there is nothing at the path, or `to` is not empty, or lies in it.
+        DataFileError: Nothing can be read, or nothing would be left.
     """
+    if unknown := [code for code in yes if code not in ASKS]:
+        raise UsageError(
+            "repair", f"with yes={list(yes)}", f"codes among {nearest(unknown[0], ASKS)}", repr(unknown[0])
+        )
     recording, failure = opened(path)
     if recording is None:
         assert failure is not None
@@ -137,18 +141,15 @@ def repair(
         return Repaired(target, tuple(plan.actions))
     if len(plan.dropped) == len(recording):
         raise DataFileError("repair", repr(str(path)), "a trajectory to keep", "findings in all of them")
-    with replace_folder(target, ()) as made:
-        mends_files = not only or any(code.startswith(tuple(only)) for code in _OF_BLOCKS)
-        _write(plan, made, mends_files, progress)
+    with new_folder("repair", target, recording) as made:
+        _write(plan, made, not only or any(code.startswith(tuple(only)) for code in _OF_BLOCKS), progress)
         actions = [action.as_dict() for action in plan.actions]
         report = {"source": {"format": recording.format, "checksum": checksum_of(recording.path)}, "actions": actions}
         (made / REPORT_NAME).write_text(json.dumps(report, indent=2, default=str), encoding="utf-8")
-    folder = BlockFolder(target, verify_on_open=True)
-    folder.refresh()
+    folder = BlockFolder.at(target, verify_on_open=True)
     codes = sorted({action.finding.code for action in plan.actions if action.kind != "-"})
     remaining = doctor(target, only=codes).findings if codes else ()
-    num_left = len(TrajectoryIndex(list(folder.blocks.values())))
-    return Repaired(target, tuple(plan.actions), num_left, tuple(remaining), dict(folder.problems))
+    return Repaired(target, tuple(plan.actions), len(folder.index), tuple(remaining), dict(folder.problems))
 
 
 class _Plan:
@@ -158,9 +159,17 @@ class _Plan:
         self.recording, self.context = recording, dict(recording.metadata)
         self.actions: list[Action] = []
         self.dropped: set[int] = set()
-        self.mends: dict[int, list[Finding]] = {}
+        #: Place -> (code whose row of `MENDS` is applied, finding).
+        self.mends: dict[int, list[tuple[str, Finding]]] = {}
+        self._found = {finding.code for finding in findings}
         for finding in findings:
             self.actions.append(self._planned(finding, is_chosen, yes))
+        gone = {*self._ids(sorted(self.dropped))}
+        for number, one in enumerate(self.actions):
+            if one.finding.code in MENDS and gone.intersection(one.trajectories):
+                left = tuple(name for name in one.trajectories if name not in gone)
+                says = one.says if left else "nothing: left out because of other findings"
+                self.actions[number] = replace(one, says=says, kind=one.kind if left else "-", trajectories=left)
         self.mends = {place: found for place, found in self.mends.items() if place not in self.dropped}
         #: The drafts of one episode, made again when they are asked for.
         self.drafts = lru_cache(maxsize=1)(self._drafts)
@@ -178,11 +187,16 @@ class _Plan:
                 return Action(finding, says, "S")
         if code in _OF_BLOCKS and is_own(self.recording):
             says = "what is intact of the blocks is kept, and trajectories that lack a part are dropped"
-            return Action(finding, says, "K", self._ids(places) if code == "FIL01" else ())
+            if code == "STR05" or str(finding.field).startswith("notes/"):
+                return Action(finding, says, "K")
+            self.dropped |= set(places)  # so that no other finding has damaged rows written anew
+            return Action(finding, says, "K", (*self._ids(places), *finding.left_out))
+        if code == "END07" and "END09" in self._found:
+            code = "END08"  # final observations that come from wrong successors tell nothing of the last row
         if (mend := MENDS.get(code)) is not None:
             places = list(range(len(self.recording))) if mend.everywhere or not places else places
             for place in places:
-                self.mends.setdefault(place, []).append(finding)
+                self.mends.setdefault(place, []).append((code, finding))
             return Action(finding, mend.says, finding.repair, self._ids(places))
         if finding.repair == "-" or not places:
             return Action(finding, f"nothing: {finding.advice}", "-")
@@ -194,9 +208,9 @@ class _Plan:
 
     def _drafts(self, place: int) -> list[Draft]:
         drafts = [Draft.of(self.recording[place])]
-        for finding in sorted(self.mends[place], key=lambda one: list(MENDS).index(one.code)):
+        for code, finding in sorted(self.mends[place], key=lambda one: list(MENDS).index(one[0])):
             case = Case(finding, place, self.recording)
-            drafts = [new for draft in drafts for new in MENDS[finding.code].function(draft, case) if new.length]
+            drafts = [new for draft in drafts for new in MENDS[code].function(draft, case) if new.length]
         return drafts
 
     def episodes(self, places: Sequence[int]) -> Iterator[tuple[int, EpisodeToWrite]]:
@@ -237,18 +251,21 @@ def _write(plan: _Plan, made: Path, mends_files: bool, progress: bool) -> None:
     is_same = all(not recording.schema.difference(piece.schema) for _, piece in pieces)
     if not (is_own(recording) and is_same and _beside(plan, pieces, made, mends_files, progress)):
         pieces = list(plan.episodes([place for place in range(len(recording)) if place not in plan.dropped]))
-        metadata = _write_anew(plan, pieces, made, progress)
-        publish_metadata(made, metadata, _MENDED)
+        publish_metadata(made, _write_anew(plan, pieces, made, progress), _MENDED)
 
 
 def _beside(
     plan: _Plan, pieces: Sequence[tuple[int, EpisodeToWrite]], made: Path, mends_files: bool, progress: bool
 ) -> bool:
     """Link the blocks of a folder of ours, and write what is rewritten beside them; False where fields do not fit."""
-    folder = BlockFolder(plan.recording.path, verify_on_open=mends_files)
-    folder.refresh()
+    folder = BlockFolder.at(plan.recording.path, verify_on_open=mends_files or bool(pieces))
     assert folder.schema is not None
     metadata = Metadata.of_schema(folder.schema, _context(plan.context))
+    damaged = sorted({*folder.problems} - {METADATA_NAME})
+    if damaged and pieces and not mends_files:  # what is rewritten would have right checksums
+        advice = "Mend FIL and STR, too"
+        where = repr(str(folder.data_dir))
+        raise DataFileError("repair", where, "intact blocks", repr(damaged[0]), advice) from folder.problems[damaged[0]]
     if pieces:
         told = _write_anew(plan, pieces, made, progress)
         if told.schema.difference(folder.schema):
@@ -256,63 +273,60 @@ def _beside(
                 path.unlink()
             return False
         metadata = Metadata.of_schema(folder.schema, {**told.context, **metadata.context})
-    created_ns = max((int(one.fragments["end_time_ns"].max(initial=0)) for one in folder.blocks.values()), default=0)
     for block in folder.blocks.values():
         if not block.is_edit:
             link_or_copy(block.path, made / block.path.name)
-    for name in sorted(folder.problems):
-        if name != METADATA_NAME:
-            _salvage(folder, name, made, created_ns)
+    for name in damaged:
+        _salvage(folder, name, made)
     if mends_files:
-        _fill(folder, made, created_ns)
-    publish_metadata(made, metadata, _MENDED)
-    edits = _edits_for(made, read_edits(folder), plan)
-    edits.created_ns = created_ns
-    new = BlockFolder(made)
-    new.refresh()
-    if edits.dropped or edits.said:
-        publish_edits(new, edits)
+        _fill(folder, made)
+    finish(made, metadata, _kept(made, plan, read_edits(folder)), read_edits(folder).said)
     return True
 
 
-def _fill(folder: BlockFolder, made: Path, created_ns: int) -> None:
+def _fill(folder: BlockFolder, made: Path) -> None:
     """Put empty blocks in the place of those that are gone between others."""
-    assert folder.schema is not None
     there: dict[str, set[int]] = {}
     for block in folder.blocks.values():
         if not block.is_edit:
             there.setdefault(block.writer, set()).add(block.sequence)
     for writer, known in sorted(there.items()):
         for sequence in sorted(set(range(min(known), min(max(known), min(known) + _MOST_GONE))) - known):
-            if not (made / block_name(writer, sequence)).exists():
-                write_part(made, folder.schema, writer, sequence, Edits(created_ns=created_ns))
+            _write_empty(folder, made, writer, sequence)
 
 
-def _salvage(folder: BlockFolder, name: str, made: Path, created_ns: int) -> None:
+def _salvage(folder: BlockFolder, name: str, made: Path) -> None:
     """Write what is intact of a damaged block; an empty one in the place of one that cannot be read."""
     content, _ = intact_part(folder.data_dir / name)
-    writer, _, number = name.removeprefix("rollout_").removesuffix(".h5").rpartition("_")
     if content is not None:
-        write_block(made, replace(content, created_ns=created_ns))
-    elif number.isdecimal() and writer and not (made / name).exists() and int(number) < 10**15:
+        write_block(made, replace(content, created_ns=newest_ns(folder)))
+        return
+    try:  # of other fields, or a copy under another name
+        header = read_header(folder.data_dir / name)
+        _write_empty(folder, made, header.writer, header.sequence)
+    except (RolloutDataError, OSError):
+        writer, _, number = name.removeprefix("rollout_").removesuffix(".h5").rpartition("_")
+        if number.isdecimal() and writer and int(number) < FIRST_EDIT:
+            _write_empty(folder, made, writer, int(number))
+
+
+def _write_empty(folder: BlockFolder, made: Path, writer: str, sequence: int) -> None:
+    if not (made / block_name(writer, sequence)).exists():
         assert folder.schema is not None
-        write_part(made, folder.schema, writer, int(number), Edits(created_ns=created_ns))
+        write_part(made, folder.schema, writer, sequence, Edits(created_ns=newest_ns(folder)))
 
 
-def _edits_for(made: Path, before: Edits, plan: _Plan) -> Edits:
-    """Give the edits of a new folder: those of the source, what is left out, and what lacks a part."""
-    folder = BlockFolder(made)
-    folder.refresh()
-    index = TrajectoryIndex(list(folder.blocks.values()))
+def _kept(made: Path, plan: _Plan, before: Edits) -> set[Key]:
+    """Give the trajectories of a new folder that count: not those that are left out or rewritten, nor lack a part."""
+    index = BlockFolder.at(made).index
     gone = {plan.recording.info(place).name for place in {*plan.dropped, *plan.mends}}
-    blocks = sorted(index.blocks, key=lambda one: one.sequence)
-    empty = {one.writer: one.sequence for one in blocks if not len(one.fragments)}
+    empty = {
+        one.writer: one.sequence for one in sorted(index.blocks, key=lambda one: one.sequence) if not len(one.fragments)
+    }
     last = [index.blocks[number] for number in index.fragment_block[index.first_fragment[1:] - 1].tolist()]
     is_cut = [one.sequence < empty.get(one.writer, -1) for one in last]  # what ended it may have been in there
     whole = {*index.keys(np.flatnonzero(index.is_complete() | ~np.array(is_cut, bool)))} - before.dropped
-    kept = {key for key in whole if f"{key[0]}:{key[1]}" not in gone}
-    there = {(one.writer, number) for one in index.blocks for number in one.fragments["trajectory"].tolist()}
-    return Edits(there - kept, {key: said for key, said in before.said.items() if key in kept})
+    return {key for key in whole if f"{key[0]}:{key[1]}" not in gone}
 
 
 def _write_anew(plan: _Plan, pieces: Sequence[tuple[int, EpisodeToWrite]], made: Path, progress: bool) -> Metadata:
@@ -333,14 +347,9 @@ def _write_anew(plan: _Plan, pieces: Sequence[tuple[int, EpisodeToWrite]], made:
             origins.append((int(about.get("env", 0)), int(about.get("end_time_ns", place + 1))))
     finally:
         writer.close()
-    folder = BlockFolder(staging)
-    folder.refresh()
-    assert folder.schema is not None
-    write_packed(folder, made, _MENDED, _BLOCK_BYTES, origins)
+    write_packed(BlockFolder.at(staging), made, _MENDED, _BLOCK_BYTES, origins)
     described = json.loads((staging / METADATA_NAME).read_text(encoding="utf-8"))
-    for path in staging.iterdir():
-        path.unlink()
-    staging.rmdir()
+    shutil.rmtree(staging)
     return Metadata.from_json(described)
 
 

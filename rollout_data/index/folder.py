@@ -114,7 +114,6 @@ class BlockFolder:
         self.replaced: dict[str, Block] = {}
         self.problems: dict[str, RolloutDataError] = {}
         self.built: Mapping[str, np.ndarray] | None = None
-        self.has_unknown_ends = False
         self._stamps: dict[str, FileStamp] = {}
         self._found: dict[str, FileStamp] = {}
         self._inodes: dict[str, int] = {}
@@ -122,7 +121,19 @@ class BlockFolder:
         self._folder_is: object = None  # time of change and inode, of the folder
         self._changed_s = self._listed_s = self._due_s = -math.inf  # of the monotonic clock
         self._use_cache, self._num_openers = not verify_on_open, 1
-        self._is_schema_fixed = self._has_missed_edit = False
+        self.has_unknown_ends = self._is_schema_fixed = self._has_missed_edit = False
+
+    @classmethod
+    def at(cls, data_dir: str | os.PathLike[str], verify_on_open: bool = False) -> BlockFolder:
+        """Open a folder and look at it."""
+        folder = cls(data_dir, verify_on_open)
+        folder.refresh()
+        return folder
+
+    @property
+    def index(self) -> TrajectoryIndex:
+        """The trajectories in the blocks that are there as of the last look; computed each time."""
+        return TrajectoryIndex(list(self.blocks.values()), built=self.built)
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
         # Absolute, as the process may change its working directory.
@@ -200,8 +211,7 @@ class BlockFolder:
             if declared is not None:
                 problem = _unlike_blocks(self.data_dir / METADATA_NAME, chosen.difference(declared))
         self.problems.pop(METADATA_NAME, None)
-        if problem is not None:
-            self.problems[METADATA_NAME] = problem
+        self.problems |= {} if problem is None else {METADATA_NAME: problem}
         before, self.schema, self._is_schema_fixed = self.schema, chosen, bool(votes)
         return bool(self.blocks) and chosen != before
 
@@ -394,16 +404,14 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
     metadata = load_metadata(data_dir)
     if metadata is None:
         raise DataFileError("read the metadata of", repr(str(data_dir)), f"a {METADATA_NAME} or a block", "neither")
-    folder = BlockFolder(data_dir)
-    folder.refresh()
-    return counted_metadata(folder, metadata)
+    return counted_metadata(BlockFolder.at(data_dir), metadata)
 
 
 def counted_metadata(folder: BlockFolder, metadata: Metadata) -> dict[str, Any]:
     """Give metadata of a folder with the totals that are counted in its blocks, as of the last look."""
     if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
         metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right
-    index = TrajectoryIndex(list(folder.blocks.values()), built=folder.built)
+    index = folder.index
     return {**metadata.to_json(), "total_timesteps": index.num_frames, "total_trajectories": len(index)}
 
 
@@ -414,8 +422,7 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
     The cache is an accelerator: it may be deleted at any time and is ignored where it disagrees
     with the files.
     """
-    folder = BlockFolder(data_dir)
-    folder.refresh()
+    folder = BlockFolder.at(data_dir)
     names = sorted(folder.blocks)
     blocks = [folder.blocks[name] for name in names]
     if folder.schema is None or not blocks:

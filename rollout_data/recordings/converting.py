@@ -66,7 +66,7 @@ def convert(
         raise UsageError("convert", f"to {to!r}", known, repr(unknown[0]))
     recording = source if isinstance(source, Recording) else open(source)
     path = arguments.path("convert", "", target).absolute()
-    if path == recording.path:
+    if recording.path in (path, *path.parents):
         raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")
     problems = list(recording.problems)
     while True:

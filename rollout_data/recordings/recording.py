@@ -213,7 +213,8 @@ class Recording(Sequence[Episode]):
                 name: self.select([one for one in map(str, ids) if one in there])
                 for name, ids in self._reader.splits.items()
             }
-        shares = np.array(list(parts.values()), np.float64)
+        is_given = all(isinstance(one, (int, float)) for one in parts.values())
+        shares = np.array([*parts.values()] if is_given else [], np.float64)
         if not len(shares) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6:
             raise UsageError("split", f"{str(self.path)!r}", "shares >= 0 that add up to 1", repr(dict(parts)))
         keys = random_keys(name_keys(self.ids, np.arange(len(self)), np.zeros(len(self), np.int64)), seed)

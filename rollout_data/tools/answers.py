@@ -63,9 +63,13 @@ def convert(options: argparse.Namespace) -> Answer:
 
 def pairs(action: str, given: Iterable[str]) -> dict[str, str]:
     """Take NAME=VALUE apart."""
-    if wrong := [pair for pair in given if "=" not in pair]:
-        raise UsageError(action, "", "NAME=VALUE", repr(wrong[0]))
-    return {name: value for name, _, value in (pair.partition("=") for pair in given)}
+    found: dict[str, str] = {}
+    for pair in given:
+        name, sign, value = pair.partition("=")
+        if not sign or name in found:
+            raise UsageError(action, "", "NAME=VALUE" + ", each name once" * bool(sign), repr(pair))
+        found[name] = value
+    return found
 
 
 def option_value(text: str) -> Any:
@@ -109,6 +113,8 @@ def verify(options: argparse.Namespace) -> Answer:
     lines = []
     for name, problem in report.problems.items():
         lines.append(f"{name}: {problem}")
+        if name in report.lost:
+            lines.append(f"  with frames of {', '.join(report.lost[name])}")
         if name in report.salvaged:
             lines.append(f"  kept all but {report.salvaged[name]} of its trajectories")
     for dead in report.dead_writers:

@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Command, prog: str, given: Sequence[str]) -> int:
-    options = _parser(command, prog).parse_args(given)
+    options = _parser(command, prog).parse_intermixed_args(given)
     options.progress, options.command = sys.stderr.isatty(), command.name
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: _say(f"{prog}: warning: {message}", sys.stderr)

@@ -37,12 +37,12 @@ def tag(options: argparse.Namespace) -> Answer:
 
 
 def merge(options: argparse.Namespace) -> Answer:
-    return _made(folders.merge(options.sources, options.to))
+    return _made(folders.merge(options.sources, options.to, progress=options.progress))
 
 
 def split(options: argparse.Namespace) -> Answer:
     parts = {name: option_value(text) for name, text in pairs("split", options.parts).items()}
-    done = folders.split(options.data_dir, parts or None, options.to, seed=options.seed)
+    done = folders.split(options.data_dir, parts or None, options.to, seed=options.seed, progress=options.progress)
     answers = {name: _made(one) for name, one in done.items()}
     about = {name: answer.about for name, answer in answers.items()}
     return Answer(about, [line for answer in answers.values() for line in answer.lines])

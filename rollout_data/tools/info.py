@@ -15,7 +15,6 @@ from ..foreign.writer import plain
 from ..format.header import DATA, FORMAT_NAME, OPEN, TERMINATED, TRUNCATED, read_header
 from ..frames.blocks import Blocks
 from ..frames.source import kind_of
-from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata
 from ..recordings.episode import end_of
 from ..recordings.opening import open as open_recording
@@ -84,7 +83,7 @@ def _lengths(lengths: np.ndarray) -> dict[str, Any]:
 
 def _describe_blocks(data_dir: str) -> dict[str, Any]:
     folder = open_folder(data_dir)
-    index = TrajectoryIndex(list(folder.blocks.values()), built=folder.built)
+    index = folder.index
     blocks = [block for block in index.blocks if not block.is_edit]
     metadata = load_metadata(folder.data_dir)
     lengths, is_coded = index.lengths, any(field.codec != "raw" for field in (folder.schema or {}).values())

@@ -20,13 +20,16 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.errors import DataFileError, RolloutDataError, UsageError
 
+from ..diagnosis.examining import opened
+from ..diagnosis.files import Files
+from ..diagnosis.scan import Scan
 from ..editing.edits import Edits, write_part
+from ..editing.folders import new_folder
 from ..editing.parts import PackSummary, intact_part, write_packed
 from ..format.header import METADATA_NAME, BlockHeader
 from ..format.write import write_block
 from ..index.edits import named_edit
 from ..index.folder import INDEX_CACHE_NAME, BlockFolder, FileStamp, block_entries, save_index_cache
-from ..index.index import TrajectoryIndex
 from ..index.metadata import load_metadata, publish_metadata
 from ..writing.journal import DeadWriter, recover_dead_writers
 
@@ -42,6 +45,7 @@ class FolderReport:
         num_blocks, num_trajectories, num_frames: What is intact.
         num_broken: Trajectories of which a block is missing.
         problems: File name -> what is wrong with it.
+        lost: File name -> the trajectories with frames in it, of blocks that cannot be read, as far as others tell.
         moved: Files that were set aside.
         salvaged: File name -> number of trajectories of it that were given up; the others are kept, without those of
             their notes that are damaged.
@@ -53,6 +57,7 @@ class FolderReport:
     num_frames: int
     num_broken: int
     problems: dict[str, RolloutDataError]
+    lost: dict[str, list[str]] = field(default_factory=dict)
     moved: list[Path] = field(default_factory=list)
     salvaged: dict[str, int] = field(default_factory=dict)
     dead_writers: list[DeadWriter] = field(default_factory=list)
@@ -77,8 +82,7 @@ def open_folder(data_dir: str | os.PathLike[str], verify: bool = False, progress
         UsageError: There is no such folder.
         DataFileError: It holds neither blocks nor the metadata of a dataset.
     """
-    folder = (_Watched if progress else BlockFolder)(data_dir, verify_on_open=verify)
-    folder.refresh()
+    folder = (_Watched if progress else BlockFolder).at(data_dir, verify)
     if folder.schema is None and not any(name.startswith("rollout_") for name in folder.problems):
         expected = f"blocks (rollout_*.h5), or a {METADATA_NAME} that names fields"
         raise DataFileError("open the data folder", repr(str(folder.data_dir)), expected, "neither")
@@ -91,8 +95,14 @@ def check_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> Fo
 
 
 def _report(folder: BlockFolder) -> FolderReport:
-    index = TrajectoryIndex(list(folder.blocks.values()))
-    return FolderReport(len(folder.blocks), len(index), index.num_frames, index.num_broken, dict(folder.problems))
+    index = folder.index
+    counts = len(folder.blocks), len(index), index.num_frames, index.num_broken
+    return FolderReport(*counts, dict(folder.problems), _lost(folder) if folder.problems else {})
+
+
+def _lost(folder: BlockFolder) -> dict[str, list[str]]:
+    files = Files(Scan(folder.data_dir, *opened(folder.data_dir)))
+    return {name: lost for name in files.bad if (lost := files.named_by(name))}
 
 
 def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> FolderReport:
@@ -145,33 +155,33 @@ def pack_dataset(
         progress: Show progress bars.
 
     Raises:
-        UsageError: A writer is at work in `data_dir`, or `out_dir` is not empty.
+        UsageError: A writer is at work in `data_dir`, or `out_dir` is not empty, or lies in it.
         DataFileError: A block is damaged, or there is none; nothing was changed.
     """
+    arguments.whole("pack", "block_bytes", block_bytes, 1)
     folder = _finished(data_dir, progress)
-    source = folder.data_dir
-    target = source / STAGING_FOLDER if out_dir is None else arguments.path("pack into", "", out_dir)
-    if out_dir is None and target.exists():
-        shutil.rmtree(target)  # of a packing that was interrupted; the old blocks are still there
-    target.mkdir(parents=True, exist_ok=True)
-    if any(target.iterdir()):
-        raise UsageError("pack into", repr(str(target)), "a new or empty folder", "files in it")
+    source, writer = folder.data_dir, f"packed-{secrets.token_hex(4)}"
+    if out_dir is not None:
+        with new_folder("pack", out_dir, source) as made:
+            summary = write_packed(folder, made, writer, block_bytes, progress=progress)
+            if (metadata := load_metadata(source)) is not None:
+                publish_metadata(made, metadata, writer)
+            save_index_cache(made)
+        return summary
+    target = source / STAGING_FOLDER
+    shutil.rmtree(target, ignore_errors=True)  # of a packing that was interrupted; the old blocks are still there
+    target.mkdir()
     try:
-        writer = f"packed-{secrets.token_hex(4)}"
         summary = write_packed(folder, target, writer, block_bytes, progress=progress)
-        if out_dir is None:  # a death in between leaves trajectories twice, never none, and none that was dropped
-            for path in sorted(target.glob("rollout_*.h5")):
-                path.rename(source / path.name)
-            old = sorted(folder.blocks.values(), key=lambda block: block.is_edit)
-            for block in (*old, *folder.replaced.values()):
-                block.path.unlink(missing_ok=True)
-        elif (metadata := load_metadata(source)) is not None:
-            publish_metadata(target, metadata, writer)
-        save_index_cache(source if out_dir is None else target)
+        for path in sorted(target.glob("rollout_*.h5")):  # a death in between leaves trajectories twice, never none,
+            path.rename(source / path.name)
+        old = sorted(folder.blocks.values(), key=lambda block: block.is_edit)  # and none that was dropped
+        for block in (*old, *folder.replaced.values()):
+            block.path.unlink(missing_ok=True)
+        save_index_cache(source)
         return summary
     finally:
-        if out_dir is None:
-            shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
 
 
 def _finished(data_dir: str | os.PathLike[str], progress: bool) -> BlockFolder:

@@ -298,3 +298,5 @@ def test_the_commands_edit_and_undo(walk: Path, capsys) -> None:
     main(["drop", str(walk), "a:1", "a:2"])
     main(["info", str(walk)])
     assert "2 dropped (2 by edits)" in capsys.readouterr().out
+    assert main(["drop", str(walk), "--undo", "a:1"]) == 0 and ids(walk) == every - {"a:2"}
+    assert main(["pack", str(walk), "--in-place", "--block-mb", "0"]) == 2 and "block_bytes" in capsys.readouterr().err

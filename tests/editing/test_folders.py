@@ -114,8 +114,8 @@ def test_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path) -> None:
         split(walk, {"../y": 1.0}, tmp_path / "x")
     with pytest.raises(UsageError, match="at least one recording, got none"):
         merge([], tmp_path / "x")
-    with pytest.raises(DataFileError, match="a new folder or an earlier save, got a folder with"):
-        merge([walk], walk)
+    with pytest.raises(UsageError, match="shares >= 0 that add up to 1, got"):
+        split(walk, {"a": "b"}, tmp_path / "x")
     path = next(walk.glob("rollout_a_0*.h5"))
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(DataFileError, match=r"Run 'rollout-data repair .* --to NEW' first"):
@@ -123,9 +123,27 @@ def test_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("place", ["walk", "walk/new", "walk/../walk/deep/new"])
+def test_no_result_goes_into_its_source(walk: Path, tmp_path: Path, capsys, place: str) -> None:
+    before, to = files(walk), str(tmp_path / place)
+    calls = [[name, str(walk), "--to", to] for name in ("merge", "split", "repair")]
+    calls[1].append("a=1")
+    for call in [*calls, ["pack", str(walk), to], ["convert", str(walk), to]]:
+        assert main(call) == 2
+        out, error = capsys.readouterr()
+        assert not out and error.count("\n") == 1 and "expected a" in error and "place" in error
+    assert files(walk) == before
+
+
 def test_the_commands_merge_and_split(walk: Path, tmp_path: Path, capsys) -> None:
     assert main(["split", str(walk), "train=0.9", "val=0.1", "--to", str(tmp_path / "parts")]) == 0
     assert "val: 2 trajectories" in capsys.readouterr().out
     parts = [str(tmp_path / "parts" / name) for name in ("train", "val")]
     assert main(["merge", *parts, "--to", str(tmp_path / "whole"), "--json"]) == 0
-    assert '"num_trajectories": 18' in capsys.readouterr().out and content(tmp_path / "whole") == content(walk)
+    assert main(["split", str(walk), "a=1", "a=0", "--to", str(tmp_path / "twice")]) == 2
+    out, error = capsys.readouterr()
+    assert (
+        "NAME=VALUE, each name once, got 'a=0'" in error
+        and '"num_trajectories": 18' in out
+        and content(tmp_path / "whole") == content(walk)
+    )

@@ -19,7 +19,7 @@ from rollout_data.editing.repairing import ASKS, REPORT_NAME
 from rollout_data.format.header import read_header
 from rollout_data.tools.command import main
 from rollout_data.tools.rewrite import check_folder
-from storage.errors import DataFileError
+from storage.errors import DataFileError, UsageError
 from tests.doctor.sets import wrong_cases
 from tests.editing.folders import content, files, folder_of, ids
 
@@ -112,6 +112,73 @@ def test_sound_blocks_are_hard_links_and_the_report_tells_all(sound: Path, tmp_p
     (action,) = [one for one in report["actions"] if one["kind"] == "K"]
     assert action["code"] == "FIL01" and action["trajectories"] == [f"a:{number}"] and report["source"]["checksum"]
     assert "FIL01" in [one.finding.code for one in done.actions]
+
+
+def _flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 0x10
+    path.write_bytes(raw)
+
+
+def _damaged_reward(path: Path) -> str:
+    """Damage a reward in a folder of `walking`; give the id of its trajectory."""
+    block = next(path.glob("rollout_arm_*.h5"))
+    header = read_header(block)
+    layout, (offset, _) = header.layouts["data"].columns["frames"], header.locations["data"]["frames"]
+    _flip(block, offset + 50 * layout.row_bytes + layout.offsets["reward"] + 3)
+    return "arm:1"
+
+
+def test_damaged_rows_are_never_written_anew_with_a_right_checksum(tmp_path: Path) -> None:
+    damaged = _damaged_reward(walking(tmp_path / "walk"))
+    found = {one.code for one in doctor(tmp_path / "walk").findings}
+    assert {"FIL01", "STA01"} <= found, "the sum of the rewards disagrees, too, and would be mended"
+    done = repair(tmp_path / "walk", tmp_path / "new", only=["FIL", "STA"])
+    assert ids(tmp_path / "new") == ids(tmp_path / "walk") - {damaged} and not done.remaining and not done.problems
+    told = {one["code"]: one for one in json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]}
+    assert told["FIL01"]["trajectories"] == [damaged] and told["STA01"]["kind"] == "-"
+    with pytest.raises(
+        DataFileError, match=r"expected intact blocks, got 'rollout_arm_000000.h5'\. Mend FIL and STR, too"
+    ):
+        repair(tmp_path / "walk", tmp_path / "other", only=["STA01"])
+    walking(tmp_path / "sound")
+    with pytest.raises(DataFileError, match="field 'reward', column data/frames: expected checksum"):
+        rollout_data.merge([tmp_path / "sound", tmp_path / "walk"], tmp_path / "both")
+    assert not (tmp_path / "both").exists() and not (tmp_path / "other").exists()
+
+
+def test_what_no_header_tells_of_a_block_is_named_by_the_others(sound: Path, tmp_path: Path, capsys) -> None:
+    shutil.copytree(sound, tmp_path / "walk")
+    path = sorted((tmp_path / "walk").glob("rollout_a_0*.h5"))[1]
+    lost = {f"a:{number}" for number in read_header(path).fragments["trajectory"].tolist()}
+    _flip(path, 0)
+    assert check_folder(tmp_path / "walk").lost == {path.name: sorted(lost)}
+    assert main(["verify", str(tmp_path / "walk")]) == 1 and "with frames of a:" in capsys.readouterr().out
+    repair(tmp_path / "walk", tmp_path / "new", only=["FIL"])
+    (action,) = json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]
+    assert set(action["trajectories"]) == lost == ids(sound) - ids(tmp_path / "new")
+
+
+def test_a_copy_of_a_block_under_another_name_leaves_no_gap(tmp_path: Path) -> None:
+    walking(tmp_path / "walk")
+    shutil.copy(next((tmp_path / "walk").glob("*.h5")), tmp_path / "walk/rollout_arm_000007.h5")
+    done = repair(tmp_path / "walk", tmp_path / "new", only=["STR", "FIL", "STA"])
+    assert not done.remaining and not done.problems and content(tmp_path / "new") == content(tmp_path / "walk")
+    assert not [one.code for one in doctor(tmp_path / "new").findings if one.code.startswith("STR")]
+
+
+def test_finals_that_come_from_wrong_successors_cost_no_row(tmp_path: Path) -> None:
+    case = next(one for one in wrong_cases() if one.name == "next_observations_current")
+    path, _ = case.written(tmp_path / "wrong", 0)
+    done = repair(path, tmp_path / "new")
+    assert {one.finding.code for one in done.actions} >= {"END07", "END09"} and not done.remaining
+    assert [len(one) for one in rollout_data.open(done.path)] == [len(one) for one in rollout_data.open(path)]
+
+
+def test_only_codes_that_wait_for_a_word_are_confirmed(tmp_path: Path) -> None:
+    walking(tmp_path / "walk", num=1)
+    with pytest.raises(UsageError, match=r"expected codes among 'VAL13', .*, got 'VAL01'"):
+        repair(tmp_path / "walk", tmp_path / "new", yes=["VAL01"])
 
 
 def test_nothing_that_repair_or_others_do_to_a_new_folder_reaches_the_source(sound: Path, tmp_path: Path) -> None:

@@ -288,7 +288,8 @@ def the_line(done):
 def test_an_error_of_the_operating_system_is_one_line(tmp_path, capsys, command):
     record(tmp_path / "data", num_steps=3)
     more = ["--in-place"] if command == "pack" else []
-    inside_a_file = tmp_path / "data" / "metadata.json" / "out"
+    inside_a_file = tmp_path / "file" / "out"
+    inside_a_file.parent.write_text("")
     no_data = "got something else" if command == "info" else "a folder"
     given = [("x" * 300, "File name too long"), (str(tmp_path / "data" / "metadata.json"), no_data)]
     for folder, told in given:
@@ -298,7 +299,7 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path, capsys, command)
     if command == "pack":
         assert main(["pack", str(tmp_path / "data"), str(inside_a_file)]) in (1, 2)
         (line,) = capsys.readouterr().err.splitlines()
-        assert "Not a directory" in line
+        assert "got a file" in line
     with open("/dev/full", "w") as full:
         assert "No space left" in the_line(run_cli(command, tmp_path / "data", *more, stdout=full))
     reader, writer = os.pipe()
