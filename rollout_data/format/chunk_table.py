@@ -7,7 +7,7 @@ two fragments, or declares more rows than its bytes can hold.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -129,16 +129,10 @@ class ChunkTable:
         """Where the chunks of rows `first:stop` begin and end in the file; rows of whole fragments only."""
         return self.places[np.searchsorted(self.rows, first)], self.places[np.searchsorted(self.rows, stop)]
 
-    def check_chunks(self, start: int, stop: int, data: np.ndarray) -> None:
-        """Compare the chunks of rows `start:stop` of whole fragments, `data` in all, with their checksums.
-
-        Raises:
-            CorruptFileError: Without the place.
-        """
+    def chunks_of(self, start: int, stop: int) -> tuple[list[int], list[int]]:
+        """Give where the chunks of rows `start:stop`, of whole fragments, begin and end, and their checksums."""
         first, last = np.searchsorted(self.rows, [start, stop]).tolist()
-        places = (self.places[first : last + 1] - self.places[first]).tolist()
-        for number, bounds in enumerate(pairwise(places), first):
-            check_sum(data[slice(*bounds)], int(self.sums[number]), f" of chunk {number}")
+        return self.places[first : last + 1].tolist(), self.sums[first:last].tolist()
 
     def decode(self, chunk: np.ndarray, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
         """Decode a chunk's bytes to rows: `[num_rows, row_bytes]` uint8, contiguous; without `out` to new memory.
@@ -176,6 +170,27 @@ class ChunkTable:
             begin, finish = max(low, start), min(high, stop)
             rows[begin - start : finish - start] = decoded[begin - low : finish - low]
         return rows
+
+
+def check_parts(
+    read: Callable[[int, int], Iterable[np.ndarray]], bounds: Sequence[int], sums: Sequence[int], expected: int
+) -> None:
+    """Compare bytes that are read in parts with the CRC-32 of all, and of each chunk between two bounds (-1: unknown).
+
+    Raises:
+        CorruptFileError: Without the place.
+    """
+    total, wrong = 0, ("", "")
+    for number, ((start, stop), known) in enumerate(zip(pairwise(bounds), sums, strict=True)):
+        own = min(known, 0)
+        for part in read(start, stop):
+            total, own = crc32(part, total), crc32(part, own) if known >= 0 else known
+        if own != known and not wrong[0]:
+            wrong = f"{known:08x} of chunk {number}", f"{own:08x}"
+    if total != expected:
+        wrong = f"{expected:08x}", f"{total:08x}"
+    if wrong[0]:
+        raise CorruptFileError("decode a chunk", "", f"checksum {wrong[0]}", wrong[1])
 
 
 def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:

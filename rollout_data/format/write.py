@@ -28,7 +28,7 @@ from storage.errors import UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
 
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, Coding, codings_text
-from .header import ABOUT, CODECS, FORMAT_NAME, FORMAT_VERSION, header_crc, layouts_of, row_ranges
+from .header import ABOUT, CODECS, FORMAT_NAME, FORMAT_VERSION, PART_BYTES, header_crc, layouts_of, row_ranges
 from .notes import NOTES_CRC, note_tables, tables_crc
 from .rows import BlockContent, CodedRows, RowSource, code_tables
 
@@ -36,9 +36,6 @@ from .rows import BlockContent, CodedRows, RowSource, code_tables
 DATA_ALIGNMENT = 4096
 TEMPORARY_PREFIX = ".tmp_"
 _SYNC_FILE_RANGE_WRITE = 2
-#: Rows are gathered, checked and written in parts that stay in the second-level cache meanwhile: parts of 4 MiB
-#: took a third longer.
-PART_BYTES = 1 << 20
 
 
 def block_name(writer: str, sequence: int) -> str:
