@@ -5,8 +5,11 @@ One rule: nothing raises for bad data, and no row is read.
 
 from __future__ import annotations
 
+import json
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -20,13 +23,13 @@ from storage.saving.hdf5 import open_hdf5
 
 from ..format.header import DROPPED, ENDS, FIRST, FRAGMENT_DTYPE, BlockHeader, read_header
 from ..index.block import FIRST_EDIT
-from ..index.folder import block_entries
+from ..index.folder import BAD_CACHE, INDEX_CACHE_NAME, block_entries, stamp_of
 from .finding import Found
 from .reading import Array
 
 _BLOCK = re.compile(r"rollout_(.+)_(\d+)\.h5")
 _PARTS = np.dtype([*FRAGMENT_DTYPE.descr, ("writer", "<i8"), ("sequence", "<i8"), ("block", "<i8")])
-_MAX_FRAGMENTS = 1 << 22
+_MAX_FRAGMENTS, _MAX_CACHE_BYTES = 1 << 22, 1 << 28
 
 
 class Files:
@@ -142,8 +145,22 @@ class Files:
                     numbers = np.unique(table[()]["trajectory"])
                     return [f"{writer}:{number}" for number in numbers[(numbers >= 0) & (numbers < 1 << 40)].tolist()]
         except (RolloutDataError, OSError, LookupError, AttributeError, TypeError, ValueError, RuntimeError):
-            pass  # no table can be read: what the other blocks tell remains
-        return self.lost(writer, sequence, sequence + 1, is_there=True)
+            pass  # no table can be read: what the cache and the other blocks tell remains
+        found = self._cached.get(name, [])
+        return [f"{writer}:{one}" for one in found] or self.lost(writer, sequence, sequence + 1, is_there=True)
+
+    @cached_property
+    def _cached(self) -> dict[str, list[int]]:
+        """Give the trajectories in each block, as the index cache tells; a bad cache tells nothing."""
+        path = self.path / INDEX_CACHE_NAME
+        with suppress(*BAD_CACHE):
+            if stamp_of(path) is not None and path.stat().st_size <= _MAX_CACHE_BYTES:
+                with np.load(path, allow_pickle=False) as cache:
+                    if all(member.compress_type == zipfile.ZIP_STORED for member in cache.zip.infolist()):
+                        about, parts = json.loads(bytes(cache["about"])), cache["fragments"]["trajectory"]
+                        found = zip(about["names"], np.split(parts, about["bounds"][1:-1]), strict=True)
+                        return {name: np.unique(one).tolist() for name, one in found}
+        return {}
 
     @cached_property
     def _places(self) -> dict[str, int]:

@@ -77,23 +77,22 @@ def drop(path: str | os.PathLike[str], ids: Ids) -> int:
         UsageError: There is no such trajectory, or the path is of another format.
     """
 
-    def change(edits: Edits, index: TrajectoryIndex) -> int:
-        chosen = set(_chosen(index, edits, ids)) - edits.dropped
-        edits.dropped |= chosen
-        return len(chosen)
-
-    return _edited(path, "drop", change)
+    return _edited(path, "drop", lambda edits, index: _left_out(edits, _chosen(index, edits, ids)))
 
 
 def keep(path: str | os.PathLike[str], ids: Ids) -> int:
     """Leave out all other trajectories that are there now; see `drop`."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        others = {*index.keys(np.arange(len(index)))} - set(_chosen(index, Edits(), ids))
-        edits.dropped |= others
-        return len(others)
+        return _left_out(edits, {*index.keys(np.arange(len(index)))}.difference(_chosen(index, Edits(), ids)))
 
     return _edited(path, "keep", change)
+
+
+def _left_out(edits: Edits, keys: Iterable[Key]) -> int:
+    num_before = len(edits.dropped)
+    edits.dropped |= {*keys}
+    return len(edits.dropped) - num_before
 
 
 def undrop(path: str | os.PathLike[str], ids: Ids | None = None) -> int:

@@ -295,12 +295,8 @@ def _common(found: Sequence[Metadata | None]) -> Metadata | None:
     known = [one for one in found if one is not None]
     if not known:
         return None
-    first: Mapping[str, Any] = known[0].context
-    alike = {name: told for name, told in first.items() if all(one.context.get(name) == told for one in known)}
+    alike = {
+        name: told for name, told in known[0].context.items() if all(one.context.get(name) == told for one in known)
+    }
     unknown = [one.context[ENDS] for one in known if ENDS in one.context]  # notes of episodes tell whose
-    return Metadata(
-        known[0].schema,
-        known[0].obs_segments,
-        known[0].obs_disassemble_mapping,
-        {**alike, **({ENDS: unknown[0]} if unknown else {})},
-    )
+    return replace(known[0], context={**alike, **({ENDS: unknown[0]} if unknown else {})})

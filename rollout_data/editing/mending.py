@@ -52,24 +52,15 @@ class Draft:
     def of(cls, episode: Episode) -> Draft:
         """Read an episode."""
         final = episode.final_observation
-        if final is not None:
-            final = (
-                {f"{OBSERVATION}/{name}": one for name, one in final.items()}
-                if hasattr(final, "items")
-                else {OBSERVATION: final}
-            )
-        metadata = {name: told for name, told in episode.metadata.items() if name not in _INDEXED}
+        parts = final.items() if hasattr(final, "items") else [] if final is None else [("", final)]
         return cls(
-            episode.id,
-            {name: np.array(episode.read(name)) for name in episode.schema},
-            {name: episode.read(name) for name in episode.texts},
-            final,
-            episode.terminated,
-            episode.truncated,
-            episode.success,
-            episode.task,
-            metadata,
-            episode.schema,
+            id=episode.id,
+            fields={name: np.array(episode.read(name)) for name in episode.schema},
+            notes={name: episode.read(name) for name in episode.texts},
+            final={f"{OBSERVATION}/{name}".rstrip("/"): one for name, one in parts} or None,
+            metadata={name: told for name, told in episode.metadata.items() if name not in _INDEXED},
+            known=episode.schema,
+            **{name: getattr(episode, name) for name in ("terminated", "truncated", "success", "task")},
         )
 
     @property
@@ -108,11 +99,7 @@ class Draft:
         cut = self.chosen(slice(0, stop))
         if stop == self.length:
             return cut
-        final = (
-            None
-            if is_end
-            else {name: self.fields[name][stop] for name in self.fields if name.partition("/")[0] == OBSERVATION}
-        )
+        final = None if is_end else {name: self.fields[name][stop] for name in _below(self, OBSERVATION)}
         return replace(cut, final=final, terminated=is_end, truncated=not is_end)
 
     def pieces(self, cuts: list[int], is_end: bool) -> list[Draft]:
@@ -147,12 +134,12 @@ class Case:
     def typical(self, name: str, measure: Callable[[Array], Any]) -> Any:
         """Give the median of a measure over the trajectories that the finding does not name."""
         named = set(self.finding.places)
-        others = [
-            episode for place, episode in enumerate(self.recording) if place not in named and name in episode.schema
+        rows = [
+            np.asarray(episode.read(name), np.float64)
+            for place, episode in enumerate(self.recording)
+            if place not in named and name in episode.schema
         ]
-        return (
-            np.median([measure(np.asarray(one.read(name), np.float64)) for one in others], axis=0) if others else None
-        )
+        return np.median([*map(measure, rows)], axis=0) if rows else None
 
 
 def _below(draft: Draft, group: str) -> list[str]:
@@ -263,10 +250,6 @@ def _ranged(values: Array, case: Case) -> Array:
     return values * 255 if values.max(initial=0) <= 1 else values
 
 
-def _as_it_is(draft: Draft, case: Case) -> list[Draft]:
-    return [draft]
-
-
 def _at_ends(draft: Draft, case: Case) -> list[Draft]:
     flags = [one.reshape(len(one), -1).any(1) for name, one in draft.fields.items() if _ENDS.fullmatch(name)]
     return draft.pieces((np.flatnonzero(np.any(flags, axis=0)[:-1]) + 1).tolist() if flags else [], True)
@@ -290,25 +273,9 @@ def _cut_last(draft: Draft, case: Case) -> list[Draft]:
     return [replace(cut, terminated=draft.terminated, truncated=draft.truncated)]
 
 
-def _without_final(draft: Draft, case: Case) -> list[Draft]:
-    return [replace(draft, final=None)]
-
-
 def _without_field(draft: Draft, case: Case) -> list[Draft]:
     kept = {name: one for name, one in draft.fields.items() if name not in case.names or case.finding.field is None}
     return [replace(draft, fields=kept)]
-
-
-def _without_first(draft: Draft, case: Case) -> list[Draft]:
-    return [draft.chosen(slice(1, None))] if draft.length > 1 else []
-
-
-def _as_truncated(draft: Draft, case: Case) -> list[Draft]:
-    return [replace(draft, terminated=False, truncated=True)]
-
-
-def _as_terminated(draft: Draft, case: Case) -> list[Draft]:
-    return [replace(draft, terminated=True, truncated=False)]
 
 
 def _without_repeats(draft: Draft, case: Case) -> list[Draft]:
@@ -324,20 +291,13 @@ def _shifted(draft: Draft, case: Case) -> list[Draft]:
     if draft.length <= lag:
         return []
     moved = {name: one[lag:] if name in case.names else one[:-lag] for name, one in draft.fields.items()}
-    return [
-        replace(
-            draft, fields=moved, notes={name: texts[:-lag] for name, texts in draft.notes.items()}, final=draft.final
-        )
-    ]
+    notes = {name: texts[:-lag] for name, texts in draft.notes.items()}
+    return [replace(draft, fields=moved, notes=notes)]
 
 
 def _resting(draft: Draft) -> Array:
     """bool `[T]`: no dimension of the action moves by more than 1 % of its range from the frame before to this one."""
-    actions = [
-        one.reshape(draft.length, -1).astype(np.float64)
-        for name, one in draft.fields.items()
-        if name.partition("/")[0] == "action"
-    ]
+    actions = [draft.fields[name].reshape(draft.length, -1).astype(np.float64) for name in _below(draft, "action")]
     rows = np.concatenate(actions, axis=1)
     span = np.quantile(rows, 0.99, axis=0) - np.quantile(rows, 0.01, axis=0)
     return np.append(True, (np.abs(np.diff(rows, axis=0)) <= 0.01 * span).all(1))
@@ -380,16 +340,16 @@ class Mend:
 
 
 MENDS: Mapping[str, Mend] = {
-    "STR06": Mend(_as_it_is, "written anew with the fields that are common"),
-    "STR08": Mend(_as_it_is, "written anew, counted"),
+    "STR06": Mend(lambda draft, case: [draft], "written anew with the fields that are common"),
+    "STR08": Mend(lambda draft, case: [draft], "written anew, counted"),
     "END02": Mend(_at_ends, "split after the flags of an end"),
     "END03": Mend(_at_frames, "split at the jumps"),
-    "END06": Mend(_as_terminated, "marked as terminated only"),
+    "END06": Mend(lambda draft, case: [replace(draft, terminated=True, truncated=False)], "marked as terminated only"),
     "END07": Mend(_cut_last, "the last row became the final observation"),
-    "END08": Mend(_without_final, "final observations left out"),
+    "END08": Mend(lambda draft, case: [replace(draft, final=None)], "final observations left out"),
     "END09": Mend(_without_field, "the stored successors left out: readers take the rows", True),
-    "END10": Mend(_without_first, "the first row left out"),
-    "END11": Mend(_as_truncated, "marked as truncated"),
+    "END10": Mend(lambda draft, case: [draft.chosen(slice(1, None))], "the first row left out"),
+    "END11": Mend(lambda draft, case: [replace(draft, terminated=False, truncated=True)], "marked as truncated"),
     "VAL09": Mend(_mapped(_flushed), "subnormal numbers set to 0", True),
     "VAL10": Mend(_mapped(_rescaled), "brought to the scale of the others"),
     "VAL11": Mend(_quaternions(_normalized), "quaternions normalized"),
@@ -408,5 +368,5 @@ MENDS: Mapping[str, Mend] = {
     "IMG04": Mend(_mapped(lambda values, case: np.ascontiguousarray(values[..., ::-1])), "red and blue exchanged"),
     "IMG05": Mend(_mapped(_relaid), "channels moved to the end"),
     "IMG06": Mend(_mapped(_ranged), "brought to the range of the others"),
-    "STA01": Mend(_as_it_is, "written anew, sums computed"),
+    "STA01": Mend(lambda draft, case: [draft], "written anew, sums computed"),
 }

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,8 @@ def repair(
     if dry_run:
         return Repaired(target, tuple(plan.actions))
     if len(plan.dropped) == len(recording):
-        raise DataFileError("repair", repr(str(path)), "a trajectory to keep", "findings in all of them")
+        got = "findings in all of them" if len(recording) else "none"
+        raise DataFileError("repair", repr(str(path)), "a trajectory to keep", got)
     with new_folder("repair", target, recording) as made:
         _write(plan, made, not only or any(code.startswith(tuple(only)) for code in _OF_BLOCKS), progress)
         actions = [action.as_dict() for action in plan.actions]
@@ -156,7 +157,7 @@ class _Plan:
     """What is to be done: `dropped` places, `mends` by place, and changes of the metadata."""
 
     def __init__(self, recording: Recording, findings: Sequence[Finding], is_chosen: bool, yes: Sequence[str]) -> None:
-        self.recording, self.context = recording, dict(recording.metadata)
+        self.recording, self.context, self.ids = recording, dict(recording.metadata), recording.ids
         self.actions: list[Action] = []
         self.dropped: set[int] = set()
         #: Place -> (code whose row of `MENDS` is applied, finding).
@@ -189,6 +190,9 @@ class _Plan:
             says = "what is intact of the blocks is kept, and trajectories that lack a part are dropped"
             if code == "STR05" or str(finding.field).startswith("notes/"):
                 return Action(finding, says, "K")
+            if code in ("FIL02", "FIL03"):  # what a damaged header says may name others, which are whole without it
+                infos = [(place, self.recording.info(place)) for place in places]
+                places = [place for place, info in infos if not (info.terminated or info.truncated)]
             self.dropped |= set(places)  # so that no other finding has damaged rows written anew
             return Action(finding, says, "K", (*self._ids(places), *finding.left_out))
         if code == "END07" and "END09" in self._found:
@@ -204,7 +208,7 @@ class _Plan:
         return Action(finding, "left out", "K", self._ids(places))
 
     def _ids(self, places: Sequence[int]) -> tuple[str, ...]:
-        return tuple(self.recording.info(place).name for place in places)
+        return tuple(self.ids[place] for place in places)
 
     def _drafts(self, place: int) -> list[Draft]:
         drafts = [Draft.of(self.recording[place])]
@@ -213,35 +217,33 @@ class _Plan:
             drafts = [new for draft in drafts for new in MENDS[code].function(draft, case) if new.length]
         return drafts
 
+    def _draft(self, place: int, number: int) -> Draft:
+        return self.drafts(place)[number]
+
     def episodes(self, places: Sequence[int]) -> Iterator[tuple[int, EpisodeToWrite]]:
         """Yield what replaces these episodes: (place, episode); one that needs no mending as it is."""
         for place in places:
             for number in range(len(self.drafts(place))) if place in self.mends else ():
-                yield place, _Lazy(self, place, number)
+                yield place, _Lazy(partial(self._draft, place, number))
             if place not in self.mends:
                 yield place, self.recording[place]
 
 
 class _Lazy(EpisodeToWrite):
-    """One of the drafts of an episode, without its rows until they are asked for."""
+    """A draft of an episode, without its rows until they are asked for."""
 
-    def __init__(self, plan: _Plan, place: int, number: int) -> None:
-        self._plan, self._place, self._number = plan, place, number
-        draft = self._draft
+    def __init__(self, made: Callable[[], Draft]) -> None:
+        self._made, draft = made, made()
         self.id, self.length, self.schema, self.texts = draft.id, draft.length, draft.schema, draft.texts
         self.terminated, self.truncated, self.success = draft.terminated, draft.truncated, draft.success
         self.task, self.metadata, self.final = draft.task, draft.metadata, draft.final or ()
 
-    @property
-    def _draft(self) -> Draft:
-        return self._plan.drafts(self._place)[self._number]
-
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
-        return self._draft.read(name, start, stop)
+        return self._made().read(name, start, stop)
 
     @property
     def final_observation(self) -> Any:
-        return self._draft.final_observation
+        return self._made().final_observation
 
 
 def _write(plan: _Plan, made: Path, mends_files: bool, progress: bool) -> None:
@@ -319,7 +321,7 @@ def _write_empty(folder: BlockFolder, made: Path, writer: str, sequence: int) ->
 def _kept(made: Path, plan: _Plan, before: Edits) -> set[Key]:
     """Give the trajectories of a new folder that count: not those that are left out or rewritten, nor lack a part."""
     index = BlockFolder.at(made).index
-    gone = {plan.recording.info(place).name for place in {*plan.dropped, *plan.mends}}
+    gone = {plan.ids[place] for place in {*plan.dropped, *plan.mends}}
     empty = {
         one.writer: one.sequence for one in sorted(index.blocks, key=lambda one: one.sequence) if not len(one.fragments)
     }

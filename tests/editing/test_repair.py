@@ -147,16 +147,36 @@ def test_damaged_rows_are_never_written_anew_with_a_right_checksum(tmp_path: Pat
     assert not (tmp_path / "both").exists() and not (tmp_path / "other").exists()
 
 
-def test_what_no_header_tells_of_a_block_is_named_by_the_others(sound: Path, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(("place", "has_cache"), [(1, False), (-1, True)])
+def test_what_no_header_tells_of_a_block_is_named_by_the_cache_or_the_other_blocks(
+    sound: Path, tmp_path: Path, capsys, place: int, has_cache: bool
+) -> None:
     shutil.copytree(sound, tmp_path / "walk")
-    path = sorted((tmp_path / "walk").glob("rollout_a_0*.h5"))[1]
+    path = sorted((tmp_path / "walk").glob("rollout_a_0*.h5"))[place]
     lost = {f"a:{number}" for number in read_header(path).fragments["trajectory"].tolist()}
     _flip(path, 0)
+    if not has_cache:
+        (tmp_path / "walk/.index.npz").unlink()
     assert check_folder(tmp_path / "walk").lost == {path.name: sorted(lost)}
     assert main(["verify", str(tmp_path / "walk")]) == 1 and "with frames of a:" in capsys.readouterr().out
     repair(tmp_path / "walk", tmp_path / "new", only=["FIL"])
     (action,) = json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]
     assert set(action["trajectories"]) == lost == ids(sound) - ids(tmp_path / "new")
+
+
+def test_a_header_that_names_a_sound_trajectory_by_mistake_does_not_cost_it(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "walk")
+    path = sorted((tmp_path / "walk").glob("rollout_a_0*.h5"))[-1]
+    header, raw = read_header(path), path.read_bytes()
+    numbers = header.fragments["trajectory"].tolist()
+    others = {int(one[2:]) for one in ids(sound) if one[0] == "a"} - {*numbers}
+    wrong = next(one for one in sorted(others) if (one ^ numbers[0]).bit_count() == 1)
+    at = raw.index(header.fragments.tobytes())
+    path.write_bytes(raw[:at] + bytes([wrong]) + raw[at + 1 :])
+    (finding,) = doctor(tmp_path / "walk", only=["FIL"]).findings
+    assert finding.code == "FIL02" and wrong in finding.trajectories, "as its table says now"
+    repair(tmp_path / "walk", tmp_path / "new", only=["FIL"])
+    assert ids(tmp_path / "new") == ids(sound) - {f"a:{number}" for number in numbers}
 
 
 def test_a_copy_of_a_block_under_another_name_leaves_no_gap(tmp_path: Path) -> None:
