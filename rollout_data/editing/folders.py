@@ -178,10 +178,12 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
                 said[names[writer], number] = said.get((names[writer], number), {}) | told
     metadata = _common([load_metadata(one.data_dir) for one in found])
     shutil.rmtree(made / _CONVERTED, ignore_errors=True)
-    index = finish(made, metadata, kept, said).index
+    folder = BlockFolder.at(made)
+    finish(folder, metadata, kept, said)
     save_index_cache(made)
-    done.num_trajectories, done.num_frames = len(index), index.num_frames
-    done.num_copied = sum(not block.is_edit for block in index.blocks) - done.num_linked
+    done.num_trajectories = len(kept)
+    done.num_frames = int(folder.index.lengths[folder.index.find([*kept])].sum()) if kept else 0
+    done.num_copied = sum(not block.is_edit for block in folder.blocks.values()) - done.num_linked
 
 
 def held_in(block: Block) -> set[Key]:
@@ -190,20 +192,15 @@ def held_in(block: Block) -> set[Key]:
 
 
 def finish(
-    made: Path, metadata: Metadata | None, kept: Collection[Key], said: Mapping[Key, dict[str, Any]]
-) -> BlockFolder:
+    folder: BlockFolder, metadata: Metadata | None, kept: Collection[Key], said: Mapping[Key, dict[str, Any]]
+) -> None:
     """Describe a new folder: its metadata, what was said, and which trajectories of its blocks are dropped."""
     if metadata is not None:
-        publish_metadata(made, metadata, "edited")
-    folder = BlockFolder.at(made)
+        publish_metadata(folder.data_dir, metadata, "edited")
     held = {key for block in folder.blocks.values() for key in held_in(block)}
-    edits = Edits(
-        held - {*kept}, {key: told for key, told in said.items() if key in held}, created_ns=newest_ns(folder)
-    )
-    if edits.dropped or edits.said:
-        publish_edits(folder, edits)
-        folder.refresh()
-    return folder
+    theirs = {key: told for key, told in said.items() if key in held}
+    if held - {*kept} or theirs:
+        publish_edits(folder, Edits(held - {*kept}, theirs, created_ns=newest_ns(folder)))
 
 
 def newest_ns(folder: BlockFolder) -> int:

@@ -29,6 +29,7 @@ from ..format.header import METADATA_NAME, read_header
 from ..format.write import block_name, write_block
 from ..index.block import FIRST_EDIT
 from ..index.folder import BlockFolder
+from ..index.index import TrajectoryIndex
 from ..index.metadata import RESERVED_KEYS, Metadata, publish_metadata
 from ..recordings.own_writer import OwnWriter
 from ..recordings.recording import Recording
@@ -282,7 +283,8 @@ def _beside(
         _salvage(folder, name, made)
     if mends_files:
         _fill(folder, made)
-    finish(made, metadata, _kept(made, plan, read_edits(folder)), read_edits(folder).said)
+    new, edits = BlockFolder.at(made), read_edits(folder)
+    finish(new, metadata, _kept(new.index, plan, edits), edits.said)
     return True
 
 
@@ -318,9 +320,8 @@ def _write_empty(folder: BlockFolder, made: Path, writer: str, sequence: int) ->
         write_part(made, folder.schema, writer, sequence, Edits(created_ns=newest_ns(folder)))
 
 
-def _kept(made: Path, plan: _Plan, before: Edits) -> set[Key]:
+def _kept(index: TrajectoryIndex, plan: _Plan, before: Edits) -> set[Key]:
     """Give the trajectories of a new folder that count: not those that are left out or rewritten, nor lack a part."""
-    index = BlockFolder.at(made).index
     gone = {plan.ids[place] for place in {*plan.dropped, *plan.mends}}
     empty = {
         one.writer: one.sequence for one in sorted(index.blocks, key=lambda one: one.sequence) if not len(one.fragments)
