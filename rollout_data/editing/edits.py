@@ -84,7 +84,7 @@ def keep(path: str | os.PathLike[str], ids: Ids) -> int:
     """Leave out all other trajectories that are there now; see `drop`."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        return _left_out(edits, {*index.keys(np.arange(len(index)))}.difference(_chosen(index, Edits(), ids)))
+        return _left_out(edits, {*index.keys()}.difference(_chosen(index, Edits(), ids)))
 
     return _edited(path, "keep", change)
 
@@ -268,7 +268,7 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
 def _chosen(index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
     """Give (writer, number) of trajectories that are there, or that were dropped."""
     listed = [ids] if isinstance(ids, (str, int, np.integer)) else list(ids)
-    known = dict.fromkeys(index.keys(np.arange(len(index))))
+    known = dict.fromkeys(index.keys())
     found: dict[Key, None] = {}
     for one in listed:
         if isinstance(one, (int, np.integer)) and not isinstance(one, bool):

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from storage.core import arguments
@@ -164,9 +163,13 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
             where, expected = f"{str(recording.path)!r}", f"the fields of {str(recordings[0].path)!r}"
             raise SchemaError("merge", where, expected, difference, "Merge what has equal fields")
         is_whole = not is_own(recording) or recording.origin.ids is None
-        index, chosen = folder.index, () if is_whole else {*recording.ids}
-        wanted = {key for key in index.keys(np.arange(len(index))) if is_whole or f"{key[0]}:{key[1]}" in chosen}
-        blocks = [one for one in index.blocks if not one.is_edit and (is_whole or not wanted.isdisjoint(held_in(one)))]
+        every, chosen = folder.index.keys(), () if is_whole else {*recording.ids}
+        wanted = {key for key in every if is_whole or f"{key[0]}:{key[1]}" in chosen}
+        blocks = [
+            one
+            for one in folder.blocks.values()
+            if not one.is_edit and (is_whole or not wanted.isdisjoint(held_in(one)))
+        ]
         names = _free_names(blocks, made)
         done.renamed |= {(place, old): new for old, new in names.items() if old != new}
         listed = tqdm(blocks, desc="link", unit=" blocks", disable=not progress)

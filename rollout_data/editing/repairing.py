@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -280,44 +281,37 @@ def _beside(
         if not block.is_edit:
             link_or_copy(block.path, made / block.path.name)
     for name in damaged:
-        _salvage(folder, name, made)
-    if mends_files:
-        _fill(folder, made)
+        content, _ = intact_part(folder.data_dir / name)
+        if content is not None:
+            write_block(made, replace(content, created_ns=newest_ns(folder)))
+    _fill(folder, made, damaged, mends_files)
     new, edits = BlockFolder.at(made), read_edits(folder)
     finish(new, metadata, _kept(new.index, plan, edits), edits.said)
     return True
 
 
-def _fill(folder: BlockFolder, made: Path) -> None:
-    """Put empty blocks in the place of those that are gone between others."""
-    there: dict[str, set[int]] = {}
-    for block in folder.blocks.values():
+def _fill(folder: BlockFolder, made: Path, damaged: Sequence[str], mends_gaps: bool) -> None:
+    """Put empty blocks in the place of those that could not be read, and of those that are gone between others."""
+    assert folder.schema is not None
+    gone, known = {_place_of(folder.data_dir / name) for name in damaged}, dict[str, list[int]]()
+    for block in folder.blocks.values() if mends_gaps else ():
         if not block.is_edit:
-            there.setdefault(block.writer, set()).add(block.sequence)
-    for writer, known in sorted(there.items()):
-        for sequence in sorted(set(range(min(known), min(max(known), min(known) + _MOST_GONE))) - known):
-            _write_empty(folder, made, writer, sequence)
+            known.setdefault(block.writer, []).append(block.sequence)
+    for writer, there in known.items():
+        gone |= {(writer, one) for one in range(min(there), min(max(there), min(there) + _MOST_GONE))}
+    for writer, sequence in sorted(gone):
+        if sequence < FIRST_EDIT and not (made / block_name(writer, sequence)).exists():
+            write_part(made, folder.schema, writer, sequence, Edits(created_ns=newest_ns(folder)))
 
 
-def _salvage(folder: BlockFolder, name: str, made: Path) -> None:
-    """Write what is intact of a damaged block; an empty one in the place of one that cannot be read."""
-    content, _ = intact_part(folder.data_dir / name)
-    if content is not None:
-        write_block(made, replace(content, created_ns=newest_ns(folder)))
-        return
-    try:  # of other fields, or a copy under another name
-        header = read_header(folder.data_dir / name)
-        _write_empty(folder, made, header.writer, header.sequence)
+def _place_of(path: Path) -> tuple[str, int]:
+    """Give writer and sequence of a block, by its name where it cannot be read; ("", `FIRST_EDIT`) if that has none."""
+    try:
+        header = read_header(path)
+        return header.writer, header.sequence
     except (RolloutDataError, OSError):
-        writer, _, number = name.removeprefix("rollout_").removesuffix(".h5").rpartition("_")
-        if number.isdecimal() and writer and int(number) < FIRST_EDIT:
-            _write_empty(folder, made, writer, int(number))
-
-
-def _write_empty(folder: BlockFolder, made: Path, writer: str, sequence: int) -> None:
-    if not (made / block_name(writer, sequence)).exists():
-        assert folder.schema is not None
-        write_part(made, folder.schema, writer, sequence, Edits(created_ns=newest_ns(folder)))
+        found = re.fullmatch(r"rollout_([A-Za-z0-9-]{1,100})_(\d{1,18})\.h5", path.name)
+        return (found[1], int(found[2])) if found else ("", FIRST_EDIT)
 
 
 def _kept(index: TrajectoryIndex, plan: _Plan, before: Edits) -> set[Key]:

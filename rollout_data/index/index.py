@@ -300,7 +300,7 @@ class TrajectoryIndex:
             first += int(self.number[first:stop].searchsorted(number))
         return first
 
-    def keys(self, trajectories: Int64s) -> list[tuple[str, int]]:
+    def keys(self, trajectories: Int64s | slice = _ALL) -> list[tuple[str, int]]:
         """Name trajectories so that another snapshot of the same folders can find them."""
         writers, numbers = self.writer[trajectories].tolist(), self.number[trajectories].tolist()
         return [(self.writers[writer], number) for writer, number in zip(writers, numbers, strict=True)]

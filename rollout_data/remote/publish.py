@@ -44,8 +44,7 @@ def push(
         SchemaError: The URL holds data of other fields.
         FetchError: An upload failed each time.
     """
-    folder, files = BlockFolder(data_dir), RemoteFiles(remote_path(url, "push"), remote or RemoteOptions())
-    folder.refresh()
+    folder, files = BlockFolder.at(data_dir), RemoteFiles(remote_path(url, "push"), remote or RemoteOptions())
     for name, problem in folder.problems.items():
         if name != METADATA_NAME:
             raise problem

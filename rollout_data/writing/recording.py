@@ -28,7 +28,6 @@ from storage.errors import RolloutDataWarning, UsageError
 from ..format.header import TERMINATED, TRUNCATED
 from ..format.notes import TASK
 from ..index.folder import BlockFolder
-from ..index.index import TrajectoryIndex
 from .environments import Simulator, joined, mapped, told
 from .writer import RolloutWriter
 
@@ -393,9 +392,7 @@ def _count(data_dir: Path) -> tuple[int, int, int]:
     """Count what a folder holds: frames, trajectories, and those of them that ended; nothing if it is not there."""
     if not data_dir.is_dir():
         return 0, 0, 0
-    folder = BlockFolder(data_dir)
-    folder.refresh()
-    index = TrajectoryIndex(list(folder.blocks.values()), built=folder.built)
+    index = BlockFolder.at(data_dir).index
     return index.num_frames, len(index), int(((index.flags & (TERMINATED | TRUNCATED)) != 0).sum())
 
 

@@ -52,9 +52,8 @@ def prune(
         The files, oldest first for each writer.
     """
     limits = checked_limits({"trajectories": trajectories, "frames": frames, "bytes": bytes})
-    folder = BlockFolder(data_dir)
-    folder.refresh()
-    index = TrajectoryIndex(list(folder.blocks.values()), built=folder.built)
+    folder = BlockFolder.at(data_dir)
+    index = folder.index
     is_growing = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
     is_kept = ~index.is_complete() & np.array(is_growing, bool)[index.writer]
     is_kept[_first_kept(index, limits) :] = True
