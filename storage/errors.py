@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 _Self = TypeVar("_Self", bound="RolloutDataError")
+#: Names among which the nearest one is looked for, at most: so many take some tenths of a second.
+_MOST_COMPARED = 10_000
 
 
 class RolloutDataError(Exception):
@@ -128,9 +130,9 @@ class RolloutDataWarning(UserWarning):
     """Data was repaired, skipped or lost; the text says which and how much."""
 
 
-def nearest(name: str, options: Iterable[str]) -> str:
-    """List the valid options as text, the nearest match to `name` first."""
+def nearest(name: str, options: Iterable[str], most: int | None = None) -> str:
+    """List the valid options as text, or `most` of them, the nearest match to `name` first."""
     listed = sorted(map(str, options))
-    close = difflib.get_close_matches(name, listed, n=1)
+    close = difflib.get_close_matches(name, listed[:_MOST_COMPARED], n=1)
     ordered = close + [option for option in listed if option not in close]
-    return ", ".join(map(repr, ordered)) if ordered else "nothing"
+    return ", ".join(map(repr, ordered[:most])) if ordered else "nothing"

@@ -279,7 +279,7 @@ def _chosen(index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
         writer, _, number = str(one).rpartition(":")
         key = writer, int(number) if number.isdecimal() else -1
         if key not in known and key not in edits.dropped:
-            expected = f"names such as {nearest(str(one), [_name(key) for key in known][:_NUM_SHOWN])}"
+            expected = f"names such as {nearest(str(one), map(_name, known), _NUM_SHOWN)}"
             raise UsageError("edit", "trajectories", expected, repr(one), "'rollout-data ls' lists them")
         found[key] = None
     return list(found)

@@ -64,7 +64,7 @@ class NewFolder:
 
 
 @contextmanager
-def new_folder(action: str, target: str | os.PathLike[str], *sources: DataDir) -> Iterator[Path]:
+def new_folder(action: str, target: str | os.PathLike[str], *sources: Path | RemotePath) -> Iterator[Path]:
     """Give an empty folder that takes the place of `target` when all went well.
 
     Raises:
@@ -72,9 +72,8 @@ def new_folder(action: str, target: str | os.PathLike[str], *sources: DataDir) -
     """
     place = arguments.path(action, "", target).resolve()
     for source in sources:
-        path = source.path if isinstance(source, Recording) else source
-        if isinstance(path, (str, Path)) and Path(path).resolve() in (place, *place.parents):
-            raise UsageError(action, f"into {str(target)!r}", f"a place outside of {str(path)!r}", "one in the source")
+        if isinstance(source, Path) and source.resolve() in (place, *place.parents):
+            raise UsageError(action, f"into {str(target)!r}", f"a place outside of {str(source)!r}", "one in it")
     if place.is_dir() and any(place.iterdir()):
         raise UsageError(action, f"into {str(target)!r}", "a new or empty folder", "files in it")
     with replace_folder(place, ()) as made:
@@ -101,9 +100,9 @@ def merge(sources: Sequence[DataDir], out: str | os.PathLike[str], *, progress: 
     listed = [sources] if isinstance(sources, (str, os.PathLike, Recording)) else list(sources)
     if not listed:
         raise UsageError("merge", f"into {str(out)!r}", "at least one recording", "none")
-    done = NewFolder(arguments.path("merge", "", out))
-    with new_folder("merge", out, *listed) as made:
-        _unite([_opened(one) for one in listed], made, done, progress)
+    recordings, done = [*map(open_recording, listed)], NewFolder(arguments.path("merge", "", out))
+    with new_folder("merge", out, *(one.path for one in recordings)) as made:
+        _unite(recordings, made, done, progress)
     return done
 
 
@@ -132,21 +131,17 @@ def split(
             the source.
         DataFileError: The source is damaged.
     """
-    recording, done = _opened(path), dict[str, NewFolder]()
+    recording, done = open_recording(path), dict[str, NewFolder]()
     chosen = recording.split(parts, seed)
     for name in chosen:
         if not name.strip(".") or {"/", "\0"} & set(name):
             raise UsageError("split", f"{str(recording.path)!r}", "parts named as folders can be", repr(name))
-    with new_folder("split", out, recording) as made:
+    with new_folder("split", out, recording.path) as made:
         for name, part in chosen.items():
             done[name] = NewFolder(arguments.path("split", "", out) / name)
             (made / name).mkdir()
             _unite([part], made / name, done[name], progress)
     return done
-
-
-def _opened(source: DataDir) -> Recording:
-    return source if isinstance(source, Recording) else open_recording(source)
 
 
 def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progress: bool) -> None:

@@ -144,7 +144,7 @@ def repair(
     if len(plan.dropped) == len(recording):
         got = "findings in all of them" if len(recording) else "none"
         raise DataFileError("repair", repr(str(path)), "a trajectory to keep", got)
-    with new_folder("repair", target, recording) as made:
+    with new_folder("repair", target, recording.path) as made:
         _write(plan, made, not only or any(code.startswith(tuple(only)) for code in _OF_BLOCKS), progress)
         actions = [action.as_dict() for action in plan.actions]
         report = {"source": {"format": recording.format, "checksum": checksum_of(recording.path)}, "actions": actions}

@@ -170,7 +170,7 @@ def chosen_episodes(reader: ForeignReader, ids: Sequence[str] | None) -> list[in
     number_of = {info.name: number for number, info in enumerate(reader.episodes)}
     for name in ids:
         if name not in number_of:
-            expected = f"one of {len(number_of)} names, such as {nearest(name, list(number_of)[:4])}"
+            expected = f"one of {len(number_of)} names, such as {nearest(name, number_of, 4)}"
             raise UsageError("find the episode", f"in {str(reader.path)!r}", expected, repr(name))
     return [number_of[name] for name in ids]
 

@@ -242,7 +242,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _some(name: str, there: Sequence[str]) -> str:
-    return f"one of {len(there)} names, such as {nearest(name, there[:_NUM_SHOWN])}"
+    return f"one of {len(there)} names, such as {nearest(name, there, _NUM_SHOWN)}"
 
 
 def open_origin(origin: Origin) -> ForeignReader:
