@@ -36,7 +36,7 @@ def sound(tmp_path_factory) -> Path:
     return walk
 
 
-def walking(path: Path, num: int = 8, change=lambda number, rows: rows, **about) -> Path:
+def walking(path: Path, num: int = 8, change=lambda number, rows: rows) -> Path:
     """Record episodes of a random walk; `change` gives other rows of an episode."""
     rng = np.random.default_rng(0)
     with RolloutWriter(path, 1, durable=False, writer_name="arm", metadata=CONTEXT) as writer:
@@ -52,14 +52,13 @@ def walking(path: Path, num: int = 8, change=lambda number, rows: rows, **about)
                 "reward": rng.random(length).astype(np.float32),
             }
             rows = change(number, rows)
-            for t in range(len(rows["reward"])):
-                done = t == len(rows["reward"]) - 1
-                observation = {name: one[t][None] for name, one in rows["observation"].items()}
-                final = {name: one[-1:] + 0 for name, one in rows["observation"].items()}
-                writer.add(
-                    observation=observation, action=rows["action"][t][None], reward=rows["reward"][t][None],
-                    terminated=[done], final_observation=final, **about,
-                )  # fmt: skip
+            final = {name: one[-1:] + 0 for name, one in rows["observation"].items()}
+            in_env = {name: one[:, None] for name, one in rows["observation"].items()}
+            action, reward = rows["action"][:, None], rows["reward"][:, None]
+            ends = np.arange(len(reward))[:, None] == len(reward) - 1
+            writer.add_rollout(
+                observation=in_env, action=action, reward=reward, terminated=ends, final_observation=final
+            )
     return path
 
 
