@@ -235,9 +235,9 @@ def only_editor(path: Path) -> Iterator[None]:
 
 def _edited(path: str | os.PathLike[str], action: str, change: Callable[[Edits, TrajectoryIndex], int]) -> int:
     """Change the edits of a folder; nothing is written where nothing changes."""
-    data_dir = _folder(path, action).data_dir
-    with only_editor(data_dir):
-        folder = _folder(data_dir, action)
+    folder = _folder(path, action)
+    with only_editor(folder.data_dir):
+        folder.refresh()
         edits = read_edits(folder)
         if count := change(edits, folder.index):
             publish_edits(folder, edits)

@@ -160,20 +160,13 @@ class _Plan:
 
     def __init__(self, recording: Recording, findings: Sequence[Finding], is_chosen: bool, yes: Sequence[str]) -> None:
         self.recording, self.context, self.ids = recording, dict(recording.metadata), recording.ids
-        self.actions: list[Action] = []
         self.dropped: set[int] = set()
         #: Place -> (code whose row of `MENDS` is applied, finding).
         self.mends: dict[int, list[tuple[str, Finding]]] = {}
         self._found = {finding.code for finding in findings}
-        for finding in findings:
-            self.actions.append(self._planned(finding, is_chosen, yes))
-        gone = {*self._ids(sorted(self.dropped))}
-        for number, one in enumerate(self.actions):
-            if one.finding.code in MENDS and gone.intersection(one.trajectories):
-                left = tuple(name for name in one.trajectories if name not in gone)
-                says = one.says if left else "nothing: left out because of other findings"
-                self.actions[number] = replace(one, says=says, kind=one.kind if left else "-", trajectories=left)
-        self.mends = {place: found for place, found in self.mends.items() if place not in self.dropped}
+        first = sorted(findings, key=lambda one: (one.code in MENDS) - (one.code in _OF_BLOCKS))  # what is left out
+        planned = {id(finding): self._planned(finding, is_chosen, yes) for finding in first}
+        self.actions = [planned[id(finding)] for finding in findings]
         #: The drafts of one episode, made again when they are asked for.
         self.drafts = lru_cache(maxsize=1)(self._drafts)
 
@@ -200,7 +193,9 @@ class _Plan:
         if code == "END07" and "END09" in self._found:
             code = "END08"  # final observations that come from wrong successors tell nothing of the last row
         if (mend := MENDS.get(code)) is not None:
-            places = list(range(len(self.recording))) if mend.everywhere or not places else places
+            named = range(len(self.recording)) if mend.everywhere or not places else places
+            if not (places := [place for place in named if place not in self.dropped]):
+                return Action(finding, "nothing: left out because of other findings", "-")
             for place in places:
                 self.mends.setdefault(place, []).append((code, finding))
             return Action(finding, mend.says, finding.repair, self._ids(places))
