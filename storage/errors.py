@@ -82,6 +82,10 @@ class MissingFieldError(SchemaError, KeyError):
     """A record lacks a declared field, or has one that was not declared."""
 
 
+class OutOfRangeError(UsageError, IndexError):
+    """There is nothing of the number that was asked for."""
+
+
 class FieldTypeError(SchemaError, TypeError):
     """A value has a dtype that cannot be stored in its field without loss."""
 

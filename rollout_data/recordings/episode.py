@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.errors import UsageError, nearest
+from storage.errors import MissingFieldError, UsageError, nearest
 
 from ..foreign.reader import EpisodeInfo, ForeignReader
 
@@ -30,7 +30,7 @@ class Fields(dict[str, Any]):
             return self[name[1:]]
         below = {key[len(name) + 1 :]: value for key, value in self.items() if key.startswith(f"{name}/")}
         if not below:
-            raise KeyError(name)
+            raise MissingFieldError("read the field", repr(name), nearest(name, self), "no such field")
         return Fields(below)
 
     def __contains__(self, name: object) -> bool:

@@ -13,8 +13,9 @@ from typing import Any, overload
 
 import numpy as np
 
+from storage.core.arguments import is_whole
 from storage.core.fields import Schema
-from storage.errors import RolloutDataError, UsageError, nearest
+from storage.errors import OutOfRangeError, RolloutDataError, UsageError, nearest
 
 from ..foreign.formats import open_foreign
 from ..foreign.reader import EpisodeInfo, ForeignReader
@@ -145,6 +146,10 @@ class Recording(Sequence[Episode]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._of(self._numbers[index])
+        if not is_whole(index) or not -len(self) <= index < len(self):
+            kind = OutOfRangeError if is_whole(index) else UsageError
+            expected = f"a number in {-len(self)}:{len(self)}, or a slice of such"
+            raise kind("take the episode", f"of {str(self.path)!r}", expected, repr(index), "select() takes names")
         number = int(self._numbers[index])
         return Episode(self._reader, number, self._reader.episodes[number])
 

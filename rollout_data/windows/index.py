@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from storage.core.arguments import choice, real
-from storage.errors import UsageError
+from storage.errors import OutOfRangeError, UsageError
 
 from ..index.agreement import Shard
 from ..index.index import Int64s, TrajectoryIndex, counted_from, mixed
@@ -174,13 +174,9 @@ def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int6
     low, high = int(windows.min()), int(windows.max())
     if low < -num_windows or high >= num_windows:
         wrong = high if high >= num_windows else low
-        raise WindowIndexError("read the window", str(wrong), f"a number in {-num_windows}:{num_windows}", str(wrong))
+        raise OutOfRangeError("read the window", str(wrong), f"a number in {-num_windows}:{num_windows}", str(wrong))
     windows = windows.astype(np.int64, copy=False)
     return np.where(windows < 0, windows + num_windows, windows)
-
-
-class WindowIndexError(UsageError, IndexError):
-    """There is no window of this number."""
 
 
 @dataclass(frozen=True, eq=False)

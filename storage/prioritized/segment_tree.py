@@ -11,16 +11,12 @@ import torch
 
 from ..core import arguments
 from ..core.memory import as_given
-from ..errors import RolloutDataError, UsageError
+from ..errors import OutOfRangeError, UsageError
 from .sum_tree import MaxTree, MinTree, SumTree, WideTree
 
 #: How far a mass may be above the sum, relative to it.
 _SLACK = 1e-9
 _KINDS: dict[str, type[WideTree]] = {"sum": SumTree, "min": MinTree, "max": MaxTree}
-
-
-class TreeIndexError(RolloutDataError, IndexError):
-    """An index lies outside a tree."""
 
 
 class SegmentTree:
@@ -93,7 +89,7 @@ class SegmentTree:
         stop = self.capacity if end is None else end
         if not all(arguments.is_whole(x) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
             expected = f"0 <= start <= end <= {self.capacity}"
-            raise TreeIndexError("reduce a segment tree", "", expected, f"[{start}, {stop})")
+            raise OutOfRangeError("reduce a segment tree", "", expected, f"[{start}, {stop})")
         return self._tree.reduce(int(start), int(stop))
 
     def find_prefixsum_idx(self, mass: Any) -> Any:
@@ -144,7 +140,7 @@ class SegmentTree:
         outside = (wanted < -self.capacity) | (wanted >= self.capacity)
         if bool(outside.any()):
             got = str(int(wanted[outside].flatten()[0]))
-            raise TreeIndexError(f"{action} a segment tree", "", f"indices below {self.capacity}", got)
+            raise OutOfRangeError(f"{action} a segment tree", "", f"indices below {self.capacity}", got)
         return torch.where(wanted < 0, wanted + self.capacity, wanted)
 
 

@@ -22,7 +22,7 @@ from ..core.fields import Schema, flatten, unflatten
 from ..core.memory import StreamOrder, as_given, lasting
 from ..core.records import Key, RecordReader, flat_name
 from ..core.samplers import Weighted, below, generator_on
-from ..errors import RolloutDataError, RolloutDataWarning, SchemaError, UsageError
+from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
 from ..ring.ring import RingStore
 from ..saving.buffer_store import BufferStore
 from ..saving.columns import Table
@@ -329,10 +329,6 @@ def _split(rows: list[torch.Tensor], place: int, split_on_end: bool, where: str)
         yield piece
 
 
-class FrameIndexError(RolloutDataError, IndexError):
-    """A frame was asked for that no episode holds."""
-
-
 class PrefixSum:
     """Lengths of episodes, oldest first, and the running sum of them.
 
@@ -391,7 +387,7 @@ class PrefixSum:
     def pop_oldest(self, num_episodes: int = 1) -> int:
         """Drop the oldest episodes; give the number of frames that went. Too many raise `IndexError`."""
         if not 0 <= num_episodes <= len(self):
-            raise FrameIndexError("drop episodes", "", f"0 to {len(self)}", str(num_episodes))
+            raise OutOfRangeError("drop episodes", "", f"0 to {len(self)}", str(num_episodes))
         before = self.total
         self._first += int(num_episodes)
         return before - self.total
@@ -407,12 +403,12 @@ class PrefixSum:
         """
         wanted = np.asarray(index)
         if wanted.size and wanted.dtype.kind not in "iu":
-            raise FrameIndexError("locate frames", "", "integers", str(wanted.dtype))
+            raise OutOfRangeError("locate frames", "", "integers", str(wanted.dtype))
         wanted = wanted.astype(np.int64)
         outside = (wanted < 0) | (wanted >= self.total)
         if outside.any():
             got = str(wanted[outside].flat[0])
-            raise FrameIndexError("locate a frame", "", f"an index in [0, {self.total})", got)
+            raise OutOfRangeError("locate a frame", "", f"an index in [0, {self.total})", got)
         ends = self._ends[self._first : self._last + 1]
         episode = np.searchsorted(ends, wanted + ends[0], side="right") - 1
         offset = wanted + ends[0] - ends[episode]

@@ -63,8 +63,10 @@ def test_indices_slices_and_lengths_are_those_of_a_list(demos):
     assert len(demos) == 5 and demos[-2].id == ids[-2] and len(demos[0]) == 3
     for part in (slice(1, 3), slice(None, None, 2), slice(-2, None), slice(4, 1, -1), slice(9, 9)):
         assert demos[part].ids == ids[part]
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="expected a number in -5:5, or a slice of such, got 5"):
         demos[5]
+    with pytest.raises(UsageError, match=r"got 'demo_2'\. select\(\) takes names"):
+        demos["demo_2"]
 
 
 def test_the_table_has_a_row_for_each_episode(demos):
@@ -215,4 +217,6 @@ def test_a_field_that_is_not_there_is_an_error_that_names_those_that_are(demos):
         demos[0].read("action", 2, 4)
     with pytest.raises(UsageError, match="'reward'"):
         demos[1]["reward"]
+    with pytest.raises(KeyError, match="cannot read the field 'lwo': expected 'low', got no such field"):
+        demos[0].observation["lwo"]
     assert "demo_0" in repr(demos) and "3 steps" in repr(demos[0])
