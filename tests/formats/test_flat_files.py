@@ -102,8 +102,9 @@ def test_parts_of_a_chunked_set_are_one_row_after_the_other(tmp_path: Path, is_j
 
 def test_more_ends_than_memory_has_episodes_for_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.hdf5", "w") as file:
+        ones = np.ones(((1 << 20) + 1, 1), "u1")
         for name in ("observations", "actions", "rewards", "terminals", "timeouts"):
-            file.create_dataset(name, ((1 << 20) + 1, 1), "u1", chunks=(1 << 16, 1), compression="gzip")[:] = 1
+            file.create_dataset(name, data=ones, compression="gzip")
     with pytest.raises(CorruptFileError, match="at most 1048576 episodes, got 1048577"):
         rollout_data.open(tmp_path / "x.hdf5")
 

@@ -262,3 +262,42 @@ def test_robomimic_reads_what_is_written(tmp_path):
     assert len(read) == sum(LENGTHS)
     assert read[5]["obs"]["state"].tolist() == [[1000, 1001, 1002]]
     assert read[5]["next_obs"]["state"].tolist() == [[1010, 1011, 1012]]
+
+
+def record_more(folder: Path, **fields: Any) -> Any:
+    """Record an episode of three steps with other fields beside the observation."""
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        for frame in range(3):
+            state, is_last = torch.full((1, 2), float(frame)), torch.tensor([frame == 2])
+            final = {"final_observation": {"state": state + 1}} if frame == 2 else {}
+            told = {"action": state, "reward": state[:, 0], "terminated": is_last, **final, **fields}
+            writer.add(observation={"state": state}, **told)
+    return rollout_data.open(folder)
+
+
+def test_other_fields_keep_their_names_in_d4rl_or_the_report_says_how_they_are_called(tmp_path):
+    state = torch.ones(1, 2)
+    source = record_more(tmp_path / "ours", qvel=state, value=state.bfloat16())
+    report = write(source, tmp_path / "x.hdf5", "d4rl").report
+    write(rollout_data.open(tmp_path / "x.hdf5"), tmp_path / "again.hdf5", "d4rl")
+    for name in ("x", "again"):
+        assert {"infos/qvel", "infos/value"} <= set(rollout_data.open(tmp_path / f"{name}.hdf5")[0].keys())
+    for what in ("other fields are called infos/<name>", "bfloat16 is written as float32"):
+        assert report[what] == [source[0].id]
+
+
+def test_two_fields_for_one_dataset_are_refused(tmp_path):
+    arm = {"arm": torch.ones(1, 2)}
+    source = record_more(tmp_path / "ours", action=arm, action_dict=arm)
+    with pytest.raises(UsageError, match=r"expected one field for a dataset, got two for 'action_dict/arm'"):
+        write(source, tmp_path / "x.hdf5", "robomimic")
+
+
+def test_success_and_the_dtype_of_rewards_come_back(tmp_path):
+    source = record(tmp_path / "ours", dtype=torch.float32)
+    for name in ("robomimic", "minari"):
+        write(source, tmp_path / f"{name}.hdf5", name)
+        assert rollout_data.open(tmp_path / f"{name}.hdf5")[0].reward.dtype == np.float32
+    noted = record_more(tmp_path / "noted", episode={"success": True})
+    write(noted, tmp_path / "noted.hdf5", "robomimic")
+    assert rollout_data.open(tmp_path / "noted.hdf5")[0].success is True
